@@ -1,4 +1,4 @@
-"""An access file for tests, and nodes that have it: three accounts, of which one may do everything."""
+"""An access file for tests with three accounts, one of them an administrator, and nodes that use it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRETS = {"shop": "shop secret 1", "other": "other secret 2", "root": "root sec
 
 
 def access_file(folder: Path, text: str = ACCESS_FILE) -> Path:
-    """The file, as only its owner can read it."""
+    """Write the file with the permissions that the broker requires."""
     path = folder / "access.toml"
     path.touch(0o600)
     path.write_text(text)
@@ -45,5 +45,5 @@ def guarded_node(folder: Path, **settings: Any) -> Iterator[RunningNode]:
 
 
 def keys(account: str) -> dict[str, str]:
-    """As arguments of a client."""
+    """The credentials as arguments of a client."""
     return {"access_key": account, "secret_key": SECRETS[account]}

@@ -1,4 +1,4 @@
-"""How long a test waits for a process or a thread before it says that this did not happen: a multiple of a start.
+"""How long a test waits for a process or a thread before it fails: a multiple of this process's own start time.
 
 The start is that of this very process, from its creation to the import of this module (Python, pytest, its plugins):
 it is measured in the same run, costs nothing, and grows with the load of the machine as everything else does. A fixed

@@ -1,4 +1,4 @@
-"""Certificates for the moment: an authority of our own, and what it has signed, as files that only we may read."""
+"""Certificates for tests: an authority, and certificates signed by it, as files that only this user may read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Write Spark's classes into one file that the JVMs of tests map: a start of Spark then costs half of its CPU time.
+"""Write Spark's classes into one file that the JVMs of tests map, which halves the CPU time of a start of Spark.
 
-The Makefile has it done once (`python -m tests.class_archive FILE`), by a program that does a little of what tests do.
+The Makefile runs it once (`python -m tests.class_archive FILE`), with a program that does a little of the tests' work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.spark.run.session import build_session
 
 
 def write(path: Path) -> None:
-    """Have the classes of a small program written by its JVM when that ends. Whatever fails, tests run without."""
+    """Let the JVM of a small program write the classes when it ends. If anything fails, tests run without the file."""
     partial = path.with_suffix(".part")  # tests may start JVMs meanwhile
     os.environ["SPARK_SUBMIT_OPTS"] = f"{FAST_START} -XX:ArchiveClassesAtExit={partial} -Xlog:cds=off"
     spark = build_session()

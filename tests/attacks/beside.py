@@ -1,9 +1,9 @@
-"""A steady stream of other clients beside an attack: which of their calls failed, and what became of their messages.
+"""A steady stream of clients beside an attack. It reports failed calls, and lost, doubled or early messages.
 
     with attacked_broker(folder, ACCESS_FILE) as broker:
         with steady_stream(broker) as figures:
             ...  # the attack, with harmless and bounded input
-            figures.wait_rounds(50)  # for an attack that goes on by itself: five seconds of the stream, at least
+            figures.wait_rounds(50)  # for an attack that runs by itself: at least five seconds of the stream
         figures.check(peak_mib_max=600)
         print(figures)
 
@@ -47,7 +47,7 @@ ROUNDS_PER_S, FLIGHT_ROWS = 10, 98  # and one message over HTTP and one over gRP
 
 
 class Peak:
-    """The most memory that a process has in a block; not what files back: the mapped log is not its own."""
+    """The largest memory of a process within a block, without mapped files."""
 
     def __init__(self, pid: int) -> None:
         self._path, self._stop = Path(f"/proc/{pid}/status"), threading.Event()
@@ -104,10 +104,10 @@ def attacked_broker(folder: Path, accounts: str = ACCESS_FILE, *options: str) ->
 
 @dataclass
 class Figures:
-    """The outcome of a steady stream; complete behind its block."""
+    """The outcome of a steady stream. Complete after its block."""
 
     sent: set[str] = field(default_factory=set)  # ids of messages whose send was acknowledged
-    unsure: set[str] = field(default_factory=set)  # whose send was not: they may be released
+    unsure: set[str] = field(default_factory=set)  # ids of the others, which may be released
     calls: Counter[str] = field(default_factory=Counter)  # by edge
     failed: list[str] = field(default_factory=list)
     slowest_s: float = 0.0  # of all calls
@@ -120,7 +120,7 @@ class Figures:
     exit_code: int | None = None
 
     def wait_rounds(self, rounds: int) -> None:
-        """Return when each client has made so many calls more; at best 10 a second."""
+        """Return when each client has made `rounds` more calls, at best 10 a second."""
         wanted = {edge: calls + rounds for edge, calls in self.calls.items()}
         eventually(
             lambda: all(self.calls[edge] >= calls for edge, calls in wanted.items()), "the stream goes on"
@@ -138,7 +138,7 @@ class Figures:
         self.early = int((self.late_ms < 0).sum())
 
     def check(self, peak_mib_max: int) -> None:
-        """Assert what holds on any machine, however busy."""
+        """Assert everything that must hold on any machine, however busy."""
         assert self.exit_code is None, "the broker ended"
         assert not self.failed, f"{len(self.failed)} calls of other clients failed: {self.failed[:5]}"
         assert (self.lost, self.doubled, self.early) == (0, 0, 0), str(self)
@@ -201,7 +201,7 @@ class _Sender:
 def steady_stream(
     broker: AttackedBroker, edges: Sequence[str] = ("flight", "http", "grpc")
 ) -> Iterator[Figures]:
-    """Send a steady stream over these edges for the length of a block; its figures are complete behind it."""
+    """Send a steady stream over these edges during a block. Its figures are complete after the block."""
     figures, lock = Figures(), threading.Lock()
     with Timeball(broker.endpoint, **keys(broker.account)) as ball, Peak(broker.process.pid) as peak:
         first_seq = ball.status()["log"]["next_seq"]
@@ -223,10 +223,10 @@ def steady_stream(
 
 
 def _await_releases(ball: Timeball, first_seq: int, figures: Figures) -> None:
-    """Judge the releases in the log, once every message that was sent has one or the time is up."""
+    """Compare the releases in the log with the sends, once every sent message has a release or the time is up."""
     ids: set[str] = set()
     next_seq, released = first_seq, list[tuple[str, int, int]]()
-    # A second behind the last due time all are out; a message that is lost is waited for as long as the bound says.
+    # All are released a second after the last due time. A lost message is waited for until the bound.
     deadline_s = time.perf_counter() + BOUND_S
     while not figures.sent <= ids and time.perf_counter() < deadline_s:
         end_seq = ball.status()["log"]["durable_seq"]

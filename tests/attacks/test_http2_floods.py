@@ -1,4 +1,4 @@
-"""The known floods of HTTP/2, by strangers, beside a steady stream of other clients: none of their calls may fail.
+"""Known HTTP/2 floods from clients without an account, beside a steady stream whose calls must not fail.
 
 Each flood is a sequence of frames with an end, sent again and again over new connections while the stream goes on. The
 bounds that stop them are those of src/timeball/edges/http2/connection.py.
@@ -28,7 +28,7 @@ FRAMES = 6_000  # of one kind over one connection: more than any bound of ours
 
 
 def _calls(client: RawClient, count: int, flags: int, behind: Callable[[int], bytes] = lambda _: b"") -> None:
-    """Open so many streams, each with some bytes behind its headers."""
+    """Open `count` streams, each with the frames of `behind` after its headers."""
     client.headers(headers=fields("/nothing"), ends=True)
     block = client.block(fields())
     numbers = range(client._next, client._next + 2 * count, 2)
@@ -44,7 +44,7 @@ def rapid_reset(client: RawClient) -> None:
 
 
 def settings(client: RawClient) -> None:
-    """As many settings as a frame has room for, each of which changes the windows of all open streams."""
+    """Put as many settings into a frame as fit. Each changes the windows of all open streams."""
     _calls(client, CALLS_PER_CONNECTION_MAX - 1, frames.END_HEADERS)
     one = [frames.settings({frames.INITIAL_WINDOW: size})[frames.HEAD.size :] for size in (0, 60_000)]
     flood = frame(frames.SETTINGS, 0, 0, b"".join(one) * 1_365)
@@ -100,7 +100,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedBroker]
 
 
 def _attack(port: int, flood: Callable[[RawClient], None], stop: Event) -> None:
-    """Flood a port over one connection after the other; a process of its own, so that the stream keeps its time."""
+    """Flood a port over one connection after the other, in a separate process, so that the stream is not delayed."""
     while not stop.is_set():
         try:
             with RawClient(None, port=port) as client:  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _attack(port: int, flood: Callable[[RawClient], None], stop: Event) -> None:
                 while flood is not slow_read and client.socket.recv(1 << 20) and not stop.is_set():
                     pass
         except OSError:
-            continue  # closed by the broker, as it should be, or silent
+            continue  # the broker closed it, as expected, or is silent
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Places that strangers try to hold, each beside a steady stream of other clients from another address.
+"""Clients without an account that occupy slots, each beside a steady stream from another address.
 
 All input is harmless: headers, beginnings of requests, and columns of a type that the broker refuses.
 """
@@ -33,7 +33,7 @@ NO_GRANTS = '\n[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secre
 NOTHING, SHOP = "Bearer nothing:nothing secret 4", "Bearer shop:shop secret 1"
 ATTACKER = "127.0.0.2"  # the steady stream comes from 127.0.0.1
 PEAK_MIB_MAX = 600
-ROUNDS = rounds(10, 50)  # of the steady stream, while places are held: a tenth of a second each, at least
+ROUNDS = rounds(10, 50)  # rounds of the steady stream while the slots are occupied: at least a tenth of a second each
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def _port(address: str) -> int:
 
 
 def _send_streams(authorization: str, *messages: bytes) -> Attack:
-    """Send streams that begin with these messages and then stay."""
+    """Send streams that begin with these messages and then stay open."""
 
     def hold(broker: AttackedBroker, held: ExitStack) -> None:
         for _ in range(8):
@@ -69,7 +69,7 @@ def _send_streams(authorization: str, *messages: bytes) -> Attack:
 
 
 def _grpc_calls(name: str, authorization: str) -> Attack:
-    """Calls whose request does not come."""
+    """Begin calls and never send their requests."""
 
     def hold(broker: AttackedBroker, held: ExitStack) -> None:
         more = {"authorization": authorization} if authorization else {}
@@ -86,7 +86,7 @@ def _grpc_calls(name: str, authorization: str) -> Attack:
 
 
 def _connections(place: str, first_bytes: bytes) -> Attack:
-    """Connections that say this and nothing more."""
+    """Open connections that send these bytes and nothing more."""
 
     def hold(broker: AttackedBroker, held: ExitStack) -> None:
         address = ("127.0.0.1", _port(getattr(broker, place)))
@@ -143,7 +143,7 @@ def test_held_places_leave_room_for_others(broker: AttackedBroker, name: str, re
 
 @pytest.mark.timeout(600)
 def test_slow_uploads_end_by_their_own_fault(broker: AttackedBroker) -> None:
-    """2,000 of them: each ends as 408 or 429, and none as a fault of the broker's."""
+    """2,000 such requests: each ends with 408 or 429, none with an internal error."""
     head = (
         "POST /v1/topics/orders/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: 8000000\r\nConnection: close\r\nAuthorization: {SHOP}\r\n\r\n{{"

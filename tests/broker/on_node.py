@@ -1,7 +1,7 @@
 """Tests as coroutines on a whole node in memory: `@on_node()` above `async def test_…(world: World, …)`.
 
-The disk is a CrashFiles, the clock stands still until told, nothing listens. An exception that reached nobody
-but the event loop fails the test; so does one that stopped the node, unless the test is about that.
+The disk is a CrashFiles, the test moves the clock, and no port is open. A test fails on an exception that only
+the event loop has seen, and on one that stopped the node, unless `failing` is set.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.log.small_log import AtOnce
 from timeball.io.clock import ManualClock
 from timeball.node.node import Node
 
-TURNS = 8  # of the loop: those who were woken have looked at the clock
+TURNS = 8  # iterations of the loop: woken tasks have read the clock
 
 
 class InTurn(World):
-    """No threads: what they would do is done when it is asked for, so that turns of the loop are all there is."""
+    """An executor without threads: a call runs when it is submitted, so the loop's iterations decide the order."""
 
     async def build(self, node: Node) -> None:
         node._threads = (AtOnce(), AtOnce(), AtOnce(), AtOnce())
@@ -54,7 +54,7 @@ def on_node(
 
 
 async def settled(world: World) -> None:
-    """The ticker and the leases in memory have looked at the clock, and all that this has begun is done."""
+    """Wait until the ticker and the leases have read the clock, and everything that they began is done."""
     world.broker.consuming.wake()
     world.broker.ticker.wake()
 
@@ -90,7 +90,7 @@ async def _live(world: World, test: Callable[[], Awaitable[None]], failing: bool
 
 
 def batch(rows: int = 1, **columns: Any) -> pa.RecordBatch:
-    """What a client sends: `rows` small messages of one topic; columns given replace or join these."""
+    """The columns of a send: `rows` small messages of one topic. Further columns replace or extend these."""
     whole = {"topic": ["orders"] * rows, "body": [b"body"] * rows, **columns}
     return pa.RecordBatch.from_pydict(
         {

@@ -1,4 +1,4 @@
-"""A few releases: row by row they become the very rows, places and index entries that the way of columns gives."""
+"""A few releases encoded row by row give the same rows, offsets and index entries as releases in columns."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCHEDULED_ROWS = st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=8)
 
 
 def scheduled_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
-    """READ_SCHEMA scheduled messages, sorted as a hand-out is."""
+    """Scheduled messages in READ_SCHEMA, sorted like a hand-out."""
     rows = sorted(values, key=lambda row: row["due_ms"])
     for seq, row in enumerate(rows, 1_000):
         row["seq"] = seq
@@ -66,7 +66,7 @@ def as_numbered(scheduled_rows: pa.RecordBatch) -> NumberedRows:
 async def released(
     scheduled_rows: pa.RecordBatch, *, by_rows: bool, as_values: bool = False
 ) -> tuple[Any, ...]:
-    """What a broker has after this hand-out: the rows of its log, its queues, its counts."""
+    """Everything that the hand-out leaves in a broker: the rows of its log, its queues, its counts."""
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
         if not by_rows:

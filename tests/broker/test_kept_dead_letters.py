@@ -36,7 +36,7 @@ async def let_go(world: World, after_ms: int = 2 * HOUR_MS) -> None:
 
 
 async def crashed(world: World, *, keeps_caches: bool = True) -> None:
-    """The power goes, and the node starts on what was durable."""
+    """Cut the power, and start the node on the durable state."""
     files = world.files.crash(survival="nothing")
     await world.abandon()
     world.files = files
@@ -157,7 +157,7 @@ async def test_the_oldest_go_first_when_they_take_too_much_of_the_disk(
         assert await engine(world).dead_letter(receipt)
         await let_go(world)
     assert {one.body[:1] for one in await shown(world)} == {b"b", b"c"} and await lost(world) == 1
-    # What is on its way to a new row is no reason to let it go.
+    # A move to a new row in progress is no reason to remove it.
     await let_go(world)
     assert {one.body[:1] for one in await shown(world)} == {b"b", b"c"} and await lost(world) == 1
 
@@ -188,7 +188,7 @@ async def test_a_look_at_the_message_says_that_it_is_dead(world: World) -> None:
 
 
 def left_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
-    """Cut the power at a call in two passes of retention, and start; return calls made, and the letters left."""
+    """Cut the power at a call in two passes of retention, and restart. Return calls made, and the remaining letters."""
     files, clock = CutFiles(crash_at=call), ManualClock()
     world = World(files, clock, **SETTINGS)
 

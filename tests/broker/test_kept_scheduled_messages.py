@@ -1,4 +1,4 @@
-"""The broker's verbs when another strategy than the hour log keeps what is sent, and when that changes."""
+"""The broker's operations with the other strategies, and after a change of the strategy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def move_on(world: World, minutes: int) -> None:
 
 
 async def fill_a_segment(world: World) -> None:
-    """Messages of no interest, so that older segments may go."""
+    """Append messages that the test ignores, so that older segments may go."""
     await world.send("filler", [None] * 12, BODY_BYTES)
 
 
@@ -231,7 +231,7 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
 @pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
 @on_node()
 async def test_what_a_cascade_has_noted_reaches_no_consumer(world: World, heir: str, compacts: bool) -> None:
-    """Its TIMING-LIST stands in the rows of the log, and in the files that compaction makes of them."""
+    """Its TIMING-LIST is in the rows of the log, and in the files that compaction writes from them."""
     await begin(world, "level_cascade")
     for delay_ms in (11_100, 5 * MINUTE_MS + 17 * SECOND_MS):
         text = "TIMING\x0108:00:00\x02"
@@ -243,7 +243,7 @@ async def test_what_a_cascade_has_noted_reaches_no_consumer(world: World, heir: 
     await move_on(world, 6)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert [text.strip("\x02") for text in column(rows, "properties")] == ["TIMING\x0108:00:00"] * 2
-    # The index counts what they get: one that is made anew from the log must say the same.
+    # The index counts these properties: one rebuilt from the log must count the same.
     queues = world.broker.tables.topics.get("orders").queues
     indexed = [queue.index.read(queue.index.min_offset, 10)["size"].tolist() for queue in queues]
     assert sorted(size for sizes in indexed for size in sizes) == sorted(stored_sizes(rows).tolist())
@@ -265,7 +265,7 @@ async def settle(world: World) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
 def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: str) -> None:
-    """The mark passed it, because the opening's bound was read before it came: it was lost for ever."""
+    """An earlier version lost it: the mark passed it, because the bound of the opening was read before it arrived."""
 
     async def main() -> None:
         world = World(CutFiles(), ManualClock(), strategy=strategy)
@@ -302,7 +302,7 @@ def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: s
 def test_a_scheduled_message_that_comes_between_two_slices_of_an_opening_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It stands in the last slice; the mark had passed it after the first."""
+    """It is in the last slice. In an earlier version, the mark passed it after the first slice."""
     monkeypatch.setattr(scheduler_module, "SORT_ROWS", 4)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Neither the largest message nor very many of one instant hold up others, with each strategy.
+"""Neither the largest message nor very many with one due time delay others, with each strategy.
 
 RocketMQ's timers stopped at a message of the largest size, and were minutes late when very many fell due at once.
 """
@@ -21,7 +21,7 @@ WAIT_MS = 60 * SECOND_MS
 
 
 def largest() -> dict[str, list[object]]:
-    """Every text as long as it may be, less what the broker itself may add to the properties."""
+    """Every text has its maximum length, minus the properties that the broker may add."""
     return {
         "body": [LARGE],
         "tag": ["t" * limits.TAG_BYTES_MAX],

@@ -169,7 +169,7 @@ async def test_a_clock_set_back_makes_nobody_wait_for_the_step(world: World) -> 
     assert len(await rows_of(world, "orders")) == 2
     await world.advance(1)
     assert [row["unique_key"] for row in await rows_of(world, "orders")] == ["a", "b", "after"]
-    # How long ago it was sent is not known behind a restart: ten minutes from there at most.
+    # After a restart, the time of the send is not known: it waits at most ten minutes from there.
     await world.advance(10 * 60 * SECOND_MS)
     await world.until(lambda: world.broker.status()["lateness"]["released"] == 2, "it is released")
     assert [row["unique_key"] for row in await rows_of(world, "orders")] == ["a", "b", "after", "c"]

@@ -1,4 +1,4 @@
-"""Duties: what is saved is enough and no more, what nobody needs goes, and a duty that fails says so."""
+"""Periodic duties: they save enough and no more, remove unneeded data, and report their failures."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 
 async def left_after_a_cut(world: World) -> World:
-    """A node on what was durable, beside the one that runs."""
+    """A second node on the durable state, beside the running one."""
     left = World(world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms)
     await left.start()
     return left
 
 
 def full(world: World) -> None:
-    """From here on nothing that takes space works."""
+    """From here on, every operation that takes space fails."""
     world.files.fail_at(world.files.calls + 1, OverLimit("disk full"), forever=True)
 
 
@@ -69,7 +69,7 @@ async def test_a_snapshot_is_written_when_much_log_has_come(
 
 @on_node()
 async def test_where_the_log_may_begin_never_goes_back(world: World) -> None:
-    """Another replica may have removed what the last snapshot let go, and refuses one that asks for more."""
+    """Another replica may have removed rows before the last snapshot, and refuses a replica that asks for more."""
     await world.send("a", [None] * 9)
     for known, expected in ((6, 6), (1, 1)):
         await maintenance.Maintenance(world.broker, 1, known).snapshot()
@@ -117,7 +117,7 @@ async def test_a_stop_succeeds_with_a_full_disk(world: World) -> None:
 
 @on_node()
 async def test_what_a_full_disk_refuses_is_the_checkpoint_alone(world: World) -> None:
-    """State goes into the segment at hand, which has its room already."""
+    """State is written to the current segment, which has reserved space for it."""
     await world.send("a", [None] * 4)
     await world.consume()
     full(world)
@@ -140,7 +140,7 @@ async def test_what_a_full_disk_refuses_is_the_checkpoint_alone(world: World) ->
 
 
 async def repeated(world: World, *errors: BaseException) -> int:
-    """Run a duty that fails so, each millisecond, until it has worked twice; how often it was called."""
+    """Run a duty that fails a number of times, each millisecond, until it has worked twice. Return its calls."""
     calls, done = 0, asyncio.Event()
 
     async def duty() -> None:
@@ -257,7 +257,7 @@ async def test_segments_go_when_they_are_old_and_not_before(world: World) -> Non
 
 @on_node(retention_ms=2 * MINUTE_MS, segment_bytes=4 * MIB)
 async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> None:
-    """Fifty minutes of a little traffic, which one segment would hold for months."""
+    """Fifty minutes of little traffic, which a single segment would keep for months."""
     kept = []
     for minute in range(50):
         await world.send("a", [None, 30_000, DAY_MS, MINUTE_MS])
@@ -291,7 +291,7 @@ async def test_an_unused_log_is_removed_by_age(world: World) -> None:
         world.clock.advance(HOUR_MS)
     rows = world.broker.log.reader.next_seq
     assert (await world.outcome()).rows == [] and world.broker.log.reader.first_seq > 10
-    # And then all is done: no snapshot follows on the other.
+    # Then all is done: no snapshot follows another.
     for _ in range(3):
         await world.let_go()
         world.clock.advance(HOUR_MS)
@@ -300,7 +300,7 @@ async def test_an_unused_log_is_removed_by_age(world: World) -> None:
 
 @on_node(retention_ms=1)
 async def test_a_scheduled_message_in_the_tail_does_not_keep_segments_for_ever(world: World) -> None:
-    """Too few for a compaction of its own: it is moved because it stands in the way."""
+    """Its tail is too small for a compaction. It is moved because it prevents the removal of segments."""
     key = (await world.send("a", [DAY_MS]))[0]
     await fill(world)
     await world.let_go()
@@ -332,7 +332,7 @@ async def test_files_whose_scheduled_messages_are_all_settled_leave_the_table(wo
 
 
 def _spoken_of(world: World) -> set[str]:
-    """The data files that a run of keys speaks of."""
+    """The data files that a run of keys refers to."""
     runs = [
         KeyRun(world.files.map_readonly(f"{KEYS_FOLDER}/{name}"))
         for name in world.files.list_dir(KEYS_FOLDER)
@@ -351,7 +351,7 @@ async def test_a_compaction_writes_the_keys_of_its_files(world: World) -> None:
 
 @on_node()
 async def test_new_data_files_get_their_keys_before_the_first_cancel(world: World) -> None:
-    """Those of a writer that has left none."""
+    """The files of a writer that has not attached any."""
     assert world.node is not None
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()

@@ -1,4 +1,4 @@
-"""Pages and counts of what waits, against a model: under every strategy, wherever a message lies."""
+"""Pages and counts of pending messages, compared with a model, with each strategy and wherever a message is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are be
 
 
 async def every(world: World, rows: int = 7, **wanted: Any) -> list[PendingMessage]:
-    """All pages, each asked for from where the one before has ended."""
+    """Return all pages, each from the end of the page before."""
     found, after = [], None
     while True:
         page: PendingPage = await world.broker.listing.page(PageRequest(rows, after=after, **wanted))
@@ -37,7 +37,7 @@ async def every(world: World, rows: int = 7, **wanted: Any) -> list[PendingMessa
 
 
 def expected(world: World, topic: str | None = None) -> list[tuple[int, str]]:
-    """What waits, as those who sent and cancelled know it."""
+    """The pending messages, as their senders know them."""
     over = {
         key
         for key, verdicts in world.observed.verdicts.items()
@@ -94,7 +94,7 @@ def test_every_strategy_says_what_waits(strategy: str) -> None:
 @on_node()
 async def test_what_lies_in_files_in_the_log_and_in_both_is_told_once(world: World) -> None:
     keys = await many(world)
-    await every(world)  # what is kept of the log must not be told again when files have it
+    await every(world)  # rows that the log keeps must not be listed again when files have them
     await world.compact()
     assert told(await every(world)) == expected(world)
     await world.reschedule(keys[40:45], 4 * HOUR_MS)
@@ -209,7 +209,7 @@ def counted_as_expected(world: World, by: str, from_ms: int, to_ms: int) -> dict
 
 
 async def check_counts(world: World) -> None:
-    """Each unit, over all that waits, by a count that is made now."""
+    """Each unit, over all pending messages, by a new count."""
     now_ms = world.clock.wall
     for by, buckets in (("second", 10_000), ("minute", 4_000), ("hour", 200), ("day", 9)):
         world.broker.forecast._counts.clear()

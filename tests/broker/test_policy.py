@@ -1,4 +1,4 @@
-"""Policy: who may do what is asked when a message is accepted, and never again.
+"""Policy: permissions are checked when a message is accepted, and never again.
 
 The answers themselves, over every edge, are in tests/edges/test_one_policy.py.
 """
@@ -94,7 +94,7 @@ async def test_a_topic_has_a_name_that_stock_clients_know(world: World, name: st
 
 @on_node()
 async def test_topic_changes_take_effect_at_once(world: World) -> None:
-    """The answers are remembered, for as long as no topic changes."""
+    """The answers are cached, until a topic changes."""
     policy, topics = world.broker.policy, world.broker.tables.topics
     await world.broker.send(batch(1))
     assert (
@@ -281,7 +281,7 @@ async def test_who_made_a_topic_is_known_after_a_restart(world: World) -> None:
 
 
 def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
-    """New topics, a checkpoint and the next segment are put off; what is sent is kept, and the next start is whole."""
+    """New topics, a checkpoint and the next segment wait. Accepted messages are kept, and the next start is complete."""
 
     async def live() -> None:
         node = Node(Settings(data=tmp_path, segment_bytes=MIB))

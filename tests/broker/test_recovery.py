@@ -1,4 +1,4 @@
-"""Recovery: the same log gives the same state, from whichever checkpoint, with whichever caches are left."""
+"""Recovery: the same log gives the same state, with any checkpoint and any of the caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from timeball.table.layout import KEYS_FOLDER
 
 
 def life(*names: str) -> Scenario:
-    """Several scenarios as one; the first step of each is a start."""
+    """Several scenarios in a row. The first step of each is a start."""
     return [step for name in names for step in SCENARIOS[name][1:]]
 
 
@@ -32,7 +32,7 @@ LIFE = life("compact", "bulk")
 
 
 async def lived(world: World, scenario: Scenario) -> list[bytes]:
-    """Live; every checkpoint that was the newest one at the end of a step, oldest first."""
+    """Run a scenario. Return every checkpoint that was the newest at the end of a step, oldest first."""
     seen: list[bytes] = []
     for step in scenario:
         await step(world)
@@ -45,7 +45,7 @@ async def lived(world: World, scenario: Scenario) -> list[bytes]:
 
 
 async def state(world: World, files: CrashFiles) -> dict[str, Any]:
-    """Start on these files: what the broker knows, and everything that comes of it later."""
+    """Start on these files: the broker's state, and all later deliveries."""
     left = World(files, replace(world.clock), deepcopy(world.observed))
     await left.start()
     await left.settled()
@@ -78,7 +78,7 @@ def copy_of(world: World) -> CrashFiles:
 async def test_any_checkpoint_that_ever_was_gives_the_same_state(
     world: World, names: tuple[str, ...]
 ) -> None:
-    """Also one that is older than compactions, bulk attaches and removals since."""
+    """Also a checkpoint from before compactions, bulk attaches and removals."""
     saved = await lived(world, life(*names))
     assert len(saved) > 1
     expected = await state(world, copy_of(world))
@@ -110,7 +110,7 @@ def remove(files: CrashFiles, folder: str) -> None:
 @pytest.mark.parametrize("lost", ["checkpoint", "rotten checkpoint", "queues", "keys", "commits"])
 @on_node()
 async def test_deleted_caches_are_rebuilt(world: World, lost: str) -> None:
-    """All but the log and the data files. Without the checkpoint, since it is what vouches for the others."""
+    """Everything but the log and the data files, and the checkpoint, which confirms the others."""
     await lived(world, LIFE)
     expected = await state(world, copy_of(world))
     files = copy_of(world)
@@ -131,7 +131,7 @@ async def test_deleted_caches_are_rebuilt(world: World, lost: str) -> None:
 
 @on_node(retention_ms=1)
 async def test_the_delta_log_may_be_lost_although_retention_has_let_its_rows_go(world: World) -> None:
-    """100 waiting scheduled messages were none, without a word: the checkpoint says which files live."""
+    """An earlier version lost 100 pending messages without an error: the checkpoint lists the live files."""
     for _ in range(4):
         await world.send("a", [None, SECOND_MS, HOUR_MS, 2 * HOUR_MS], 100_000)
         await world.advance(2 * SECOND_MS)

@@ -1,4 +1,4 @@
-"""The verbs of the broker: what is answered is true and durable, what is refused has left nothing behind."""
+"""The broker's operations: an answer is true and durable, and a refused request leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_topic_that_nobody_made_is_refused_before_a_row_is_kept(world: W
 
 @on_node()
 async def test_a_batch_that_unfolds_beyond_a_frame_uses_up_no_offsets(world: World) -> None:
-    """Or the next message would stand behind a gap, and no restart could explain it."""
+    """Otherwise the next message would follow a gap, which no restart could explain."""
     body = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array([bytes(1_000)]))
     sent = pa.RecordBatch.from_pydict({"topic": ["orders"] * 300, "body": body})
     with pytest.MonkeyPatch.context() as patch:

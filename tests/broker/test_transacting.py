@@ -1,4 +1,4 @@
-"""Half messages: seen by nobody until committed, ended once, never forgotten, and asked about in time."""
+"""Half messages: invisible until committed, ended once, never forgotten, and checked with the producer in time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def halves(rows: int = 1, more: dict[str, str] | None = None, **columns: Any) ->
 
 
 async def prepare(world: World, rows: int = 1, more: dict[str, str] | None = None, **columns: Any) -> int:
-    """The first half's number."""
+    """The number of the first half message."""
     accepted, durable = world.broker.prepare_nowait(halves(rows, more, **columns))
     await durable
     return int(accepted.first_seq)
@@ -60,7 +60,7 @@ def halves_in_log(world: World) -> list[dict[str, Any]]:
 
 
 def due(world: World) -> list[int]:
-    """Numbers of all halves that are to be asked about now."""
+    """Numbers of all half messages whose check is due now."""
     found = []
     while (half := world.broker.transactions.take_due(world.clock.wall)) is not None:
         found.append(half.seq)
@@ -139,7 +139,7 @@ async def test_a_delay_begins_with_the_commit(world: World) -> None:
 def test_a_half_message_committed_with_a_delay_keeps_its_number(
     strategy: str, delay: dict[str, int], after: str
 ) -> None:
-    """Its id and its number name it, however it is moved then, and each of these scheduled messages ends once."""
+    """Its id and its number find it after any reschedule, and each of these scheduled messages ends once."""
 
     @on_node()
     async def live(world: World) -> None:
@@ -423,7 +423,7 @@ async def test_discarding_rolls_back_and_logs(world: World, caplog: pytest.LogCa
 @pytest.mark.parametrize("saved", [(), (0,), (1,), (0, 1), (0, 1, 2)])
 @on_node()
 async def test_open_half_messages_survive_a_restart(world: World, saved: tuple[int, ...]) -> None:
-    """Whichever checkpoints there are: before the halves, between them and their ends, behind."""
+    """With any checkpoint: before the half messages, between them and their ends, or after these."""
 
     async def save(at: int) -> None:
         if at in saved:
@@ -461,7 +461,7 @@ async def test_a_late_check_is_due_at_the_start(world: World) -> None:
 
 
 async def twice(world: World, told: list[str], delay: dict[str, int]) -> None:
-    """A transaction that is committed and one that is rolled back; `told`: what was answered."""
+    """A transaction that is committed and one that is rolled back. `told`: the answers."""
     await world.start()
     first = await prepare(world, 2)
     told.append("prepared")
@@ -494,7 +494,7 @@ def test_at_whichever_call_the_power_goes_it_is_ended_once(step: int, delay: dic
         for survival in ("nothing", "everything"):
             left = World(world.files.crash(survival=survival), world.clock)
             begun += run(ended_once(left, told, delay))
-    assert begun > 20 // step  # or the cuts came before there was anything to lose
+    assert begun > 20 // step  # otherwise the cuts came before there was anything to lose
 
 
 async def ended_once(left: World, told: list[str], delay: dict[str, int]) -> int:

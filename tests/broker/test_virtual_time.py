@@ -50,7 +50,7 @@ def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, t
 
 def test_an_activity_of_an_edge_is_a_deadline_and_is_waited_for(node: RunningNode, time: VirtualTime) -> None:
     class Activity:
-        """Has work in five seconds, which takes three looks."""
+        """Has work in five seconds, which takes three steps."""
 
         due_ms, looks, done_ms = time.now_ms + 5_000, 3, 0
 

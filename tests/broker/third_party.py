@@ -1,4 +1,4 @@
-"""What another program may do to the pending table with delta-rs, and a broker on a real folder that it is done to."""
+"""Changes of the pending table by another program with delta-rs, and a broker on a real folder for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Operation = Callable[[str], Any]
 
 
 class UncutFiles(RealFiles):
-    """A real folder for a `World`: no power goes here."""
+    """A real folder for a `World`, which cannot cut the power here."""
 
     cut = False
 

@@ -1,4 +1,4 @@
-"""Two groups of a cluster in one process: whole brokers in memory that ask each other without a wire."""
+"""Two groups of a cluster in one process: whole brokers in memory that call each other without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timeball.node.node import Node
 
 
 class Neighbours:
-    """The groups by name; an OtherGroups of each (`of`)."""
+    """The groups by name, and an OtherGroups for each (`of`)."""
 
     def __init__(self) -> None:
         self.brokers: dict[str, GroupedBroker] = {}
@@ -96,7 +96,7 @@ async def groups_of(*names: str, **settings: object) -> AsyncIterator[tuple[Neig
 def in_two_groups(
     test: Callable[[Neighbours, InGroup, InGroup], Awaitable[None]],
 ) -> Callable[[], None]:
-    """Make a plain test of a coroutine that is given the groups g1 and g2."""
+    """Decorate a coroutine: run it as a plain test with the groups g1 and g2."""
 
     def live() -> None:
         async def lived() -> None:

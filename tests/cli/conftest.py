@@ -1,4 +1,4 @@
-"""One broker for the tests of commands that only need some broker."""
+"""One broker for tests of commands that need any broker."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_pauses() -> Iterator[None]:
-    """A client that finds no broker tries as often as ever, and at once: commands are asked thirty times for one."""
+    """A client that finds no broker makes all attempts at once, because tests run thirty commands without a broker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attempts, "RETRY_PAUSES_S", (0.0,) * len(attempts.RETRY_PAUSES_S))
         yield

@@ -18,7 +18,7 @@ NO_EXTRA = Extra()
 
 
 def counted(due: Due = (None, None), *, is_whole: bool = True, came: int | None = None) -> CountedLoad:
-    """A hundred orders within the second of nine, and ten mails an hour later. So many orders `came` before ten."""
+    """A hundred orders in the second of nine, and ten mails an hour later. `came` orders arrive before ten."""
     due_ms = np.concatenate([NINE_MS + np.arange(100), TEN_MS + 1_000 * np.arange(10)])
     load = from_due_ms(due_ms, pa.array(["orders"] * 100 + ["mail"] * 10))
     since = None

@@ -1,7 +1,7 @@
-"""Commands without a process for each: the same `main`, on this interpreter's own modules.
+"""Commands without a process for each: the same `main`, in this interpreter.
 
-Starting Python and its imports costs half a second of CPU, many times what a command itself does. What only a
-process has (signals, a closed pipe, file descriptors) is tested with processes.py; the answer has the same shape.
+Starting Python and its imports costs half a second of CPU, many times the work of a command. processes.py tests what
+only a process has (signals, a closed pipe, file descriptors). The results have the same shape.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import typer.main
 from timeball.cli import output
 from timeball.cli.main import app, main
 
-WIDTH = "100"  # of the terminal that help and errors are folded for
+WIDTH = "100"  # width of the terminal, by which help and errors are folded
 
 
 def run_here(*arguments: str, text: str | bytes = "", **more: str) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end; `text` is its stdin, `more` its environment beside the usual one."""
+    """Run one command to its end. `text` is its stdin, `more` is added to its environment."""
     out, err = io.StringIO(), io.StringIO()
     output.out.cache_clear()  # a console reads the width of its terminal when it is made
     output.err.cache_clear()
@@ -49,7 +49,7 @@ def _stdin(text: str | bytes) -> Iterator[None]:
 
 @contextmanager
 def in_environment(**more: str) -> Iterator[None]:
-    """Like that of a process, in as few changes as it takes: a broker's threads may be reading it."""
+    """Set the environment like that of a process, with few changes: a broker's threads may be reading it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TIMEBALL_")]:
             patch.delenv(name)
@@ -59,7 +59,7 @@ def in_environment(**more: str) -> Iterator[None]:
 
 
 def parsed(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """Return what the command line's parser makes of the arguments of a container, as `timeball` would."""
+    """Parse the arguments of a container as `timeball` would, and return the result."""
     command: Any = typer.main.get_command(app)
     words = list(arguments)
     while hasattr(command, "commands"):

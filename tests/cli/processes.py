@@ -1,4 +1,4 @@
-"""Commands as processes, the way a shell or a supervisor runs them."""
+"""Commands as processes, as a shell or a supervisor runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "timeball"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, less what would change a command, with the package to be tested in front."""
+    """This process's environment without variables that change a command, with the tested package first in the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
     return {
         **kept,
@@ -49,10 +49,10 @@ def timeball(*arguments: str, text: str = "", **more: str) -> subprocess.Complet
 
 
 class Running:
-    """A command that stays: its JSON lines so far, and its end."""
+    """A running command: its JSON lines so far, and its end."""
 
     def __init__(self, *arguments: str, command: list[str] | None = None, **more: str) -> None:
-        """`command`: what to run in the place of `timeball` and the arguments."""
+        """`command`: the program instead of `timeball` and its arguments."""
         self._process = subprocess.Popen(
             command or [*COMMAND, *arguments],
             stdout=subprocess.PIPE,
@@ -78,7 +78,7 @@ class Running:
         return self._process.poll()
 
     def wait_line(self, **wanted: object) -> dict[str, Any]:
-        """The first line that has these entries; fails when the process ends or the time is up before."""
+        """Return the first line that has these entries. Fails if the process ends or the time is up before."""
 
         def find() -> dict[str, Any] | None:
             return next((line for line in self.lines if wanted.items() <= line.items()), None)
@@ -90,12 +90,12 @@ class Running:
         return found
 
     def wait_end(self) -> int:
-        """Wait for an end that comes by itself; returns the exit code."""
+        """Wait until the process ends by itself. Returns the exit code."""
         self._process.wait(BOUND_S)
         return self.end()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; returns the exit code."""
+        """Send a signal and wait for the end. Returns the exit code."""
         if self._process.poll() is None:
             self._process.send_signal(number)
         try:
@@ -128,7 +128,7 @@ class Running:
 
 @contextmanager
 def running(*arguments: str, command: list[str] | None = None, **more: str) -> Iterator[Running]:
-    """A command for the length of a block."""
+    """Run a command during a block."""
     process = Running(*arguments, command=command, **more)
     try:
         yield process

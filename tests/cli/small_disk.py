@@ -1,4 +1,4 @@
-"""A disk of a few megabytes: a tmpfs in a mount namespace of its own, where the system lets us make one."""
+"""A disk of a few megabytes: a tmpfs in a separate mount namespace, if the system allows one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def on_small_disk(folder: Path, size_mib: int, command: list[str]) -> list[str]:
-    """`command` with a tmpfs of this size on `folder`, seen by nobody else; skips where that cannot be had."""
+    """`command` with a tmpfs of this size on `folder`, invisible to others. Skips the test if there can be none."""
     unshare = shutil.which("unshare")
     mount = f"mount -t tmpfs -o size={size_mib}m tmpfs {shlex.quote(str(folder))}"
     tried = [unshare or "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount]

@@ -25,7 +25,7 @@ EDGES = [name.replace("_", "-") for name in PORTS]
 
 
 def blocks_of_ports(nodes: int, groups: int) -> list[dict[str, int]]:
-    """Return ports for each node of which those of its other groups are free, too, as far as a look can say."""
+    """Return ports for each node so that the ports of its other groups are free, too, as far as a look can tell."""
     edges = [*EDGES, "name-server-port"]
     while True:
         ports = free_ports(len(edges) * nodes)
@@ -76,7 +76,7 @@ class Supervised:
         return value
 
     def end(self) -> int:
-        """End it by SIGTERM, and its processes with it; return the code. One that does not end is killed."""
+        """End it and its processes by SIGTERM, and return the code. Kills it if it does not end."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(BOUND_S)

@@ -1,4 +1,4 @@
-"""`timeball bulk`: what is read, what is refused, what is told. What it does: tests/spark/jobs/test_bulk.py."""
+"""`timeball bulk`: input, refusals and output. tests/spark/jobs/test_bulk.py tests the job itself."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
-    """As a user would: look, schedule, schedule again, look, pause, resume, cancel; two Javas for three bulks."""
+    """The steps of a user: dry run, schedule, repeat, status, pause, resume, cancel. Three bulks use two JVMs."""
     with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
         due_ms = ball.status()["now_ms"] // DAY_MS * DAY_MS + 30 * DAY_MS
         days = np.datetime_as_string(
@@ -187,7 +187,7 @@ COMMANDS = ("status", "pause", "resume", "cancel")
 
 
 def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
-    """Without Java: nothing of Spark is asked for."""
+    """Without Java: nothing of Spark is imported."""
     with running_node(tmp_path / "data", compact_rows=0) as node:
 
         def say(*arguments: str) -> str:

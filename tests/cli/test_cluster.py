@@ -1,4 +1,4 @@
-"""`timeball cluster`: one life of a cluster of real processes, and what is refused."""
+"""`timeball cluster`: one cluster of real processes from its creation to its repair, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("etcd")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes that run, without a record."""
+    """Three running nodes, without a record."""
     folder = tmp_path_factory.mktemp("cluster")
     with EtcdCluster(folder / "etcd") as etcd:
         cluster = Cluster(folder, etcd)
@@ -39,7 +39,7 @@ def start(cluster: Cluster, name: str) -> None:
 
 
 def command(cluster: Cluster, *arguments: str, code: int = 0) -> dict[str, object]:
-    """Run a command and return its document, or what it said on stderr."""
+    """Run a command and return its document, or its text on stderr."""
     etcd = ",".join(cluster.etcd.endpoints)
     ran = run_here("cluster", *arguments, "--cluster", CLUSTER, "--etcd", etcd, "--json")
     assert ran.returncode == code, ran.stdout + ran.stderr
@@ -63,7 +63,7 @@ def shown(cluster: Cluster) -> dict[str, object]:
 
 
 def without_problems(cluster: Cluster) -> dict[str, object]:
-    """Wait until `status` has nothing to say."""
+    """Wait until `status` reports no problem."""
     found = cluster.wait("no problem", lambda: group if not (group := shown(cluster))["problems"] else None)
     assert isinstance(found, dict)
     return found
@@ -90,7 +90,7 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
         assert ball.status()["replica"]["role"] == "leader"
     others = [node for node in cluster.nodes.values() if node is not first]
 
-    # Every node says for itself who leads; whatever else it is asked, the leader answers.
+    # Every node knows the leader. All other questions are answered by the leader.
     assert get(first, f"/leader/{GROUP}")[0] == 200
     status, text = get(others[0], f"/leader/{GROUP}")
     assert status == 503 and json.loads(text)["leader"] == first.name

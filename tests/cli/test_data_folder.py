@@ -112,7 +112,7 @@ def test_rows_by_kind_and_range(data: Path) -> None:
 
 
 def test_the_topic_is_a_row_and_a_secret_is_none(data: Path, tmp_path: Path) -> None:
-    """Receipts of gRPC consumers are sealed with a secret that stands in the log; a dump is passed on."""
+    """Receipts of gRPC consumers are sealed with a secret in the log, and a dump may be given to others."""
     [topic] = documents(data, "--rows", "--kind", "meta")
     assert "orders" in topic["unique_key"] and topic["body"]
     folder = tmp_path / "data"
@@ -128,7 +128,7 @@ async def _secret_made(node: RunningNode) -> None:
 
 
 def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:
-    """A kind like any other, in the log and in its caches."""
+    """It is a kind like any other, in the log and in its caches."""
     folder = tmp_path / "data"
     with running_node(folder, segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
         promised = ball.send("orders", b"later", after="1d", keys="order-17")

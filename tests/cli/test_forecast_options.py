@@ -1,4 +1,4 @@
-"""What the options of `timeball forecast` ask for."""
+"""The meaning of the options of `timeball forecast`."""
 
 from __future__ import annotations
 

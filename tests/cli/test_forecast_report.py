@@ -1,4 +1,4 @@
-"""What `timeball forecast` counts on a real broker, and its document: as it is, and with what is only thought of."""
+"""The counts of `timeball forecast` on a real broker, and its document, with and without assumed loads."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_rows_left_out_of_the_forecast_are_reported() -> None:
 
 
 def test_what_paused_campaigns_hold_is_said() -> None:
-    """While a campaign was paused the forecast showed nothing of it, as if nothing were to come."""
+    """In an earlier version, the forecast left out a paused campaign, as if it had no messages."""
     found = replace(counted(), held={"autumn": 1_000, "spring": 20})
     document = answer(found, asked(), NONE).document
     assert document.held == found.held

@@ -1,4 +1,4 @@
-"""`timeball kafka`: options are refused by name, before anything is dialled."""
+"""`timeball kafka`: invalid options are refused by name, before any connection."""
 
 from __future__ import annotations
 

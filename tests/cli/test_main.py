@@ -40,7 +40,7 @@ def test_the_commands_are_those_of_the_design() -> None:
 
 
 def test_a_command_loads_no_other_one() -> None:
-    """Arrow, Spark and the broker cost a second; a version, a help or a status needs none of them."""
+    """Arrow, Spark and the broker cost a second. A version, a help text or a status needs none of them."""
     program = "import sys, timeball.cli.main as m\ntry: m.main(['send', '--help'])\nexcept SystemExit: pass\n"
     program += "print(*(name for name in ('pyarrow', 'numpy', 'pyspark', 'asyncio') if name in sys.modules))"
     ended = subprocess.run(
@@ -66,7 +66,7 @@ def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["pipeline", "run"]], ids="-".join)
 def test_every_command_is_a_process_with_an_exit_code(command: list[str]) -> None:
-    """The tests of commands call `main` in their own process; this is the way there from a shell."""
+    """Tests of commands call `main` in their own process. This tests the way from a shell."""
     assert timeball(*command, "--help").stdout == run_here(*command, "--help").stdout
     refused = timeball(*command, "--no-such-option")
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -109,7 +109,7 @@ def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
 
 
 def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
-    """And to nobody else: see the test above."""
+    """Only in this case: see the test above."""
     ended = timeball("status", "--endpoint", NOWHERE, TIMEBALL_DEBUG="1")
     assert ended.returncode != 0
     assert "Traceback" in ended.stderr and "Unavailable" in ended.stderr

@@ -30,7 +30,7 @@ def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
 
 
 def _pull_until(endpoint: str, topic: str, count: int) -> list[dict[str, object]]:
-    """Pull until so many have come; each pull waits for its first message, so this ends."""
+    """Pull until `count` messages have come. Each pull waits for its first message, so this ends."""
     found: list[dict[str, object]] = []
     for _ in range(count):
         found += _json("pull", topic, "--wait", "20s", "--max", "100", "--endpoint", endpoint)
@@ -139,7 +139,7 @@ def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -
 
 @pytest.mark.parametrize("after", ["4000d", "-1s"])
 def test_a_delay_that_no_broker_takes_is_refused(endpoint: str, after: str) -> None:
-    """Never quietly "now"."""
+    """A malformed time never means "now"."""
     ended = run_here("schedule", "never", "x", f"--after={after}", "--endpoint", endpoint)
     assert ended.returncode == 2
     assert run_here("pull", "never", "--json", "--endpoint", endpoint).stdout == ""
@@ -224,7 +224,7 @@ def test_a_body_that_is_no_text_is_shown_all_the_same(endpoint: str) -> None:
 
 
 def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: str) -> None:
-    """A slip of the pen should not look like an empty topic; who waits may come first."""
+    """A typing error should not look like an empty topic. A pull that waits may begin before the topic exists."""
     ended = run_here("pull", "no-such-topic", "--endpoint", endpoint)
     assert ended.returncode == 2
     assert "no-such-topic" in ended.stderr and "--wait" in ended.stderr
@@ -236,7 +236,7 @@ def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: st
 
 
 def test_following_goes_on_until_told_to_stop(endpoint: str) -> None:
-    """It may begin before the topic exists; what it showed is acknowledged when it ends."""
+    """It may begin before the topic exists. Messages that it has printed are acknowledged when it ends."""
     with running("pull", "followed", "--follow", "--json", "--endpoint", endpoint) as follower:
         for body in ("one", "two"):
             run_here("send", "followed", body, "--endpoint", endpoint)
@@ -251,7 +251,7 @@ def _schedule(endpoint: str, *arguments: str) -> str:
 
 
 def test_a_waiting_message_is_cancelled_once(endpoint: str) -> None:
-    """The second time it says so, and that is no failure."""
+    """The second time it reports that, and succeeds."""
     message_id = _schedule(endpoint, "--after", "1h")
     first = run_here("cancel", message_id, "--endpoint", endpoint)
     assert (first.returncode, first.stdout) == (0, f"{message_id}: cancelled\n")
@@ -408,7 +408,7 @@ def test_lines_that_are_refused_say_which_ones_were_sent(endpoint: str, tmp_path
 
 
 def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
-    """Exit code 5, and what is there can still be read: the broker goes on."""
+    """Exit code 5. Messages can still be read: the broker continues."""
     serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]
     (tmp_path / "disk").mkdir()
     command = on_small_disk(tmp_path / "disk", 16, [*serve, "--segment-bytes", "4MiB"])
@@ -431,7 +431,7 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_disk_too_small_to_begin_with_is_a_storage_error(tmp_path: Path) -> None:
-    """Said at the start, not with the first message."""
+    """Reported at the start, not with the first message."""
     (tmp_path / "disk").mkdir()
     serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]
     with running(command=on_small_disk(tmp_path / "disk", 16, serve)) as server:
@@ -530,7 +530,7 @@ def test_an_impossible_option_is_refused_and_named(endpoint: str, options: list[
 
 
 def test_the_advised_forms_of_a_duration_are_accepted() -> None:
-    """`--after tomorrow` was told to write 500, and `--after 500` to add a unit."""
+    """An earlier version told `--after tomorrow` to write 500, and `--after 500` to add a unit."""
     with pytest.raises(RequestError) as refused:
         parse_due("tomorrow", None)
     advised = re.findall(r"\b\d\w*", str(refused.value))
@@ -541,7 +541,7 @@ def test_the_advised_forms_of_a_duration_are_accepted() -> None:
 @pytest.mark.parametrize("command", ["schedule", "send"])
 @pytest.mark.parametrize("left_out", [["a body"], ["--id", "mine"]], ids=["body", "id"])
 def test_what_lines_have_no_use_for_is_refused(command: str, left_out: list[str], tmp_path: Path) -> None:
-    """A body or an id beside --lines would be lost without a word."""
+    """A body or an id beside --lines would be ignored without an error."""
     (tmp_path / "lines").write_text("one\n")
     timing = ["--after", "1h"] if command == "schedule" else []
     options = ["--lines", str(tmp_path / "lines"), *timing, "--endpoint", NOWHERE]

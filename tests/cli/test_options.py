@@ -75,7 +75,7 @@ def test_the_help_lists_advanced_settings_in_a_panel_of_their_own() -> None:
 
 
 def test_settings_without_a_choice_have_their_defaults() -> None:
-    """None stands for: not chosen."""
+    """None means: not chosen."""
     assert build_settings(None, {"port": None}) == Settings()
 
 
@@ -154,7 +154,7 @@ def test_another_error_passes_as_it_is(endpoint: str) -> None:
 def test_a_broker_that_speaks_tls_is_not_called_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain text to it, and a certificate nobody has been told to believe: two mistakes, and both are named."""
+    """Plain text to it, and an untrusted certificate: two mistakes, and the error names both."""
     monkeypatch.delenv("TIMEBALL_TLS_ROOTS", raising=False)
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
@@ -328,13 +328,13 @@ def test_a_duration_that_is_none_is_refused(text: str) -> None:
 
 @given(st.integers(min_value=0, max_value=10**13))
 def test_a_duration_survives_being_shown(duration_ms: int) -> None:
-    """What help and errors print can be typed in again."""
+    """The output of help and errors can be typed in again."""
     assert parse_duration_ms(show_ms(duration_ms)) == duration_ms
 
 
 @given(st.integers(min_value=0, max_value=1023), st.sampled_from([0, 10, 20, 30]))
 def test_a_size_in_one_unit_survives_being_shown(count: int, shift: int) -> None:
-    """What help prints can be typed in again."""
+    """The output of help can be typed in again."""
     assert parse_size_bytes(show_bytes(count << shift)) == count << shift
 
 
@@ -363,7 +363,7 @@ def test_a_property_has_a_name_and_a_value() -> None:
     ids=" ".join,
 )
 def test_a_number_without_a_unit_is_refused(words: list[str]) -> None:
-    """It was milliseconds here, and seconds to most people."""
+    """It was milliseconds in an earlier version, and most people expect seconds."""
     refused = run_here(*words)
     told = " ".join(refused.stderr.replace("│", " ").split())
     assert refused.returncode == 2

@@ -41,13 +41,13 @@ def test_nothing_gives_no_lines() -> None:
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(0, 10**12), min_size=1))
 def test_whatever_is_there_shows(counts: dict[str, int]) -> None:
-    """One scheduled message beside a million still has a bar, and nothing has none."""
+    """One scheduled message beside a million still has a bar, and an empty bucket has none."""
     for line, count in zip(bars(counts), counts.values()):
         assert ("█" in line) == (count > 0)
 
 
 def _all_errors(root: type[errors.TimeballError]) -> list[type[errors.TimeballError]]:
-    """Those that can reach a command: an edge's own never leave it."""
+    """The errors that can reach a command. An edge's own errors never leave it."""
     found = [each for child in root.__subclasses__() for each in _all_errors(child)]
     return [] if root.__module__.startswith("timeball.edges") else [root, *found]
 
@@ -76,14 +76,14 @@ def test_who_must_act_decides_the_code() -> None:
     [(errno.ENOSPC, ExitCode.STORAGE), (errno.EADDRINUSE, ExitCode.SETUP), (errno.EACCES, ExitCode.SETUP)],
 )
 def test_the_systems_errors_name_the_file(number: int, code: ExitCode) -> None:
-    """An OSError that nobody typed still says where."""
+    """An OSError that is not converted still names the file."""
     sentence, found = explain(OSError(number, "went wrong", "the/file"))
     assert found == code
     assert "the/file" in sentence
 
 
 def test_anything_else_is_our_fault_and_says_how_to_see_more() -> None:
-    """No stack trace, but the way to one."""
+    """No stack trace, but the way to get one."""
     sentence, code = explain(ZeroDivisionError("division by zero"))
     assert code == ExitCode.FAULT
     assert "TIMEBALL_DEBUG=1" in sentence
@@ -107,7 +107,7 @@ def record(
 
 
 class Lines:
-    """A handler, and what it has written."""
+    """A log handler, and its output."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         self._stream = io.StringIO()

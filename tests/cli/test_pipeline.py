@@ -1,4 +1,4 @@
-"""`timeball pipeline run`: what is asked of which job. What the jobs do: tests/spark/jobs."""
+"""`timeball pipeline run`: the options of each job. tests/spark/jobs tests the jobs themselves."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_help_tells_what_each_job_is_for() -> None:
 
 
 def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `timeball up` writes is of no matter; that it no longer can is."""
+    """The output of `timeball up` does not matter here. A write error must end the child."""
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     reading, writing = os.pipe()
@@ -182,7 +182,7 @@ def test_where_jobs_stand_against_the_log_of_now(tmp_path: Path) -> None:
 
 
 def test_compact_stands_where_the_watermark_does(tmp_path: Path) -> None:
-    """The broker moves the tail too; it was said to be millions of rows behind while thirty were."""
+    """The broker moves the tail too. An earlier version reported millions of rows behind while thirty were."""
     with running_node(tmp_path / "data") as node:
         leave(tmp_path / "data/pipeline", job="compact")
         send(node.endpoint, 100)
@@ -305,7 +305,7 @@ def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) ->
 
 
 def kept_audit(folder: Path) -> dict[str, Any]:
-    """Return what the last audit has left beside the pending table, for the broker to show."""
+    """Return the document that the last audit stored beside the pending table for the broker."""
     found: dict[str, Any] = json.loads((folder / "data" / "pipeline" / "audit.json").read_text())
     assert found.pop("offenders") == {}
     return found

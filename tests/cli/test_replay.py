@@ -1,4 +1,4 @@
-"""`timeball replay`: what is asked before anything is scheduled. What is scheduled: tests/spark/jobs."""
+"""`timeball replay`: the confirmation before messages are scheduled. tests/spark/jobs tests the job itself."""
 
 from __future__ import annotations
 

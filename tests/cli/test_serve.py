@@ -1,4 +1,4 @@
-"""`timeball serve`: the ready line, the end, and what keeps it from starting."""
+"""`timeball serve`: the ready line, the end, and errors at the start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from timeball.node.data_folder import write_format
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    """The ready line says all that a program needs; exit code 0, and what was acknowledged is there again."""
+    """The ready line has all that a program needs. Exit code 0, and acknowledged messages are there after a restart."""
     data = str(tmp_path / "d")
     with running("serve", "--json", "--port", "0", "--data", data) as server:
         ready = server.wait_line(event="ready")
@@ -65,7 +65,7 @@ def test_the_ready_line_names_the_dashboard_if_there_is_one(
 
 
 def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two brokers on one log would be the end of it; and gRPC would share the port silently."""
+    """Two brokers on one log would destroy it, and gRPC would share the port silently."""
     monkeypatch.chdir(tmp_path)
     with serving(Path("d")) as uri, Timeball(uri) as ball:
         told = ball.status()["table"]["uri"]
@@ -95,7 +95,7 @@ def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    """Nobody's photographs become a message log."""
+    """A folder with other files, such as photographs, does not become a message log."""
     (tmp_path / "holiday.jpg").write_bytes(b"\xff\xd8")
     ended = run_here("serve", "--port", "0", "--data", str(tmp_path))
     assert ended.returncode == 4
@@ -139,7 +139,7 @@ def test_an_access_file_that_others_may_read_is_named(tmp_path: Path) -> None:
 
 
 def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path: Path) -> None:
-    """From the environment: a secret is in nobody's list of processes."""
+    """Taken from the environment: a secret must not appear in a process list."""
     issued, path = certificate(tmp_path / "tls"), access_file(tmp_path)
     options = ["--tls-cert", issued.cert, "--tls-key", issued.key, "--access-file", str(path)]
     options += ["--log-level", "info", "--log-format", "json"]
@@ -168,7 +168,7 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
 
 
 def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) -> None:
-    """A shell's soft limit is not the broker's: a few hundred strangers would stop its log."""
+    """A shell's soft limit is not the broker's: otherwise a few hundred connections would stop its log."""
     words = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "d")]
     limited = ["sh", "-c", 'ulimit -Sn 200; exec "$@"', "sh", *words]
     with ExitStack() as strangers, running(command=limited) as server:

@@ -1,4 +1,4 @@
-"""Rows of several kinds in one append: each goes where its kind belongs, and what refuses does so before."""
+"""Rows of several kinds in one append: each kind is stored in its own way, and a refusal keeps no row."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 2 * TailCount.STEP), st.booleans()), m
 def test_the_tail_count_is_wrong_by_less_than_a_step(
     steps: list[tuple[int, bool]], data: st.DataObject
 ) -> None:
-    """Against a list of every append; the watermark moves to any place, also between two marks."""
+    """Compare with a list of all appends. The watermark moves to any row, also to one between two marks."""
     count, appends, next_seq, watermark = TailCount(1, 0), [], 1, 1
     for rows, moves in steps:
         next_seq += rows

@@ -145,7 +145,7 @@ LEASE_MS = 600 * SECOND_MS
 
 
 async def near(world: World, delays_ms: list[int]) -> tuple[list[str], pa.RecordBatch]:
-    """Ids of scheduled messages that a dispatcher is to bring, half a minute on and then so many ms, and their rows."""
+    """Ids and rows of scheduled messages for a dispatcher, due `delays_ms` after half a minute."""
     world.broker.delivery.lease_to_dispatcher(LEASE_MS)
     keys = await world.campaign("spring", "a", [LEAD_MS + ms for ms in delays_ms])
     await pass_by(world, LEAD_MS - SECOND_MS)
@@ -156,7 +156,7 @@ async def near(world: World, delays_ms: list[int]) -> tuple[list[str], pa.Record
 
 
 async def pass_by(world: World, ms: int) -> None:
-    """Time passes, and the ticker looks at the clock."""
+    """Let time pass, and let the ticker read the clock."""
     world.clock.advance(ms)
     world.broker.ticker.wake()
     await asyncio.sleep(0)
@@ -312,7 +312,7 @@ async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
 
 @on_node()
 async def test_what_comes_back_to_a_group_is_brought_however_long_its_names_are(world: World) -> None:
-    """What a group has received waits for its retry topic, whose name may be longer than a user's."""
+    """Messages wait in the retry topic of their group, whose name may be longer than a user's topic name."""
     _, rows = await near(world, [0])
     await pass_by(world, SECOND_MS)
     name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"

@@ -1,6 +1,6 @@
-"""Leases, retries and relative delays follow elapsed time: a clock that is set makes none of them shorter or longer.
+"""Leases, retries and relative delays follow elapsed time: a step of the clock changes none of them.
 
-Due times that a sender names follow the clock, as before. All of it with each strategy.
+Due times that a sender names follow the clock. Each test runs with each strategy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from timeball.io.clock import PROBATION_MS, STEP_MS
 from timeball.model.config import STRATEGIES
 from timeball.model.message import Kind
 
-# By how much the wall is set: large and small, back and forward.
+# steps of the wall clock: large and small, back and forward
 STEPS_MS = (-24 * HOUR_MS, -HOUR_MS, -STEP_MS, -200, 200, STEP_MS, HOUR_MS, 24 * HOUR_MS)
 # A small step back is followed once a second.
 FOLLOWS_MS = STEP_MS
@@ -57,7 +57,7 @@ async def level(world: World) -> None:
 
 
 async def timer(world: World) -> None:
-    """As remoting's edge hands it over: the delay has become an instant, and its property says that it was one."""
+    """A send as remoting's edge passes it on: the delay is a due time, and a property says that it was a delay."""
     await world.broker.send(
         batch(1, topic=[LATER], body=[b"a"], due_ms=[world.clock.wall + MINUTE_MS],
               properties=[f"TIMER_DELAY_MS\x01{MINUTE_MS}\x02"])
@@ -76,12 +76,12 @@ DURATIONS = [lease, nack, change, delay, level, timer, moved]
 
 
 async def come(world: World) -> list[bytes]:
-    """What has come, or come again."""
+    """Messages that were delivered or redelivered."""
     return sorted([*await in_queue(world, AGAIN), *await in_queue(world, LATER)])
 
 
 async def looks(world: World, ms: int, *, rows: int = 1) -> int | None:
-    """Let time pass, looked at as a ticker does; return after how long `rows` had come, None when they did not."""
+    """Let time pass in steps of a ticker. Return the ms until `rows` messages arrived, or None if they did not."""
     passed_ms = 0
     while passed_ms < ms:
         nap_ms = min(500, ms - passed_ms)
@@ -138,7 +138,7 @@ async def test_durations_elapse_for_messages_in_data_files(world: World, make: M
 @pytest.mark.parametrize("make", [lease, nack, change, delay, level, timer])
 @on_node()
 async def test_a_clock_set_back_while_no_broker_runs(world: World, make: Make) -> None:
-    """How long it was down is not known then. None waits longer from the start on than its whole duration."""
+    """The length of the outage is not known. No message waits longer than its whole delay from the start on."""
     await make(world)
     assert await looks(world, 20 * SECOND_MS) is None
     await world.stop()
@@ -164,7 +164,7 @@ async def test_durations_elapse_for_messages_from_before_a_restart(world: World)
 async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
     world: World, step_ms: int
 ) -> None:
-    """After a step forward they seem to be due, until the rows of before the start have said what they are."""
+    """After a step forward they seem due, until the rows from before the start have been read."""
     await delay(world)
     await nack(world)
     await looks(world, MINUTE_MS - 200)
@@ -193,7 +193,7 @@ async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
 
 @on_node()
 async def test_durations_survive_repeated_restarts(world: World) -> None:
-    """Steps in both directions, and messages between them: each elapses by itself, and comes once."""
+    """Steps in both directions with messages between them: each delay elapses by itself, and each arrives once."""
     for number, step_ms in enumerate([-HOUR_MS, HOUR_MS, -24 * HOUR_MS, 24 * HOUR_MS, -HOUR_MS]):
         await world.broker.send(batch(1, topic=[LATER], body=[b"%d" % number], delay_ms=[MINUTE_MS]))
         world.clock.step_wall(step_ms)
@@ -251,7 +251,7 @@ YEAR_MS = 365 * 24 * HOUR_MS
 @pytest.mark.parametrize("wrong_ms", [4 * YEAR_MS, -16 * YEAR_MS])
 @on_node()
 async def test_a_machine_that_boots_with_a_wrong_date(world: World, wrong_ms: int) -> None:
-    """Without a battery it shows any date until NTP has answered. Nothing waits for years, or is due at once."""
+    """Without a battery, the clock shows any date until NTP answers. No message waits for years or is due at once."""
     await world.stop()
     world.clock.step_wall(wrong_ms)
     await world.start()

@@ -1,4 +1,4 @@
-"""The gate between requests that move messages and a resume, which needs to be alone."""
+"""The lock between requests that move messages and a resume, which must run alone."""
 
 from __future__ import annotations
 

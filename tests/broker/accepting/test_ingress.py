@@ -1,4 +1,4 @@
-"""The batcher: a commit shared by what comes meanwhile, in order, and each request with an outcome of its own."""
+"""The batcher: simultaneous requests share a commit, in order, and each request gets its own outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_turns(items_max: int = 100) -> Callable[[Callable[[Bakery], Coroutine[Any
 
 
 class Bakery:
-    """A handler that works when told; orders above 100 are unknown, and 13 spoils the whole turn."""
+    """A handler that runs when the test says so. It refuses orders above 100, and 13 makes the whole turn fail."""
 
     def __init__(self, items_max: int) -> None:
         self.turns: AsyncBatcher[int, str] = AsyncBatcher(self._bake, items_max)
@@ -225,7 +225,7 @@ async def test_held_bytes_are_limited_even_if_callers_disconnect(
         await taken.put([row(b"6")])
     await calls[0]
     await taken.put([row(b"123456")])
-    await taken.put([row(b"x" * 11)])  # alone it may be larger: nobody else waits
+    await taken.put([row(b"x" * 11)])  # a single request may be larger, because it delays no other one
     assert taken.ingress.held_bytes == 0
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
     with pytest.raises(InvalidMessage):
@@ -273,7 +273,7 @@ async def test_rows_of_topics_that_are_decided_about_are_not_refused_with_others
     answers = [calls.put([row()], None), calls.put([row()], None), calls.put([bad]), calls.put([row()])]
     found = await asyncio.gather(*answers, return_exceptions=True)
     assert [isinstance(each, InvalidMessage) for each in found] == [False, False, True, False]
-    # The two in one batch; the others together, which is refused, and then each alone.
+    # The first two share a batch. The others share one that is refused, and are then handled one by one.
     assert calls.sizes == [2, 2, 1, 1]
 
 

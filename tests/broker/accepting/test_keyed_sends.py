@@ -1,4 +1,4 @@
-"""Sends with an idempotency key: repeated at any moment, also after a crash, they are in the log once."""
+"""Sends with an idempotency key are in the log once, however often they are repeated, also after a crash."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Client:
         return (await asyncio.wait_for(self.put(key, rows, caller), 60))[:2]
 
     async def states(self, key: str, rows: pa.RecordBatch, attempt: str = "") -> Any:
-        """Return (state, due_ms) of each message that was sent before, "created" when this send is the first.
+        """Return (state, due_ms) of each message of the earlier send, or "created" if this send is the first.
 
-        With an attempt it is sent anew. Of a repeated attempt its outcome stands before the states.
+        With `attempt`, settled messages are sent again. For a repeated attempt, its outcome precedes the states.
         """
         sent = (await asyncio.wait_for(self.put(key, rows, attempt=attempt, anew=bool(attempt)), 60))[2]
         if sent is None:
@@ -85,7 +85,7 @@ class Client:
 
 
 def bodies(world: World) -> list[bytes]:
-    """What is in the log, scheduled messages included."""
+    """All messages in the log, also scheduled ones."""
     reader = world.broker.log.reader
     kinds = [Kind.MESSAGE, Kind.SCHEDULED]
     return [
@@ -216,14 +216,14 @@ async def test_a_send_anew_is_appended_if_no_earlier_message_is_pending(world: W
     ):
         await client.put("a", others, attempt="r1", anew=True)
     await world.broker.cancel(seqs=[first_seq + 1])
-    # Other messages may take the place of those that are settled, and only when that is asked for.
+    # Other messages may replace settled ones, but only on request.
     with pytest.raises(Conflict, match="ask to send anew"):
         client.put("a", others)
     assert await client.states("a", others, "r1") == "created"
     new_seq = (await client.send("a", others))[0]
     assert new_seq > first_seq + 1
     await world.broker.cancel(seqs=[new_seq])
-    # The answer was lost, and the same attempt is repeated: also when the new message is settled already.
+    # The answer was lost and the same attempt is repeated, also when the new message is already settled.
     due_ms = world.clock.wall + 2 * HOUR_MS
     assert await client.states("a", others, "r1") == ["created", ("cancelled", due_ms)]
     await world.restart()
@@ -241,12 +241,12 @@ async def test_of_concurrent_sends_anew_one_is_appended(world: World) -> None:
     answers = await asyncio.gather(*sends)
     assert sum(sent is None for *_, sent in answers) == 1
     assert len({seq for seq, *_ in answers[:3]}) == 1
-    # The look that ends first wins, and a repetition of its attempt is told that it has created them.
+    # The look-up that ends first wins. A repeat of its attempt is told that it created the messages.
     outcomes = ["new" if sent is None else sent.outcome for *_, sent in answers]
     assert sorted(outcomes[:3:2]) in (["created", "new"], ["exists", "exists"])
     assert outcomes[3] == "exists"
     assert bodies(world) == [b"body", b"body"]
-    # One that does not ask to send anew repeats the send that it finds, the earlier or the newer.
+    # A request without `attempt` repeats the send that it finds, the earlier or the newer one.
     assert answers[3][2].states[0].state in ("cancelled", "waiting")
 
 
@@ -298,14 +298,14 @@ async def test_a_snapshot_contains_the_keys(world: World) -> None:
 
 
 async def sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
-    """Send three times, with one of the two kinds of row each, and note what was answered."""
+    """Send three times, with both kinds of rows, and note the answers."""
     client = Client(world)
     for key, delay_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
         answers[key] = await client.send(key, batch(body=[key.encode()], delay_ms=[delay_ms]))
 
 
 async def renewed_sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
-    """Send, cancel, and send anew under the same key; note what was answered to the last."""
+    """Send, cancel, and send again under the same key. Note the answer to the last send."""
     client = Client(world)
     with suppress(Conflict):  # of the second life, when the key names the newer send already
         await client.send("a", batch(body=[b"1"], delay_ms=[HOUR_MS], unique_key=["one"]))
@@ -319,7 +319,7 @@ async def renewed_sends(world: World, answers: dict[str, tuple[int, int]]) -> No
 def found_after(
     call: int | None, seed: int, *, again: bool = True, sends: Any = sends
 ) -> tuple[int, list[bytes], bool]:
-    """Cut the power at a call, start, send all again; return calls made, bodies, and whether answers stayed."""
+    """Cut the power at a call, restart, and send all again. Return calls made, bodies, and whether answers stayed."""
     files, clock, answers = CutFiles(crash_at=call), ManualClock(), dict[str, tuple[int, int]]()
     world = World(files, clock)
 

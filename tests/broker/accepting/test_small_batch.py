@@ -1,4 +1,4 @@
-"""A few sends: row by row they become the very rows, places and index entries that the way of columns gives."""
+"""A few sends encoded row by row give the same rows, offsets and index entries as the same sends as columns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROWS = st.lists(st.tuples(*(VALUES.get(name, TEXT) for name in SEND_NAMES)), min
 
 
 async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) -> tuple[Any, ...]:
-    """What a broker has after these sends: its answers, the bytes of its log, its queues, its counts."""
+    """Everything that the sends leave in a broker: its answers, the bytes of its log, its queues, its counts."""
     world = World(CrashFiles(), ManualClock(wall=NOW_MS), auto_create_topics=False)
     with pytest.MonkeyPatch.context() as patch:
         if few is not None:

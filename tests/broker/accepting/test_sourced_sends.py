@@ -1,4 +1,4 @@
-"""Sends of a source's records: each record is in the log once, whatever is sent again and whatever is cut."""
+"""Records of a source are in the log once each, whatever is repeated and wherever the power is cut."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ async def test_an_empty_batch_moves_the_source_position(world: World) -> None:
 
 
 async def bring(world: World) -> None:
-    """Send all records in threes, from where the log says that the source stands."""
+    """Send all records in threes, from the position of the source in the log."""
     bridge = Bridge(world)
     for begin in range(bridge.stands, RECORDS, 3):
         await bridge.send(begin, min(begin + 3, RECORDS))
 
 
 def found_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
-    """Cut the power at a call, start, and go on; return calls made, and all bodies."""
+    """Cut the power at a call, restart, and continue. Return calls made, and all bodies."""
     files, clock = CutFiles(crash_at=call), ManualClock()
     world = World(files, clock)
 

@@ -1,4 +1,4 @@
-"""Waiting: who is woken by what, for how long, and how many may wait."""
+"""Waiting requests: the events that wake each, the time limit, and the maximum number of waiting requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         waiters = Waiters()
         assert await waiters.wait("a", 0) is False
-        for _ in range(3):  # or the third would find no room
+        for _ in range(3):  # otherwise the third would exceed the limit
             gone = asyncio.ensure_future(waiters.wait("a", 60))
             await turns()
             gone.cancel()

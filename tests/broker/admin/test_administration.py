@@ -1,4 +1,4 @@
-"""What operators change is there when the verb returns, all of it or none; and only operators change it."""
+"""Operators' changes are complete and durable when the call returns, or absent. Only operators may make them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_topics_are_created_and_changed(world: World) -> None:
     a = topics.get("a")
     assert (a.read_queues, a.write_queues, a.filter_type) == (3, 2, "MULTI_TAG")
     assert a.config.attributes == {"message.type": "DELAY"} and topics.get("b").read_queues == 1
-    # Attributes are added to those that are there; all else is replaced.
+    # New attributes are added to the present ones. All other settings are replaced.
     await admin.configure_topics(
         [TopicChange("a", TopicConfig(3, 3, READ), "+queue.type=SimpleCQ")], ANONYMOUS
     )

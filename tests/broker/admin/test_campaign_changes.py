@@ -1,4 +1,4 @@
-"""A campaign is paused, resumed and cancelled as one object, and its scheduled messages stay those they were."""
+"""A campaign is paused, resumed and cancelled as a whole, and its scheduled messages keep their identity."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbers_of(world: World, name: str = "spring") -> list[int]:
 
 
 async def without_caches(world: World) -> None:
-    """A start that finds the log and the data files, and nothing else."""
+    """Start with the log and the data files only."""
     await world.stop()
     world.files = world.files.crash(survival="everything")
     for name in list(names(world.files)):
@@ -97,7 +97,7 @@ async def test_a_pause_holds_what_waits_wherever_it_is_and_a_resume_gives_it_bac
     await world.advance(SECOND_MS)  # the first is released, the next is in the wheel
     log_end = world.broker.log.writer.next_seq
     await world.broker.change_campaign("spring", "pause")
-    assert world.broker.log.writer.next_seq == log_end + 1  # one row, however many are held
+    assert world.broker.log.writer.next_seq == log_end + 1  # one row, however many messages are held
     await world.advance(2 * HOUR_MS)
     assert await delivered(world) == sorted([keys[0], *others])
     assert await world.resume("spring", keys[1:]) == 4
@@ -159,7 +159,7 @@ async def test_a_cancel_ends_what_is_held_and_is_definite(world: World) -> None:
 
 @on_node()
 async def test_a_cancel_counts_what_it_has_ended_also_after_a_restart(world: World) -> None:
-    """What was settled before, one by one, is no cancel's work."""
+    """Messages that were settled one by one before are not counted by the cancel."""
     keys = await world.campaign("spring", "a", [SECOND_MS, HOUR_MS, HOUR_MS])
     await said(world, ids=keys[1:2])
     await world.broker.change_campaign("spring", "pause")
@@ -172,7 +172,7 @@ async def test_a_cancel_counts_what_it_has_ended_also_after_a_restart(world: Wor
 
 
 def cut_amid_a_cancel(call: int) -> World:
-    """A disk whose power went at this call of a cancel; the campaign lies in three files."""
+    """The disk after a power cut at this call of a cancel. The campaign has three files."""
     files, clock = CutFiles(), ManualClock()
     world = World(files, clock)
 
@@ -187,7 +187,7 @@ def cut_amid_a_cancel(call: int) -> World:
 
 
 def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was finished only by giving the command again; until then its scheduled messages were released."""
+    """Only a repeated command finished the cancel. Until then, its scheduled messages were released."""
     monkeypatch.setattr(maintenance, "CANCELS_INTERVAL_MS", 200)
     found = set()
 
@@ -210,7 +210,7 @@ def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pyt
 
     for call in (1, 4, 20):
         run(after(cut_amid_a_cancel(call)))
-    assert found == {True, False}  # whether something was left over
+    assert found == {True, False}  # whether messages of the campaign remain
 
 
 @on_node()
@@ -226,7 +226,7 @@ async def test_a_cancel_that_cannot_be_finished_is_tried_again_and_stops_nothing
         patch.setattr(world.broker.campaign_changes, "_cancel_ranges", AsyncMock(side_effect=error))
         await world.broker.campaign_changes.finish_cancels()
     await world.advance(HOUR_MS)
-    # Not by itself again: each try reads all files before the one that is damaged.
+    # It does not repeat by itself: each try reads all files before the damaged one.
     await world.broker.campaign_changes.finish_cancels()
     assert world.broker.campaigns("spring")[0].held_from_ms is not None
     spring = await world.broker.change_campaign("spring", "cancel")
@@ -262,7 +262,7 @@ async def test_those_that_are_over_give_way_to_new_ones(
 async def test_an_id_that_gave_way_is_refused_and_not_answered_as_planned(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was planned, and the attach of its new rows was answered as repeated: they were nowhere."""
+    """The campaign was planned, and the attach of its new rows was answered as repeated: the rows were lost."""
     monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 1)
     keys = await world.campaign("one", "a", [SECOND_MS])
     await world.advance(2 * SECOND_MS)
@@ -281,7 +281,7 @@ async def test_an_id_that_gave_way_is_refused_and_not_answered_as_planned(
 
 @on_node(compact_rows=1_000_000)
 async def test_files_are_merged_and_let_go_without_what_is_held(world: World) -> None:
-    """A merge and the clearing away of what is over leave held rows where they are."""
+    """A merge and the removal of settled rows leave held rows in their files."""
     keys = await world.campaign("spring", "a", [MINUTE_MS, 2 * MINUTE_MS])
     for epoch in range(FILES_MIN):
         await world.bulk("a", [MINUTE_MS, 2 * MINUTE_MS, 3 * MINUTE_MS], epoch + 1)
@@ -300,7 +300,7 @@ async def test_files_are_merged_and_let_go_without_what_is_held(world: World) ->
 def behind_the_files(
     world: World, monkeypatch: pytest.MonkeyPatch, then: Callable[[], Awaitable[None]]
 ) -> None:
-    """Do this once, when the next resume has written files and they are not in the table yet."""
+    """Call `then` once, when the next resume has written its files and before they are in the table."""
     mover = world.broker.mover
     write = mover._write_resumed
 
@@ -315,7 +315,7 @@ def behind_the_files(
 
 @on_node()
 async def test_a_single_cancel_amid_a_resume_is_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are written while it comes; it holds at the new instant all the same."""
+    """The pause arrives while the files are written. It applies at the new due time all the same."""
     keys = await world.campaign("spring", "a", [MINUTE_MS] * 3)
     await world.broker.change_campaign("spring", "pause")
     await world.advance(HOUR_MS)
@@ -349,7 +349,7 @@ async def test_what_was_due_amid_a_pause_or_its_resume_is_not_late(
 
 
 async def in_files(world: World, count: int) -> list[str]:
-    """A campaign that is attached in so many files, all due in one hour, and paused."""
+    """A paused campaign with `count` files, all due in one hour."""
     first, keys = await world.broker.reserve(count), world.fresh_keys(count)
     now_ms = world.clock.wall
     sent = [Sent(key, "a", b"", now_ms + MINUTE_MS + at) for at, key in enumerate(keys)]
@@ -369,7 +369,7 @@ def data_files(world: World) -> set[str]:
 async def test_a_campaign_in_many_files_is_resumed_in_few(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many were written as there were, and refused then: more than 5,000 could never be resumed."""
+    """A resume wrote one file for each held file, and was then refused. More than 5,000 could never be resumed."""
     monkeypatch.setattr(limits, "ATTACH_FILES_MAX", 12)
     keys = await in_files(world, 12)
     await world.advance(10 * MINUTE_MS)
@@ -466,7 +466,7 @@ STEPS = [
 
 @dataclass
 class Model:
-    """What a campaign should do: instants by key, and what became of each."""
+    """The expected state of a campaign: due times by key, and the outcome of each."""
 
     due_ms: dict[str, int]
     paused_ms: int | None = None
@@ -546,7 +546,7 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
 
 
 async def merged(world: World, epoch: int) -> None:
-    """All files of the table written again, as the broker itself does when they are many."""
+    """Rewrite all files of the table, as the broker does when there are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("timeball.broker.tables.compact.FILES_MIN", 1)
         await world.merge()

@@ -1,4 +1,4 @@
-"""Figures of groups: how far behind, what is held, how many are dead."""
+"""Figures of groups: lag, leased messages, dead letters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MANY = 3_000
 
 
 async def with_many_groups(world: World) -> LoopTurns:
-    """Make thousands of groups that have received; a look at one's offsets is counted."""
+    """Create thousands of groups that have received messages. Each read of a group's offsets is counted."""
     await send(world, [b"x"], queue_id=[0], unique_key=["named"])
     for number in range(MANY):
         await world.broker.commit_offsets(f"g{number:04d}", TOPIC, {0: number % 2})

@@ -1,4 +1,4 @@
-"""Reports of jobs: shown as they were written, and what is none is left out."""
+"""Reports of jobs are returned as written. Files that are no reports are left out."""
 
 from __future__ import annotations
 

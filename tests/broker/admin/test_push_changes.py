@@ -1,4 +1,4 @@
-"""The verbs of push subscriptions on a whole node: who may, what is refused, and what a crash leaves."""
+"""The operations of push subscriptions on a whole node: permissions, refusals, and the state after a crash."""
 
 from __future__ import annotations
 

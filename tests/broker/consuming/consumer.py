@@ -1,4 +1,4 @@
-"""A consumer that pops, and time that passes for what it has in hand: what the tests of this folder share."""
+"""A consumer that pops, and a clock for its leases. The tests of this folder share it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bodies(popped: Received) -> list[bytes]:
 
 
 async def pass_time(world: World, ms: int) -> None:
-    """Let time pass and whatever is due come back: into the retry topic or to its place."""
+    """Let time pass, and wait until all due messages are back: in the retry topic or in their queue."""
     world.clock.advance(ms)
     engine(world).wake()
     now_ms = world.clock.wall

@@ -1,4 +1,4 @@
-"""A group that receives, and time that passes for its receipts: what the tests of this folder share."""
+"""A group that receives, and a clock for its receipts. The tests of this folder share it."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def attempts(received: Received) -> list[int]:
 
 
 async def pass_time(world: World, ms: int) -> None:
-    """Let time pass: leases that are over have ended, and what waited so long is visible."""
+    """Let time pass: overdue leases have ended, and due messages are visible."""
     world.clock.advance(ms)
     await settled(world)
 
 
 async def power_cut(world: World) -> None:
-    """What was not synced is gone."""
+    """Cut the power: everything that was not synced is lost."""
     files = world.files
     await world.abandon()
     world.files = files.crash(survival="nothing")
@@ -70,7 +70,7 @@ def try_at_most(world: World, times_max: int) -> None:
 
 
 async def in_queue(world: World, topic: str) -> list[bytes]:
-    """All that has ever become visible in a topic."""
+    """All messages that ever became visible in a topic."""
     if topic not in world.broker.topics():
         return []
     found: list[bytes] = []

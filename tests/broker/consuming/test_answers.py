@@ -1,4 +1,4 @@
-"""What a consumer says counts once, a message that is given back is written once, and one append or none."""
+"""An answer of a consumer counts once, and a returned message is written once, in one append or in none."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_concurrent_answers_to_a_lease_have_one_winner(world: World) -> No
     async def dead_letters(receipt: Receipt) -> bool:
         return await engine(world).dead_letter(receipt)
 
-    # An acknowledgement waits for nothing, so it wins wherever it is asked.
+    # An acknowledgement waits for nothing, so it wins in every order.
     verbs = [(nacks, dead_letters), (dead_letters, nacks), (dead_letters, acks, nacks)]
     asked = [
         (verb, receipt)
@@ -221,7 +221,7 @@ ANSWERS: dict[str, Callable[[World, Receipt], Awaitable[Any]]] = {
 @pytest.mark.parametrize("verb", ["acknowledge", "change", "dead letter"])
 @on_node(InTurn, ack_save_ms=0)
 async def test_an_answer_at_any_turn_of_a_change_is_accepted(world: World, verb: str) -> None:
-    """A change of the same receipt is on its way to the disk: the answer counts."""
+    """A change of the same receipt is being written: the acknowledgement counts."""
     turns, last = 0, False
     while not last:
         turns += 1

@@ -1,4 +1,4 @@
-"""How much may be in hand, and what becomes of more."""
+"""The limit of leased messages, and the effect of exceeding it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The power goes at every call to the disk while messages are received and answered.
+"""A power cut at every disk call while messages are received and acknowledged.
 
-With `ack_save_ms` 0, all that was answered stays so. With the usual 50 ms, what was received or acknowledged since the
-last save may come again: at once, or when its lease ends. Nothing is lost, and dead letters are durable.
+With `ack_save_ms` 0, every answer stays in effect. With the default 50 ms, messages received or acknowledged since the
+last save may be delivered again: at once, or when their lease ends. No message is lost, and dead letters are durable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Told:
-    """What the world outside was told, while the power was on."""
+    """The answers that clients received while the power was on."""
 
     def __init__(self, files: CutFiles, save_ms: int) -> None:
         self.files, self.save_ms = files, save_ms
@@ -52,7 +52,7 @@ class Told:
         self.in_flight: set[bytes] = set()
         self.acked: set[bytes] = set()
         self.dead: set[bytes] = set()
-        # Perhaps without an answer.
+        # It may have had no answer.
         self.ack_asked: set[bytes] = set()
         self.dead_asked: set[bytes] = set()
 
@@ -107,7 +107,7 @@ def live(crash_at: int | None = None, save_ms: int = 0) -> tuple[CutFiles, Told]
 
 
 async def look(image: CrashFiles, told: Told) -> None:
-    """Start on what the disk kept, and have somebody receive all there is, now and when all times are over."""
+    """Start on the surviving disk, and receive all messages, now and after all leases have ended."""
     world = World(image, ManualClock())
     await world.start()
     try:
@@ -126,7 +126,7 @@ async def look(image: CrashFiles, told: Told) -> None:
             assert not told.acked & {*late, *dead}, "acknowledged and comes again"
         assert told.dead <= set(dead) <= told.dead_asked, "a dead letter is lost, or nobody's"
         assert told.sent - told.ack_asked <= {*late, *dead}, "lost"
-        # Of what was answered, or nearly so, the answer stands or the message comes.
+        # Each acknowledged message is gone or comes again.
         assert set(fresh) <= set(late) and set(late) == set(await in_queue(world, AGAIN))
         await world.stop()
     finally:
@@ -168,7 +168,7 @@ def test_a_look_would_notice_leases_that_are_not_restored(monkeypatch: pytest.Mo
 
 
 def test_a_look_would_notice_answers_that_are_not_saved() -> None:
-    """Negative control: a broker that saves late, and is judged as if it had saved before each answer."""
+    """Negative control: a broker that saves late, judged as if it had saved before each answer."""
     calls = live(save_ms=1_000)[0].calls
     found = set()
     for call in range(1, calls + 1):

@@ -1,4 +1,4 @@
-"""Dead letters are browsed, sent again and deleted; each once, also when the power goes in between."""
+"""Dead letters are browsed, resent and deleted, each once, also if the power is cut in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from timeball.model.errors import GroupNotFound, InvalidMessage
 
 
 async def kill(world: World, texts: list[bytes]) -> None:
-    """Send these, and have the group give them up."""
+    """Send these messages, and let the group give them up."""
     await send(world, texts, unique_key=[f"id-{text.decode()}" for text in texts])
     left = set(texts)
     while left:
@@ -161,7 +161,7 @@ async def test_a_long_body_is_cut_and_a_handle_is_checked(world: World) -> None:
 
 
 def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
-    """Cut the power at a call of a resend, start, resend what is left; return calls made, and the copies there are."""
+    """Cut the power at a call of a resend, restart, and resend the rest. Return calls made, and the copies."""
     files, clock = CutFiles(crash_at=call), ManualClock()
     world = World(files, clock)
 

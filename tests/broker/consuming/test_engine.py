@@ -1,4 +1,4 @@
-"""Receive: what is handed out comes back when its time is over, and is in no hand twice."""
+"""Receive: a leased message comes back when its lease ends, and has at most one lease at a time."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_when_the_rows_cannot_be_read_the_positions_come_back(
 
 @on_node()
 async def test_while_the_disk_is_full_messages_are_handed_out_and_acknowledged(world: World) -> None:
-    """A lease needs no room before it is answered."""
+    """A lease needs no free position before it is answered."""
     await send(world, [b"a", b"b"])
     await acknowledge(world, await receive(world, 1))
     writer = world.broker.log.writer

@@ -1,4 +1,4 @@
-"""How far a group is with a message, from its first delivery to its end."""
+"""The state of a message for each group, from its first delivery to its end."""
 
 from __future__ import annotations
 

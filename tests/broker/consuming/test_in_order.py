@@ -1,4 +1,4 @@
-"""In order: one batch of a queue at a time, and what comes back is the next."""
+"""Ordered groups: one batch of a queue at a time, and a returned message is the next one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """kill -9 of a real broker while consumers receive and acknowledge over gRPC, again and again.
 
-With `--ack-save-ms 0`, all that was answered holds: a message that was acknowledged never comes back, one that was
-handed out is in nobody else's hands while its time runs, and whatever was not acknowledged comes. What was under way
-when the broker died may have happened or not.
+With `--ack-save-ms 0`, every answer stays in effect: an acknowledged message never comes back, a leased one has no
+other lease until its lease ends, and every message that was not acknowledged comes again. A call that was in flight
+when the broker was killed may have been executed or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INVISIBLE_MS = 600_000  # no time is over while the test runs
 
 @dataclass
 class Known:
-    """Bodies by what a consumer was told. `doubtful`: acknowledged without an answer."""
+    """Bodies by the answers to a consumer. `doubtful`: acknowledged without an answer."""
 
     received: Counter[str] = field(default_factory=Counter)
     acked: set[str] = field(default_factory=set)
@@ -44,7 +44,7 @@ class Known:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def faults(self, sent: set[str], handed_out_after: Counter[str], waiting: Counter[str]) -> list[str]:
-        """Everything that may not be. `waiting`: messages that a lease in the log brings back."""
+        """List all contradictions. `waiting`: messages that a lease in the log brings back."""
         total = self.received + handed_out_after
         return [
             *(f"{body} was handed out {n} times" for body, n in total.items() if n > 1),

@@ -1,4 +1,4 @@
-"""The leases of groups in the log: which rows are written and deleted, when, and what a start makes of them."""
+"""The leases of groups in the log: which rows are written and deleted, when, and the leases after a restart."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def restored(world: World) -> list[QueueLeases]:
 
 
 def agrees(world: World) -> None:
-    """What the rows say is what the queues are, and there are no rows that say nothing."""
+    """The rows agree with the queues, and no row is without content."""
     now = {(queue.topic, queue.queue_id): queue for queue in engine(world).leases.all()}
     found = {(queue.topic, queue.queue_id): queue for queue in restored(world)}
     for key, queue in now.items():

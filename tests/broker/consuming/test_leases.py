@@ -1,5 +1,5 @@
-"""Leases of one queue: what is open is known, and the first open position is never passed. And of all groups in all
-queues: where a group begins, what is stored, and that idle ones are let go before there are too many.
+"""Leases of one queue: the open positions, of which the first is never passed. Leases of all groups in all
+queues: the start of a group, the stored offsets, and idle groups that are removed before there are too many.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ async def test_a_window_stays_until_somebody_else_stores_an_offset(world: World)
     other = queue(world, leases)
     assert other is not first and other.next_offset == 1 and leases.count.rows == 0
     first.done(0)
-    leases.store(first)  # nobody's queue any more: it must not undo what was stored
+    leases.store(first)  # this queue belongs to no group any more: it must not undo the stored offsets
     assert world.broker.offsets("g", "orders") == {0: 1}
 
 

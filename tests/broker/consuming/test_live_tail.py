@@ -1,4 +1,4 @@
-"""Live tails of a topic on a whole node: from now on, from a position, through a filter, and many at once."""
+"""Live tails of a topic on a whole node: from the end, from a position, with a filter, and many at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG_S = 30.0
 
 
 def ids(rows: pa.RecordBatch, offsets: Offsets) -> bytes:
-    """An encoding that says which messages these are."""
+    """An encoding that identifies the messages."""
     return " ".join(column(rows, "unique_key")).encode()
 
 

@@ -1,10 +1,10 @@
-"""Whatever consumers do and whenever the power goes, the log and a model agree on every message.
+"""Random consumers and power cuts: the log and a model agree on every message.
 
-The model knows of each message how often it was tried and by which receipt it is held, until when. It is told what was
-answered. A message that is held is in no other hand; one that was acknowledged never comes again; one whose time is
-over comes again exactly once, counted; one that has used up its attempts is a dead letter, once. After each step the
-broker's figures are the model's: how many messages members hold, how many were given back and wait for their next
-delivery, how many scheduled messages wait.
+The model knows of each message its number of attempts, and the receipt and end of its lease. It is updated with each
+answer. A leased message has no second lease. An acknowledged one never comes again. One whose lease has ended comes
+again exactly once, with an attempt counted. One without remaining attempts becomes a dead letter, once. After each step
+the broker's figures equal the model's: leased messages, messages that wait for their next delivery, and pending
+scheduled messages.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ STEPS = st.one_of(
 
 @dataclasses.dataclass
 class Message:
-    """What the model knows of one. `tried`: attempts that are over; `again`: how often it has come back.
+    """The model of one message. `tried`: attempts that have ended. `again`: number of redeliveries.
 
-    Its lease ends at `ends_ms` of elapsed time. The row says `due_ms` and `store_ms`, by the clock of then.
+    Its lease ends at `ends_ms` of elapsed time. The row has `due_ms` and `store_ms`, by the clock at that time.
     """
 
     tried: int = 0
@@ -242,7 +242,7 @@ class Life:
         one.store_ms, one.due_ms, one.ends_ms = self.now_ms, self.now_ms + ms, self.clock.boot + ms
 
     def restarted(self) -> None:
-        """By the wall clock now; but a lease whose row seems to be from the future ends within its whole length."""
+        """By the current wall clock. A lease whose row seems to be from the future ends within its whole length."""
         for one in self.messages.values():
             due_ms = one.due_ms - max(0, one.store_ms - self.now_ms)
             one.ends_ms = self.clock.boot + due_ms - self.now_ms

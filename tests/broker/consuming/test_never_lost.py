@@ -1,4 +1,4 @@
-"""Whatever consumers do and whenever the power goes: nothing is lost, and nothing is in two hands at once."""
+"""Random consumers and power cuts: no message is lost, and none has two leases at once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STEPS = st.one_of(
 
 @dataclasses.dataclass
 class InHand:
-    """What a consumer believes of one receipt."""
+    """A consumer's knowledge of one receipt."""
 
     body: str
     until_ms: int
 
 
 class Life:
-    """A node, and consumers who remember what they have been told."""
+    """A node, and consumers that remember their answers."""
 
     def __init__(self, *, in_order: bool) -> None:
         self.clock, self.files = ManualClock(), CrashFiles()
@@ -54,7 +54,7 @@ class Life:
         await self.world.broker.create_topic(TOPIC, QUEUES)
         for name, n in steps:
             await getattr(self, name.replace(" ", "_"))(n)
-        for _ in range(80):  # in order, one hand after the other: it takes some rounds
+        for _ in range(80):  # in order, one lease after the other: this takes some rounds
             await self.wait(4_000)
             await self.pop(32)
             for receipt in [*self.hands]:
@@ -140,7 +140,7 @@ class Life:
         self.forget()
 
     def forget(self) -> None:
-        """Take everything out of all hands. Messages that were acknowledged since the last save may come again."""
+        """Return all leased messages. Those acknowledged since the last save may come again."""
         self.clock.advance(1)
         self.acked = set(self.saved)
         self.hands.clear()
@@ -180,7 +180,7 @@ def test_a_life_would_notice_an_acknowledgement_that_is_not_saved() -> None:
 
 
 def test_a_life_would_notice_two_hands() -> None:
-    """Negative control: a consumer that believes longer than it was told."""
+    """Negative control: a consumer that believes in its lease for longer than it was told."""
     life = Life(in_order=False)
 
     async def believe(_: int) -> None:

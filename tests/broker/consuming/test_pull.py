@@ -1,4 +1,4 @@
-"""Pulling: what is visible from each offset on, fairly, within bounds."""
+"""Pulls: the visible messages from each offset on, with a fair share for each queue, within limits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_an_answer_has_a_size_and_at_least_one_row(world: World) -> None:
 
 @on_node()
 async def test_a_long_pull_ends_with_the_release(world: World) -> None:
-    """Without a poll in between: it is the commit that wakes."""
+    """Without a poll in between: the commit wakes the pull."""
     key = (await world.send("a", [SECOND_MS]))[0]
     waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0, 1: 0}, 10, 60_000))
     await turns()

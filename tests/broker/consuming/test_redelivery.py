@@ -1,4 +1,4 @@
-"""What is not acknowledged in time: nothing is done with before its copy is durable, and nobody is asked twice."""
+"""Expired leases: a message counts as returned only when its copy is durable, and each row is read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a consumer gets: a receipt for each row."""
+"""The result of a receive: a receipt for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases across a restart: what was saved before a crash is exact, and an orderly stop loses no lease."""
+"""Leases after a restart: those saved before a crash are exact, and a clean stop loses no lease."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_what_was_handed_out_before_a_crash_is_not_handed_out_again_before
 
 @on_node()
 async def test_what_was_not_saved_before_a_crash_comes_again(world: World) -> None:
-    """Acknowledged, and in a hand: both are as they were when the leases were saved."""
+    """One message is acknowledged, one leased: both are as they were when the leases were saved."""
     await send(world, [b"%d" % i for i in range(4)])
     first = await receive(world, 1)
     await save_offsets(world)

@@ -1,4 +1,4 @@
-"""What is in hand when a consumer goes away, the broker stops or is killed, or retention lets the rows go."""
+"""Leased messages when a consumer disconnects, the broker stops or is killed, or retention removes the rows."""
 
 from __future__ import annotations
 

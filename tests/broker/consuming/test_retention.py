@@ -1,4 +1,4 @@
-"""Retention and groups: unread messages stay up to a bound, and one that goes unread is counted and logged."""
+"""Retention and groups: unread messages stay up to a limit. A message removed unread is counted and logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a message goes that comes back: RocketMQ's table, and what must not travel along."""
+"""The next topic and delay of a returned message by RocketMQ's table, and the properties that it must not keep."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The rows of a selection: those from memory are those of the log, and what memory cannot decide the log does."""
+"""The rows of a selection: rows from memory equal those of the log, and the log decides where memory cannot."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_many_filtered_and_returned_ones_are_read_from_the_log(world: Worl
     odd, kept = await select(world, wanted, seqs[:4])
     assert kept is not None and kept.tolist() == [False, True, False, True]
     assert not isinstance(odd, NumberedRows) and odd.column("seq").to_pylist() == [seqs[1], seqs[3]]
-    # As from a retry topic: whether it is for this group its properties say.
+    # As from a retry topic: its properties say whether the row is for this group.
     other = ReceiveRequest(GROUP, "another")
     rows, _ = await select(world, other, seqs[:1])
     assert not isinstance(rows, NumberedRows)

@@ -1,4 +1,4 @@
-"""What one pop takes: in order of the queue, within its rows, its bytes and what may be in hand."""
+"""The messages of one pop: in queue order, within the limits of rows, bytes and leased messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POP: each message to one consumer at a time, until its receipt comes back, its time is over, or it is given up."""
+"""POP: a message has one lease at a time, until it is acknowledged, the lease ends, or it is given up."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ async def test_many_consumers_at_once_share(world: World) -> None:
 
 @on_node()
 async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World) -> None:
-    """Its receipts would be refused: who acknowledges names a queue that consumers do not have."""
+    """Its receipts would be refused: the acknowledgement would name a queue that consumers do not have."""
     await send(world, [b"shown", b"hidden"], queue_id=pa.array([0, 1], pa.int32()))
     topics = world.broker.tables.topics
     topics.configure(TOPIC, TopicConfig(read_queues=1, write_queues=2))

@@ -1,4 +1,4 @@
-"""Members of a group that want different messages are found on every edge, and one that changes its mind is not."""
+"""Members of a group with different subscriptions are found on every edge. A changed subscription is no conflict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine with spans gives what the engine without gives, and tells each receipt and each answer that counts."""
+"""The engine gives the same results with and without spans, and reports each valid receipt and answer to the spans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _spans_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Told:
-    """What the broker's traces are told, beside what they do."""
+    """The calls that the broker's traces receive, beside their normal effect."""
 
     def __init__(self, world: World) -> None:
         made = world.broker.traces

@@ -1,4 +1,4 @@
-"""Waiting receives: who is served by a change, in which order, and that others have their turn after each slice."""
+"""Waiting receives: which of them a change serves, in which order, and that other tasks run after each slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as a pull finds them, from plain properties and tags."""
+"""Rows as a pull finds them, made from plain properties and tags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 def rows_of(messages: Sequence[Message | None], **columns: object) -> pa.RecordBatch:
-    """A message each, with these properties; None: without any text of properties."""
+    """One message for each of these properties. None: a message without a text of properties."""
     texts = [None if message is None else encode_properties(message) for message in messages]
     return build_rows(len(messages), kind=int(Kind.MESSAGE), topic="t", body=b"", properties=texts, **columns)
 

@@ -1,6 +1,6 @@
-"""SQL filters once more, one message at a time: a tree is drawn, shown as text for the filter and evaluated here.
+"""A second evaluator of SQL filters: draws a tree, writes it as SQL, and evaluates it for one message at a time.
 
-Slow and plain on purpose. It shares nothing with the code under test.
+It is slow and plain on purpose, and shares no code with the filters under test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEARCHES = ["CONTAINS", "STARTSWITH", "ENDSWITH"]
 
 
 class Failed(Exception):
-    """The message is not delivered, whatever stands to the right."""
+    """The message is not delivered, whatever is on the right."""
 
 
 # ---- evaluating -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Compiling: every text is a filter or an InvalidFilter; what it lets through is what a plain evaluator would."""
+"""Compiling: every text is a filter or an InvalidFilter, and a filter selects the same messages as the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled filters: the same one for the same text, and never more of them than their texts may take."""
+"""Cached filters: the same text gives the same filter, and the cache is limited by the size of the texts."""
 
 from __future__ import annotations
 

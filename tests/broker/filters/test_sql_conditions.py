@@ -1,4 +1,4 @@
-"""Conditions, by example: which of a few messages each lets through. (Random ones: test_compiler.py.)"""
+"""Conditions by example: the messages that each one selects. Random conditions: test_compiler.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = list(range(7))
     ("text", "delivered"),
     [
         ("n = 5", [0]),
-        ("n <> 5", [1]),  # what is no number, or missing, is not "not 5" either
+        ("n <> 5", [1]),  # a text or a missing value is not "not 5" either
         ("NOT (n = 5)", [1]),
         ("n >= 5", [0, 1]),  # 5.5 is no integer
         ("n >= 5.0", [0, 1, 2]),

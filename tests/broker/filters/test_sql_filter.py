@@ -1,4 +1,4 @@
-"""SQL filters: what they say of the index, and their evaluation with and without a compiler."""
+"""SQL filters: their use of the index, and their evaluation with and without a compiler."""
 
 from __future__ import annotations
 

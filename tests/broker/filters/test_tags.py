@@ -1,4 +1,4 @@
-"""Tags: read as RocketMQ reads them, sorted by hash or bit, decided by the tag itself."""
+"""Tags: parsed as RocketMQ parses them, selected by hash or bit, then compared by text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from timeball.broker.filters import EVERYTHING, Filter, compile_filter, tag_hash
 from timeball.model import limits
 from timeball.model.errors import InvalidFilter
 
-# "Aa" and "BB" have one hash. Bits are shared by far more: 63 there are.
+# "Aa" and "BB" have the same hash. Far more tags share a bit: there are only 63 bits.
 WORDS = ["Aa", "BB", "TagA", "TagB", "C#", "Bb", "é", "😀", "a b", "*"]
 
 
 def found(wanted: Filter, message_tags: list[str | None], *, bit_mask: bool = False) -> list[bool]:
-    """What a pull does: the index first, then the rows that are left."""
+    """The two steps of a pull: first the index, then the remaining rows."""
     of = tag_mask if bit_mask else tag_hash
     may = wanted.candidates(entries_of([0 if tag is None else of(tag) for tag in message_tags])).tolist()
     does = wanted.exact(tagged(message_tags)).tolist()
@@ -49,7 +49,7 @@ def test_a_subscription_to_all(text: str | None) -> None:
         ("a|b", ["a|b"]),
         ("a b", ["a b"]),
         ("a || a", ["a"]),
-        ("a || *", ["*", "a"]),  # the star stands for all only by itself
+        ("a || *", ["*", "a"]),  # the star means all only if it is alone
         (" * ", ["*"]),
         ("\u00a0a\u3000", ["\u00a0a\u3000"]),  # Java's trim knows ASCII's blanks only
     ],

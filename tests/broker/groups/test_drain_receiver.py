@@ -1,4 +1,4 @@
-"""An heir takes each transfer over once, of whom may ask for it."""
+"""The receiver of a drain adopts each transfer once, and only from permitted callers."""
 
 from __future__ import annotations
 

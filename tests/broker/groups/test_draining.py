@@ -1,4 +1,4 @@
-"""What waits in one group goes to another one: each message once, whatever is cut off, and found on its way."""
+"""A drain moves pending messages to another group: each once, despite power cuts, and look-ups find them meanwhile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def words(verdicts: list[Verdict]) -> list[str]:
     return [verdict.verdict for verdict in verdicts]
 
 
-async def drain(two: InGroup, heir: str = "g1") -> None:
+"""Give the command, and run the periodic drain until it finds no more messages."""
     """Give the command, and let the duty look until it finds nothing more."""
     await two.broker.drain(heir)
     for _ in range(5):
@@ -58,7 +58,7 @@ async def drain(two: InGroup, heir: str = "g1") -> None:
 
 
 async def visible(*worlds: InGroup) -> Counter[str]:
-    """How often each message stands in a queue of any group."""
+    """How often each message is in a queue of any group."""
     return Counter([row.key for world in worlds for row in (await world.outcome()).rows])
 
 
@@ -145,7 +145,7 @@ async def test_a_cancel_finds_it_before_while_and_after(
     await two.broker.draining.look()
     assert "did not answer" in (await two.broker.drain("g1")).problem
     neighbours.silent.clear()
-    # Ended there and not here: on its way.
+    # Ended there and not here: it is on its way.
     for world in (one, two):
         assert words(await world.broker.cancel(ids=[before, moving])) == ["already_cancelled", "unavailable"]
         assert words(await world.broker.reschedule(ids=[moving], delay_ms=5)) == ["unavailable"]
@@ -176,7 +176,7 @@ async def test_a_cancel_finds_it_before_while_and_after(
 async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
-    """The heir has answered before the message came, and the group that gives it after it had gone."""
+    """The receiving group answered before the message arrived, and the source after the message had left."""
     (key,) = await two.send("orders", [HOUR_MS])
     await two.broker.drain("g1")
     looked, ask, has_gone = one.broker._answer, one.broker.others.ask, asyncio.Event()
@@ -306,7 +306,7 @@ class Pair:
         self.ended_at = {world.settings.group: world.files.calls for world in (one, two)}
 
     async def end(self, one: InGroup, two: InGroup) -> None:
-        """Give the command again, cancel one wherever it is, and let all become due."""
+        """Repeat the command, cancel a message wherever it is, and let all become due."""
         await drain(two)
         assert two.broker.pending_messages == 0, "all are due in an hour or later"
         chosen = self.keys[:1]
@@ -320,7 +320,7 @@ class Pair:
 
 
 def life(cut: str = "", crash_at: int | None = None) -> Pair:
-    """Drain until the power of one goes, then both start on what their disks kept."""
+    """Drain until the power of one group is cut, then start both on their disks."""
 
     async def lived() -> Pair:
         pair = Pair(cut, crash_at)
@@ -334,7 +334,7 @@ def life(cut: str = "", crash_at: int | None = None) -> Pair:
 
 
 def faults(pair: Pair) -> dict[str, int]:
-    """What is not once where it should be: messages by how often they came too much."""
+    """Messages that are not exactly once in a queue: how often each came too much."""
     wanted = Counter(set(pair.keys) - set(pair.cancelled))
     return {key: pair.found[key] - wanted[key] for key in pair.keys if pair.found[key] != wanted[key]}
 

@@ -1,4 +1,4 @@
-"""Recovery in steps: any steps give what one gives, a snapshot covers what came before, and a follower takes over."""
+"""Recovery in steps: any steps give the result of one step, snapshots replace earlier rows, and a follower leads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from timeball.table.catalog import Catalog
 SMALL_BYTES, SMALLEST_BYTES = (
     150_000,
     2_000,
-)  # of log between two snapshots, so that these short lives have some
+)  # bytes of log between two snapshots, so that these short runs have some
 WHOLE = ["hour_log", "timer_wheel", "level_cascade", "plain", "compact", "bulk", "campaign", "moves"]
 LIVES = ["plain", "compact", "bulk", "roll", "levels", "campaign", "wheel", "cascade", "moves"]
 
@@ -43,7 +43,7 @@ def opened_log(files: CrashFiles) -> Opened:
 
 
 def lists(found: Recovered | Any) -> dict[str, Any]:
-    """What `finish` returned, to be compared."""
+    """The results of `finish`, for comparison."""
     settled, waiting = found.settled, found.waiting
     return {
         "settled": (settled.due_ms.tolist(), settled.seq.tolist(), settled.released),
@@ -59,7 +59,7 @@ def lists(found: Recovered | Any) -> dict[str, Any]:
 
 
 def caches(tables: Tables, ledger: AttachState) -> dict[str, Any]:
-    """What the tables hold."""
+    """The contents of the tables."""
     topics = tables.topics.all()
     return {
         "meta": {key: bytes(value) for key, value in tables.meta.values.items()},
@@ -81,7 +81,7 @@ def caches(tables: Tables, ledger: AttachState) -> dict[str, Any]:
 def applied(
     files: CrashFiles, steps: list[float], *, from_checkpoint: bool, resumes: bool, tail_after: int | None
 ) -> dict[str, Any]:
-    """Apply the log of these files in steps, shares of it, and finish; `tail_after`: read the tail behind this one."""
+    """Apply the log of these files in steps, given as shares of it, and finish. Read the tail after step `tail_after`."""
     opened = opened_log(files)
     saved = checkpoint.load(files) if from_checkpoint else None
     reader, tables = LogReader(opened.segments), Tables(files, 2)
@@ -99,7 +99,7 @@ def applied(
 
 @dataclass(frozen=True)
 class Life:
-    """A disk after a life with several snapshots, checkpoints and segments."""
+    """A disk after a run with several snapshots, checkpoints and segments."""
 
     files: CrashFiles
 
@@ -186,7 +186,7 @@ def test_these_lives_have_snapshots_amid_rows() -> None:
 
 
 def follower_of(world: World) -> Applying:
-    """Caches of their own over the log of a broker that is alive."""
+    """Separate caches over the log of a running broker."""
     segments = world.broker.log.reader.segments
     tables = Tables(CrashFiles(), 2)
     return Applying(starting_point(None, segments), LogReader(segments), tables)
@@ -196,7 +196,7 @@ ROUNDS, EACH, ROUNDS_PER_SNAPSHOT = 12, 200, 3
 
 
 async def rounds(world: World, *, snapshots: bool) -> tuple[Applying, int]:
-    """Scheduled message, release, reschedule; return a follower, and the most that it has kept."""
+    """Send, release and reschedule scheduled messages. Return a follower, and its largest number of kept entries."""
     follower, most = follower_of(world), 0
     for number in range(1, ROUNDS + 1):
         keys = await world.send("a", [SECOND_MS] * EACH)
@@ -310,7 +310,7 @@ class TakesOver(World):
 
 
 class TakenOver(Kept):
-    """A folder that a follower begins to lead with."""
+    """A folder with which a follower begins to lead."""
 
     def world(self, files: CrashFiles) -> World:
         world = super().world(files)

@@ -1,4 +1,4 @@
-"""What rows add up to on top of a starting point: each settled number once, each move's last instant, open halves."""
+"""The state after replaying rows on a starting point: settled numbers, the last due time of each, half messages."""
 
 from __future__ import annotations
 

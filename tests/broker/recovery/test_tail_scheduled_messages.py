@@ -1,4 +1,4 @@
-"""The tail's scheduled messages, added in any batches and folded at any time: equal to those of a plain model."""
+"""Scheduled messages of the tail, added in any batches and merged at any time, equal those of a plain model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEQS = st.lists(st.integers(1, 40), unique=True, max_size=20)
 
 
 def log_rows(scheduled_rows: list[tuple[int, int]]) -> pa.RecordBatch:
-    """Rows from number 1 on, some of which hold an older scheduled message."""
+    """Rows from number 1 on. Some of them repeat an older scheduled message."""
     columns: dict[str, list[Any]] = {"kind": [], "due_ms": [], "source_seq": []}
     for at, (due_ms, before) in enumerate(scheduled_rows):
         is_new = not 0 < before <= at

@@ -1,4 +1,4 @@
-"""A log of META rows alone, for tests of one table."""
+"""A log that has only META rows, for tests of one table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class StateRows:
-    """What a table has appended; `opened` is a start on it."""
+    """The rows that a table has appended. `opened` starts a table with them."""
 
     def __init__(self) -> None:
         self.appended: list[pa.RecordBatch] = []
 
     def opened(self, make: Callable[[MetaLog], T]) -> T:
-        """A table that knows all that has been appended, and appends here."""
+        """A table that knows all appended rows, and appends here."""
         meta = MetaLog()
         made = make(meta)
         for rows in self.appended:
@@ -32,12 +32,12 @@ class StateRows:
 
     @property
     def count(self) -> int:
-        """How many frames there are."""
+        """The number of frames."""
         return len(self.appended)
 
 
 def rows_of(broker: Broker, prefix: str) -> dict[str, Any]:
-    """The values of the META rows of a prefix that are durable, by name."""
+    """The durable values of the META rows with a prefix, by name."""
     found: dict[str, Any] = {}
     reader = broker.log.reader
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.META]):

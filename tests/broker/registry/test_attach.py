@@ -1,4 +1,4 @@
-"""What a job claims is checked against the log before it becomes part of it."""
+"""The claims of a job are checked against the log before its files become part of it."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_repeated_attach_is_recognized_by_job_and_epoch(seen: list[tuple[str, 
 
 
 def test_other_rows_under_a_known_name_are_refused() -> None:
-    """They are another write, and were dropped in silence once."""
+    """They are a different write. An earlier version dropped them without an error."""
     ledger = AttachState()
     first = attachment([], job_id="import", epoch=3, digest="30 rows 0a")
     ledger.apply(first, 1, NOW_MS)
@@ -209,7 +209,7 @@ def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: AttachSt
 
 
 def test_at_the_limit_the_oldest_jobs_and_reservations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job without a digest, and the reservation, of longest ago is forgotten first."""
+    """The oldest job without a digest, or the oldest reservation, is forgotten first."""
     monkeypatch.setattr(limits, "RESERVATIONS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
     ledger = AttachState()
@@ -241,7 +241,7 @@ def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
     assert all(ledger.is_repeated(named(number)) for number in range(3))
     with pytest.raises(OverLimit, match=r"3 jobs have been named within 7 days: .*option epoch"):
         check(ledger, named(3), NOW_MS + 1 + limits.JOB_KEPT_MS - 2)
-    check(ledger, named(2, epoch=2))  # a name that is known needs no room
+    check(ledger, named(2, epoch=2))  # a known name needs no free entry
     check(ledger, attachment([], job_id="once"))
     check(ledger, named(3), NOW_MS + limits.JOB_KEPT_MS)
     ledger.apply(named(3), 1, NOW_MS + limits.JOB_KEPT_MS)

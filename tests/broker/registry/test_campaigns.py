@@ -1,4 +1,4 @@
-"""Campaigns: what was decided about each is its last row, and it has its ranges from the frame that attaches them."""
+"""Campaigns: the last row of each is its state, and it has its ranges from the frame that attaches them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions of dead letters that are dealt with: any order gives the same spans, and what is left is the rest."""
+"""Positions of resolved dead letters: any order gives the same spans, and all others remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row that opens an epoch is state as any other: a broker that reads the log knows who led last."""
+"""The row that opens an epoch is state like any other: a broker that reads the log knows the last leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consumer groups: what was configured is what is there, before and after a save, in RocketMQ's words."""
+"""Consumer groups keep their configuration, before and after a save, under RocketMQ's names."""
 
 from __future__ import annotations
 

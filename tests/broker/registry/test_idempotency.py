@@ -1,4 +1,4 @@
-"""Idempotency keys: what names a send, and which keys count, as a model has it."""
+"""Idempotency keys: the identity of a send, and the keys that are remembered, compared with a model."""
 
 from __future__ import annotations
 

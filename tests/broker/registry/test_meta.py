@@ -1,4 +1,4 @@
-"""State as rows: the last value of a key counts, a frame is whole, and what cannot be read is refused."""
+"""State as rows: the last value of a key counts, a frame is read whole, and unreadable rows are refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_values_that_only_former_versions_wrote_are_ignored() -> None:
 
 
 def test_a_change_that_others_append_counts_when_it_is_kept() -> None:
-    """An append may be refused, and then nothing has changed."""
+    """A refused append changes nothing."""
     log = StateRows()
     kept = log.opened(table)
     kept.put([("b", 2)])

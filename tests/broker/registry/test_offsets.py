@@ -1,4 +1,4 @@
-"""Consumer offsets: what a group stored is what it gets, within its queues, before and after a save."""
+"""Consumer offsets: a group reads the offsets that it stored, within its queues, before and after a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Push subscriptions as rows: kept through a start, bounded, and their secrets with them."""
+"""Push subscriptions as rows: they survive a restart with their secrets, and their number is limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of the queue index, readers get the rows they asked for, and all of them."""
+"""With any damage to the files of the queue index, readers get exactly the requested rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAR_MS = 300 * SECOND_MS
 
 
 async def lived(world: World) -> None:
-    """Messages, messages and levels in three topics; two sealed stretches and one that a start takes up again."""
+    """Messages in three topics and a delay level: two sealed ranges and an open one that a start takes up again."""
     for n in range(3):
         await world.send("a", [None] * 5)
         await world.send("b", [None, SECOND_MS, None, HOUR_MS, None])
@@ -34,7 +34,7 @@ async def lived(world: World) -> None:
 
 
 async def everything(world: World, files: CrashFiles) -> Read:
-    """Start on these files and read every queue; then again when all levels are due."""
+    """Start on these files and read every queue, then again when all levels are due."""
     left = World(files, replace(world.clock))
     await left.start()
     found = await read_all(left)
@@ -67,7 +67,7 @@ def names_below(files: CrashFiles, folder: str) -> list[str]:
 
 
 def damages(files: CrashFiles) -> list[tuple[str, int | None]]:
-    """Every file removed, cut in half and with a bit flipped here and there: (name, position or what is done)."""
+    """Each file removed, cut in half, or with a flipped bit here and there: (name, position or kind of damage)."""
     found: list[tuple[str, int | None]] = []
     for name in names_below(files, "queues"):
         size = files.size(name)

@@ -1,4 +1,4 @@
-"""Places of a few rows: the very ones that `Topics.place` gives, and given out when the caller says so."""
+"""Offsets of a few rows: the same ones that `Topics.place` assigns, at the time when the caller asks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topics import TopicConfig, Topics
 from timeball.model.message import RETRY_TOPIC, encode_properties, stored_sizes
 
-# A topic, the queue that is asked for, a tag.
+# A topic, the requested queue, a tag.
 ROW = st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.sampled_from([None, "", "red", "red||blue"]))
 
 

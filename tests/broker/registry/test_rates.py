@@ -1,4 +1,4 @@
-"""Counters by topic and group: what the windows say, and what there is no room for."""
+"""Counters by topic and group: the values of the windows, and counters beyond the limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMS = Stat.TOPIC_PUT_NUMS
 
 
 def at(rates: Rates, begin_ms: int, end_ms: int) -> None:
-    """Time passes: the state is looked at each second."""
+    """Let time pass, with a look at the counters each second."""
     for now_ms in range(begin_ms, end_ms + 1, SECOND_MS):
         rates.sample(now_ms)
 

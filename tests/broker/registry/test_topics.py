@@ -1,4 +1,4 @@
-"""Topics: offsets are dense and in log order, whoever chose the queue, and a replay gives the same again."""
+"""Topics: offsets are dense and in log order, whoever selects the queue, and a replay gives the same offsets."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_invalid_topic_names_are_refused(name: str) -> None:
 
 
 def tags_indexed(topics: Topics) -> dict[str, list[int]]:
-    """What the first queue of each topic holds of its messages' tags."""
+    """The tags of the messages that the first queue of each topic has."""
     found = {topic.name: topic.queues[0].index.read(0, 100)["tag"].tolist() for topic in topics.all()}
     return {name: tags for name, tags in found.items() if tags}
 
@@ -276,7 +276,7 @@ def test_a_size_is_that_of_the_stored_message() -> None:
 
 
 def put(topics: Topics, first_seq: int, name: str, rows: int = 1) -> pa.RecordBatch:
-    """Rows that are placed and durable; returned as they stand in the log."""
+    """Rows with offsets that are durable, as they are in the log."""
     batch = visible([name] * rows)
     placement = topics.place(batch)
     placement.index(first_seq)
@@ -289,7 +289,7 @@ def reopened(
     files: CrashFiles,
     lengths: dict[str, dict[int, tuple[int, int]]] | None = None,
 ) -> Topics:
-    """After a restart; by default with a checkpoint of this instant."""
+    """The topics after a restart, by default with a checkpoint of this moment."""
     saved = save_queues(topics)
     again = opened(log, files, 1)
     again.load(empty_log(), saved if lengths is None else lengths, END_SEQ if lengths is None else 1)

@@ -1,7 +1,7 @@
-"""Cancel: one definite verdict for each message named, wherever it lies and whatever happens at the same time.
+"""Cancel: one definite verdict for each named message, wherever it is and whatever happens at the same time.
 
-A scheduled message is in one of five places: in the wheel (due within the ten seconds gathered ahead), in the log's
-tail, in a file of the table, released, or cancelled. `PLACES` puts one there; what a cancel says must not depend on it.
+A scheduled message is in one of five places: in the wheel (due within the ten seconds loaded ahead), in the log's
+tail, in a file of the table, released, or cancelled. `PLACES` puts one there. The verdict must not depend on the place.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def in_table(world: World) -> str:
 
 
 async def in_table_and_wheel(world: World) -> str:
-    """Its row lies in a file, and it has been loaded from there."""
+    """Its row is in a file, and it has been loaded from there."""
     key = await in_table(world)
     await world.advance(FAR_MS - SOON_MS)
     await world.until(lambda: world.broker.status()["schedule"]["wheel_rows"] == 1, "it is near")
@@ -256,7 +256,7 @@ async def test_too_many_at_once_cancel_nothing(world: World) -> None:
 
 
 async def let_go_of_all(world: World) -> None:
-    """Fill segments and let the old ones go, with what is said in them."""
+    """Fill segments, and remove the old ones with all their rows."""
     before = world.broker.log.reader.next_seq
     for _ in range(4):
         await world.send("filler", [None] * 6, 100_000)
@@ -301,7 +301,7 @@ async def test_settled_messages_without_rows_are_not_found_by_id_and_expired_by_
 
 @on_node(retention_ms=1)
 async def test_a_message_that_only_a_file_still_contains_is_expired(world: World) -> None:
-    """It was released, or cancelled; a guess would be no verdict."""
+    """It was released, or cancelled: the verdict must not be a guess."""
     keys = await world.send("a", [SOON_MS, SOON_MS])
     await world.compact()
     await world.cancel(keys[:1])
@@ -329,7 +329,7 @@ async def after(turns: int) -> None:
 
 
 async def race(world: World, moments: list[tuple[int, int]], due_after: int, filed: bool = False) -> None:
-    """Ten scheduled messages come due, and some are cancelled, each so many turns of the loop after the start."""
+    """Ten scheduled messages become due. Some are cancelled, each a number of loop iterations after the start."""
     keys = await world.send("a", [SOON_MS + i // 5 for i in range(10)])
     if filed:
         await world.compact()
@@ -359,7 +359,7 @@ async def faults(world: World) -> list[object]:
 async def test_cancel_or_release_one_of_them_wins(
     world: World, moments: list[tuple[int, int]], due_after: int, filed: bool
 ) -> None:
-    """The checker knows a message that was cancelled and came, one that did neither, and a verdict that lies."""
+    """The checker reports a cancelled message that was delivered, one that got no outcome, and a wrong verdict."""
     await race(world, moments, due_after, filed)
     for said in world.observed.verdicts.values():
         assert said[0] in ("cancelled", "released", "already_cancelled"), said
@@ -369,7 +369,7 @@ async def test_cancel_or_release_one_of_them_wins(
 
 
 def test_both_sides_win_some_races() -> None:
-    """Or the race above would be none."""
+    """Otherwise the race above would test nothing."""
     won: set[str] = set()
 
     @on_node(InTurn)
@@ -420,7 +420,7 @@ async def test_cancels_while_the_tail_moves_to_the_table(
 
 @pytest.mark.parametrize("cut_after", [1, 2])
 def test_the_power_goes_while_a_cancel_is_written(cut_after: int) -> None:
-    """Either it was told and holds, or it was not told; then it may be either, but not both."""
+    """If the caller was told, the message is cancelled. If not, it is cancelled or delivered, but not both."""
 
     async def main() -> None:
         files = CrashFiles()

@@ -1,4 +1,4 @@
-"""A message goes from one log to another with all that it has."""
+"""A drained message keeps all its values on its way from one log to another."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_arrives_is_what_was_sent(properties: list[str | None], now_ms: int
         assert after.column(name) == before.column(name), name
     ended = [None if text is None else text.removesuffix("\x02") + "\x02" for text in properties]
     assert after.column("properties").to_pylist() == ended
-    # Not early, and not counted as late for the way it took.
+    # It is not early, and the time of its transfer does not count as lateness.
     assert after.column("due_ms").to_pylist() == [max(now_ms, 100 + at) for at in range(len(properties))]
     assert set(after.column("kind").to_pylist()) == {Kind.SCHEDULED}
 

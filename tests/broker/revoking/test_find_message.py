@@ -1,4 +1,4 @@
-"""Where a message is, by its id: the same answer wherever it lies, and a read that changes nothing."""
+"""Look-up of a message by its id: the same answer wherever it is, and no change by the read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions between groups as JSON: what a node of another version might misread is refused."""
+"""Requests between groups as JSON: one that a node of another version might misread is refused."""
 
 from __future__ import annotations
 

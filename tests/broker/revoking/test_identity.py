@@ -1,4 +1,4 @@
-"""A message that is moved many times is released once, at its newest due time, under its first number."""
+"""A message that is rescheduled many times is released once, at its newest due time, under its first number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """What was promised last: instants by number, and which scheduled messages were cancelled."""
+    """The last accepted due times by number, and the cancelled scheduled messages."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -110,7 +110,7 @@ class Model:
         assert said.verdict == (done if waited else ended)
 
     async def end(self) -> list[str]:
-        """Let all come due; return what was not as promised."""
+        """Let all become due. Return the messages that differ from the expectation."""
         for _ in range(14):
             await self.world.advance(HOUR_MS // 2)
         reader = self.world.broker.log.reader

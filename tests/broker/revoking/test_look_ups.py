@@ -1,4 +1,4 @@
-"""Look-ups that come together share a search, and each caller learns of its own names only."""
+"""Simultaneous look-ups share a search, and each caller gets the results for its own names only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timeball.table.key_index import TableKeys
 
 
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note of how many callers each search is."""
+    """Record the number of callers of each search."""
     counts, init = list[int](), Search.__init__
 
     def counted(self: Search, *args: object) -> None:
@@ -27,7 +27,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def told(world: World, names: list[Names]) -> list[list[tuple[str, int]]]:
-    """Return (subject, number) of what each of these, asked at once, is told of."""
+    """Return the (subject, number) pairs that each of these simultaneous look-ups gets."""
     found = await asyncio.gather(*(world.broker.look_ups.look_up(each) for each in names))
     return [sorted((c.subject, c.number) for c in each.candidates) for each in found]
 

@@ -1,4 +1,4 @@
-"""What all groups of a cluster say, as one answer."""
+"""The answers of all groups of a cluster, merged to one answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_answers_and_silences_make_one_answer(told: list[list[Verdict] | Non
         of = [verdict for verdict in merged if verdict.subject == subject]
         known = [v for v in answers if v.subject == subject and v.verdict != "not_found"]
         assert of, "each name has a verdict"
-        # Nothing that a group has settled is left out or told twice.
+        # Every message that a group has settled is reported, once.
         assert Counter(v for v in of if v.verdict not in ("not_found", UNAVAILABLE)) == Counter(known)
         words = [verdict.verdict for verdict in of]
         assert words.count(UNAVAILABLE) == is_silent and words.count("not_found") == (

@@ -1,4 +1,4 @@
-"""A bulk job's scheduled messages are ended as one object: the count is definite, and what was counted never comes."""
+"""The scheduled messages of a bulk job are cancelled as a whole: the count is exact, and none of them is delivered."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_repeated_cancel_after_a_crash_counts_nothing_again(world: World
 async def test_what_was_released_is_not_said_to_be_cancelled_after_a_restart(
     world: World, saved: bool
 ) -> None:
-    """All that was settled before a restart, and not covered by the mark, was counted as cancelled."""
+    """An earlier version counted all messages as cancelled that were settled before a restart, above the mark."""
     keys, numbers = await attached(world, [SECOND_MS] * 3 + [FAR_MS] * 2)
     assert await said(world, ids=keys[3:4]) == ["cancelled"]
     await world.bulk("a", [0], 2)
@@ -143,7 +143,7 @@ async def test_several_ranges_are_one_call_and_a_rewrite_in_between_changes_noth
 async def test_an_attach_that_is_not_done_yet_is_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its numbers were used up and its files not yet in the table: all were said to be settled, and were delivered."""
+    """Its numbers were used and its files not yet in the table: all counted as settled, and were delivered."""
     first = await world.broker.reserve(3)
     scheduler, asked = world.broker.scheduling.scheduler, []
     attach = scheduler.attach
@@ -166,7 +166,7 @@ async def test_an_attach_that_is_not_done_yet_is_waited_for(
 async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rewrite took them out and retention removed them: the call failed at a file that was gone."""
+    """A rewrite replaced the files and retention removed them: the call failed at a missing file."""
     _, numbers = await attached(world, [HOUR_MS, FAR_MS, 40 * DAY_MS])
     read = ranges.group_in_ranges
     loop = asyncio.get_running_loop()
@@ -206,7 +206,7 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
 
 @on_node()
 async def test_many_ranges_are_checked_quickly(world: World) -> None:
-    """Each was compared with each reservation and read from the log, all on the event loop: seconds."""
+    """Each was compared with each reservation and read from the log, all on the event loop: this took seconds."""
     _, (first, rows) = await attached(world, [FAR_MS] * limits.ATTACH_FILES_MAX)
     world.broker.attach_state.reserved |= {(1 << 50) + at: 1 for at in range(limits.RESERVATIONS_MAX)}
     begin_s = time.perf_counter()

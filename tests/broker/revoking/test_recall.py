@@ -1,4 +1,4 @@
-"""Recall: the answer for a message that is pending, delivered, moved, unknown, or older than the log."""
+"""Recall: the answers for a message that is pending, delivered, rescheduled, unknown, or older than the log."""
 
 from __future__ import annotations
 

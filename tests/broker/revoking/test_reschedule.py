@@ -1,7 +1,7 @@
-"""Reschedule: a scheduled message is moved in one step, wherever it waits, and a race with its instant has one winner.
+"""Reschedule: a message is moved in one step, wherever it is, and a race with its due time has one winner.
 
-Where a scheduled message may be when it is moved, and the harness for races, are those of test_cancel.py. That the
-power may go anywhere around it is shown in tests/crash, by the scenarios called `moves`.
+The places of a message and the harness for races are those of test_cancel.py. tests/crash cuts the power at any call
+of a reschedule, in the scenarios called `moves`.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ async def test_a_scheduled_message_without_a_name_is_followed_by_its_number(worl
 
 @on_node(retention_ms=1)
 async def test_a_moved_message_is_found_by_id_after_retention_removed_its_moved_row(world: World) -> None:
-    """Then an id still means what waits under it; and nothing is said of it that is not known."""
+    """Then an id still names the pending message. No verdict claims more than the log shows."""
     [key] = await world.send("a", [HOUR_MS])
     await world.compact()
     [moved] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
@@ -288,7 +288,7 @@ async def test_where_it_went_is_remembered_through_a_restart(world: World, witho
 
 @on_node(retention_ms=1)
 async def test_a_number_leads_on_when_the_log_has_let_go_of_it(world: World) -> None:
-    """Through numbers that are forgotten already, over a restart, and until its own instant has passed."""
+    """With numbers that are already forgotten, over a restart, and until its own due time has passed."""
     key, quiet = await world.send("a", [LATER_MS, LATER_MS])
     nameless = (await world.broker.send(batch(1, delay_ms=[LATER_MS]))).first_seq
     await world.compact()
@@ -434,7 +434,7 @@ ACTS = st.lists(
 async def race(
     world: World, acts: list[tuple[int, int, str]], due_after: int, filed: bool = False
 ) -> list[str]:
-    """Six messages come due while some are cancelled and some are moved, each so many turns after the start."""
+    """Six messages become due while some are cancelled and some moved, each some loop iterations after the start."""
     keys = await world.send("a", [SOON_MS + i // 3 for i in range(6)])
     if filed:
         await world.compact()
@@ -457,7 +457,7 @@ async def race(
 
 
 def contradictions(world: World) -> list[str]:
-    """Verdicts of one message that cannot all be true, in whatever order they were given."""
+    """Verdicts on one message that cannot all be true, in any order."""
     wrong = []
     for key, verdicts in world.observed.verdicts.items():
         if not set(verdicts) <= {"cancelled", "already_cancelled", "rescheduled", "released"}:
@@ -499,7 +499,7 @@ async def test_moves_while_the_tail_moves_to_the_table(world: World, moments: li
 
 
 def won(schedule_cancels: Callable | None = None) -> tuple[set[str], set[str]]:
-    """Verdicts and faults of races with each other's moments."""
+    """Return the verdicts and the kinds of faults of races."""
     verdicts: set[str] = set()
     kinds: set[str] = set()
 
@@ -533,9 +533,9 @@ def test_a_schedule_that_moves_what_it_has_handed_out_is_noticed(monkeypatch: py
 
 
 def kinds_after_cuts(step: int) -> list[tuple[CrashFiles, list[int]]]:
-    """What a recovery finds of a move of two messages, when so many bytes of it had reached the disk: an image each.
+    """The state that a recovery finds if some bytes of the move of two messages were on disk: an image for each number.
 
-    Every byte of the first and last hundred, in between one of `step`.
+    It covers every byte of the first and last hundred, in between one of `step`.
     """
     found = []
 
@@ -587,7 +587,7 @@ def test_a_move_that_is_torn_anywhere_has_not_happened() -> None:
 
 
 def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the test above could not tell what it is there for."""
+    """Otherwise the test above could not notice a fault."""
     write = LogWriter._write
 
     def apart(self: LogWriter, entries: list[Entry]) -> Commit:

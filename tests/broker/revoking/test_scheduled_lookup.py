@@ -1,4 +1,4 @@
-"""Which messages a name means, and what the log says of them; what cancels make of that is in test_cancel.py."""
+"""The messages that a name identifies, and their state in the log. test_cancel.py tests cancels with them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_too_many_names_in_one_request_are_refused() -> None:
 
 @on_node()
 async def test_a_caller_gets_only_the_ends_of_its_own_messages(world: World) -> None:
-    """Another topic's key may have a million ends, and the event loop would walk through them."""
+    """A key in another topic may have a million settled messages, which the event loop would visit one by one."""
     for topic in ("mine", "theirs"):
         await world.broker.send(
             batch(3, topic=[topic] * 3, keys=["shared"] * 3, due_ms=[world.clock.wall + HOUR_MS] * 3)
@@ -84,7 +84,7 @@ async def test_rows_with_large_bodies_are_not_kept(world: World, monkeypatch: py
 
 @on_node()
 async def test_the_same_scheduled_message_in_the_log_and_in_a_file_is_one(world: World) -> None:
-    """Compaction copies a row before the log lets it go."""
+    """Compaction copies a row before retention removes it from the log."""
     [key] = await world.send("a", [FAR_MS])
     await world.compact()
     by_id, by_seq = look_up(world, ids=[key]).candidates, look_up(world, seqs=[2]).candidates

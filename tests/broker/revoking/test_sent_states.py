@@ -1,4 +1,4 @@
-"""The states of messages by their numbers, for a sender that repeats a send: all kinds, in the order asked."""
+"""The states of messages by their numbers, for a repeated send: all kinds, in the requested order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request for one key with many messages: slices of it, and turns of the event loop for everybody else in between."""
+"""A request for one key with many messages runs in slices, and other tasks run in between."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def in_files(world: World) -> None:
 
 
 async def busiest_turn(world: World, request: Request, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """Return the answer, and how many messages the busiest turn of the loop settled."""
+    """Return the answer, and the number of messages that the busiest loop iteration settled."""
     turns = LoopTurns()
 
     def note(rows: int) -> None:
@@ -149,7 +149,7 @@ def test_slices_contain_all_rows_in_order() -> None:
 def test_what_is_due_between_two_slices_is_released_and_not_settled(
     request_all: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each message is either settled or delivered, and the verdict says which."""
+    """Each message is either settled or delivered, and its verdict is true."""
 
     @on_node()
     async def work(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Compaction by the broker: what may still wait is moved, once, with all that was said of it."""
+"""Compaction by the broker moves all messages that may be pending, once, with all their values."""
 
 from __future__ import annotations
 

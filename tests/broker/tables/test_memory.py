@@ -1,4 +1,4 @@
-"""What was freed goes back: a process that has worked in bulk is about as small as before."""
+"""Freed memory goes back to the system: after bulk work a process is about as small as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewriting keeps the table in few files, in buckets that suit how near they are, and loses no row that waits."""
+"""Rewriting keeps the table in few files, in buckets that fit their distance in time, and loses no pending row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_files_of_one_bucket_are_merged_when_they_are_many() -> None:
 
 
 def test_a_large_file_is_not_written_again_for_the_sake_of_small_ones() -> None:
-    """Or each row would be rewritten once a run, instead of once a doubling."""
+    """Otherwise each row would be rewritten once for each run, instead of once for each doubling."""
     large = entry(alike(1)[0].bucket, 10 * SIZE_RATIO + 1, NOW_MS + HOUR_MS, 99)
     assert choose([*alike(FILES_MIN - 1), large], NOW_MS) == []
     assert choose([large, *alike(FILES_MIN)], NOW_MS) == alike(FILES_MIN)
@@ -79,7 +79,7 @@ def test_one_run_takes_no_more_rows_than_memory_holds() -> None:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 90 * 24), min_size=1, max_size=40))
 def test_what_comes_out_is_not_chosen_again(hours: list[int]) -> None:
-    """Rewriting ends: it must not go round in circles while nothing happens."""
+    """Rewriting ends: it must not repeat for ever while nothing changes."""
     files = CrashFiles()
     early = NOW_MS - 61 * DAY_MS  # seen from here, all of it was far
     entries = [e for h in hours for e in write(files, table_rows([NOW_MS + h * HOUR_MS]), early)]

@@ -1,4 +1,4 @@
-"""A broker whose pending table is in an object store, which is away, slow or wrong now and then."""
+"""A broker whose pending table is in an object store that is at times away, slow or wrong."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class World:
             attach(broker, [self.clock.wall + delay for delay in delays_ms], topic=name, job_id=name)
 
     def cancel(self, *ids: str) -> str:
-        """Return what all of them have in common; not by a client, which would try again for seconds."""
+        """Cancel, and return the one verdict of all ids. Not through a client, which would retry for seconds."""
         found = self.node.run(self.node.broker.cancel(ids=list(ids)))
         [verdict] = {one.verdict for one in found}
         return str(verdict)
@@ -146,11 +146,11 @@ def test_a_file_of_another_writer_is_compared_by_its_footer_and_copied_when_it_i
     assert world.copies() == []
     read = [asked for method, path, asked in world.store.asked if method == "GET" and ".parquet" in path]
     assert read and all(asked.startswith("bytes=") for asked in read)
-    # Its keys came beside it: one row is read, from a copy.
+    # Its keys were uploaded beside it: one row is read, from a copy.
     assert world.cancel("far07") == "cancelled"
     assert len(world.copies()) == 1
     assert ObjectStore(world.uri).list_dir(f"{FOLDER}/_keys") == []
-    # Copies make room for others, but for what is due soon.
+    # Copies are removed for others, except those of messages due soon.
     world.cache._size_bytes_max = 1
     world.attach("soon", SOON_MS)
     for day in (1, 2):
@@ -197,7 +197,7 @@ def test_a_table_of_the_data_folder_moves_when_a_place_is_named(store: FaultySto
 
 
 def is_in_time(world: World) -> bool:
-    """Say whether an hour without the store makes nothing late that was attached before."""
+    """Check whether an hour without the store delays any message that was attached before."""
     world.attach("soon", *[SOON_MS] * 100)
     # As after a start on a fresh disk: nothing is local that is not fetched ahead.
     for path in list(world.cache._local):
@@ -210,7 +210,7 @@ def is_in_time(world: World) -> bool:
     with Timeball(world.node.endpoint) as ball:
         ball.send("marker", "x", after="1ms")
         world.clock.advance(1_000)
-        # What is due later, and in the log, has come out: the scheduled messages before it are out, or late.
+        # Messages due later, and those in the log, are released. The ones before them are released, or late.
         eventually(lambda: visible(ball, "marker") == 1, "the marker came out")
         return visible(ball, "soon") == 100
 
@@ -218,7 +218,7 @@ def is_in_time(world: World) -> bool:
 def test_an_hour_without_the_store_makes_nothing_late(world: World) -> None:
     world.attach("far", *[3 * DAY_MS] * 10)
     assert is_in_time(world)
-    # A look-up that needs it is told so, and is never told that there is no such message.
+    # A look-up that needs the store gets an error, and is never told that there is no such message.
     with pytest.raises(Unavailable, match="object store"):
         world.cancel("far3")
     assert world.is_away()
@@ -271,7 +271,7 @@ def test_a_start_is_refused_at_the_place_of_another_or_at_one_that_never_answere
 
 
 def refused(node: RunningNode) -> str:
-    """Return why a node does not start."""
+    """Return the reason why a node does not start."""
     with pytest.raises(SetupError) as refusal:
         node.start()
     node.loop.call_soon_threadsafe(node.loop.stop)
@@ -286,7 +286,7 @@ def refused(node: RunningNode) -> str:
 
 
 def begin(world: World, work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin what needs the store; return when it waits for an answer."""
+    """Begin a call that needs the store. Return when it waits for an answer."""
     before = world.store.hanging
     begun = asyncio.run_coroutine_threadsafe(work, world.node.loop)
     eventually(lambda: world.store.hanging > before, "a request hangs")
@@ -307,7 +307,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
         commit = begin(world, broker.mover.compact())
         world.store.go_away("silent")
         look_up = begin(world, broker.cancel(ids=["far3"]))
-        # Neither has an answer while all of this goes on.
+        # Neither has an answer during all of this.
         world.clock.advance(SOON_MS)
         eventually(lambda: world.visible("soon") == 100 and world.visible("kept") == 1, "all are released")
         assert ball.send("orders", "x").seq
@@ -327,7 +327,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
 def test_what_needs_a_silent_store_is_told_so_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "ANSWER_S", 0.2)
     monkeypatch.setattr(pending_table, "START_ANSWER_S", 0.2)
-    # What is left behind ends sooner: Arrow makes no second file system in a process while a request is under way.
+    # Abandoned requests end sooner: Arrow creates no second file system in a process while a request is in flight.
     monkeypatch.setattr(storage_uris, "_REQUEST_TIMEOUT_S", 0.3)
     world.restart()
     world.attach("far", *[3 * DAY_MS] * 10)
@@ -476,7 +476,7 @@ async def in_table_thread(world: World) -> int:
 
 
 def test_what_another_program_has_vacuumed_at_once_is_put_back_or_waits_alone(world: World) -> None:
-    """Within seconds of its OPTIMIZE. Copies of what is due soon are here; the others are for the operator."""
+    """Within seconds of its OPTIMIZE. Copies of files due soon are local. The others are the operator's task."""
     for name in ("one", "two"):
         world.attach(name, SOON_MS, 3 * DAY_MS)
     lost = [e for e in world.node.broker.scheduling.hour_log.pending.live_entries() if "T" not in e.bucket]

@@ -1,4 +1,4 @@
-"""Moving: one change of the pending table at a time, whole or not at all, and the same change only once."""
+"""Changes of the pending table: one at a time, complete or absent, and the same change only once."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def written(world: World, first_seq: int, rows: int) -> list[FileEntry]:
 
 
 async def bulk_of(world: World, rows: int, **fields: Any) -> Attachment:
-    """Files written, numbers reserved; not attached."""
+    """The files are written and their numbers reserved, but they are not attached."""
     first_seq = await world.broker.reserve(rows)
     files = written(world, first_seq, rows)
     return attachment(files, **{"job": "bulk", "ranges": [(first_seq, rows)], **fields})
 
 
 def delta_seqs(world: World) -> list[int]:
-    """What a stranger reads from the table."""
+    """The rows that another program reads from the table."""
     return seqs(DeltaTable(world.broker.status()["table"]["uri"]))
 
 
@@ -108,7 +108,7 @@ async def test_a_bulk_is_in_the_table_and_comes_when_it_is_due(world: World) -> 
 
 @on_node()
 async def test_an_attach_that_is_repeated_changes_nothing(world: World) -> None:
-    """Whether the job tries again at once, at the same time, or after a restart."""
+    """The job may try again at once, at the same time, or after a restart."""
     change = await bulk_of(world, 3)
     answers = await asyncio.gather(*(world.broker.attach(change) for _ in range(3)))
     assert [answer.repeated for answer in answers] == [False, True, True]
@@ -170,7 +170,7 @@ async def test_an_attach_is_completed_when_its_caller_disconnects(world: World) 
 async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
     world: World, call: int
 ) -> None:
-    """Never a broker that goes on with a log that says one thing and a table that says another."""
+    """A broker never continues with a log and a table that differ."""
     change = await bulk_of(world, 3)
     before = world.files.calls
     world.files.fail_at(before + call, DiskFailed("the disk is gone"))
@@ -197,7 +197,7 @@ async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
 
 
 def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[None]]) -> ExitStack:
-    """From the next commit of the Delta table on, the operating system fails the library; until this is closed."""
+    """From the next commit of the Delta table on, the library's system calls fail, until this is closed."""
     stack, external = ExitStack(), world.files.external
 
     def starved(name: str) -> str:
@@ -215,7 +215,7 @@ def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[No
 async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
     world: World, failing: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The watermark is in the log and the files are not in the table: a checkpoint must not say that all is done."""
+    """The watermark is in the log, the files are not in the table: a checkpoint must not count the attach as done."""
     await world.send("a", [FAR_MS, FAR_MS, HOUR_MS])
     with fails_in_delta(world, failing), pytest.raises(DiskFailed, match="pending/_delta_log") as raised:
         await world.compact()
@@ -256,7 +256,7 @@ VERBS = st.lists(
 async def test_changes_that_overlap_lose_and_double_nothing(
     world: World, verbs: list[str], apart: int
 ) -> None:
-    """All at once, a few turns of the loop apart."""
+    """All at once, a few loop iterations apart."""
     first = await world.send("a", [FAR_MS, HOUR_MS, 5])
 
     async def later(number: int, verb: str) -> None:

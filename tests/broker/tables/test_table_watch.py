@@ -1,4 +1,4 @@
-"""Another program works on the pending table, at each stage of a broker's life: the log decides, nothing is lost."""
+"""Another program changes the pending table, at each stage of a broker's life. The log wins, and no row is lost."""
 
 from __future__ import annotations
 

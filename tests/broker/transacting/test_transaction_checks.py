@@ -1,4 +1,4 @@
-"""Who is asked about an open half, when, and what counts as asked."""
+"""Checks of open half messages: the producer that is asked, the time, and when a check counts as asked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from timeball.model.message import READ_SCHEMA, encode_properties
 
 
 class Edge:
-    """An edge with or without a producer, who takes what it is sent or does not."""
+    """An edge with or without a producer, which accepts a check or does not."""
 
     def __init__(self, *, connected: bool = True, takes: bool = True) -> None:
         self.connected, self.takes = connected, takes
@@ -107,7 +107,7 @@ async def test_the_checks_of_a_round_are_limited(world: World, monkeypatch: pyte
 
 
 class Unable(Edge):
-    """Once it cannot; `error` says how."""
+    """One check fails. `error` selects the way."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Unable(Edge):
 
 
 async def run_until(world: World, monkeypatch: pytest.MonkeyPatch, edge: Edge) -> None:
-    """The loop itself, until the edge was asked or the node has failed."""
+    """Run the loop itself, until the edge was asked or the node has failed."""
     monkeypatch.setattr(transacting, "LOOK_S", 0)
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)
