@@ -1,4 +1,4 @@
-"""What all tests share. Keep it small: a fixture that one room needs belongs in that room's conftest.py."""
+"""Fixtures and settings of all tests. Keep it small: a fixture of one package belongs in that package's conftest.py."""
 
 import gc
 import os
@@ -10,10 +10,10 @@ from tests.controls import CONTROLS
 from tests.examples import bound_examples
 from tests.java_options import java_options
 
-# The second measures how long this process took to start: as early as can be.
+# The second import measures how long this process took to start, so it comes as early as possible.
 pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested", "tests.sharing", "tests.rewriting"]
 
-# In CI the same examples every time, so that a red run is a change's fault. No deadline: machines are shared.
+# In CI the examples are always the same, so that only a change can make a run fail. No deadline: machines are shared.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -35,14 +35,14 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of each collection of cycles: they stay until the end."""
+    """Freeze modules and tests, so that collections of cycles skip them: they stay until the end."""
     gc.freeze()
     gc.set_threshold(10_000)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set what tests do not say of themselves. One process has the Spark session: a second one costs too much."""
+    """Set the defaults of tests. One process has the Spark session, because a second one costs too much."""
     for item in items:
         if item.nodeid.partition("[")[0] in CONTROLS:
             item.add_marker("control")
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that finds no broker tries as often as ever, and at once."""
+    """A client that finds no broker makes all attempts at once."""
     from timeball.client import attempts  # here: bounds.py measures how long this file takes to import
 
     monkeypatch.setattr(attempts, "RETRY_PAUSES_S", (0.0,) * len(attempts.RETRY_PAUSES_S))

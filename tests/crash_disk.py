@@ -142,7 +142,7 @@ class Inode:
 
 
 def _lost_blocks(count: int, rng: np.random.Generator, survival: Survival) -> slice | NDArray[np.bool_]:
-    """Which of `count` blocks written in one go did not reach the disk: none, all, a tail, or any."""
+    """Draw which of `count` blocks written together did not reach the disk: none, all, a tail, or any."""
     if survival == "nothing":
         return slice(0, count)
     shape = int(rng.integers(6))

@@ -1,9 +1,9 @@
 """The crash model: `Files` in memory, with a power switch and faults on call.
 
-`CrashFiles` scheduled messages a store no more than files.py does: what was not synced may be gone after `crash()`,
-whole or in 512-byte pieces; names nobody synced may be missing, old or back again. It must be at least as nasty
-as ext4 and XFS (lost create, lost rename, empty renamed file, zombie after unlink, torn write), or tests built
-on it prove nothing.
+`CrashFiles` guarantees no more than files.py does: data that was not synced may be lost after `crash()`,
+whole or in 512-byte pieces, and names that were not synced may be missing, old or back again. It must lose as much
+as ext4 and XFS can (lost create, lost rename, empty renamed file, zombie after unlink, torn write). Otherwise tests
+with it prove nothing.
 
 Every call that changes something is counted (`calls`, `trace`); `replace` and `make_dir` count their inner
 steps. A test runs its scenario once to learn n, then once for each cut point 1..n:
@@ -17,7 +17,7 @@ At the cut, writes and name changes have reached memory but no disk; a sync has 
 call but `File.close` raises PowerCut, in every thread. `crash()` leaves its object as it was, so one cut gives
 many images.
 
-`forget_sync=True` and `forget_sync_dir=True` are the negative controls: a harness that still passes tests
+`forget_sync=True` and `forget_sync_dir=True` are the negative controls: a harness that passes with them tests
 nothing.
 """
 
@@ -109,7 +109,7 @@ class CrashFiles(Power):
     def crash(
         self, seed: int = 0, survival: Survival = "random", *, crash_at: int | None = None
     ) -> CrashFiles:
-        """The disk after a power cut now: of what nobody synced, this is left."""
+        """The disk after a power cut now, with the parts of unsynced data that survive."""
         with self.lock:
             if not self.cut:
                 self.about_to_cut()
@@ -326,7 +326,7 @@ class CrashFiles(Power):
     # -- inside --------------------------------------------------------------------------------------------
 
     def about_to_cut(self) -> None:
-        """See Power. What a library has written by now is in flight like everything else."""
+        """See Power. All data that a library has written by now is in flight."""
         for name in self._exported:
             self._absorb(name)
 

@@ -1,4 +1,4 @@
-"""Short cuts for tests of the crash model itself."""
+"""Shortcuts for tests of the crash model itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SEEDS = range(60)
 
 
 def images(files: CrashFiles, name: str) -> set[bytes | None]:
-    """What the file may be after a cut now; None: it is not there."""
+    """The states of the file that are possible after a cut now. None: it does not exist."""
     found: set[bytes | None] = set()
     for seed in SEEDS:
         after = files.crash(seed)

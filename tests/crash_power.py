@@ -26,7 +26,7 @@ class _Fault:
 
 
 class Power:
-    """What decides at each counted call whether it works, fails or is the last one."""
+    """Decides at each counted call whether it works, fails or is the last one."""
 
     def __init__(self, crash_at: int | None) -> None:
         self.crash_at = crash_at
@@ -47,7 +47,7 @@ class Power:
             self._faults.append(_Fault(call, error, forever))
 
     def heal(self) -> None:
-        """No faults from here on: space was freed, the disk was changed."""
+        """Inject no faults from here on: space was freed, or the disk was replaced."""
         with self.lock:
             self._faults.clear()
 
@@ -77,7 +77,7 @@ class Power:
             self.check_power()
 
     def about_to_cut(self) -> None:
-        """The last moment in which something may still be noted."""
+        """Called just before the cut, the last moment in which a subclass can record something."""
 
     def check_power(self) -> None:
         """Raise PowerCut once the power is gone."""

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and how tests find their way in them."""
+"""The pages of the documentation, and functions that find sections and tables in them."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ def page(name: str) -> str:
 
 
 def section(text: str, heading: str) -> str:
-    """The lines below a heading, up to the next one of the same or a higher level; empty when it is not there."""
+    """The lines below a heading, up to the next one of the same or a higher level. Empty without the heading."""
     found = re.search(rf"^(#+) {re.escape(heading)}\n", text, re.MULTILINE)
     if not found:
         return ""
@@ -23,7 +23,7 @@ def section(text: str, heading: str) -> str:
 
 
 def first_cells(text: str) -> set[str]:
-    """What stands in the first column of the tables: each word of a cell, without its marks."""
+    """The words in the first column of the tables, without marks."""
     cells: set[str] = set()
     for line in text.splitlines():
         if line.startswith("|"):

@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all that it names, or, in `make test`, a few."""
+"""The number of examples of a property: all that it names, or a few in `make test`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SETTINGS = "_hypothesis_internal_use_settings"  # hypothesis has no public name 
 
 
 def bound_examples(test: Callable[..., object], profile: str) -> None:
-    """Hold a test that names its own number of examples to that of the profile `quick`, if it is this one."""
+    """Limit a test that names its number of examples to that of the profile `quick`, if it is the current one."""
     own, most = getattr(test, SETTINGS, None), hypothesis.settings.get_profile(QUICK).max_examples
     if own is not None and profile == QUICK and own.max_examples > most:
         setattr(test, SETTINGS, hypothesis.settings(own, max_examples=most))

@@ -1,7 +1,7 @@
-"""A failed test is run once more. What passes then is *flaky*: named, with its first failure, in the closing lines.
+"""A failed test is run once more. If it passes then, it is *flaky*: the closing lines name it and its first failure.
 
-One race must not cost a whole run, and none may stay hidden. A second failure fails. Everything is torn down between
-the two runs, shared fixtures too: what the first run broke is not what the second one gets. `--once` switches this off.
+One race must not fail a whole run, and none may stay hidden. A second failure fails. Everything is torn down between
+the two runs, also shared fixtures: the second run gets none of the first one's state. `--once` switches this off.
 
 A first failure is reported with an outcome of its own, which pytest counts neither as passed nor as failed; this
 travels from the processes of pytest-xdist to the one that prints.

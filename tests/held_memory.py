@@ -1,4 +1,4 @@
-"""What this process has taken from malloc and not given back: Arrow's objects are nowhere else to be seen."""
+"""The memory that this process has taken from malloc and not returned. Only this includes Arrow's objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the JVM of a test is started with: a Spark of a test lives for seconds, most of which are its start."""
+"""The options of the JVM in tests: a Spark of a test lives for seconds, most of which are its start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""When is it this local time there? Answered from the definition, by looking at clocks.
+"""The time at which a clock shows a local time, found from the definition, by reading clocks.
 
-A clock is only ever asked for the local time at an instant. Local times are never converted to instants by a library,
-so no library's rule for gaps and repeated times is in here.
+A clock is only asked for the local time at an instant. No library converts a local time to an instant, so no library's
+rule for gaps and repeated times is used here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def zone_names() -> tuple[str, ...]:
 
 @cache
 def distinct_zones() -> tuple[str, ...]:
-    """Return one zone of each set of rules: many are other names."""
+    """Return one zone for each set of rules, because many zones are aliases."""
     found = {
         resources.files("tzdata").joinpath("zoneinfo", *n.split("/")).read_bytes(): n for n in zone_names()
     }
@@ -47,12 +47,12 @@ def clock(zone: str) -> ZoneInfo:
 
 
 def shown(at: datetime, zone: str) -> datetime:
-    """Return what a clock there shows at an instant."""
+    """Return the local time that a clock in the zone shows at an instant."""
     return at.astimezone(clock(zone)).replace(tzinfo=None, fold=0)
 
 
 def first_instant(local: datetime, zone: str) -> datetime:
-    """Return the first instant that is shown so; if there is none, the first one that is shown later."""
+    """Return the first instant with this local time. If there is none, the first one with a later local time."""
     guess = local.replace(tzinfo=UTC)
     around = [guess + timedelta(hours=hours) for hours in range(-30, 31, 3)]
     offsets = {shown(at, zone) - at.replace(tzinfo=None) for at in around}
@@ -70,12 +70,12 @@ def first_instant(local: datetime, zone: str) -> datetime:
 
 
 def first_instant_us(local: datetime, zone: str) -> int:
-    """Return the same as microseconds since 1970."""
+    """Return `first_instant` in microseconds since 1970."""
     return (first_instant(local, zone) - EPOCH) // US
 
 
 def changes(zone: str, first_year: int = 1970, end_year: int = 2038) -> Iterator[datetime]:
-    """Yield the first instants with another offset than the second before; two within three days may be left out."""
+    """Yield the first second of each new UTC offset. Of two changes within three days, both may be missed."""
     at, end, step = (
         datetime(first_year, 1, 1, tzinfo=UTC),
         datetime(end_year, 1, 1, tzinfo=UTC),
@@ -99,7 +99,7 @@ def changes(zone: str, first_year: int = 1970, end_year: int = 2038) -> Iterator
 
 
 def local_times_around(change: datetime, zone: str) -> list[datetime]:
-    """Return local times before, at, within and after a gap or a repeated stretch."""
+    """Return local times before, at, within and after a gap or a repeated period."""
     before, after = shown(change - SECOND, zone) + SECOND, shown(change, zone)
     low, high = min(before, after), max(before, after)
     return [

@@ -1,4 +1,4 @@
-"""How much is done between two turns of the event loop: what no other task can get in between."""
+"""Counts the work between two iterations of the event loop, in which no other task can run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class LoopTurns:
-    """Counts what it is told of, by turns of the loop."""
+    """Counts calls by iterations of the loop."""
 
     def __init__(self) -> None:
         self._turn, self._counts = 0, Counter[int]()
 
     def count(self) -> None:
-        """Count one thing that is done in this turn."""
+        """Count one call in this iteration."""
         self._counts[self._turn] += 1
 
     async def most(self, work: Coroutine[Any, Any, T]) -> tuple[T, int]:
-        """Return the work's result, and how much was counted in the busiest of its turns."""
+        """Return the work's result, and the count of the busiest iteration."""
         self._counts.clear()
         task = asyncio.ensure_future(work)
         while not task.done():

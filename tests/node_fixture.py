@@ -1,4 +1,4 @@
-"""A real node on a free port, its loop in a thread of its own: what tests of edges and clients talk to."""
+"""A real node on a free port, with its loop in a separate thread, for tests of edges and clients."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Shortened:
         self._changes, self._nodes, self._patch = changes, 0, pytest.MonkeyPatch()
 
     def begin(self) -> None:
-        """Count one more node; the first one makes the changes."""
+        """Count one more node. The first one makes the changes."""
         if self._nodes == 0:
             for change in self._changes:
                 self._patch.setattr(*change)
         self._nodes += 1
 
     def end(self) -> None:
-        """Count one less; after the last one all is as usual."""
+        """Count one less. After the last one, everything is as before."""
         self._nodes -= 1
         if self._nodes == 0:
             self._patch.undo()
@@ -155,7 +155,7 @@ def running_node(
 
 
 def eventually(true: Callable[[], object], what: str) -> None:
-    """Wait until a condition holds; for what other threads bring about."""
+    """Wait for a condition that other threads bring about."""
     pause = threading.Event()
     for _ in range(BOUND_S * 100):
         if true():

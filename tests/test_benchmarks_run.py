@@ -1,6 +1,6 @@
-"""Every benchmark still runs, on a load that takes seconds, and reports figures that can be true.
+"""Every benchmark runs, with a load that takes seconds, and reports plausible figures.
 
-What they measure is not tested: figures of a shared machine at a toy's load mean nothing, and say so.
+The figures themselves are not tested: those of a shared machine with a small load mean nothing, and say so.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
 
 
 def faults_of(name: str, unit: str, value: float) -> list[str]:
-    """What cannot be true of a run without a fault."""
+    """Values that cannot be true of a run without a fault."""
     found = []
     if not math.isfinite(value):
         found.append(f"{name} is {value}")

@@ -1,7 +1,7 @@
-"""No circle of files: a module can be read, moved and tested without those that import it.
+"""No import cycles between files: a module can be read, moved and tested without its importers.
 
-All imports count: those under `TYPE_CHECKING` and those inside functions too, which hide a circle from Python but not
-from the reader. import-linter holds the direction between rooms (pyproject.toml); this holds it between files.
+All imports count, also those under `TYPE_CHECKING` and inside functions, which hide a cycle from Python but not
+from the reader. import-linter checks the direction between packages (pyproject.toml), this the files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def imported(source: str) -> Iterator[tuple[str, str]]:
 
 
 def import_graph(sources: Mapping[str, str]) -> Graph:
-    """Return which of these modules each of them imports; a name of a package is its module, if there is one."""
+    """Return the modules that each of them imports. A name of a package is its module, if there is one."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         names = {f"{package}.{name}" if f"{package}.{name}" in sources else package

@@ -1,4 +1,4 @@
-"""The walk of docs/cluster.md, word for word: three addresses of this machine's loopback are the three machines."""
+"""The walk of docs/cluster.md, word for word: three addresses of this machine's loopback are the machines."""
 
 from __future__ import annotations
 

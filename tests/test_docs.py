@@ -1,5 +1,5 @@
-"""The documentation is checked like code: what can be configured, called, raised, asked for or found on disk has its
-place in it, what it shows is what happens, and what it points to is there. Each check has a control.
+"""The documentation is checked like code: every setting, command, error, path and file has its
+entry, examples work, and links lead somewhere. Each check has a control.
 """
 
 import dataclasses

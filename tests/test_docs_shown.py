@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: its examples run against a real node, its dumps can be read."""
+"""The documentation's examples run with a real node, and its dumps can be read."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Bytes that are on people's disks: read for ever, and written the same until a format has a new version.
+"""Golden files: bytes on users' disks are read for ever, and written the same until a format has a new version.
 
 `tests/golden/` holds one small file of each format of version 1, and what stands in it is spelled out
 here, not computed. Two things are tested of each file: that it still says this, and that saying this today
@@ -451,7 +451,7 @@ def test_the_key_run_says_what_it_said() -> None:
 
 
 def test_the_keys_of_version_1_are_refused_and_so_made_again() -> None:
-    """A cache: what it said is read from the log."""
+    """A cache: its content is read from the log."""
     with pytest.raises(Corrupt):
         KeyRun(pa.py_buffer(golden("key-sidecar-1.keys")))
 

@@ -94,7 +94,7 @@ def drawn(markdown: str) -> set[str]:
 
 
 def rooms_and_files() -> set[str]:
-    """Return what the drawing has to name: the folders with Python in them, and the files that stand beside rooms."""
+    """Return the paths that the drawing must name: the folders with Python in them, and the files beside packages."""
     folders = {p.parent.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if "_generated" not in p.parts}
     rooms = {f"{folder.as_posix()}/" for folder in folders if folder.parts}
     return rooms | {p.name for p in PACKAGE.glob("*.py") if not p.name.startswith("__")}

@@ -1,4 +1,4 @@
-"""The prose of source and documentation is plain technical English, held by shares that may only get better.
+"""The prose of source and documentation is plain technical English, measured by shares that may only improve.
 
 The bounds of docstrings leave a little room for a change in progress. A comment counts when it has at least three words
 and is no pragma and no heading. The decisions in docs/ are not counted: they keep the words of their time.

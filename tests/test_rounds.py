@@ -1,6 +1,6 @@
-"""A test with more rounds in a siege carries the marker `siege`: without it `make siege` leaves the test out.
+"""A test with more rounds in a siege has the marker `siege`. Without it `make siege` leaves the test out.
 
-Read from the sources: what asks `rounds`, or uses a constant, a fixture or a function of the tests that does.
+Checked in the sources: any use of `rounds`, or of a constant, a fixture or a function of the tests that uses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each test is run by CI: what one target of the Makefile leaves out, another runs, and `.ci/run` calls them all."""
+"""Each test is run by CI: a test left out by one target of the Makefile is in another, and `.ci/run` calls all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The house rules, as tests. Each rule is a function from a source to its breaches, and each rule has a
+"""The house rules as tests. Each rule is a function from a source to its violations, and each rule has a
 control: a snippet that it must flag, so that a rule which has stopped working is noticed.
 
-A breach that must be allowed goes into `ALLOWED`, with the reason; one that is no longer needed there fails.
+A permitted violation is in `ALLOWED`, with the reason. An entry that is no longer needed fails.
 """
 
 import ast

@@ -33,7 +33,7 @@ NO_GRANTS = '\n[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secre
 NOTHING, SHOP = "Bearer nothing:nothing secret 4", "Bearer shop:shop secret 1"
 ATTACKER = "127.0.0.2"  # the steady stream comes from 127.0.0.1
 PEAK_MIB_MAX = 600
-ROUNDS = rounds(10, 50)  # rounds of the steady stream while the slots are occupied: at least a tenth of a second each
+ROUNDS = rounds(10, 50)  # of the steady stream while the slots are occupied, at least 0.1 s each
 
 
 @pytest.fixture(scope="module")

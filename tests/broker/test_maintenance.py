@@ -140,7 +140,7 @@ async def test_what_a_full_disk_refuses_is_the_checkpoint_alone(world: World) ->
 
 
 async def repeated(world: World, *errors: BaseException) -> int:
-    """Run a duty that fails a number of times, each millisecond, until it has worked twice. Return its calls."""
+    """Run a duty that raises these errors, every millisecond, until it has worked twice. Return its number of calls."""
     calls, done = 0, asyncio.Event()
 
     async def duty() -> None:
@@ -351,7 +351,7 @@ async def test_a_compaction_writes_the_keys_of_its_files(world: World) -> None:
 
 @on_node()
 async def test_new_data_files_get_their_keys_before_the_first_cancel(world: World) -> None:
-    """The files of a writer that has not attached any."""
+    """Files of a writer that wrote no keys."""
     assert world.node is not None
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()

@@ -281,7 +281,7 @@ async def test_who_made_a_topic_is_known_after_a_restart(world: World) -> None:
 
 
 def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
-    """New topics, a checkpoint and the next segment wait. Accepted messages are kept, and the next start is complete."""
+    """New topics, a checkpoint and the next segment wait. Accepted messages are kept, and the next start succeeds."""
 
     async def live() -> None:
         node = Node(Settings(data=tmp_path, segment_bytes=MIB))

@@ -80,7 +80,7 @@ def test_help_tells_what_each_job_is_for() -> None:
 
 
 def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output of `timeball up` does not matter here. A write error must end the child."""
+    """The content of stdin does not matter. Its end asks the child to stop."""
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""A broker that is not there, and what every command says then."""
+"""A broker that does not exist, and the error of each command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A client whose broker breaks each send stream at the moment in which the client ends it. Ends with "done".
+"""A client whose broker breaks each send stream at the moment when the client ends it. Prints "done" at the end.
 
-With `half-close` it ends them by gRPC's own means, as clients did before there was END_OF_STREAM.
+With `half-close` it ends the streams with gRPC's own call, as clients did before END_OF_STREAM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from timeball.client.exchange import SendExchange
 from timeball.model.errors import TimeballError
 
 STREAMS = 1_000
-ANSWER_S = 0.0008  # within which a stream that is begun is broken: the two ends meet somewhere in it
+ANSWER_S = 0.0008  # the time after which a begun stream is broken: the two ends meet within it
 SCHEMA = pa.schema([("topic", pa.string())])
 
 

@@ -1,6 +1,6 @@
 """A node for each protocol of the client: a test that uses `node` or `ball` runs over Flight and over HTTP.
 
-A module that is about Flight alone replaces `node`; a test that is uses `flight_node` or `flight_ball`. Those that stop
+A module for Flight alone replaces `node`. A single test for Flight uses `flight_node` or `flight_ball`. Tests that stop
 a node start their own.
 """
 

@@ -1,4 +1,4 @@
-"""A connection to a broker whose answers can be held back and then cut off: what a client calls a lost answer."""
+"""A proxy that holds the broker's answers back and then cuts the connection: the client loses these answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class CuttingProxy:
-    """Listens on a port of its own and passes bytes on, from a thread for each direction of each connection."""
+    """Listens on its own port and passes bytes on, with a thread for each direction of each connection."""
 
     def __init__(self, scheme: str, broker_port: int) -> None:
         self._broker_port = broker_port
@@ -21,11 +21,11 @@ class CuttingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold(self) -> None:
-        """Keep back what the broker answers from now on."""
+        """Hold back all answers of the broker from now on."""
         self._passes.clear()
 
     def cut(self) -> None:
-        """Close all connections; later ones pass."""
+        """Close all connections. Later connections are passed on."""
         cut, self._sockets = self._sockets, []
         for each in cut:
             with contextlib.suppress(OSError):

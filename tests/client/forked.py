@@ -1,10 +1,10 @@
-"""A client and a fork, in processes of their own: `python forked.py ENDPOINT CASE`; a line for each call of the child.
+"""A client and a fork, in separate processes: `python forked.py ENDPOINT CASE`. Prints a line for each child's call.
 
 made      the parent makes a client, the child uses it
 used      the parent uses it, the child as well, and makes a new one
 pool      the same with multiprocessing's own way to fork
 polling   while a thread of the parent waits in a pull
-load      while threads of the parent send, and one waits in a stream; prints the ids of all messages that were sent
+load      while threads of the parent send, and one waits in a stream. Prints the ids of all sent messages
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from timeball.spark.endpoint import Endpoint
 TIMEOUT_MS = 2_000
 
 
-# Of Flight's clients, which have columns as well.
+# Flight's clients also have columns.
 COLUMNS = ("pull_batch", "commit", "read_log", "read_queue", "reserve", "compact", "a new endpoint")
 
 
@@ -81,13 +81,13 @@ async def ask(endpoint: str) -> None:
 
 
 def child(ball: Timeball, endpoint: str) -> None:
-    """Make every call; how each ended, and whether in time."""
+    """Make every call. Return how each ended, and whether it ended in time."""
     for name, call in calls(ball, endpoint).items():
         begun = time.monotonic()
         try:
             call()
             outcome = "done"
-        except Exception as error:  # that is the outcome
+        except Exception as error:  # this is the outcome
             outcome = f"{type(error).__name__}: {error}"
         late = "" if time.monotonic() - begun < 4 * TIMEOUT_MS / 1000 else " (too late)"
         print(f"{name}: {outcome}{late}", flush=True)

@@ -1,4 +1,4 @@
-"""AsyncTimeball: the verbs of Timeball, awaited; the loop never waits; what is cancelled gives its leases back."""
+"""AsyncTimeball: the calls of Timeball, awaited. The loop never blocks, and a cancelled call gives its leases back."""
 
 import asyncio
 import inspect

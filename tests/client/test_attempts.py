@@ -1,4 +1,4 @@
-"""Attempts of a call: which outcomes allow another one, the time that is left, and the nodes that are asked."""
+"""Attempts of a call: the outcomes that allow another attempt, the remaining time, and the nodes that are asked."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_read_is_cancelled_before_during_and_not_after() -> None:
 
 
 def test_a_client_may_be_closed_and_used_behind_a_fork() -> None:
-    """What a child does with the parent's object, whose lock another thread may have held."""
+    """A child uses the parent's object, whose lock another thread may have held at the fork."""
     there = calls()
     there._closed._cond.acquire()  # type: ignore[attr-defined]
     there.after_fork()

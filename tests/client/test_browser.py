@@ -1,4 +1,4 @@
-"""Browsing: positions and commits, and topics that come later."""
+"""Browsing: positions and commits, and topics that are created later."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Calls: typed answers, repeated only where that is safe, and clear when nobody is there."""
+"""Calls: typed answers, repeated only if that is safe, with a clear error if there is no broker."""
 
 import socket
 import threading
@@ -71,7 +71,7 @@ class Counted(Calls):
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("verb", ["status", "reserve"])
 def test_nobody_there_is_unavailable_after_some_attempts(verb: str) -> None:
-    """Also for a verb that must not be repeated: without a connection the call has not left."""
+    """Also for a call that must not be repeated: without a connection it was not sent."""
     there = Counted(NOBODY, 30_000)
     with pytest.raises(NotSent, match=NOBODY):
         there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
@@ -80,7 +80,7 @@ def test_nobody_there_is_unavailable_after_some_attempts(verb: str) -> None:
 
 
 class Gone(flight.FlightServerBase):
-    """A broker that is gone once it has the call."""
+    """A broker that disappears once it has the call."""
 
     def do_action(self, context: object, action: flight.Action) -> None:
         raise flight.FlightUnavailableError("Socket closed")

@@ -1,4 +1,4 @@
-"""The loop behind `consume`, turn by turn: `next` never waits, `work` does what must come before the next message."""
+"""The loop behind `consume`, step by step: `next` never waits, `work` runs the tasks due before the next message."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from timeball.io.clock import ManualClock
 
 
 class Message:
-    """As much of a message as the loop looks at: nothing."""
+    """The part of a message that the loop reads: nothing."""
 
 
 class Group:
-    """Records what a member of a group would tell the broker."""
+    """Records the calls of a group member to the broker."""
 
     def __init__(self) -> None:
         self.acked: list[Message] = []
@@ -44,7 +44,7 @@ def clock() -> ManualClock:
 
 
 class Feed:
-    """Messages that come read by read; an empty read takes its whole wait. `unread` come with the end."""
+    """Messages that arrive read by read. An empty read takes its whole wait. `unread` are returned at the end."""
 
     def __init__(self, clock: ManualClock, reads: list[list[Message]], ack_rows: int | None) -> None:
         self._clock, self._reads, self.ack_rows = clock, reads, ack_rows
@@ -181,7 +181,7 @@ def test_leases_of_a_stream_count_from_before_its_messages_are_read(clock: Manua
     loop = stream_over(clock, group, feed)
     loop.work()
     assert loop.next() is first
-    clock.advance(30_000)  # the second one may have come at the beginning
+    clock.advance(30_000)  # the second one may have arrived at the beginning
     assert loop.next() is None
     while (message := loop.next()) is None:
         loop.work()

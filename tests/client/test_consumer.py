@@ -1,4 +1,4 @@
-"""Members of a group: what they share, how they answer, and loops that end."""
+"""Members of a group: their shares of messages, their answers, and loops that end."""
 
 import threading
 from pathlib import Path
@@ -248,7 +248,7 @@ def test_members_may_ask_for_tags_or_for_what_an_expression_matches(
         b"2",
     ]
     assert [message.body for message in ball.pull("filtered", "rows", tag="open")] == [b"2"]
-    # What did not match is passed: the group's offsets stand behind it.
+    # Messages that did not match are skipped: the group's offsets are after them.
     assert sum(ball.offsets("tags", "filtered").values()) == 4
 
 

@@ -1,4 +1,4 @@
-"""Who we are and whom we believe: from arguments, from the environment, and never shown."""
+"""Credentials and trusted certificates: from arguments, from the environment, and never shown."""
 
 from __future__ import annotations
 

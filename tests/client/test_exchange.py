@@ -1,4 +1,4 @@
-"""A send stream: answers in order, refusals that leave it open, and what its end does to those who wait."""
+"""A send stream: answers in order, refusals that leave it open, and the effect of its end on waiting callers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_their_codes_do_not_shadow_the_brokers() -> None:
 
 
 class Refusing:
-    """Flight's client, when the broker's refusal is there before the schema is written."""
+    """Flight's client, with a refusal of the broker before the schema is written."""
 
     def __init__(self, error: flight.FlightError) -> None:
         self.error = error
@@ -163,7 +163,7 @@ class Broken:
     [("Socket closed", Lost), ("failed to connect to all addresses; last error: Socket closed", NotSent)],
 )
 def test_a_batch_that_no_connection_has_carried_is_not_lost(text: str, told: type[TimeballError]) -> None:
-    """gRPC moves a stream that a GOAWAY has left out to another connection: no broker has seen its batches."""
+    """gRPC moves a stream that a GOAWAY has not processed to another connection: no broker has seen its batches."""
     exchange = SendExchange(Broken(text), SCHEMA, "grpc://here")
     assert type(exchange.submit(batch()).exception(BOUND_S)) is told
 

@@ -1,4 +1,4 @@
-"""A client used on both sides of a fork: over HTTP it works, over Flight it says in one sentence why not."""
+"""A client used on both sides of a fork: over HTTP it works, over Flight it raises an error that names the remedy."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("forked.py")
 
 
 def forked(node: RunningNode, case: str) -> dict[str, str]:
-    """How each call of the child ended, how the child, and whether the parent goes on."""
+    """The end of each call of the child, the end of the child, and whether the parent continues."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", str(SCRIPT), node.endpoint, case],
         env=environment(), capture_output=True, text=True, timeout=110, check=False,

@@ -1,4 +1,4 @@
-"""Calls over HTTP: nodes that do not answer, answers that are lost, TLS, tokens, and streams with credit."""
+"""Calls over HTTP: nodes that do not answer, lost answers, TLS, tokens, and streams with credit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def address(node: RunningNode) -> str:
 
 @contextmanager
 def answering(*answers: bytes) -> Iterator[str]:
-    """A server that answers each connection with the next of these bytes, then closes it; its address."""
+    """A server that answers each connection with the next of these bytes, then closes it. Yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -89,7 +89,7 @@ def test_a_node_that_is_not_there_is_left_for_the_next_one(node: RunningNode) ->
 
 @contextmanager
 def silent_node() -> Iterator[str]:
-    """The address of a node that does not answer: its system drops connections, because too many are not accepted."""
+    """The address of a node that does not answer: its system drops connections, because its backlog is full."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as stack:
         for _ in range(8):
             waiting = stack.enter_context(socket.socket())
@@ -108,7 +108,7 @@ def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningN
 
 
 def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) -> None:
-    """Another thread may turn to the next node while one connects."""
+    """Another thread may switch to the next node while one connects."""
     calls = HttpCalls(f"{node.endpoint},127.0.0.1:1", 30_000)
     first, second = calls._endpoints
 
@@ -375,7 +375,7 @@ def test_a_stream_that_ends_at_once_is_opened_again_after_pauses() -> None:
 
 @pytest.mark.parametrize("credit", [3, 10])
 def test_a_read_of_a_stream_takes_all_that_has_come(credit: int) -> None:
-    """The leases of messages that stay in the socket would end unseen."""
+    """The leases of messages that stay in the socket would end without notice."""
     chunks = [b"\n", *(received_line(number) for number in range(5))]
     with answering(stream_answer(*chunks)) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
@@ -435,7 +435,7 @@ def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(
 
 
 def test_loops_that_are_left_while_messages_come_leave_no_lease_behind(node: RunningNode) -> None:
-    """A message that the broker is just sending is read by the client, or given back by the broker."""
+    """A message that the broker is sending is either read by the client or given back by the broker."""
     stopping, sent = threading.Event(), list[int]()
 
     def send() -> None:

@@ -29,7 +29,7 @@ def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path) -> None:
     progress = threading.Semaphore(0)
 
     def send(number: int) -> None:
-        """Send numbered messages; one is repeated by its id until the broker has told its receipt."""
+        """Send numbered messages. Repeat each by its id until the broker has returned a receipt."""
         try:
             with Timeball(f"http://127.0.0.1:{port}") as ball:
                 count = 0

@@ -1,4 +1,4 @@
-"""Sends over HTTP: what a batch is, what is refused before it is sent, and bodies of any bytes."""
+"""Sends over HTTP: the contents of a batch, refusals before a send, and bodies of any bytes."""
 
 from __future__ import annotations
 

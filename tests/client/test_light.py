@@ -1,8 +1,8 @@
-"""The plain package is enough for a client over HTTP, `arrow` for one over Flight, `cli` for commands that talk.
+"""The plain package suffices for a client over HTTP, `arrow` for one over Flight, `cli` for commands of a broker.
 
-What needs more says which extra has it.
+Everything else names the extra that has it.
 
-Here in a process that cannot import anything else; `make wheel-check` does it with a real installation.
+These tests run in a process that cannot import anything else. `make wheel-check` uses a real installation.
 """
 
 from __future__ import annotations

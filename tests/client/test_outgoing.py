@@ -1,4 +1,4 @@
-"""From what a program has to send batches: columns for people, ids, sizes, and what is refused before sending."""
+"""Batches from the values of a program: columns, ids, sizes, and refusals before a send."""
 
 from datetime import UTC, datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
@@ -107,7 +107,7 @@ def test_dicts_with_different_keys_have_one_schema() -> None:
 
 @pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
 def test_a_time_that_is_null_is_refused_and_the_row_named(name: str) -> None:
-    """A time that was lost on the way would be delivered at once; a dict without the name is."""
+    """A missing time would mean immediate delivery. A dict without the name does mean that."""
     rows = [{"body": "a", "after": "1m"}, {"body": "b"}, {"body": "c", name: None}]
     with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
         list(batches(rows, "t", 1_000, NOW_MS))
@@ -132,7 +132,7 @@ def test_a_time_that_is_null_is_refused_and_the_row_named(name: str) -> None:
     ],
 )
 def test_columns_of_times_of_any_unit_and_size(unit: str, values: list[int], ms: list[int]) -> None:
-    """Before 1970 and beyond 2262 and 9999: the broker refuses them; Arrow's cast and ceil_temporal overflow."""
+    """Before 1970, and after 2262 and 9999: the broker refuses them. Arrow's cast and ceil_temporal overflow."""
     numbers = pa.array(values, pa.int64())
     assert due_column(numbers.cast(pa.timestamp(unit, "UTC"))).to_pylist() == ms
     assert delay_column(numbers.cast(pa.duration(unit))).to_pylist() == ms
@@ -179,7 +179,7 @@ def test_both_passes_of_a_repeated_hour_are_sent() -> None:
 
 
 def test_a_datetime_without_a_zone_is_refused_beside_others() -> None:
-    """pyarrow takes both in one array, and reads those without a zone as UTC."""
+    """pyarrow takes both in one array, and reads those without a time zone as UTC."""
     local = datetime(2040, 1, 1, 9)  # noqa: DTZ001
     zoned = local.replace(tzinfo=timezone(timedelta(hours=-5)))
     for pair in ((local, zoned), (zoned, local)):

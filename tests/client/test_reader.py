@@ -1,4 +1,4 @@
-"""The two ways to read, side by side: browsing takes nothing from a group, and a commit moves where it stands."""
+"""The two ways to read: browsing takes nothing from a group, and a commit moves the group's position."""
 
 from timeball import Timeball
 

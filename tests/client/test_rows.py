@@ -1,4 +1,4 @@
-"""What a program gives to `send` and `send_many`: converted, or refused before it is sent."""
+"""Arguments of `send` and `send_many`: converted, or refused before they are sent."""
 
 import pytest
 

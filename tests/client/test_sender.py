@@ -1,4 +1,4 @@
-"""Sending one and many: what is known to be accepted, what is refused, what is tried again and what is not."""
+"""Sends of one and of many messages: known outcomes, refusals, and which sends are repeated."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ def test_a_refused_batch_raises_and_says_what_was_accepted(ball: Timeball) -> No
     taken = {each.first_row for each in summary.accepted}
     assert taken >= {0, 1, 2, 3, 4} and [each.first_row for each in summary.refused] == [5]
     assert summary.unknown == [] and len(summary.ids) == summary.rows == len(taken) + 1
-    # The rows that are left, and those alone, are sent again: each message is there once.
+    # Only the remaining rows are sent again: each message is there once.
     left = [row | {"topic": "mixed"} for at, row in enumerate(rows_with_one_bad()) if at not in taken]
     more = ball.send_many(left)
     seqs = [seq for seq, _ in summary.ranges] + [
@@ -224,7 +224,7 @@ ROWS = [{"topic": "lost", "body": str(n), "message_id": f"m{n}"} for n in range(
 
 
 def sent_with_lost_answers(node: RunningNode, *, retry: bool) -> list[bytes]:
-    """Send while no answer comes through, cut the connection when the messages are there; return what is there."""
+    """Send while no answer passes. Cut the connection when the messages are in the log, and return them."""
     with (
         cutting_proxy(node.endpoint) as proxy,
         Timeball(proxy.endpoint) as ball,
@@ -280,12 +280,12 @@ def rows_in(node: RunningNode) -> int:
 
 
 def refuse(node: RunningNode) -> None:
-    """Have the log take nothing more, as at the beginning of a hand-over."""
+    """Make the log refuse new rows, as at the beginning of a hand-over."""
     node.broker.log.writer._closing = True
 
 
 def test_a_broker_that_hands_over_costs_no_error(two_nodes: tuple[RunningNode, RunningNode]) -> None:
-    """A refusal says that nothing was done, so another node is asked, without `retry` too."""
+    """A refusal says that nothing was done, so another node is asked, also without `retry`."""
     first, second = two_nodes
     with Timeball(both(two_nodes)) as ball:
         before = ball.send("there", "before")
@@ -345,7 +345,7 @@ def test_a_receipt_of_what_is_visible_at_once_has_no_instant() -> None:
 
 
 def test_a_key_with_a_blank_cancels_no_other_customer(ball: Timeball) -> None:
-    """A key was split at its blank, so a cancel of "4" ended messages of others."""
+    """An earlier version split a key at its blank, so a cancel of "4" cancelled messages of others."""
     kept = ball.send("customers", "x", keys="4", after="1h")
     table = pa.table({"body": [b"x"], "keys": ["customer 4"]})
     for send in (

@@ -1,4 +1,4 @@
-"""Sending the records of a source: a lost answer is no loss and no duplicate."""
+"""Sends of a source's records: a lost answer causes neither a loss nor a duplicate."""
 
 from __future__ import annotations
 

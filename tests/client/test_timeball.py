@@ -1,4 +1,4 @@
-"""The client's front door against a real node: each verb once, end to end."""
+"""The class Timeball against a real node: each operation once, from end to end."""
 
 import pickle
 
@@ -214,7 +214,7 @@ def test_everything_that_users_catch_or_annotate_is_at_the_front_door() -> None:
     raised = {
         name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)
     }
-    # Raised within a node, about the others of its cluster: no call of a client's ends with one.
+    # Raised between the nodes of a cluster only: no call of a client ends with one.
     raised -= {"LeaseLost", "PeerError"}
     assert raised <= set(timeball.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -45,7 +45,7 @@ def test_a_send_that_is_awaited_carries_the_span_of_its_task(node: RunningNode, 
 
 
 def test_a_send_that_is_repeated_in_another_span_is_the_same_send(ball: Timeball) -> None:
-    """By `message_id`, as a program does that starts again: only its span is another."""
+    """By `message_id`, as a program that sends again after a restart: only its span differs."""
     seqs = []
     for _ in range(2):
         with current():
@@ -68,7 +68,7 @@ def test_a_handler_runs_in_the_trace_of_its_message(ball: Timeball) -> None:
     with Worker(ball, "workers", "handled", handler) as worker:
         eventually(lambda: worker.counts.acknowledged == 2, "both are handled")
     (first, carried), (second, none) = seen
-    # Without a provider of the program's own the span is the message's, and what the handler sends carries it on.
+    # Without a provider in the program, the span is the message's, and sends of the handler carry it on.
     assert first == span.trace and carried == {"traceparent": span.traceparent}
     assert second == "0" * 32 and none == {}
 

@@ -1,4 +1,4 @@
-"""Workers: each outcome of a handler is the right answer, leases outlive long handlers, and stopping loses nothing."""
+"""Workers: each outcome of a handler gives the right answer, leases outlive long handlers, and a stop loses nothing."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def test_a_handler_may_take_many_leases_and_its_message_stays_with_it(ball: Time
     with Worker(ball, "g", "long", handler, lease="300ms", threads=2) as worker:
         eventually(lambda: handled, "begun")
         first = handled[0].lease[1]
-        # Another member waits for as long as several leases, and gets nothing.
+        # Another member waits for several lease times and gets nothing.
         assert ball.pull("long", "g", wait="1500ms") == []
         assert handled[0].lease[1] == first and handled[0].is_leased
         may_end.set()
@@ -166,7 +166,7 @@ def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNo
 
 
 def test_no_more_is_leased_than_is_handled(ball: Timeball) -> None:
-    """A process that dies would have an attempt counted of messages that no handler has seen."""
+    """If the process died, an attempt would be counted for messages that no handler has seen."""
     send(ball, "greedy", [f"{i}" for i in range(8)])
     begun, may_end = threading.Semaphore(0), threading.Event()
 

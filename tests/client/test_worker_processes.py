@@ -1,4 +1,4 @@
-"""Processes that run a worker: one that cannot start is tried again, none is left behind."""
+"""Processes that run a worker: one that cannot start is tried again, and none is left behind."""
 
 import logging
 

@@ -8,7 +8,7 @@ from timeball import Message, Timeball, Worker
 def handler(message: Message) -> None:
     print("handling", flush=True)
     sys.stdin.readline()
-    worker._stopping.wait()  # the signal is known by now to be dealt with
+    worker._stopping.wait()  # the handler of the signal is installed by now
 
 
 with Timeball(sys.argv[1]) as ball:

@@ -1,8 +1,8 @@
 """Three replicas under the clients of the siege (tests/crash/siege.py): their leader is killed, wiped or stopped.
 
-The clients reach the group through any of the nodes, whose gateways forward; so each of them meets a node that is gone
-as well as a leader that is. In the end the logs of the replicas are compared byte for byte, and one of the folders is
-opened by a broker alone, for which everything is due.
+The clients reach the group through any of the nodes, whose gateways forward. So each client meets nodes that are gone,
+and leaders that are gone. At the end the logs of the replicas are compared byte for byte, and a single broker opens one
+of the folders, with a clock at which everything is due.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPTIONS = {"lease-ttl-ms": "1s", "checkpoint-interval-ms": "1s", "compact-rows":
 
 
 class GroupProcesses(BrokerProcess):
-    """A group in the place of a broker alone: its addresses are those of its nodes in turn."""
+    """A group in place of a single broker: its addresses are those of its nodes in turn."""
 
     def __init__(self, folder: Path, options: dict[str, str], unfenced: str) -> None:
         self._turns = itertools.count()
@@ -70,7 +70,7 @@ class GroupProcesses(BrokerProcess):
         return self.cluster.leader(self.epoch - 1)
 
     def wait_leads(self, above: int) -> int:
-        """Return the next epoch above this one, when its leader serves."""
+        """Wait for an epoch above this one whose leader serves, and return it."""
         return int(
             self.cluster.wait(  # type: ignore[call-overload]
                 f"an epoch above {above} serves",
@@ -81,7 +81,7 @@ class GroupProcesses(BrokerProcess):
         )
 
     def wait_all_count(self, started: NodeProcess, lives: int) -> None:
-        """Wait until a node has begun so many lives, and the record names the very replicas that run."""
+        """Wait until a node has started so many times, and the record names exactly the running replicas."""
 
         def is_so() -> bool:
             if len(replicas_of(started)) < lives:
@@ -94,17 +94,17 @@ class GroupProcesses(BrokerProcess):
 
 
 def replicas_of(node: NodeProcess) -> list[str]:
-    """Return which replica a node has been, life by life."""
+    """Return the replica of a node in each of its starts."""
     return [str(event["replica"]) for event in node.events() if event["event"] == "ready"]
 
 
 def served(node: NodeProcess) -> int:
-    """Return the last epoch in which a node said that it serves."""
+    """Return the last epoch in which a node reported that it serves."""
     return max((int(str(event["epoch"])) for event in node.events() if event["event"] == "leads"), default=0)
 
 
 class GroupSiege(Siege):
-    """A siege of a group: `strike` is against its leader."""
+    """A siege of a group: `strike` hits its leader."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class GroupSiege(Siege):
     ) -> None:
         super().__init__(folder / "unused", seed, options)
         self.broker: GroupProcesses = GroupProcesses(folder, {**OPTIONS, **(options or {})}, unfenced)
-        self._compacts = False  # a compaction's files are not what is tried here
+        self._compacts = False  # a test of compaction's files is not intended here
         self._wipes = wipes
         self.serving_s: list[float] = []  # from the kill until another node serves
         self.acknowledged_s: list[float] = []  # and until a client was answered by it
 
     def strike(self) -> None:
-        """Kill the leader, see another one lead, and start the killed one again."""
+        """Kill the leader, wait for another one, and start the killed node again."""
         broker, leader = self.broker, self.broker.leader()
         lives = len(replicas_of(leader))
         begin_s = time.monotonic()
@@ -140,7 +140,7 @@ class GroupSiege(Siege):
         broker.wait_all_count(leader, lives + 1)
 
     def faults(self, schedule: str = "hour_log") -> list[Fault]:
-        """Compare the logs, then what one of them holds with what clients were told."""
+        """Compare the logs, then the contents of one of them with the answers to clients."""
         self.end_clients()
         found = self.differences()
         leader = self.broker.leader()
@@ -148,7 +148,7 @@ class GroupSiege(Siege):
         return [*found, *super().faults(schedule)]
 
     def differences(self) -> list[Fault]:
-        """Wait until all logs are equal: the leader writes on now and then, by itself."""
+        """Wait until all logs are equal. The leader writes rows now and then by itself."""
         deadline, texts = time.monotonic() + BOUND_S, []
         while time.monotonic() < deadline:
             logs = [log_of(node) for node in self.broker.cluster.nodes.values()]
@@ -172,6 +172,6 @@ class GroupSiege(Siege):
 
 
 def log_of(node: NodeProcess) -> dict[str, bytes]:
-    """Return a replica's segments without the zeros behind them; spares are none."""
+    """Return a replica's segments without trailing zeros and without spares."""
     found = {path.name: path.read_bytes().rstrip(b"\0") for path in (node.data / "log").glob("*.log")}
     return {name: content for name, content in found.items() if content}

@@ -1,13 +1,13 @@
-"""Whole brokers of one group in a world without luck: `python -m tests.cluster.broker_simulation --seed 7`.
+"""Whole brokers of one group in a deterministic simulation: `python -m tests.cluster.broker_simulation --seed 7`.
 
-Where simulation.py tries the protocol alone, this tries what stands on it: three machines, each with its broker, its
+simulation.py tests the protocol alone. This tests the code above it: three machines, each with its broker, its
 replica's log, caches and data files on `CrashFiles` (simulated_machine.py). Clients send, cancel, move, consume and
-compact, also at a leader that leads no more. Machines lose their power, between any two calls to the disk, or their
-process, pause, and get empty disks; connections end, block one way and lag; leases end early, etcd is not reached; the
-clocks are up to `SKEW_MS` apart. Then all is healed and becomes due, and the checker of the crash tests
-(tests/crash/checker.py) compares what was answered with what there is. A seed is the same run each time.
+compact, also at a former leader. Machines lose their power, between any two calls to the disk, or their
+process, pause, and get empty disks. Connections end, block one way and lag. Leases end early, etcd is unreachable, the
+clocks are up to `SKEW_MS` apart. Then everything is repaired and becomes due, and the checker of the crash tests
+(tests/crash/checker.py) compares the answers with the stored state. A seed gives the same run each time.
 
-`--fault NAME` breaks one thing on purpose (FAULTS): the simulation must find it.
+`--fault NAME` breaks one rule on purpose (FAULTS): the simulation must find it.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ NAMES = ("a", "b", "c")
 STEPS = 400
 SKEW_MS = 400
 NEVER_MS = 2**62
-DELAYS_MS = (None, None, 1_000, 1_500, 3_000, 6_000, 12_000)  # all but None further than two clocks are apart
+DELAYS_MS = (None, None, 1_000, 1_500, 3_000, 6_000, 12_000)  # further apart than the clocks, except None
 BODY_BYTES = (20, 20, 30_000)
-SEGMENT_BYTES = (MIB // 8, MIB)  # of small ones a log of some seconds has many, and retention takes the first
+SEGMENT_BYTES = (MIB // 8, MIB)  # small, so that retention removes the first ones
 HEAL_ROUNDS, HEAL_STEP_MS = 1_500, 40
 FAULTS = ("no_sync", "acknowledges_alone")
 
 
 class Fault(AssertionError):
-    """Something that must not be, in words."""
+    """A violation, as text."""
 
 
 class SeenFromOutside(Observed):
-    """An observer whose clock is the first of all: a message may be early by what the clocks are apart."""
+    """An observer with the fastest of the clocks: a message may be early by the distance of the clocks."""
 
     def see(self, row: Row, now_ms: int) -> None:
         super().see(row, now_ms + SKEW_MS)
 
 
 class Client(World):
-    """The verbs of the crash tests' world, at one life of one machine."""
+    """The operations of the crash tests' world, for one process of one machine."""
 
     def __init__(self, simulation: Simulation, machine: Machine, node: Node) -> None:
         super().__init__(machine.files, simulation.clock, simulation.observed)
@@ -84,7 +84,7 @@ class Client(World):
         self._forget_old_words(wanted)
 
     def _forget_old_words(self, keys: list[str]) -> None:
-        """Forget a `not_found` of a leader that was replaced: until its lease ends it may not know the next one's rows.
+        """Forget a `not_found` of a replaced leader: until its lease ends it may not know the rows of its successor.
 
         No other verdict is excused: each is in a row, which only a majority commits.
         """
@@ -94,7 +94,7 @@ class Client(World):
                     verdicts.pop()
 
     async def let_go(self) -> None:
-        """Apply retention; what it removes was seen before. A broker has one such duty, so one at a time."""
+        """Apply retention. Removed rows count as seen. A broker has one such duty, so one runs at a time."""
         if self._machine.letting_go is not self.node:
             self._machine.letting_go = self.node
             await self.consume()
@@ -114,7 +114,7 @@ class Simulation:
         self.clock, self.wire, self.keys = ManualClock(), Wire(), 0
         self.memory, self.observed = Memory(self.clock), SeenFromOutside()
         self.broken: list[str] = []
-        self.cancelled_ms: dict[str, int] = {}  # when each key was first asked to be cancelled
+        self.cancelled_ms: dict[str, int] = {}  # when the first cancel of each key was requested
         self.deaths = 0
         segment_bytes = self.random.choice(SEGMENT_BYTES)
         self.machines = [Machine(name, self.memory, self.wire, self.random, segment_bytes) for name in NAMES]
@@ -133,7 +133,7 @@ class Simulation:
         self.actions, self.weights = [each[0] for each in actions], [each[1] for each in actions]
 
     def run(self, steps: int = STEPS) -> None:
-        """Run faults, then heal and compare; raises Fault."""
+        """Run with faults, then repair and compare. Raises Fault."""
         try:
             self._begin()
             for action in self.random.choices(self.actions, self.weights, k=steps):
@@ -158,7 +158,7 @@ class Simulation:
         raise Fault("no leader at the beginning")
 
     def pass_time(self, ms: int) -> None:
-        """Let time pass and each machine have its turn, in any order."""
+        """Let time pass and give each machine a turn, in any order."""
         for clock in (self.clock, *(machine.clock for machine in self.machines)):
             clock.advance(ms)
         order = list(self.machines)
@@ -168,17 +168,17 @@ class Simulation:
             self.bury(machine)
 
     def bury(self, machine: Machine) -> None:
-        """End a process that wants to end, or whose disk has met its cut."""
+        """End a process that wants to end, or whose disk was cut."""
         if not machine.is_up or (machine.ended is None and not machine.files.cut):
             return
-        # A disk that is cut may say anything. Else it leads no more: nothing is ever damaged here.
+        # A cut disk may raise any error. Otherwise the process has lost the lead: nothing is damaged here.
         is_expected = isinstance(machine.ended, TimeballError) and not isinstance(machine.ended, Corrupt)
         if not machine.files.cut and not is_expected:
             raise Fault(f"{machine.name} ended: {machine.ended!r}") from machine.ended
         self.end(machine, loses_power=machine.files.cut and self.random.random() < 0.5)
 
     def end(self, machine: Machine, *, loses_power: bool) -> None:
-        """End a process, and with the power what was not synced."""
+        """End a process. With `loses_power`, everything that was not synced may be lost."""
         machine.die()
         self.deaths += 1
         if loses_power:
@@ -194,14 +194,14 @@ class Simulation:
     # -- clients -----------------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Let a client ask something of a machine that serves."""
+        """Let a client make a request to a machine that serves."""
         serving = self.leaders()
         if not serving:
             return
         machine = self.random.choice(serving)
         assert machine.node is not None
         client, random = Client(self, machine, machine.node), self.random
-        # What was released or cancelled long ago retention may have removed, and then it is not found.
+        # Retention may have removed messages released or cancelled long ago, and then they are not found.
         since_ms = self.clock.wall - 1_000
         known = [
             key
@@ -228,7 +228,7 @@ class Simulation:
         self.give(machine, *random.choices([verb for _, verb in verbs], [weight for weight, _ in verbs]))
 
     def give(self, machine: Machine, verb: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
-        """Have a machine's event loop do something for a client."""
+        """Run a client's request on a machine's event loop."""
 
         async def attempt() -> Any:
             try:
@@ -245,7 +245,7 @@ class Simulation:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def any(self, *, up: bool = True) -> Machine | None:
-        """Return one that is up or down; often one that serves."""
+        """Return a machine that is up or down, often one that serves."""
         found = [machine for machine in self.machines if machine.is_up == up]
         serving = [machine for machine in self.leaders() if machine in found]
         if serving and self.random.random() < 0.5:
@@ -259,12 +259,12 @@ class Simulation:
             self.bury(machine)
 
     def cut_power(self) -> None:
-        """End the process at one of the next calls to its disk, half of the time with the power."""
+        """End the process at one of the next calls to its disk, half of the time with a power cut."""
         if (machine := self.any()) and machine.files.crash_at is None:
             machine.files.crash_at = machine.files.calls + self.random.randint(1, 40)
 
     def kill(self) -> None:
-        """End a process now, half of the time with the power; often one that has just been sent something."""
+        """End a process now, half of the time with a power cut. Often one that has just received something."""
         machine = self.any()
         if machine is not None and machine.node is not None and self.random.random() < 0.5:
             client = Client(self, machine, machine.node)
@@ -275,18 +275,18 @@ class Simulation:
             self.end(machine, loses_power=self.random.random() < 0.5)
 
     def black_out(self) -> None:
-        """Take the power from all machines at once."""
+        """Cut the power of all machines at once."""
         for machine in self.machines:
             if machine.is_up:
                 self.end(machine, loses_power=True)
 
     def pause(self) -> None:
-        """Stop a process for a while; it notices nothing."""
+        """Stop a process for a while, without its notice."""
         if machine := self.any():
             machine.is_paused = True
 
     def resume(self) -> None:
-        """Let stopped processes go on."""
+        """Continue stopped processes."""
         for machine in self.machines:
             machine.is_paused = False
 
@@ -296,7 +296,7 @@ class Simulation:
         self.wire.blocked.add((one, other))
 
     def unblock(self) -> None:
-        """Let all directions pass again."""
+        """Unblock all directions."""
         self.wire.blocked.clear()
 
     def cut(self) -> None:
@@ -320,7 +320,7 @@ class Simulation:
             machine.is_without_store = False
 
     def hand_over(self) -> None:
-        """Ask a leader to give way."""
+        """Ask a leader to step down."""
         serving = [machine for machine in self.leaders() if not machine.is_paused]
         if serving:
             machine = self.random.choice(serving)
@@ -336,7 +336,7 @@ class Simulation:
             machine.files, machine.is_blank = CrashFiles(), True
 
     def may_lose(self, machine: Machine) -> bool:
-        """Return whether each set that counts would miss one replica at most: more is more than three copies bear."""
+        """Return whether each counting set would lack at most one replica: three copies bear no more."""
         sets = [self.record().replicas]
         for other in self.machines:
             if other.is_up and other.thread is not None and (lead := other.thread.state.lead):
@@ -351,7 +351,7 @@ class Simulation:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _heal(self) -> Outcome:
-        """Mend all, let all become due, and return what there is to read."""
+        """Repair all, let all become due, and return the final state."""
         self.unblock(), self.resume(), self.reach()
         for machine in self.machines:
             machine.files.crash_at, machine.is_calm = None, True
@@ -378,7 +378,7 @@ class Simulation:
         return await client.outcome()
 
     def _settled_leader(self) -> Machine | None:
-        """Return the leader when all replicas count, all is due and released, and all logs are its own."""
+        """Return the leader when all replicas count, all due messages are released, and all logs equal its own."""
         leaders = self.leaders()
         if len(leaders) != 1 or not all(machine.is_up for machine in self.machines):
             return None
@@ -396,9 +396,9 @@ class Simulation:
         return leader if len(ends) == 1 else None
 
     def _compare(self, outcome: Outcome) -> None:
-        """Compare what was answered with what there is; raises Fault."""
+        """Compare the answers with the final state. Raises Fault."""
         logs = [machine.content() for machine in self.machines]
-        kept = set.intersection(*map(set, logs))  # a follower lets go a moment later than its leader
+        kept = set.intersection(*map(set, logs))  # a follower removes segments a moment later than its leader
         if not kept or any(log[name] != logs[0][name] for log in logs for name in kept):
             self.broken.append("the logs are not the same bytes")
         found = [f"{fault.kind}: {fault.text}" for fault in check(self.observed, outcome)]
@@ -413,7 +413,7 @@ class Simulation:
 
     @property
     def acknowledged(self) -> list[str]:
-        """Return the keys that were acknowledged."""
+        """Return the acknowledged keys."""
         return [key for key, sent in self.observed.sent.items() if sent.acked]
 
 
@@ -431,7 +431,7 @@ def faulty(fault: str) -> Iterator[None]:
 def run(seed: int, steps: int = STEPS, fault: str = "") -> Simulation:
     """Run one seed; raises Fault."""
     simulation = Simulation(seed)
-    logging.disable(logging.CRITICAL)  # of crashes and elections there is much to say
+    logging.disable(logging.CRITICAL)  # crashes and elections log many lines
     try:
         with faulty(fault):
             simulation.run(steps)
@@ -442,7 +442,7 @@ def run(seed: int, steps: int = STEPS, fault: str = "") -> Simulation:
 
 
 def main() -> int:
-    """Run one seed, or many, and print what is broken."""
+    """Run one seed, or many, and print the violations."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.broker_simulation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")

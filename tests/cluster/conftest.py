@@ -1,4 +1,4 @@
-"""Three members of etcd for the tests of this room, started once a process."""
+"""Three members of etcd for the tests of this folder, started once for each process."""
 
 from collections.abc import Iterator
 

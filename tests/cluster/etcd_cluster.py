@@ -1,7 +1,7 @@
-"""Three etcd members on this machine's loopback, started, stopped, killed and started again by tests.
+"""Three etcd members on this machine's loopback, which tests start, stop and kill.
 
-Debian's etcd-server, or one named by TIMEBALL_ETCD. Ports are the system's choice: each is free when it is chosen, and
-a member whose port was taken since does not start, which `wait_ready` says with the end of its log.
+Debian's etcd-server, or the one in TIMEBALL_ETCD. The system chooses the ports. A member whose port was taken meanwhile
+does not start, and `wait_ready` then raises an error with the end of its log.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Member:
 
 @dataclass
 class EtcdCluster:
-    """Members that know each other. `tls`: for clients, with their certificates asked for."""
+    """Members that know each other. `tls`: for clients, which must have certificates."""
 
     folder: Path
     size: int = 3
@@ -142,7 +142,7 @@ class EtcdCluster:
                 self._wait_member(each)
 
     def leader(self) -> Member:
-        """Return the member that leads by its own word."""
+        """Return the member that reports itself as leader."""
         deadline = time.monotonic() + BOUND_S
         while time.monotonic() < deadline:
             for each in self.members:
@@ -154,7 +154,7 @@ class EtcdCluster:
         raise AssertionError("no member leads")
 
     def post(self, member: Member, path: str, body: dict[str, object], token: str = "") -> dict[str, Any]:
-        """Ask one member, by another HTTP client than ours; {} when it does not answer."""
+        """Query one member with another HTTP client than Timeball's. {} if it does not answer."""
         try:
             headers = {"authorization": token} if token else {}
             answer = httpx.post(

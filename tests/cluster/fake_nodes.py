@@ -1,4 +1,4 @@
-"""Nodes as a coordinator knows them, without processes: registered, with a report each."""
+"""Nodes in the coordinator without processes: each is registered and has a report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def join(
 
 
 async def group_of_three(world: World, **leader: object) -> dict[str, tuple[KeyCoordinator, Lease]]:
-    """Return three nodes of a group that a leads in epoch 4; c lacks a row."""
+    """Return three nodes of a group: a leads in epoch 4, and c lacks a row."""
     peers = {"b": PeerFigures("b/1", 10, 0.2), "c": PeerFigures("c/1", 9, -0.4)}
     figures = {
         "role": "leader",
@@ -47,7 +47,7 @@ async def group_of_three(world: World, **leader: object) -> dict[str, tuple[KeyC
 
 
 async def led_by(world: World, node: tuple[KeyCoordinator, Lease]) -> None:
-    """Make the group's record, and have a node lead it."""
+    """Create the group's record, and let a node lead it."""
     coordinator, lease = node
     view = await made(world.coordinator("maker"))
     swap = await coordinator.lead("g1", view.revision, next_record(view, "a"), lease)

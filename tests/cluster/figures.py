@@ -1,8 +1,8 @@
-"""Measures the coordinator on three members of etcd on this machine: `python -m tests.cluster.figures [COUNT]`.
+"""Measure the coordinator on three members of etcd on this machine: `python -m tests.cluster.figures [COUNT]`.
 
-Swaps, renewals and reads one after the other; the time from a holder's last sign of life until another has won its
-group; how long no swap is made when etcd's own leader is killed; the requests of an idle node. A holder dies by no
-longer renewing, at a random instant of its beat: what a kill is for etcd.
+Measured: swaps, renewals and reads one after the other; the time from a holder's last renewal until another node has
+won its group; the time without swaps when etcd's own leader is killed; the requests of an idle node. A holder dies by
+no longer renewing, at a random moment of its interval, as after a kill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.model.errors import Unavailable
 
-POLL_S = 1.0  # how often a node reads, whatever its watch says
+POLL_S = 1.0  # the interval of a node's reads, independent of its watch
 
 
 class Share(NamedTuple):
@@ -91,7 +91,7 @@ def node_of(
 
 
 async def takeovers(endpoints: list[str], ttl_ms: int, count: int) -> Share:
-    """Measure from the death of a holder until a waiting node has won."""
+    """Measure the time from the death of a holder until a waiting node has won."""
     times = []
     for _ in range(count):
         async with world_of(endpoints) as world:
@@ -119,7 +119,7 @@ async def registered(coordinator: KeyCoordinator, count: int) -> None:
 
 
 async def stand(coordinator: KeyCoordinator, held: HeldLease, view: GroupView) -> float:
-    """Wait for the group to be free, as a follower does, and lead it; return when."""
+    """Wait until the group is free, as a follower does, lead it, and return the time."""
     while True:
         await coordinator.wait_for_change(view.as_of, POLL_S)
         try:
@@ -129,7 +129,7 @@ async def stand(coordinator: KeyCoordinator, held: HeldLease, view: GroupView) -
                 if swap.won:
                     return time.perf_counter()
         except Unavailable:
-            pass  # on a busy machine etcd may elect a leader of its own meanwhile
+            pass  # on a busy machine etcd may elect another leader meanwhile
 
 
 async def outage(etcd: EtcdCluster, ttl_ms: int) -> float:

@@ -1,7 +1,7 @@
-"""`timeball` as an heir that takes over each transfer twice: `python -m tests.cluster.forgetful serve …`.
+"""`timeball` as a drain's receiver that adopts each transfer twice: `python -m tests.cluster.forgetful serve …`.
 
-It says of the first try that it is not available, though it has taken it over, and does not remember that it has. For
-tests alone: they must see the doubled messages.
+It answers the first try with "not available", though it has adopted the transfer, and does not remember that. For tests
+only: they must find the doubled messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A Store in memory: the model that etcd is compared with, and the etcd of tests that need none.
+"""A Store in memory: the model that etcd is compared with, and the store of tests without etcd.
 
-One `Memory` is shared by the stores of all nodes. Tests switch faults on: `is_down` (nothing is done, no answer comes),
-`loses_answers` (it is done, and no answer comes).
+The stores of all nodes share one `Memory`. Tests switch faults on: with `is_down` nothing is done and no answer comes,
+with `loses_answers` the request is carried out and no answer comes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A network of this machine's own: each node in a namespace, all joined by one that routes, in which ways are cut.
+"""A network on this machine: each node in a namespace, joined by a router in which connections can be cut.
 
-A cut is a rule of the router that drops what one address sends to another, in silence and one way, as a network does.
-Links may be slow and lossy: a process copies their frames then (slow_links.py), as not every kernel has netem. Linux
-needs root, or CAP_SYS_ADMIN and CAP_NET_ADMIN, for namespaces; without it the tests are skipped.
+A cut is a rule of the router that drops all packets from one address to another, silently and one way, as a network
+does. Links may be slow and lossy: then a process copies their frames (slow_links.py), as not every kernel has netem.
+This needs Linux with root, or CAP_SYS_ADMIN and CAP_NET_ADMIN, for namespaces. Otherwise the tests are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
 
 @dataclass(frozen=True)
 class Slow:
-    """How slow a network is: what each end sends is held for so long, and lost by this chance."""
+    """The delay of each end's frames, and the chance that a frame is lost."""
 
     hold_ms: int
     loss: float
@@ -38,7 +38,7 @@ class Slow:
 class Network:
     """The namespaces of some nodes. `addresses`: of the nodes, of the tests' clients and of etcd.
 
-    `frames`: how many a slow network has held and lost, once it is removed.
+    `frames`: how many a slow network has delayed and lost, once it is removed.
     """
 
     names: str
@@ -57,17 +57,17 @@ class Network:
         self._copier: subprocess.Popen[str] | None = None
 
     def within(self, name: str) -> list[str]:
-        """Return what runs a command in a node's namespace."""
+        """Return the command prefix that runs a command in a node's namespace."""
         return ["ip", "netns", "exec", self._namespace(name)]
 
     def cut(self, source: str, target: str) -> None:
-        """Drop from now on what one sends to another."""
+        """Drop all packets from one node to the other from now on."""
         if (source, target) not in self.cuts:
             self.cuts.add((source, target))
             self._rule("add", source, target)
 
     def heal(self) -> None:
-        """Mend all ways."""
+        """Remove all cuts."""
         for source, target in self.cuts:
             self._rule("del", source, target)
         self.cuts.clear()
@@ -123,7 +123,7 @@ class Network:
         fill_checksums(near)
 
     def _copy(self, slow: Slow) -> None:
-        """Start the process that copies what comes at one middle of a link to the other."""
+        """Start the process that copies frames from one middle of a link to the other."""
         ends = [f"{self._mark}{name[0]}{{}}w" for name in self._subnets]
         command = [*self.within("wire"), sys.executable, "-m", "tests.cluster.slow_links"]
         command += [str(slow.hold_ms), str(slow.loss), str(slow.seed)]

@@ -1,4 +1,4 @@
-"""Three real nodes of a cluster on this machine's loopback, with three members of etcd, killed and started by tests."""
+"""Three real nodes of a cluster on this machine's loopback, with three members of etcd. Tests start and kill them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", 
 
 @dataclass
 class NodeProcess:
-    """One node: it keeps its ports and its folder over restarts."""
+    """One node. It keeps its ports and its folder over restarts."""
 
     name: str
     folder: Path
@@ -125,7 +125,7 @@ class Cluster:
         return view
 
     def begin(self) -> None:
-        """Make the group's record of the replicas that have registered."""
+        """Create the group's record of the registered replicas."""
 
         def registered() -> list[str]:
             nodes = self.ask("nodes")
@@ -138,7 +138,7 @@ class Cluster:
         self.ask("change", self.group, 0, Record(0, "", tuple(sorted(replicas))))
 
     def leader(self, epoch_above: int = 0) -> NodeProcess:
-        """Wait until a node says that it leads in a later epoch."""
+        """Wait until a node reports that it leads in a later epoch."""
 
         def found() -> NodeProcess | None:
             for node in self.nodes.values():

@@ -1,4 +1,4 @@
-"""The invariants of docs/cluster-protocol.md, looked at from outside, at each step that could break one."""
+"""The invariants of docs/cluster-protocol.md, checked from outside at each step that could break one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(is_kept: bool, text: str) -> None:
 
 
 class Checks:
-    """What has happened in the whole group, as no replica can know it."""
+    """The history of the whole group, which no replica knows."""
 
     def __init__(self) -> None:
         self.committed: list[Entry] = []
@@ -41,32 +41,32 @@ class Checks:
         check(after.epoch == before.epoch + changed, f"I1: {before} became {after}")
 
     def send(self, replica: str, message: Message) -> None:
-        """I2: no answer in an epoch below the highest one promised."""
+        """I2: no answer in an epoch below the highest promised one."""
         if isinstance(message, Promise):
             self._promised[replica] = max(self._promised[replica], message.epoch)
         check(message.epoch >= self._promised[replica], f"I2: {replica} answers {message}")
 
     def write(self, disk: Disk, count: int) -> None:
-        """I3: a frame of an epoch stands behind the same log, wherever it stands."""
+        """I3: a frame of an epoch always follows the same log, wherever it is."""
         for entry in disk.entries[-count:]:
             key = entry.frame.epoch, entry.frame.seq
             known = self._chains.setdefault(key, entry.chain)
             check(known == entry.chain, f"I3: two logs with a frame {key}")
 
     def sync(self, replica: str, entries: list[Entry]) -> None:
-        """Know that these are on this replica's disk."""
+        """Note that these frames are on this replica's disk."""
         for entry in entries:
             self._synced_by[entry.chain].add(replica)
 
     def cut(self, replica: str, removed: list[Entry]) -> None:
-        """I5: what is committed is not cut, unless a committed snapshot stands for it and a leader has let it go."""
+        """I5: committed rows are not cut, unless a committed snapshot replaces them and a leader has removed them."""
         for entry in removed:
             at = entry.frame.seq - 1
             is_kept = at >= len(self.committed) or self.committed[at].chain != entry.chain or at < self.let_go
             check(is_kept, f"I5: {replica} cuts the committed row {at + 1}")
 
     def commit(self, disk: Disk, to: Position, epoch: int, sets: list[tuple[str, ...]]) -> list[Entry]:
-        """I4, I5, I8: on the disks of a majority, of the own epoch, the same rows for all; return the new ones."""
+        """I4, I5, I8: rows on the disks of a majority, of the own epoch, are the same for all. Return the new ones."""
         last = disk.entries[to.seq - 2]
         check(last.frame.epoch == epoch, f"I4: epoch {epoch} commits up to a frame of {last.frame.epoch}")
         for replicas in sets:
@@ -77,14 +77,14 @@ class Checks:
         return new
 
     def begin_behind(self, replica: str, seq: int) -> list[Entry]:
-        """I5: a log may begin only behind rows that were let go; return these."""
+        """I5: a log may begin only after removed rows. Return these."""
         check(
             seq - 1 <= self.let_go, f"I5: {replica} begins with row {seq}, let go are those to {self.let_go}"
         )
         return self.committed[: seq - 1]
 
     def apply(self, replica: str, disk: Disk, seq: int) -> None:
-        """I5: a follower applies what is committed, and nothing else."""
+        """I5: a follower applies committed rows, and no others."""
         check(seq - 1 <= len(self.committed), f"I5: {replica} applies row {seq - 1}, which is not committed")
         at = self._checked[replica]
         self._checked[replica] = max(at, seq - 1)
@@ -92,7 +92,7 @@ class Checks:
             check(mine.chain == known.chain, f"I5: {replica} applies another row {mine.frame.seq}")
 
     def serve(self, replica: str, disk: Disk, epoch: int) -> None:
-        """I1, I6, I7: one replica in this epoch, with all that is committed, and its EPOCH row among it."""
+        """I1, I6, I7: one replica in this epoch, with all committed rows, and its EPOCH row among them."""
         check(self.leaders.setdefault(epoch, replica) == replica, f"I1: two lead in {epoch}")
         # One that was overtaken before it served knows what was committed in lower epochs, and may serve that.
         known = [at for at, committed_in in enumerate(self._committed_in, 1) if committed_in <= epoch]
@@ -114,7 +114,7 @@ class Checks:
         return new
 
     def end(self, disks: list[Disk]) -> None:
-        """Check that all logs are one, that each acknowledged row is there once, each promise released once."""
+        """Check that all logs are equal, that each acknowledged row is there once, and each promise released once."""
         logs = [[entry.chain for entry in disk.entries] for disk in disks]
         check(all(log == logs[0] for log in logs), "I3: the logs differ at the end")
         rows = [(entry.frame.kind, entry.frame.number) for entry in disks[0].entries]

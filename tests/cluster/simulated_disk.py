@@ -1,9 +1,9 @@
-"""A disk that holds one replica's log: what was not synced may be gone after a power cut, or torn.
+"""A disk with one replica's log: data that was not synced may be lost or torn after a power cut.
 
-A frame of the simulation is two blocks long. After a power cut each block that was not synced is there or not; a frame
-with a block missing is torn. What a start then does is the rule of following.py: a hole in the last segment is the end,
-unless a whole frame behind it says that a batch or more behind the hole was on the disk; that, and any hole in another
-segment, is damage: the disk becomes another incarnation.
+A frame of the simulation is two blocks long. After a power cut each block that was not synced is there or not. A frame
+with a block missing is torn. A start follows the rule of following.py: a hole in the last segment is the end of the
+log, unless a whole frame after it shows that a batch or more after the hole was on the disk. That is damage, as is any
+hole in another segment: the disk becomes another incarnation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_frame(epoch: int, seq: int, position: int, synced_to: int, kind: str, n
 
 
 class Entry(NamedTuple):
-    """A frame where it stands. `chain` says what stands before it, too."""
+    """A frame at its position. `chain` covers the frames before it."""
 
     ordinal: int
     position: int
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
     @property
     def end(self) -> Position:
-        """Return where the frame ends."""
+        """Return the position after the frame."""
         return Position(self.ordinal, self.position + FRAME_BYTES, self.frame.seq + 1)
 
 
@@ -91,11 +91,11 @@ class Disk:
             position += FRAME_BYTES
 
     def begin_behind(self, known: list[Entry]) -> None:
-        """Go on behind these rows, which the leader has let go, with an empty log."""
+        """Continue after these rows, which the leader has removed, with an empty log."""
         self.entries, self.synced, self.let_go = list(known), len(known), len(known)
 
     def drop_below(self, seq: int) -> bool:
-        """Let go the segments that lie wholly below a row; return whether there were any."""
+        """Remove the segments that end before a row. Return whether there were any."""
         before = self.let_go
         for ordinal in sorted(self.headers)[:-1]:
             last = max((e.frame.seq for e in self.entries if e.ordinal == ordinal), default=seq)
@@ -111,7 +111,7 @@ class Disk:
         return Position(min(self.headers), fmt.ALIGN, self.let_go + 1) if self.headers else BEGINNING
 
     def cut(self, at: Position) -> list[Entry]:
-        """Remove what stands behind `at`, and return it."""
+        """Remove everything from `at` on, and return it."""
         count = self.count(at)
         removed = self.entries[count:]
         del self.entries[count:]
@@ -121,11 +121,11 @@ class Disk:
         return removed
 
     def count(self, at: Position) -> int:
-        """Return how many frames stand before `at`."""
+        """Return the number of frames before `at`."""
         return at.seq - 1 if at != BEGINNING else 0
 
     def lose_power(self, random: Random, *, keeps_promise: bool) -> None:
-        """Keep of what was not synced what chance decides: nothing, all, or some blocks."""
+        """Keep a random part of the data that was not synced: nothing, all, or some blocks."""
         share = random.choice((0.0, 0.5, 0.8, 1.0))
         for index in range(self.synced, len(self.entries)):
             if any(random.random() >= share for _ in range(2)):
@@ -139,7 +139,7 @@ class Disk:
             self.promised = self.promised_durably = random.randint(0, self.promised)
 
     def damage(self, random: Random) -> bool:
-        """Change a synced frame such that a start can tell it from a torn batch; return whether there is one."""
+        """Change a synced frame so that a start can tell it from a torn batch. Return whether there is such a frame."""
         found = [i for i in range(self.let_go, self.synced) if self._is_proved(i)]
         if found:
             self.damaged.add(random.choice(found))
@@ -156,7 +156,7 @@ class Disk:
         )
 
     def start(self) -> Log:
-        """Read the log: cut a torn batch, begin another incarnation when it is damage; sync what is left."""
+        """Read the log: cut a torn batch, begin another incarnation after damage, and sync the rest."""
         if self.damaged:
             hole = min(self.damaged)
             if self._is_proved(hole):

@@ -1,4 +1,4 @@
-"""A coordinator whose record is swapped in one order, and whose reads may be old."""
+"""A coordinator whose record is swapped in one order, and whose reads may be outdated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from timeball.cluster.protocol.replica import Record
 
 
 class Etcd:
-    """One record and the key of its holder; leases end when the simulation says so."""
+    """One record and the key of its holder. Leases end when the simulation says so."""
 
     def __init__(self, record: Record) -> None:
         self.history: list[tuple[int, Record, str | None]] = [(1, record, None)]
@@ -20,7 +20,7 @@ class Etcd:
         return self.history[-1]
 
     def read(self, random: Random, *, is_stale: bool) -> tuple[int, Record, str | None]:
-        """Return a state, perhaps of some time ago."""
+        """Return a state, perhaps an older one."""
         back = random.randint(1, min(6, len(self.history))) if is_stale else 1
         return self.history[-back]
 

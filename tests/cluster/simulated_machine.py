@@ -1,10 +1,10 @@
-"""A machine of a simulated group: a whole broker with its replica, on a disk, a clock and a wire of the simulation.
+"""A machine of a simulated group: a whole broker with its replica, on a simulated disk, clock and network.
 
-All of it is the code that runs in production, but for what it stands on: `CrashFiles`, a clock that only the simulation
-moves, an event loop that reads that clock, the simulated wire in the place of sockets, and the store in memory in the
-place of etcd. Nothing runs by itself. The event loop turns when the machine is given a turn; calls to other threads are
-done in the loop's own; the replica's thread, which must be one, since a commit waits in it, runs from one `poll` of its
-sockets to the next while the simulation waits. So a seed is the same run each time.
+It runs the production code on `CrashFiles`, a clock that only the simulation moves, an event loop that reads that
+clock, simulated connections instead of sockets, and the store in memory instead of etcd. Nothing runs by itself. The
+event loop turns when the machine is given a turn. Calls to other threads run in the loop's own thread. The replica
+needs a separate thread, since a commit waits in it: it runs from one `poll` of its sockets to the next while the
+simulation waits. So a seed gives the same run each time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Killed(BaseException):
 
 
 class MachineLoop(asyncio.SelectorEventLoop):
-    """An event loop on a machine's clock, in which other threads' work is done at once."""
+    """An event loop on a machine's clock, which runs the work of other threads at once."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._machine_clock = clock
@@ -141,7 +141,7 @@ class SimulatedConnections:
         return not self._machine.others[node].is_up
 
     def poll(self, timeout_ms: int) -> None:
-        """Wait for a turn; then let some of what is on its way arrive."""
+        """Wait for a turn, then let some of the messages in transit arrive."""
         self._machine.baton.pass_back()
         name = self._machine.name
         for node in sorted(self.addresses) if self.is_dialing else ():
@@ -262,7 +262,7 @@ class Machine:
         self.member.start(thread)
 
     def turn(self) -> None:
-        """Let the process do what is to be done now."""
+        """Let the process do the work that is due now."""
         if not self.is_up or self.is_paused:
             return
         self.loop.turn()
@@ -275,9 +275,9 @@ class Machine:
         self.loop.turn()
 
     def die(self) -> None:
-        """End the process; the disk keeps what the caller says."""
+        """End the process. The caller decides what the disk keeps."""
         self.is_up, self.node = False, None
-        cut, self.files.cut = self.files.cut, True  # nothing of it goes on
+        cut, self.files.cut = self.files.cut, True  # nothing of it continues
         if not self.files.trace:
             self.files.trace.append(("kill", self.name))
         if self.thread is not None:
@@ -360,7 +360,7 @@ class Machine:
 
     def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        is_over = self.files.cut or loop.is_closed()  # of a life that has ended nothing counts
+        is_over = self.files.cut or loop.is_closed()  # messages for an ended process do not count
         if not is_over and not isinstance(error, (TimeballError, PowerCut)):
             self.unheard.append(f"{context.get('message')}: {error!r}")
 

@@ -1,4 +1,4 @@
-"""Connections between nodes: in order in each direction, delayed, cut, replaced, blocked one way."""
+"""Connections between nodes: ordered in each direction, delayed, cut, replaced, blocked one way."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Wire:
             (connection.back if is_answer else connection.out).append(message)
 
     def end(self, pair: Pair, random: Random, *, dead: str = "") -> None:
-        """End a connection: each living side gets a part of what is on its way, and then the end."""
+        """End a connection: each living side gets some of the messages in transit, and then the end."""
         connection = self.connections[pair]
         for queue, reader in ((connection.out, pair[1]), (connection.back, pair[0])):
             if not connection.has_ended:
@@ -52,7 +52,7 @@ class Wire:
         connection.has_ended = True
 
     def hang_up(self, node: str, random: Random) -> None:
-        """End all connections that `node` has opened; it knows."""
+        """End all connections that `node` has opened, with its notice."""
         for pair in [pair for pair in self.connections if pair[0] == node]:
             self.end(pair, random)
             self.connections[pair].back.clear()

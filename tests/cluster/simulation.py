@@ -1,13 +1,13 @@
-"""Replicas of one group in a world without luck: `python -m tests.cluster.simulation --seed 7 --steps 600`.
+"""Replicas of one group in a deterministic simulation: `python -m tests.cluster.simulation --seed 7 --steps 600`.
 
-The replicas are `timeball.cluster.protocol.machine.step` and nothing else: the simulation carries out its effects on a
-disk, a wire and a coordinator that behave as badly as they may. First come the faults: crashes (of the power or the
+The replicas are `timeball.cluster.protocol.machine.step` and nothing else. The simulation carries out its effects on a
+disk, a network and a coordinator with every permitted fault. First come the faults: crashes (of the power or the
 process) between any two effects, pauses, wipes and damage, connections that end, block one way or lag, leases that end
-at any step, reads that are old, answers of swaps that are lost, replicas that join and leave, hand-overs. Then all is
-healed, and the group must come to one leader and one log. simulated_checks.py says what must hold, at each step and at
-the end.
+at any step, outdated reads, lost answers of swaps, replicas that join and leave, hand-overs. Then all is
+repaired, and the group must come to one leader and one log. simulated_checks.py checks the invariants, at each step and
+at the end.
 
-`--fault NAME` breaks one thing on purpose (FAULTS): the simulation must find it.
+`--fault NAME` breaks one rule on purpose (FAULTS): the simulation must find it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Simulation:
             self.weights.append(weight)
 
     def run(self, steps: int) -> None:
-        """Run faults, then heal; raises Fault."""
+        """Run with faults, then repair. Raises Fault."""
         for name in NODES:
             self.boot(self.nodes[name])
         with broken(self.fault):
@@ -124,7 +124,7 @@ class Simulation:
     # -- effects ------------------------------------------------------------------------------------------------
 
     def give(self, node: Node, event: on.Event) -> None:
-        """Give an event to a process and carry out what it wants; a crash may come between two effects."""
+        """Pass an event to a process and carry out its effects. A crash may come between two effects."""
         if node.state is None:
             return
         try:
@@ -144,7 +144,7 @@ class Simulation:
                 return
 
     def carry_out(self, node: Node, effect: do.Effect) -> None:
-        """Do one effect."""
+        """Carry out one effect."""
         disk = node.disk
         match effect:
             case do.Send(to, message):
@@ -180,7 +180,7 @@ class Simulation:
                 self.carry_out_rest(node, effect)
 
     def carry_out_rest(self, node: Node, effect: do.Effect) -> None:
-        """Do one effect that is not on the way of a commit."""
+        """Carry out one effect that is not part of a commit."""
         match effect:
             case do.Ship():
                 self.ship(node, effect)
@@ -225,7 +225,7 @@ class Simulation:
             self.give(node, on.Dropped(node.disk.first))
 
     def look(self, node: Node) -> None:
-        """Let a node know where its log begins; a learner tells that it has the data files, which this world lacks."""
+        """Tell a node where its log begins. A learner reports that it has the data files, which do not exist here."""
         if node.state and node.state.first != node.disk.first:
             self.give(node, on.Dropped(node.disk.first))
         state = node.state
@@ -239,7 +239,7 @@ class Simulation:
         disk, at = node.disk, effect.begin
         first = max(disk.count(at), disk.let_go)
         if at != BEGINNING and disk.count(at) < disk.let_go:
-            # Let go by the effect before: the other refuses a segment behind a hole, which ends the connection.
+            # Removed by the effect before: the other node refuses a segment after a gap, which ends the connection.
             pair = (effect.node, node.name) if effect.fetched else (node.name, effect.node)
             if pair in self.wire.connections:
                 self.wire.end(pair, self.random)
@@ -362,12 +362,12 @@ class Simulation:
             self.write_commit(node, [("R", node.unreleased.pop(0))])
 
     def flush(self) -> None:
-        """Let a replica find that nothing more has arrived."""
+        """Report to a replica that nothing more has arrived."""
         if node := self.running():
             self.give(node, on.Flush())
 
     def tick(self) -> None:
-        """Let time pass, and one node know."""
+        """Let time pass, and tell one node."""
         self.now_ms += self.random.choice((1, 5, 20, 50, 300))
         if node := self.running():
             self.give(node, on.Tick(self.now_ms))
@@ -380,7 +380,7 @@ class Simulation:
             self.give(node, on.Seen(*self.etcd.read(self.random, is_stale=is_stale)))
 
     def swap(self) -> None:
-        """Carry out one swap, and tell who asked, if it is there still."""
+        """Carry out one swap, and answer its sender, if it still runs."""
         if not self.swaps:
             return
         name, life, proposal = self.swaps.pop(self.random.randrange(len(self.swaps)))
@@ -403,7 +403,7 @@ class Simulation:
             self.give(node, on.LeaseExtended(self.now_ms + TTL_MS))
 
     def connect(self) -> None:
-        """Let a connection come about that a node wants."""
+        """Open a connection that a node wants."""
         dialing = [node for node in self.nodes.values() if node.runs and node.is_dialing]
         if dialing:
             node = self.random.choice(dialing)
@@ -420,7 +420,7 @@ class Simulation:
             self.boot(self.random.choice(down))
 
     def crash(self) -> None:
-        """End a process, now or between two of the effects to come; often the leader's."""
+        """End a process, now or between two of the next effects, often the leader's."""
         node = (
             self.running(Role.LEADER, Role.SYNCING, Role.SEALING)
             if self.random.random() < 0.6
@@ -434,12 +434,12 @@ class Simulation:
             self.kill(node, power=self.random.random() < 0.6)
 
     def pause(self) -> None:
-        """Stop a process for a while; it notices nothing."""
+        """Stop a process for a while, without its notice."""
         if node := self.running():
             node.is_paused = True
 
     def resume(self) -> None:
-        """Let a stopped process go on."""
+        """Continue a stopped process."""
         for node in self.nodes.values():
             if node.is_paused and (self.healing or self.random.random() < 0.5):
                 node.is_paused = False
@@ -452,7 +452,7 @@ class Simulation:
         self.wire.blocked.add((pair[0], pair[1]))
 
     def unblock(self) -> None:
-        """Let some direction pass again."""
+        """Unblock a direction."""
         if self.wire.blocked:
             self.wire.blocked.discard(self.random.choice(sorted(self.wire.blocked)))
 
@@ -462,7 +462,7 @@ class Simulation:
             self.wire.end(self.random.choice(sorted(self.wire.connections)), self.random)
 
     def expire(self) -> None:
-        """End the holder's lease, whoever it is."""
+        """End the holder's lease."""
         self.etcd.hold(None)
 
     def wipe(self) -> None:
@@ -477,7 +477,7 @@ class Simulation:
                 self.checks._promised.pop(node.replica, None)
 
     def damage(self) -> None:
-        """Change a byte of a frame that was on the disk, and have the machine start."""
+        """Change a byte of a frame that was on the disk, and start the machine."""
         node = self.random.choice(list(self.nodes.values()))
         if self.may_lose(node) and node.disk.damage(self.random):
             if node.state is not None:
@@ -485,7 +485,7 @@ class Simulation:
             self.boot(node)
 
     def may_lose(self, node: Node) -> bool:
-        """Return whether each set that counts would miss one replica at most: more is more than three copies bear."""
+        """Return whether each counting set would lack at most one replica: three copies bear no more."""
         sets = [self.etcd.now[1].replicas, *(proposal.record.replicas for *_, proposal in self.swaps)]
         for other in self.nodes.values():
             if other.state and other.state.lead:
@@ -496,7 +496,7 @@ class Simulation:
         return all(len(set(replicas) - there) <= 1 for replicas in sets)
 
     def change(self) -> None:
-        """Ask a leader for another set: one replica more, less, or another."""
+        """Ask a leader for another set: with one replica more, less, or replaced."""
         node = self.running(Role.LEADER)
         if node is None or node.state is None or node.state.lead is None:
             return
@@ -510,14 +510,14 @@ class Simulation:
         self.give(node, on.ReplicasWanted(tuple(inside)))
 
     def hand_over(self) -> None:
-        """Ask a leader to give way."""
+        """Ask a leader to step down."""
         if node := self.running(Role.LEADER):
             self.give(node, on.HandOver(self.random.choice(NODES)))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Mend all, and run until there is one leader with all logs equal to its own."""
+        """Repair all, and run until there is one leader with all logs equal to its own."""
         self.healing = True
         self.wire.blocked.clear()
         for node in self.nodes.values():
@@ -534,7 +534,7 @@ class Simulation:
         raise Fault(f"no convergence: {states}, {self.etcd.now}")
 
     def heal_once(self) -> None:
-        """Do all that is to be done, once."""
+        """Do all pending work, once."""
         self.now_ms += 60
         while self.swaps:
             self.swap()
@@ -562,7 +562,7 @@ class Simulation:
         self.release()
 
     def has_converged(self) -> bool:
-        """Return whether one leads, nothing is under way, and all disks hold its log."""
+        """Return whether one leads, nothing is in progress, and all disks have its log."""
         leaders = [n for n in self.nodes.values() if n.state and n.state.role is Role.LEADER]
         if len(leaders) != 1 or leaders[0].unreleased or self.swaps:
             return False
@@ -580,7 +580,7 @@ class Simulation:
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
-    """Break one rule of the protocol on purpose; the faults of the disk are where the effects are carried out."""
+    """Break one rule of the protocol on purpose. The faults of the disk are applied with the effects."""
     if fault == "no_seal":
         with mock.patch.object(election, "has_majority", lambda state: True):
             yield
@@ -602,7 +602,7 @@ def run(seed: int, steps: int, fault: str = "") -> Simulation:
 
 
 def main() -> int:
-    """Run one seed, or many, and print what is broken."""
+    """Run one seed, or many, and print the violations."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.simulation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")

@@ -1,6 +1,6 @@
-"""`timeball` with a wall clock that is wrong: `python -m tests.cluster.skewed serve …`, SKEW_MS says by how much.
+"""`timeball` with a wrong wall clock: `python -m tests.cluster.skewed serve …`. SKEW_MS is the error.
 
-For tests alone: a node whose clock is ahead of the others' takes over.
+For tests only: a node whose clock is ahead of the others' takes over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SKEW_MS = "SKEW_MS"
 
 
 def skew(ms: int) -> None:
-    """Have this process's wall clock be ahead by so much; the clocks that only measure stay right."""
+    """Set this process's wall clock ahead by so much. The clocks for durations stay right."""
     wall_ms = SystemClock.wall_ms
 
     def ahead_ms(clock: SystemClock) -> int:

@@ -1,12 +1,12 @@
-"""Links that hold each frame for a while and lose some: what the kernel's netem does, in a process.
+"""Links that delay each frame and lose some, as the kernel's netem does, in a process.
 
-A link is two interfaces, one towards a machine and one towards the router (namespaces.py). What the machine sends is
-held, and lost by chance; what it is sent passes at once: a round trip between two machines takes two holds. The process
-runs in a namespace that has no addresses, so that nothing gets from one end to the other but what it copies.
+A link is two interfaces, one towards a machine and one towards the router (namespaces.py). Frames from the machine are
+delayed, and lost by chance. Frames to it pass at once. So a round trip between two machines takes two delays. The
+process runs in a namespace without addresses, so only frames that it copies get from one end to the other.
 
     python -m tests.cluster.slow_links HOLD_MS LOSS SEED INSIDE=OUTSIDE...
 
-says `ready`, and at its end, as JSON, how many frames it has held and how many it has lost.
+prints `ready`, and at its end, as JSON, the numbers of delayed and of lost frames.
 """
 
 from __future__ import annotations

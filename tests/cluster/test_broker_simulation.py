@@ -1,4 +1,4 @@
-"""Whole brokers in a world of faults: `broker_simulation.py` says how, tests/crash/checker.py what must hold."""
+"""Whole brokers with simulated faults (`broker_simulation.py`), checked by tests/crash/checker.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cluster.broker_simulation import FAULTS, Fault, run
 from tests.rounds import rounds
 
 SEEDS = rounds(8, 50)
-CONTROL_SEEDS = 20  # in which each fault must be found at least once
+CONTROL_SEEDS = 20  # seeds among which each fault must be found at least once
 
 
 def test_a_broker_s_seeds_break_nothing() -> None:
@@ -39,7 +39,7 @@ def test_a_broken_group_is_noticed(fault: str) -> None:
         try:
             run(seed, fault=fault)
         except Fault as found:
-            # Messages that are lost or moved; that it comes to no end is no proof.
+            # Messages that are lost or moved. A run that does not end is no proof.
             if "no convergence" not in str(found):
                 return
     pytest.fail(f"{fault} was not found in {CONTROL_SEEDS} seeds")

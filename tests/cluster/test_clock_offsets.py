@@ -1,4 +1,4 @@
-"""How far the clock of another replica is ahead."""
+"""The distance by which another replica's clock is ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node whose clock is wrong takes over: what waits is early or late by as much at most, and comes once."""
+"""A node with a wrong clock takes over: pending messages are early or late by at most its error, and come once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drain between two groups as real processes, both of which are killed in the midst of it, again and again."""
+"""A drain between two groups as real processes, both of which are killed during it, again and again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNK = 500
 
 @contextmanager
 def two_groups(folder: Path, module: str = "timeball") -> Iterator[Groups]:
-    """Groups g1 and g2 of a node each; `module`: what runs the heir, g1."""
+    """Groups g1 and g2 of one node each. `module` runs g1, the receiver."""
     need_etcd()
     with running_groups(folder, {"g1": "a", "g2": "b"}, **{"lease-ttl-ms": "1s"}) as groups:
         for cluster in groups.values():
@@ -89,7 +89,7 @@ def end_drain(drain: subprocess.Popen[str]) -> dict[str, object]:
 
 
 def cancel(groups: Groups, name: str, ids: list[str]) -> dict[str, str]:
-    """Cancel through one group's node until each is told definitely, whichever processes are killed meanwhile."""
+    """Cancel through one group's node until each has a definite verdict, whichever processes are killed meanwhile."""
     told: dict[str, str] = {}
     deadline = time.monotonic() + BOUND_S
     while len(told) < len(ids):
@@ -109,7 +109,7 @@ def cancel(groups: Groups, name: str, ids: list[str]) -> dict[str, str]:
 
 
 def released(groups: Groups, ids: list[str]) -> Counter[str]:
-    """Have all that waits be due now, and return how often each is in a queue of any group."""
+    """Make all pending messages due now, and return how often each is in a queue of any group."""
     with client(groups, "g2") as ball:
         for at in range(0, len(ids), CHUNK):
             ball.reschedule(ids=ids[at : at + CHUNK], after="0s")
@@ -131,7 +131,7 @@ def test_both_sides_are_killed_and_each_message_is_released_once(tmp_path: Path)
         cancelled = cancel(groups, "g1", ids[:5])
         drain = start_drain(groups)
         for kill in range(2 * KILLS):
-            # A look at how far it is takes about as long as a transfer, so the kills fall anywhere in these.
+            # A look at the progress takes about as long as a transfer, so the kills hit any part of it.
             victim = node_of(groups, ("g2", "g1")[kill % 2])
             moved = wait_moved(groups, kill * MESSAGES // (2 * KILLS + 1))
             victim.kill()

@@ -1,6 +1,6 @@
-"""Members of etcd killed, stopped and started again under nodes that compete: one winner an epoch, and it goes on.
+"""Members of etcd killed, stopped and restarted while nodes compete: one winner for each epoch, without a standstill.
 
-And etcd with certificates and users, as docs/etcd.md sets it up.
+Also etcd with certificates and users, set up as docs/etcd.md says.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Election:
             await coordinator.close()
 
     async def goes_on(self, wins: int = 5) -> None:
-        """Wait until some more have been won."""
+        """Wait until `wins` further epochs have been won."""
         goal = len(self.wins) + wins
         await seen(lambda: self._has(goal))
 
@@ -81,7 +81,7 @@ class Election:
         epochs = [epoch for epoch, _ in self.wins]
         assert len(set(epochs)) == len(epochs), "two leaders of one epoch"
         assert max(epochs) <= last_epoch, "an acknowledged swap is gone"
-        # Those that are in no list were won by nodes that were not told.
+        # Epochs in no list were won by nodes that got no answer.
         assert last_epoch - RECORD.epoch - len(epochs) <= self.unknown
 
 

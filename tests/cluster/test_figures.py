@@ -1,4 +1,4 @@
-"""What measures the coordinator, run once with small numbers."""
+"""The measurement of the coordinator, run once with small numbers."""
 
 import pytest
 from tests.cluster import figures

@@ -1,4 +1,4 @@
-"""Data files of the pending table in three real processes: they are at a majority before a row names them."""
+"""Data files of the pending table in three real processes: a majority has them before a row names them."""
 
 from __future__ import annotations
 

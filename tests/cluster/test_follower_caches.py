@@ -1,4 +1,4 @@
-"""A follower's caches: applied in steps from a replica's log, they are what a broker begins with."""
+"""A follower's caches: applied in steps from a replica's log, they equal the caches of a broker's start."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_caches_applied_in_steps_have_all_pending_messages(folder: Path, steps: 
 
 
 class Shortened:
-    """A learner's log that begins with row 50: retention has let go what came before."""
+    """A learner's log that begins with row 50: retention has removed the rows before."""
 
     def __init__(self) -> None:
         files = CrashFiles()
@@ -107,7 +107,7 @@ def entry(path: str) -> FileEntry:
 def test_a_learner_whose_first_rows_are_gone_waits_for_the_snapshot_that_allows_it() -> None:
     learner = Shortened()
     learner.append_state(3)
-    learner.snapshot(40, "old")  # the one before: it counts on rows from 40 on
+    learner.snapshot(40, "old")  # the snapshot before: it needs rows from 40 on
     learner.caches.apply(learner.seq)
     assert learner.caches.files == CommittedFiles() and learner.caches.applied_seq == 0
     with pytest.raises(Corrupt, match=r"0000000006\.log is missing"):

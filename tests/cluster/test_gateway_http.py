@@ -1,4 +1,4 @@
-"""Connections that a follower forwards, and those that it answers."""
+"""Connections that a follower forwards, and those that it answers itself."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_all_is_forwarded_but_what_is_asked_of_the_node_itself() -> None:
 
 
 class Asked:
-    """Where the leader is, and how often that was asked."""
+    """The leader's address, with a count of the questions for it."""
 
     def __init__(self, address: Address | None = None) -> None:
         self.address, self.times = address, 0

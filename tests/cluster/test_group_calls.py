@@ -1,4 +1,4 @@
-"""Asking another group's leader over HTTP: a real node on the far side, and a coordinator in memory."""
+"""Calls to another group's leader over HTTP: a real node at the other end, and a coordinator in memory."""
 
 from __future__ import annotations
 

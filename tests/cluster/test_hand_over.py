@@ -1,4 +1,4 @@
-"""A leader that hands over while 5,000 scheduled messages a second come: no failed call, and each released once."""
+"""A leader hands over while 5,000 scheduled messages a second arrive: no failed call, and each is released once."""
 
 from __future__ import annotations
 

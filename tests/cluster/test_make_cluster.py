@@ -1,4 +1,4 @@
-"""`make cluster`: one command runs a cluster on this machine, and Ctrl-C ends all of it."""
+"""`make cluster`: one command runs a cluster on this machine, and Ctrl-C ends all its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica's dealings with its coordinator: one that is down, that loses answers, that says who leads."""
+"""A replica and its coordinator: one that is down, one that loses answers, one that names another leader."""
 
 from __future__ import annotations
 

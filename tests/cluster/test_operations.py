@@ -1,4 +1,4 @@
-"""What operators do, over a coordinator in memory; the nodes are entries of it, and the leader a task of the test."""
+"""Operations of operators, with a coordinator in memory. The nodes are its entries, the leader a task of the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a leader does about a request, by its state and the record."""
+"""A leader's reaction to a request, by its state and the record."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A group whose network is cut: one way, between halves, from etcd, again and again. Nothing is lost, doubled or early.
+"""A group whose network is cut: one way, between halves, from etcd, again and again. No message is lost or doubled.
 
-Each node runs in a namespace of its own (namespaces.py). What clients were told is compared with the queues in the end,
-and the logs of the replicas with each other. Every third schedule runs on a network that is slow and lossy besides.
+Each node runs in a separate namespace (namespaces.py). At the end the answers to clients are compared with the queues,
+and the logs of the replicas with each other. Every third schedule runs on a slow and lossy network.
 """
 
 from __future__ import annotations

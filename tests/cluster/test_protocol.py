@@ -1,4 +1,4 @@
-"""Single steps of the replication protocol; all of it together is run by tests/cluster/simulation.py."""
+"""Single steps of the replication protocol. tests/cluster/simulation.py runs all of it together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica's log on disks that lose power, forget, tear and rot: the rules of tests/cluster/simulated_disk.py."""
+"""A replica's log on disks that lose power, forget, tear and rot, by the rules of tests/cluster/simulated_disk.py."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_segment_that_is_begun_again_stays_as_it_is() -> None:
 
 
 class Life:
-    """A replica that does what chance says, and what its disk must hold then."""
+    """A replica that acts by chance, and the expected content of its disk."""
 
     def __init__(self, random: Random) -> None:
         self.random = random

@@ -1,4 +1,4 @@
-"""Replicas that run: three threads over real sockets and folders, with the coordinator in memory."""
+"""Running replicas: three threads over real sockets and folders, with the coordinator in memory."""
 
 from __future__ import annotations
 

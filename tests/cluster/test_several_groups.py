@@ -1,4 +1,4 @@
-"""Two groups of a cluster as real processes: any node finds, cancels and moves what the other group has."""
+"""Two groups of a cluster as real processes: any node finds, cancels and moves messages of the other group."""
 
 from __future__ import annotations
 

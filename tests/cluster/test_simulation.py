@@ -1,4 +1,4 @@
-"""The replication protocol in a world of faults: `simulation.py` says how, `simulated_checks.py` what must hold."""
+"""The replication protocol with simulated faults (`simulation.py`), checked by `simulated_checks.py`."""
 
 from __future__ import annotations
 

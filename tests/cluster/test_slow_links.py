@@ -1,4 +1,4 @@
-"""The slow network of test_partitions.py: it holds what is sent, and loses some; another one loses nothing."""
+"""The slow network of test_partitions.py delays frames and loses some. Another network loses nothing."""
 
 from __future__ import annotations
 

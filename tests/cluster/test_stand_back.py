@@ -1,4 +1,4 @@
-"""A replica whose clock is far off the majority's lets others lead first, and leads when none does."""
+"""A replica whose clock differs from the majority's lets others lead first, and leads if none does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Real processes of a group under load: their leader is killed, wiped or stopped, their etcd is gone.
+"""Real processes of a group under load: their leader is killed, wiped or stopped, or etcd is gone.
 
-What clients were told is compared with what there is in the end by the total-queue checker; see besieged.py. Each test
-prints how long takeovers took: `pytest -s`.
+The total-queue checker compares the answers to clients with the final state (besieged.py). Each test prints how long
+takeovers took: `pytest -s`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Three replicas in one process: their threads, real sockets and folders, one coordinator in memory.
+"""Three replicas in one process: their threads, real sockets and folders, and one coordinator in memory.
 
-A replica that leads appends through a real LogWriter. One that must end is closed, as its process would end, and stays
-so until the test starts it again.
+A leading replica appends through a real LogWriter. A replica that must end is closed, as its process would end, and
+stays closed until the test starts it again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`timeball` with a fence taken out: `python -m tests.cluster.unfenced serve …`, UNFENCED says which.
+"""`timeball` without a fence: `python -m tests.cluster.unfenced serve …`. UNFENCED names the fence.
 
-    lease       the leader does not look at its lease
-    all         nor at a refusal or another's record, and followers acknowledge what is of an epoch that is over
+    lease       the leader does not check its lease
+    all         also not a refusal or another's record, and followers acknowledge rows of an epoch that has ended
 
-For tests alone: the first shows that the epoch fences by itself, the second that the tests would see a leader without.
+For tests only: the first shows that the epoch fences by itself, the second that the tests would notice its absence.
 """
 
 from __future__ import annotations

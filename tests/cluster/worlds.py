@@ -1,4 +1,4 @@
-"""Where the contract of coordinators is tried: in memory, and on three real members of etcd."""
+"""The environments for the contract of coordinators: in memory, and on three real members of etcd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _names = itertools.count()
 
 
 class Repeating:
-    """A store whose transactions are carried out twice, as after a lost answer: the caller hears of the second."""
+    """A store that carries each transaction out twice, as after a lost answer. The caller gets the second answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,6 +1,6 @@
-"""A replica's log that is written as its leader says, and what of it must be there after a power cut.
+"""A replica's log written as its leader orders, and the parts that must be there after a power cut.
 
-The frames are real ones. `Written` does what the protocol does: it begins a segment when a commit does not fit, syncs
+The frames are real. `Written` does what the protocol does: it begins a segment when a commit does not fit, syncs
 before that and at the end of each batch, and cuts only at ends of frames.
 """
 
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Written:
-    """What was written since the beginning, without what was cut."""
+    """All written frames from the beginning, without those that were cut."""
 
     entries: list[Entry] = field(default_factory=list)
     headers: dict[int, bytes] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Written:
         return self.entries[-1].end if self.entries else BEGINNING
 
     def commit(self, log: ReplicaLog, frames: int, rows: int = 1) -> None:
-        """Write a commit of so many frames, which its leader had on its own disk only up to its beginning."""
+        """Write a commit of `frames` frames. The leader's own disk has only the rows before it."""
         seq = max(self.end.seq, 1)
         size_bytes = sum(len(_frame(seq + n * rows, rows, self.epoch, fmt.ALIGN, 0)) for n in range(frames))
         begin, ordinal, position = log.place_commit(size_bytes, seq, NOW_MS, self.epoch)

@@ -1,19 +1,19 @@
-"""A total-queue checker: what was acknowledged, what came out, and every way in which the two can disagree.
+"""A total-queue checker: compares the acknowledged operations with the final state, and lists every contradiction.
 
-Knows nothing of how the rows were got; it is code with tests of its own (test_checker.py), because a checker
-that sees nothing makes every harness green. What it calls by name:
+It does not know how the rows were produced. It has tests of its own (test_checker.py), because a checker that
+finds nothing makes every harness pass. Its words:
 
     lost          acknowledged, never cancelled, and not in its queue
     doubled       in its queue, or settled in the log, more than once
-    early         visible before its instant, or its record says so
+    early         visible before its due time, or its record says so
     resurrected   delivered although a cancel was acknowledged
-    corrupted     delivered with another body, instant or topic
-    unexpected    delivered although nobody sent it
-    moved         seen by a consumer before the crash, and now not where it was
+    corrupted     delivered with another body, due time or topic
+    unexpected    delivered although it was never sent
+    moved         seen by a consumer before the crash, and now at another position
     gap           the offsets of a queue are not dense, or not in the order of the log
-    misjudged     a cancel got a verdict that is not true
+    misjudged     a cancel got a false verdict
     unsettled     in the log, due, and neither released nor cancelled
-    offset        a group's stored offset lies beyond its queue, or behind what was saved
+    offset        a group's stored offset is after the end of its queue, or before the saved one
     topic         a topic created and acknowledged is gone, or has fewer queues
 """
 
@@ -29,7 +29,7 @@ CANCELLED = ("cancelled", "already_cancelled")
 
 
 class Place(NamedTuple):
-    """Where a visible row stands."""
+    """The position of a visible row."""
 
     topic: str
     queue_id: int
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """One disagreement."""
+    """One contradiction."""
 
     kind: str
     text: str
@@ -57,18 +57,18 @@ class Fault(NamedTuple):
 
 @dataclass(slots=True)
 class Sent:
-    """What a producer handed over. `due_ms` is None for an ordinary message; `acked`: the answer came."""
+    """One sent message. `due_ms` is None without a delay. `acked`: it was acknowledged."""
 
     key: str
     topic: str
     body: bytes
     due_ms: int | None
     acked: bool = False
-    is_at_least: bool = False  # a level's wait begins with the broker's clock: it is due then or later
-    maybe_due: set[int] = field(default_factory=set)  # moves asked for, that nobody has answered
+    is_at_least: bool = False  # the delay of a level begins with the broker's clock: it is due then or later
+    maybe_due: set[int] = field(default_factory=set)  # requested moves without an answer
 
     def move(self, due_ms: int) -> None:
-        """A move was answered: it is due then, unless another one is asked for at the same time."""
+        """A move was answered: it is due then, unless another move is in flight."""
         self.maybe_due.discard(due_ms)
         if self.maybe_due:
             self.maybe_due |= {due_ms, self.due_ms or 0}
@@ -77,7 +77,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Observed:
-    """What the world outside knows: only what was answered before the power went."""
+    """The knowledge of clients: only answers before the power cut."""
 
     sent: dict[str, Sent] = field(default_factory=dict)
     cancel_asked: set[str] = field(default_factory=set)
@@ -90,19 +90,19 @@ class Observed:
     paused_ms: dict[str, int] = field(default_factory=dict)  # of those whose pause was answered
 
     def see(self, row: Row, now_ms: int) -> None:
-        """A consumer was given this row at `now_ms`."""
+        """A consumer received this row at `now_ms`."""
         if row.due_ms is not None and row.due_ms > now_ms:
             self.early.append(Fault("early", f"{row.key} due {row.due_ms} was visible at {now_ms}"))
         self.seen[row.place] = row
 
     def is_cancelled(self, key: str) -> bool:
-        """Whether somebody was told that it will not come."""
+        """Whether a client was told that it will not be delivered."""
         return any(verdict in CANCELLED for verdict in self.verdicts.get(key, []))
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What there is in the end, when everything is due."""
+    """The final state, when everything is due."""
 
     rows: list[Row] = field(default_factory=list)
     ranges: dict[tuple[str, int], tuple[int, int]] = field(
@@ -115,7 +115,7 @@ class Outcome:
 
 
 def check(observed: Observed, outcome: Outcome) -> list[Fault]:
-    """Every disagreement; empty when all is well."""
+    """List every contradiction. Empty if all is correct."""
     return [
         *observed.early,
         *_deliveries(observed, outcome),
@@ -129,10 +129,10 @@ def check(observed: Observed, outcome: Outcome) -> list[Fault]:
 
 
 def _deliveries(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """Each thing sent, against how often it came out."""
+    """Compare each sent message with its deliveries."""
     places: dict[str, set[Place]] = {}
     for row in [*observed.seen.values(), *outcome.rows]:
-        # What a consumer saw and retention has let go since counts as delivered.
+        # A row that a consumer saw and retention has removed since counts as delivered.
         places.setdefault(row.key, set()).add(row.place)
     for key, sent in observed.sent.items():
         count = len(places.get(key, ()))
@@ -145,7 +145,7 @@ def _deliveries(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 
 
 def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """Each row that came out, against what was sent."""
+    """Compare each delivered row with its send."""
     for row in outcome.rows:
         sent = observed.sent.get(row.key)
         if sent is None:
@@ -161,7 +161,7 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 
 
 def _queues(outcome: Outcome) -> Iterator[Fault]:
-    """Offsets are dense over what is kept, and grow with the log."""
+    """Offsets are dense over the kept rows, and ascend with the log."""
     by_queue: dict[tuple[str, int], list[Row]] = {queue: [] for queue in outcome.ranges}
     for row in [*outcome.rows, *outcome.waited]:
         by_queue.setdefault((row.place.topic, row.place.queue_id), []).append(row)
@@ -175,7 +175,7 @@ def _queues(outcome: Outcome) -> Iterator[Fault]:
 
 
 def _seen(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """What a consumer was given stays where it was, until retention lets it go."""
+    """A received row stays at its position until retention removes it."""
     now = {row.place: row for row in outcome.rows}
     for place, row in observed.seen.items():
         low, _ = outcome.ranges.get(place[:2], (0, 0))
@@ -207,7 +207,7 @@ def _log(outcome: Outcome) -> Iterator[Fault]:
 
 
 def _offsets(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """Stored offsets lie inside their queues and do not fall behind what was saved."""
+    """Stored offsets are within their queues, and not before the saved ones."""
     for (group, topic), offsets in outcome.offsets.items():
         for queue, offset in offsets.items():
             if offset > outcome.ranges.get((topic, queue), (0, 0))[1]:

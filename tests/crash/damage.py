@@ -1,9 +1,9 @@
-"""Damage to one file of a data folder: a bit, a block, the end, the file, the folder. And what came of it.
+"""Damage to one file of a data folder: a bit, a block, the end, the file, the folder. And its effect:
 
-same       nothing that can be seen has changed: it was a cache, or nobody needs these bytes
-refused    the start, or a later step, ended with a storage error that names the file and says what to do
-silent     a look at the folder shows something else, without a word: what must never happen
-fault      another error than that, or one that names no file, or leaves the operator without advice
+same       no visible change: the file was a cache, or nothing needs these bytes
+refused    the start, or a later step, ended with a storage error that names the file and the remedy
+silent     a look at the folder shows another content, without an error: this must never happen
+fault      another error, or one that names no file or no remedy
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it, and how that was told."""
+    """The effect, and its report."""
 
     damage: Damage
     outcome: str
@@ -99,7 +99,7 @@ def kind_of(name: str) -> str | None:
 
 
 def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
-    """So many damages, as many of each kind of file as of any other."""
+    """Draw `count` damages, equally many for each kind of file."""
     rng = np.random.default_rng(seed)
     by_kind: dict[str, list[str]] = {}
     for name in names(kept.files):
@@ -117,12 +117,12 @@ def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
 
 
 def written(files: CrashFiles, name: str) -> int:
-    """Bytes up to the last one that is not zero: behind it nobody has written."""
+    """Return the bytes up to the last one that is not zero."""
     return len(files.content(name).rstrip(b"\0"))
 
 
 def change_value(files: CrashFiles, key: str) -> None:
-    """Set the numbers of the last META row of `key` to 0, and write its frame as if it had always said so."""
+    """Set the numbers of the last META row of `key` to 0, and write its frame with a valid checksum."""
     folder = FolderDump(files)
     found = [f for segment in folder.segments for f in folder.walk(segment) if isinstance(f, InspectedFrame)]
     mine = next(f for f in reversed(found) if key in f.rows.column("unique_key").to_pylist())
@@ -142,7 +142,7 @@ def change_value(files: CrashFiles, key: str) -> None:
 
 
 def difference(expected: object, found: object) -> str:
-    """What is gone and what is new, of lists; else both."""
+    """Return missing and new elements of lists, otherwise both values."""
     if not isinstance(expected, list) or not isinstance(found, list):
         return f"{expected} became {found}"[:600]
     pairs = (expected, found), (found, expected)
@@ -166,7 +166,7 @@ def result(kept: Kept, expected: Look, damage: Damage) -> Result:
         )
         advised = "restore" in str(error) or "start the broker again" in str(error)
         return Result(damage, "refused" if told and advised else "fault", str(error))
-    except BaseException as error:  # whatever it is: a user would be told of a fault in Timeball
+    except BaseException as error:  # of any kind: a user would be told of a fault in Timeball
         return Result(damage, "fault", repr(error))
     wrong = [key for key in expected if found[key] != expected[key]]
     text = ", ".join(f"{key}: {difference(expected[key], found[key])}" for key in wrong)

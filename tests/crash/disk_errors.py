@@ -1,8 +1,8 @@
-"""A life with one failing call to the disk: what fails is refused or ends the broker, and a start loses nothing.
+"""A run with one failing disk call: it is refused or ends the broker, and a restart loses no message.
 
-A scenario runs until a step meets the error. If the node goes on, so does the scenario, as a client would whose request
-was refused; if it fails, it is stopped in order, as `serve` stops one. Then the disk is mended, the node started again,
-and all becomes due. Calls of the library that keeps the Delta table fail for real: descriptors or room run out.
+A scenario runs until a step meets the error. If the node continues, so does the scenario, like a client whose request
+was refused. If the node fails, it is stopped in order, as `serve` stops one. Then the disk is repaired, the node
+restarted, and all becomes due. Calls of the Delta table's library fail for real: descriptors or space run out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERRORS: dict[str, Callable[[], TimeballError]] = {
     "EMFILE": lambda: DiskFailed("opening of this test failed: Too many open files (errno 24)"),
     "ENOSPC": lambda: OverLimit("disk full while this test writes"),
 }
-STEP_S = 3  # many times what a step takes
+STEP_S = 3  # many times the length of a step
 IN_DELTA: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "EMFILE in Delta": no_descriptors,
     "EFBIG in Delta": no_room,
@@ -38,7 +38,7 @@ IN_DELTA: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 @dataclass(frozen=True)
 class Injected:
-    """Which call fails, how, and whether all later ones do, too."""
+    """The call that fails, its error, and whether all later calls fail, too."""
 
     scenario: str
     error: str
@@ -47,7 +47,7 @@ class Injected:
 
 
 class FailingFiles(CutFiles):
-    """Also the library's calls fail, from the n-th time it is let into the folder until the next call of ours."""
+    """Also the library's calls fail, from the n-th time it gets the folder until the next call of Timeball."""
 
     fails_in_delta: Callable[[], AbstractContextManager[None]] | None = None
     external_calls = 0
@@ -65,19 +65,19 @@ class FailingFiles(CutFiles):
         return path
 
     def relieve(self) -> None:
-        """Let the library work again."""
+        """Let the library's calls work again."""
         self._starving.close()
 
 
 def calls_of(scenario: str) -> tuple[int, int]:
-    """How many calls a life makes, and how often the library is let in."""
+    """The number of calls of a run, and how often the library gets the folder."""
     files = FailingFiles()
     _live(files, World(files, ManualClock(), **SETTINGS.get(scenario, {})), scenario)
     return files.calls, files.external_calls
 
 
 def drawn(count: int, seed: int, scenarios: list[str]) -> list[Injected]:
-    """So many injections, over all scenarios, errors and calls."""
+    """List `count` injections over all scenarios, errors and calls."""
     rng = np.random.default_rng(seed)
     lengths = {name: calls_of(name) for name in scenarios}
     found = []
@@ -91,7 +91,7 @@ def drawn(count: int, seed: int, scenarios: list[str]) -> list[Injected]:
 
 @dataclass(frozen=True)
 class Life:
-    """How a life with an error went: what ended it, and what is wrong after the next start."""
+    """A run with an error: the error that ended it, and the contradictions after the next start."""
 
     injected: Injected
     ended_by: BaseException | None
@@ -99,7 +99,7 @@ class Life:
 
 
 def lived(injected: Injected, spoil: Callable[[CutFiles], None] = lambda files: None) -> Life:
-    """Live with an error, start again, and look. `spoil` is for controls: what it does to the disk must be noticed."""
+    """Run with an error, restart, and compare. `spoil` is for controls: it damages the disk, which must be noticed."""
     files, settings = FailingFiles(), SETTINGS.get(injected.scenario, {})
     world = World(files, ManualClock(), **settings)
     if injected.error in IN_DELTA:
@@ -112,14 +112,14 @@ def lived(injected: Injected, spoil: Callable[[CutFiles], None] = lambda files: 
     faults = run(end_of_days(World(files, world.clock, world.observed, **settings)))
     no_room = isinstance(ended_by, SetupError) and "no room" in str(
         ended_by
-    )  # a start that says which option to turn
+    )  # a start whose error names the option to change
     if ended_by is not None and explain(ended_by)[1] != ExitCode.STORAGE and not no_room:
         faults.append(Fault("code", f"{ended_by!r} ends the process with {explain(ended_by)[1]!r}"))
     return Life(injected, ended_by, faults)
 
 
 def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | None:
-    """What ended the node; None when it has lived to its end."""
+    """The error that ended the node. None if it ran to its end."""
 
     async def main() -> BaseException | None:
         try:
@@ -133,7 +133,7 @@ def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | N
             try:
                 async with asyncio.timeout(STEP_S):
                     await step(world)
-            except TimeoutError:  # all that is due is not settled as long as the disk is full
+            except TimeoutError:  # due messages are not settled while the disk is full
                 break
             except Exception as error:
                 files.relieve()
@@ -158,13 +158,13 @@ def _is_up(world: World) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether this is a fault in Timeball: no error of its own, and not of a step that misses what was refused."""
+    """Whether this is a fault in Timeball: not one of its errors, and not in a step that needs a refused one."""
     frames = traceback.extract_tb(error.__traceback__)
     return not isinstance(error, TimeballError) and "/src/timeball/" in frames[-1].filename
 
 
 async def _stopped(world: World) -> None:
-    """As in order as the disk allows: `serve` ends with the first error, whatever the stop meets."""
+    """Stop as cleanly as the disk allows: `serve` ends with the first error, whatever the stop raises."""
     if _is_up(world):
         try:
             await world.stop()

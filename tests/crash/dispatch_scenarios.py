@@ -1,4 +1,4 @@
-"""The life of a broker that leaves what is near to a dispatcher, who brings some of it, some twice, and some never."""
+"""Scenarios with an external dispatcher, which brings some messages, some of them twice, and others never."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def cancel_some(*numbers: int) -> Step:
 
 
 async def lease(world: World) -> None:
-    """A dispatcher is at work."""
+    """Register a dispatcher."""
     world.broker.delivery.lease_to_dispatcher(LEASE_MS)
 
 
 def pass_by(ms: int, dispatched: int) -> Step:
-    """Time passes in steps of a second, until so many are left to him; nobody waits for what is due."""
+    """Let time pass in steps of a second, until `dispatched` messages are left to the dispatcher."""
 
     async def step(world: World) -> None:
         for _ in range(ms // SECOND_MS):
@@ -45,7 +45,7 @@ def pass_by(ms: int, dispatched: int) -> Step:
 
 
 def bring(every: int) -> Step:
-    """He brings each so manieth of the rows that are due, in files of any age."""
+    """Bring every n-th of the due rows, in files of any age."""
 
     async def step(world: World) -> None:
         for file in world.broker.scheduling.hour_log.pending.all():
@@ -60,7 +60,7 @@ def bring(every: int) -> Step:
     return step
 
 
-# Left to him: by compaction and by a bulk job; brought, cancelled, brought twice, never brought; saved in between.
+# Left to the dispatcher by compaction and by a bulk job: brought, cancelled, brought twice, never brought. With a save.
 DISPATCH: list[Step] = [
     lambda w: w.start(),
     lambda w: w.send("a", [None, 500, NEAR_MS, NEAR_MS, NEAR_MS + 1, NEAR_MS + 2, 2 * HOUR_MS]),  # k0 to k6

@@ -1,9 +1,9 @@
-"""A data folder with something of every kind in it, and one long look at what it holds: what damage is measured by.
+"""A data folder with content of every kind, and a complete look at it, by which damage is measured.
 
 `lived` leaves messages, scheduled messages in tail and table, delay levels, receipts, half messages, groups, offsets,
-cancelled and moved scheduled messages, a campaign in each state, several segments, an older and a newer version of the
-table, behind a clean stop. `look` starts on such a folder, does with it what users do until all is due, and returns
-everything that could be seen on the way: two folders that hold the same give two equal looks.
+cancelled and moved scheduled messages, a campaign in each state, several segments, and two versions of the
+table, after a clean stop. `look` starts on such a folder, uses it like users until all is due, and returns
+everything visible meanwhile. Two folders with the same content give equal looks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """A folder after a clean stop, and what the world outside knows of it."""
+    """A folder after a clean stop, and the knowledge of its clients."""
 
     files: CrashFiles
     clock: ManualClock
@@ -62,7 +62,7 @@ class Kept:
 
 
 def lived(variant: str) -> Kept:
-    """Live until a clean stop."""
+    """Run until a clean stop."""
     world = World(CutFiles(), ManualClock(), **VARIANTS[variant])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "CHECKPOINT_EVERY", 3)
@@ -104,7 +104,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
         if compacts:
             await world.compact()
         await world.checkpoint()
-    # Behind the first segments, which may go in one of the variants: these keep the log from themselves on.
+    # After the first segments, which one of the variants removes. These messages keep the later log.
     await world.send_levels("b", [1, 5, 9, 14, 18])
     halves = [await prepare(world, topic=["half"]), await prepare(world, topic=["half"], unique_key=["B0"])]
     await world.reschedule([far[1]], 90 * MINUTE_MS)
@@ -128,7 +128,7 @@ Look = dict[str, Any]
 
 
 def look(kept: Kept, files: CrashFiles) -> Look:
-    """Everything that can be seen of a folder from its start until all is due; raises what a user would be told."""
+    """Everything visible of a folder from its start until all is due. Raises the errors that a user would get."""
 
     async def main() -> Look:
         world = kept.world(files)
@@ -167,14 +167,14 @@ async def _look(world: World, kept: Kept) -> Look:
     outcome = await world.outcome()
     found["rows"] = sorted((r.place.topic, r.key, r.body, str(r.due_ms)) for r in outcome.rows)
     found["waited"] = sorted((r.key, r.body) for r in outcome.waited)
-    # What comes back to a group stands in its retry topic besides, and half messages are not in the observer's book.
+    # Messages that come back to a group are also in its retry topic, and half messages are not in the observer's list.
     observed = world.observed
     outcome.rows = [row for row in outcome.rows if not row.place.topic.startswith(AGAIN)]
     outcome.ranges = {queue: ends for queue, ends in outcome.ranges.items() if not queue[0].startswith(AGAIN)}
     outcome.offsets = {of: offsets for of, offsets in outcome.offsets.items() if not of[1].startswith(AGAIN)}
     observed.seen = {place: row for place, row in observed.seen.items() if not place.topic.startswith(AGAIN)}
     found["faults"] = [fault for fault in check(world.observed, outcome) if fault.kind != "unexpected"]
-    # Rows of this life have other numbers each time: what groups have come to is a row, once a second.
+    # Rows of this run have different numbers each time: the offsets of groups are a row, once a second.
     found["settled"] = sorted(min(seq, new_seq) for seq in outcome.settled)
     if world.failure is not None:
         raise world.failure  # it would have ended the process
@@ -183,7 +183,7 @@ async def _look(world: World, kept: Kept) -> Look:
 
 
 def known(world: World) -> Look:
-    """What the broker says of itself after a start."""
+    """The broker's own figures after a start."""
     broker = world.broker
     adds = DeltaTable(world.broker.pending_table.catalog.uri).get_add_actions(flatten=True)
     # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.

@@ -1,7 +1,7 @@
-"""Lives of brokers whose scheduled messages are kept by another strategy than the hour log, and of one that changes it.
+"""Scenarios with the strategies other than `hour_log`, and one that changes the strategy.
 
-A wheel's ring is a minute here, so that what is due in three rolls; a cascade takes a hop for each digit of the
-time left. Both write scheduled messages again, so these lives have moves in flight, durable, and older than a
+A wheel's ring is a minute here, so a message due in three minutes rolls. A cascade takes a hop for each digit of the
+remaining time. Both rewrite scheduled messages, so there are moves in flight, durable ones, and ones older than a
 checkpoint.
 """
 
@@ -45,7 +45,7 @@ def change_to(schedule: str) -> Step:
     return change
 
 
-# Near and far, late and beyond the ring; cancels of what waits, rolls, is near, released; files of a bulk job beside.
+# Near and far, late and beyond the ring. Cancels of pending, rolling, near and released messages. Files of a bulk job.
 KEPT: list[Step] = [
     lambda w: w.start(),
     lambda w: w.send("a", [None, 500, 5 * SECOND_MS, 40 * SECOND_MS, 3 * MINUTE_MS, 2 * HOUR_MS]),  # k0 to k5

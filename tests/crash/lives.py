@@ -1,4 +1,4 @@
-"""Run a scenario up to a cut, and find out what is left: what the tests of this folder share."""
+"""Run a scenario up to a power cut, and list the contradictions. The tests of this folder share it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cut:
-    """What a cut left: the disk, what the world outside knows, and when it was."""
+    """The state after a cut: the disk, the knowledge of clients, and the time."""
 
     scenario: str
     files: CrashFiles
@@ -38,7 +38,7 @@ class Cut:
 
 
 def run(main: Awaitable[T]) -> T:
-    """On an event loop of its own. The broker's words about torn tails and stopped logs are expected here."""
+    """Run on a separate event loop. Log lines about torn tails and stopped logs are expected here."""
     logging.disable(logging.CRITICAL)
     try:
         with asyncio.Runner() as runner:
@@ -48,7 +48,7 @@ def run(main: Awaitable[T]) -> T:
 
 
 def live(name: str, crash_at: int | None = None, *, durability: str = "sync", **control: bool) -> Cut:
-    """Live through a scenario until the power goes at call `crash_at`, or to its end."""
+    """Run a scenario until the power cut at call `crash_at`, or to its end."""
     files, clock = CutFiles(crash_at=crash_at, **control), ManualClock()
     settings = {"durability": durability, **SETTINGS.get(name, {})}
     world = World(files, clock, **settings)
@@ -63,7 +63,7 @@ def live(name: str, crash_at: int | None = None, *, durability: str = "sync", **
 
 
 async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[None]]) -> None:
-    """Run `main` until it ends or the power goes; then throw the node away. Raises what `main` raises by itself."""
+    """Run `main` until it ends or the power is cut, then discard the node. Raises the errors of `main`."""
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
 
@@ -85,12 +85,12 @@ async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[
 
 
 def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
-    """Start on what the disk kept, let everything become due, and compare; then once more after another cut."""
+    """Start on the surviving disk, let everything become due, and compare. Then once more after another cut."""
 
     async def main() -> list[Fault]:
         world = cut.world(image)
         found = await end_of_days(world)
-        # What the recovery itself has acknowledged must survive a second cut that keeps nothing unsynced.
+        # Acknowledgements of the recovery itself must survive a second cut that keeps no unsynced data.
         again = World(image.crash(survival="nothing"), world.clock, world.observed, **cut.settings)
         return found or await end_of_days(again)
 
@@ -99,12 +99,12 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
     except PowerCut:
         raise
     except Exception as error:
-        # A start that fails on what a cut left is the worst of all outcomes, whatever it raises.
+        # A start that fails after a cut is the worst of all outcomes, whatever it raises.
         return [Fault("broken", repr(error))]
 
 
 async def end_of_days(world: World) -> list[Fault]:
-    """Nothing may show early after a restart; then all becomes due."""
+    """Nothing may be visible early after a restart. Then all becomes due."""
     await world.start()
     try:
         await world.settled()
@@ -122,6 +122,6 @@ async def end_of_days(world: World) -> list[Fault]:
 
 
 def report(cut: Cut, seed: int, survival: Survival, found: list[Fault]) -> str:
-    """One command away: what to give to `faults_after` to see this again."""
+    """The arguments for `faults_after` that reproduce this."""
     lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:5])
     return f"{cut.scenario}, {cut.at}, image seed={seed} survival={survival!r}:\n  {lines}"

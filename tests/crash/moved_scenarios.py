@@ -1,4 +1,4 @@
-"""Lives in which messages are moved: to sooner, to later, and again, wherever they wait and whoever keeps them."""
+"""Scenarios with rescheduled messages: to earlier, to later, and again, with each strategy and in each place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cancel_some(*numbers: int) -> Step:
 
 
 def move_some(delay_ms: int, *numbers: int) -> Step:
-    """Move to so far from now, by the numbers of the keys."""
+    """Reschedule to a time relative to now, by the numbers of the keys."""
 
     async def move(world: World) -> None:
         await world.reschedule([f"k{number:05d}" for number in numbers], delay_ms)

@@ -1,4 +1,4 @@
-"""What the broker is doing when the power goes: short lives that together use every call to the disk.
+"""Short runs of a broker that together use every call to the disk.
 
 A scenario is a list of steps, so that a test may go on behind a step that was refused. Delays are in
 milliseconds from the moment of the step.
@@ -27,7 +27,7 @@ def cancel_some(*numbers: int) -> Step:
     return cancel
 
 
-# Append and release; cancels of what is near, far, released, unknown; consumers; checkpoint; clean stop; restart.
+# Append and release. Cancels of near, far, released and unknown messages. Consumers, checkpoint, clean stop, restart.
 PLAIN: Scenario = [
     lambda w: w.start(),
     lambda w: w.create_topic("made", 3),
@@ -51,7 +51,7 @@ PLAIN: Scenario = [
     lambda w: w.stop(),
 ]
 
-# The broker's own compaction, twice; cancels and releases of what lies in the table; a file rewritten.
+# The broker's own compaction, twice. Cancels and releases of messages in the table. A rewritten file.
 COMPACT: Scenario = [
     lambda w: w.start(),
     lambda w: w.send("a", [None, 500, 2 * SECOND_MS, FAR_MS, FAR_MS, 3 * HOUR_MS]),  # k0 to k5
@@ -105,7 +105,7 @@ BULK: Scenario = [
     lambda w: w.checkpoint(),
 ]
 
-# A campaign that is paused, resumed and ended, with others in its files and single scheduled messages of it cancelled
+# A campaign that is paused, resumed and ended, with other messages in its files. Some of its messages are cancelled
 # meanwhile.
 CAMPAIGN: Scenario = [
     lambda w: w.start(),
@@ -137,7 +137,7 @@ CAMPAIGN: Scenario = [
     lambda w: w.checkpoint(),
 ]
 
-# Segments that fill up and go again, with what waits in them; files that lie behind taken out of the table.
+# Segments that fill up and are removed, with pending messages in them. Files without pending messages are removed.
 ROLL: Scenario = [
     lambda w: w.start(),
     lambda w: w.send("a", [None, 500, FAR_MS, HOUR_MS], 100_000),  # k0 to k3
@@ -163,7 +163,7 @@ ROLL: Scenario = [
     lambda w: w.let_go(),
 ]
 
-# Scheduled messages whose instant had passed when they came, saved in the middle of it: "all before T is settled" steps
+# Scheduled messages with past due times, saved in the middle: the mark "all before T is settled" steps
 # back.
 LATE: Scenario = [
     lambda w: w.start(),
@@ -192,7 +192,7 @@ LATE: Scenario = [
     lambda w: w.advance(SECOND_MS),
 ]
 
-# Delay levels: near and far, some cancelled; segments that would go were it not for what waits in them.
+# Delay levels: near and far, some cancelled. Pending messages keep segments from removal.
 LEVELS: Scenario = [
     lambda w: w.start(),
     lambda w: w.send_levels("a", [1, 2, 3, 4, 5, 14]),  # k0 to k5: 1 s, 5 s, 10 s, 30 s, 1 min, 10 min
@@ -238,7 +238,7 @@ SCENARIOS: dict[str, Scenario] = {
     **dispatch_scenarios.SCENARIOS,
     **moved_scenarios.SCENARIOS,
 }
-# Retention keeps nothing that nobody needs, so that these scenarios can see segments go.
+# Retention keeps only needed rows, so that these scenarios see the removal of segments.
 SETTINGS: dict[str, dict[str, Any]] = {
     "roll": {"retention_ms": 1, "unread_retention_ms": 1},
     "levels": {"retention_ms": 1, "unread_retention_ms": 1},

@@ -1,11 +1,11 @@
-"""A broker process that is killed again and again, the clients that talk to it, and what they were told.
+"""A broker process that is killed again and again, its clients, and the answers that they received.
 
-The broker is `timeball serve`, its files are real, and the clients are threads with real connections that never
-stop: when the broker goes they meet `Unavailable`, and go on. `Observed` holds only what was
-answered. A kill waits until the clients have come so far (a count of one kind of event, drawn from a seed), so that
-it falls into the midst of whatever the other threads are having done at that moment.
+The broker is `timeball serve` with real files, and the clients are threads with real connections that never
+stop: when the broker dies they get `Unavailable`, and continue. `Observed` holds only
+answers. A kill waits for a number of events of one kind, drawn from a seed, so that
+it hits the other threads in the middle of their work.
 
-In the end the folder is opened by a node whose clock is ahead by more than the longest delay: everything is due.
+At the end a node whose clock is ahead by more than the longest delay opens the folder: everything is due.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOPICS = {"a": 2, "b": 3}
 LEVELS_MS = (SECOND_MS, 5 * SECOND_MS, 10 * SECOND_MS, 30 * SECOND_MS)  # RocketMQ's first four
 CLOCK = SystemClock()
 
-# Everything that can be small is small: each life sees compactions, checkpoints and several segments.
+# All limits are small: each run has compactions, checkpoints and several segments.
 BUSY = {
     "segment-bytes": "1MiB",
     "checkpoint-interval-ms": "300",
@@ -85,7 +85,7 @@ class BrokerProcess:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a process; it has been ready."""
+        """Whether there is a process. It has been ready."""
         return self._process is not None
 
     def start(self, give_up_ms: float = BOUND_S * 1_000) -> bool:
@@ -115,24 +115,24 @@ class BrokerProcess:
 
     @property
     def remoting_port(self) -> int:
-        """Where RocketMQ clients send to."""
+        """The address for RocketMQ clients."""
         return self._remoting_port
 
     def kill(self) -> None:
-        """SIGKILL: nothing of the process is asked. An end for another reason is a failure."""
+        """SIGKILL, without a request to the process. An earlier end for another reason is a failure."""
         assert self._process is not None
         process, self._process = self._process, None
         code = process.end(signal.SIGKILL)
         assert code == -signal.SIGKILL, f"ended with {code} before it was killed: {process.errors}"
 
     def clear(self) -> None:
-        """No process stays behind, whatever happened."""
+        """End every process, whatever happened."""
         if self._process is not None:
             self._process.end(signal.SIGKILL)
 
 
 class Siege:
-    """One data folder over many lives of its broker."""
+    """One data folder over many runs of its broker."""
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class Siege:
         pause_ms: int = 0,
         schedule: str = "hour_log",
     ) -> None:
-        """`schedule` is what the broker keeps its scheduled messages with; those without a table compact nothing.
+        """`schedule` is the broker's strategy. Strategies without a table compact nothing.
 
-        `pause_ms`: how long each client rests after each step; without a rest they take all there is."""
+        `pause_ms`: the pause of each client after each step. Without a pause they use the whole machine."""
         self._pause_s = pause_ms / 1_000
         chosen = {**(BUSY if options is None else options), "strategy": schedule}
         self.broker = BrokerProcess(data, chosen, loads_late=options is None)
@@ -197,7 +197,7 @@ class Siege:
             thread.start()
 
     def kill(self) -> None:
-        """At a moment drawn from the seed; then start again."""
+        """Kill at a moment drawn from the seed, then start again."""
         events = [event for event in self.MOMENTS if self._compacts or not event.startswith("compact")]
         event = str(self._rng.choice(events))
         count = int(self._rng.integers(0, self.MOMENTS[event] + 1))
@@ -230,7 +230,7 @@ class Siege:
             raise self._broken[0]
 
     def until(self, true: Callable[[], object], what: str) -> None:
-        """Wait for what the clients bring about; a client that has failed brings about nothing."""
+        """Wait for an effect of the clients. A client that has failed has none."""
         with self._changed:
             self._changed.wait_for(lambda: true() or self._broken, BOUND_S)
             if self._broken:
@@ -238,7 +238,7 @@ class Siege:
             assert true(), f"did not happen in {BOUND_S} s: {what} ({self})"
 
     def faults(self, schedule: str = "hour_log") -> list[Fault]:
-        """Kill once more, let everything become due, compare. `schedule` is who takes over what waits."""
+        """Kill once more, let everything become due, compare. `schedule` is the strategy of the last start."""
         self.end_clients()
         self.broker.kill()
         self._note_saved_offsets()
@@ -266,7 +266,7 @@ class Siege:
         return float(self._rng.uniform(0.3, 1.0)) * float(np.median(self.broker.starts_ms))
 
     def _note_saved_offsets(self) -> None:
-        """What is on disk while nobody runs must be there afterwards."""
+        """Data on disk while no broker runs must be there afterwards."""
         folder = FolderDump(RealFiles(self.broker.data))
         rows = [
             f.rows
@@ -306,7 +306,7 @@ class Siege:
             self._changed.notify_all()
 
     def sends(self, count: int) -> None:
-        """Wait for so many more acknowledgements, or for the end."""
+        """Wait for `count` further acknowledgements, or for the end."""
         wanted = self.counts["acknowledged"] + count
         with self._changed:
             self._changed.wait_for(
@@ -314,7 +314,7 @@ class Siege:
             )
 
     def ask(self, topic: str, dues_ms: list[int | None]) -> list[Sent]:
-        """Things to send, noted before anybody hears of them."""
+        """Messages to send, noted before the send."""
         with self._changed:
             numbers = range(self._keys, self._keys + len(dues_ms))
             self._keys += len(dues_ms)
@@ -358,7 +358,7 @@ class Siege:
 
 
 def some_due(rng: np.random.Generator) -> int | None:
-    """Nothing, a moment, seconds, or far away."""
+    """No delay, a moment, seconds, or a long time."""
     kind, now_ms = rng.random(), CLOCK.wall_ms()
     if kind < 0.2:
         return None
@@ -414,7 +414,7 @@ def send_levels(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Some, after some more have been sent: half of everything cancelled would leave little to deliver."""
+    """Cancel some, after some more have been sent: half of everything cancelled would leave little to deliver."""
     siege.sends(3)
     wanted = siege.some_promised(rng)
     siege.observed.cancel_asked.update(wanted)
@@ -424,7 +424,7 @@ def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def reschedule(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Some, to an instant that is still ahead when the broker hears of it."""
+    """Reschedule some, to a time that is still ahead when the broker receives the request."""
     siege.sends(3)
     wanted, due_ms = siege.some_promised(rng), CLOCK.wall_ms() + NEAR_MS + int(rng.choice((0, *FAR_MS)))
     for key in wanted:
@@ -464,7 +464,7 @@ STEPS: tuple[Step, ...] = (send_one, send_many, send_levels, cancel, reschedule,
 
 
 def outcome(ball: Timeball) -> Outcome:
-    """Everything there is to read, through the same doors as everybody."""
+    """Read everything, over the same interfaces as clients."""
     found = Outcome()
     for topic in ball.topics():
         if topic.startswith(RETRY_PREFIX):

@@ -1,9 +1,9 @@
-"""The log and the data files alone rebuild everything: any of the other files may be lost or flipped.
+"""The log and the data files alone rebuild everything: any of the other files may be lost or damaged.
 
-A life ends in a clean stop or a power cut at a random call. Then a random part of the caches goes, or has a bit
-flipped, and a start must find what a start on the whole folder finds: topics, groups, offsets, request modes, the
-secret of receipts, what was in flight, open transactions, reserved numbers, campaigns and what they hold, settled,
-moved and waiting scheduled messages, and all that comes of them until the last one is due.
+A run ends in a clean stop or a power cut at a random call. Then a random part of the caches is removed, or gets a bit
+flipped, and a start must have the same state as a start on the whole folder: topics, groups, offsets, request modes,
+the secret of receipts, leases, open transactions, reserved numbers, campaigns and their held messages, settled,
+moved and pending scheduled messages, and all their effects until the last one is due.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def all_lost(files: CrashFiles) -> CrashFiles:
 
 
 def some_damaged(files: CrashFiles, seed: int) -> CrashFiles:
-    """A third of the caches lost, a third flipped."""
+    """Lose a third of the caches, and flip a bit in another third."""
     rng = np.random.default_rng(seed)
     for name in caches(files):
         way, size = rng.integers(3), written(files, name)
@@ -84,7 +84,7 @@ def test_after_a_clean_stop_any_caches_may_be_damaged(stopped: tuple[Kept, Look]
 
 
 def found_after(cut: Cut, image: CrashFiles) -> Look:
-    """What the next life knows, and what comes of it."""
+    """The state of the next start, and its later effects."""
 
     async def main() -> Look:
         world = cut.world(image)
@@ -112,7 +112,7 @@ def found_after(cut: Cut, image: CrashFiles) -> Look:
 
 
 def differences(name: str, calls: int, seed: int) -> list[str]:
-    """Where starts on damaged caches find something else, after so many cuts of a scenario."""
+    """List the cuts of a scenario after which starts on damaged caches have another state."""
     rng, wrong = np.random.default_rng(seed), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES)

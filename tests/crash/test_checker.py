@@ -1,4 +1,4 @@
-"""The checker sees each kind of disagreement, and nothing where there is none."""
+"""The checker finds each kind of contradiction, and none where there is none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Damage of every kind of file: 0 silent differences. It is told, by name, or nothing has changed.
+"""Damage of every kind of file is reported by name, or changes nothing. There is no silent difference.
 
-Another CUT_SEED draws other damages.
+Another CUT_SEED selects other damage.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_many_damages_are_never_silent(variant: str) -> None:
 
 
 def of_own_files(kept: Kept, kind: str, count: int) -> list[Damage]:
-    """So many damages of the files that a strategy has for itself."""
+    """Damage to the files that only one strategy has."""
     return [one for one in drawn(kept, 16 * count, SEED) if kind_of(one.name) == kind][:count]
 
 
@@ -86,7 +86,7 @@ KEPT = [("timer_wheel", "wheel"), ("level_cascade", "cascade")]
 
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
 def test_a_flipped_bit_in_a_strategys_files_hides_no_scheduled_message(variant: str, kind: str) -> None:
-    """They are caches: a start reads the log instead, so that no look shows a difference."""
+    """They are caches: a start reads the log instead, so no look shows a difference."""
     kept, expected = folder(variant)
     damages = [one for one in of_own_files(kept, kind, 40) if one.way in ("bit", "byte", "block")][:4]
     results = [result(kept, expected, damage) for damage in damages]
@@ -98,7 +98,7 @@ def test_a_flipped_bit_in_a_strategys_files_hides_no_scheduled_message(variant: 
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
 def test_many_damages_of_a_folder_with_a_strategys_files_are_never_silent(variant: str, kind: str) -> None:
-    """Half of them in the files of the strategy, which are made anew."""
+    """Half of the damage is in the files of the strategy, which are rebuilt."""
     kept, expected = folder(variant)
     own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, DAMAGES // 3)]
     assert wrong(own) == []

@@ -1,4 +1,4 @@
-"""Lives with a failing call: 0 scheduled messages lost, early, twice or back again; what ends the broker has code 5."""
+"""Runs with a failing disk call: no scheduled message is lost, early, doubled or back. A fatal one ends with code 5."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_delta_commit_that_fails_ends_the_broker_with_the_folder_s_name(err
 
 
 def forget_files(files: CutFiles) -> None:
-    """As if all that was attached had come to the table and were gone from it."""
+    """Remove the first live file from the checkpoint, as if it had never been attached."""
     known = checkpoint.load(files)
     if known is not None and known.facts.files:
         spoiled = msgspec.structs.replace(known.facts, files=known.facts.files[1:])

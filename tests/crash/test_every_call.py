@@ -1,8 +1,8 @@
-"""The power goes at every call to the disk, and nothing that was acknowledged is lost, early, twice or back again.
+"""A power cut at every call to the disk: no acknowledged message is lost, early, doubled or delivered after a cancel.
 
-Each scenario is lived once to learn how many calls it makes, and then once for each of them. The disk is left in
-several states a cut: nothing unsynced kept, everything, and mixtures drawn from seeds. The fast part takes some
-of the calls, the slow part more, a siege the most; CUT_SEED makes other mixtures, a failure says which.
+Each scenario runs once to count its calls, and then once for each of them. The disk is left in
+several states after a cut: nothing unsynced kept, everything, and mixtures drawn from seeds. The fast part takes some
+of the calls, the slow part more, a siege the most. CUT_SEED selects other mixtures, and a failure prints it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from timeball.io.clock import ManualClock
 SEED = int(os.environ.get("CUT_SEED", "1"))
 EXTREMES: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything")]
 
-# Between them the scenarios must use these; (call, beginning of the name).
+# The scenarios together must use these: (call, beginning of the name).
 USED = [
     ("write_at", "log/"), ("sync", "log/"), ("create", "log/0000000002"), ("remove", "log/0000000001.log"),
     ("absorb", "pending"), ("sync_file", "pending/bucket="), ("sync_file", "pending/_delta_log/"),
@@ -35,7 +35,7 @@ USED = [
 
 
 def images(cut: Cut, seeds: list[tuple[int, Survival]]) -> Iterator[str]:
-    """What is wrong after each of these crash images of one cut."""
+    """List the contradictions after each of these crash images of one cut."""
     for seed, survival in seeds:
         found = faults_after(cut, cut.files.crash(seed, survival))
         if found:
@@ -58,7 +58,7 @@ def test_scenarios_end_well_and_use_every_kind_of_call() -> None:
     assert not missing
 
 
-# The strategies' own cuts (tests/schedule/cuts.py) leave no call out; here the broker around them is meant.
+# The strategies' own cuts (tests/schedule/cuts.py) cover every call. These test the broker around them.
 OF_STRATEGIES = {*kept_scenarios.SCENARIOS, *dispatch_scenarios.SCENARIOS}
 
 
@@ -90,7 +90,7 @@ def test_every_cut(name: str) -> None:
 
 
 def cut_again(cut: Cut, image: CrashFiles, call: int) -> Cut | None:
-    """Start on an image and cut the power again, `call` calls later; None when the restart makes fewer."""
+    """Start on an image and cut the power again `call` calls later. None if the restart makes fewer calls."""
     files = CutFiles(crash_at=call)
     files._root = image._root
     world = cut.world(files)
@@ -112,7 +112,7 @@ def cut_again(cut: Cut, image: CrashFiles, call: int) -> Cut | None:
 
 
 def double_cuts(name: str, calls: list[int], seed: int, again: int) -> list[str]:
-    """Cut at these calls, and again while recovering from them; what is wrong then."""
+    """Cut at these calls, and again while recovering from them. List the contradictions."""
     rng = np.random.default_rng(seed)
     wrong: list[str] = []
     for call in calls:

@@ -1,7 +1,7 @@
-"""kill -9 of the real broker, again and again, under real clients: nothing acknowledged is lost, early or twice.
+"""kill -9 of a real broker, again and again, with real clients: no acknowledged message is lost, early or doubled.
 
-The page cache survives a killed process, so this is not about syncs (test_every_call.py is): it is about the whole
-program, its sockets, threads and start, as an operator meets them. KILL_SEED for other moments.
+The page cache survives a killed process, so this does not test syncs (test_every_call.py does). It tests the whole
+program with its sockets, threads and start. KILL_SEED selects other moments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def besiege(data: Path, seed: int, kills: int, schedule: str = "hour_log", heir:
         siege.clients()
         for _ in range(kills):
             siege.kill()
-        # What was not there cannot have been harmed: each kind of work is done once before the last kill.
+        # Work that was never done cannot have been damaged: each kind of work is done once before the last kill.
         done = ["acknowledged", "levels", "seen", "cancelled", "rescheduled", "committed"]
         done += ["compacted"] if schedule == "hour_log" else []
         siege.until(lambda: all(siege.counts[event] for event in done), f"each of {done}")
@@ -68,7 +68,7 @@ QUIET = {"checkpoint-interval-ms": "1h", "segment-bytes": "1MiB", "compact-rows"
 
 
 def lose_tail(data: Path) -> None:
-    """Make the last frame of the log look torn, as if its write had never been finished."""
+    """Tear the last frame of the log, as if its write had never finished."""
     newest = max(path for path in (data / "log").glob("*.log") if path.read_bytes().strip(b"\0"))
     kept = newest.read_bytes().rstrip(b"\0")
     with newest.open("r+b") as file:

@@ -1,8 +1,8 @@
-"""A whole broker on a disk whose power can go, and an observer outside who notes what was answered.
+"""A whole broker on a disk whose power can be cut, and an observer outside that notes all answers.
 
-`World` drives a real `Node` (no sockets) on `CrashFiles` and a `ManualClock`. A verb of it sends, cancels, pulls
-or moves, and tells the observer only when the answer came while the power was on. After a cut every thread of
-the node meets `PowerCut` at its next call; `abandon` waits for them and throws the node away, as a machine does.
+`World` drives a real `Node` (no sockets) on `CrashFiles` and a `ManualClock`. Its operations send, cancel, pull
+or move, and tell the observer only if the answer came while the power was on. After a cut every thread of
+the node gets `PowerCut` at its next call. `abandon` waits for them and discards the node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOUR_MS = 3_600_000
 
 
 class CutFiles(CrashFiles):
-    """Tells somebody when the power goes, so that nobody has to look."""
+    """Notifies a callback of the power cut, so that no polling is necessary."""
 
     on_cut: Callable[[], None] | None = None
 
@@ -46,7 +46,7 @@ class CutFiles(CrashFiles):
 
 
 class Unheard(AssertionError):
-    """An exception that reached nobody but the event loop: something was swallowed."""
+    """An exception that only the event loop has seen: some code swallowed it."""
 
 
 class World:
@@ -88,13 +88,13 @@ class World:
         self._retrieve(node)
 
     async def restart(self, **settings: Any) -> None:
-        """Stop in order, and start, with other settings when some are given."""
+        """Stop in order, and start again, optionally with other settings."""
         await self.stop()
         self.settings = replace(self.settings, **settings)
         await self.start()
 
     async def abandon(self) -> None:
-        """The machine is off: nothing of the node goes on, and nothing it still says counts."""
+        """The machine is off: nothing of the node continues, and its later answers do not count."""
         mine = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not mine]
         for task in tasks:
@@ -109,7 +109,7 @@ class World:
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the node, if anything did."""
+        """The error that stopped the node, if any."""
         failed = self.node._failed if self.node is not None else None
         return failed.exception() if failed is not None and failed.done() else None
 
@@ -172,7 +172,7 @@ class World:
                 self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
 
     async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
-        """Move scheduled messages to so far from now; until the answer is there, they may be due at either instant."""
+        """Reschedule relative to now. Until the answer is there, the messages may be due at either time."""
         wanted, due_ms = list(keys), self.clock.wall + delay_ms
         for key in wanted:
             if key in self.observed.sent:
@@ -184,7 +184,7 @@ class World:
                     self.observed.sent[verdict.subject].move(verdict.due_ms)
 
     async def consume(self) -> None:
-        """One look at every queue from the group's offsets on, committed behind what was seen."""
+        """Read every queue once from the group's offsets on, and commit after the rows."""
         for topic in self.broker.topics().keys() - {SCHEDULE_TOPIC}:
             stored, kept = self.broker.offsets(GROUP, topic), self.broker.queues(topic)
             offsets = {queue: max(low, stored.get(queue, low)) for queue, (low, _) in kept.items()}
@@ -221,7 +221,7 @@ class World:
         await self.broker.compact()
 
     async def merge(self) -> None:
-        """The broker's own rewrite of files that are many."""
+        """Run the broker's own rewrite of many files."""
         await self.broker.mover.rewrite()
 
     async def checkpoint(self) -> None:
@@ -233,7 +233,7 @@ class World:
         await self.node.maintenance.apply_retention()
 
     async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int, job: str = "bulk") -> list[str]:
-        """Scheduled messages that never pass through the log; acknowledged by the attach."""
+        """Scheduled messages that never pass through the log, acknowledged by the attach."""
         sent = sorted(self._ask(topic, list(delays_ms), 20), key=lambda one: one.due_ms or 0)
         first_seq = await self.broker.reserve(len(sent))
         rows = table_rows(sent, first_seq, self.clock.wall)
@@ -249,24 +249,24 @@ class World:
         return [one.key for one in sent]
 
     async def campaign(self, name: str, topic: str, delays_ms: Sequence[int]) -> list[str]:
-        """A bulk attach that is planned first."""
+        """A bulk attach with a plan."""
         await self.broker.change_campaign(name, "plan", rows=len(delays_ms))
         keys = self.observed.campaigns[name] = await self.bulk(topic, delays_ms, 0, name)
         return keys
 
     async def pause(self, name: str) -> None:
-        """From the answer on nothing of it may become visible."""
+        """Pause it: after the answer none of its messages may become visible."""
         await self.broker.change_campaign(name, "pause")
         if not self.files.cut:
             self.observed.paused_ms[name] = self.clock.wall
 
     async def end_campaign(self, name: str) -> None:
-        """Cancel all of it that waits."""
+        """Cancel all its pending messages."""
         self.observed.cancel_asked.update(self.observed.campaigns.get(name, []))
         await self.broker.change_campaign(name, "cancel")
 
     async def resume_all(self) -> None:
-        """What is done after a restart: the broker ends what was to end, an operator resumes what is paused."""
+        """Continue after a restart: the broker completes cancels, and an operator resumes paused campaigns."""
         for name in [each.campaign for each in self.broker.campaigns()]:
             each = self.broker.campaigns(name)[0]
             keys = self.observed.campaigns.get(each.campaign, [])
@@ -279,7 +279,7 @@ class World:
                     if store_ms > paused_ms
                 ]
             if each.state == "cancelled":
-                # Without a command: what had not become visible by now never may.
+                # Without a command: messages that are not visible by now never may be.
                 for key in keys if each.ranges else ():
                     if key not in out:
                         self.observed.verdicts.setdefault(key, []).append("already_cancelled")
@@ -289,7 +289,7 @@ class World:
                 await self.resume(each.campaign, [key for key in keys if key not in out])
 
     async def resume(self, name: str, keys: Iterable[str], *, shift: bool = False) -> int:
-        """Resume a campaign; `keys`: what it holds, each due at its own instant or at the new one until the answer."""
+        """Resume a campaign. `keys`: its held messages, each due at its own or its new time until the answer."""
         paused_ms = self.broker.campaigns(name)[0].since_ms
         shift_ms = self.clock.wall - paused_ms if shift else 0
         held = [self.observed.sent[key] for key in keys]
@@ -340,7 +340,7 @@ class World:
         return outcome
 
     async def until(self, true: Callable[[], object], what: str) -> None:
-        """Wait for a condition that other threads bring about; a node that has failed brings about nothing."""
+        """Wait for a condition that other threads bring about. Fails at once if the node has failed."""
         try:
             async with asyncio.timeout(BOUND_S):
                 while not true():
@@ -381,7 +381,7 @@ class World:
             self.unheard.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def _retrieve(self, node: Node) -> None:
-        """A node that stopped has told why through `failure`; the loop need not say it again."""
+        """A node that stopped has reported the reason through `failure`. The loop need not repeat it."""
         if node._failed is not None and node._failed.done():
             node._failed.exception()
         for task in node._ticker_tasks:
@@ -390,7 +390,7 @@ class World:
 
 
 def as_rows(batch: pa.RecordBatch) -> list[Row]:
-    """READ_SCHEMA rows as the checker sees them."""
+    """Convert READ_SCHEMA rows to the checker's form."""
     names = [
         "topic",
         "queue_id",

@@ -1,6 +1,6 @@
-"""Answers as a busy broker gives them, to look at pages that a test's small broker would leave empty.
+"""Answers of a simulated busy broker, for pages that a test's small broker would leave empty.
 
-`texts` stands in each text of a message.
+`texts` is inserted into each text of a message.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BusyBroker:
         }  # fmt: skip
 
     def replicas(self, n: int) -> dict[str, Any]:
-        """Return a group that is well, or one with a replica behind and another gone."""
+        """Return a healthy group, or one with a replica behind and another one missing."""
         rows = 2_903_112 - 71_000 * n
         figures: dict[str, Any] = {
             "is_in_record": True, "log_seq": rows, "committed_seq": rows, "applied_seq": rows, "lag_rows": 0,

@@ -1,6 +1,6 @@
-"""Debian's Chromium, and a tab of it that notes every fault: of the console, of the policy, and of where it asks.
+"""Debian's Chromium, and a tab that records every fault: of the console, of the content policy, and foreign requests.
 
-Where there is no Chromium the tests are skipped, and the end of the run says so in capitals (tests/not_tested.py); with
+Without Chromium the tests are skipped, and the end of the run says so in capitals (tests/not_tested.py). With
 TIMEBALL_INTEROP=required they fail.
 """
 
@@ -34,7 +34,7 @@ PAGES = {
 }
 SHOTS = environments.CACHE / "dashboard"  # git leaves it alone; CI keeps it
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
-# A policy's breach is an event of the page itself.
+# A violation of the policy is an event of the page itself.
 LISTEN = "document.addEventListener('securitypolicyviolation', e => console.error(`policy: ${e.violatedDirective}`))"
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ Answers = Callable[[str, str, dict[str, list[str]]], tuple[int, Any]]
 
 
 def needed(find: Callable[[], T]) -> T:
-    """What `find` returns; without it the test is skipped, or fails where it is required."""
+    """Return the result of `find`. Without one, skip the test, or fail if it is required."""
     try:
         return find()
     except Missing as why:
@@ -65,7 +65,7 @@ def chromium(*options: str) -> Iterator[Browser]:
 
 
 class Tab:
-    """A tab at a broker's dashboard. `faults`: what went wrong in it; `allowed`: statuses that a test asks for."""
+    """A tab at a broker's dashboard. `faults`: the recorded faults. `allowed`: statuses that a test expects."""
 
     def __init__(self, browser: Browser, port: int, **options: Any) -> None:
         self.origin, self.faults = f"http://127.0.0.1:{port}", []
@@ -125,7 +125,7 @@ class Tab:
 
 
 def overflow(page: Page) -> int:
-    """By how many pixels the page, or a table of it, is wider than what shows it."""
+    """Return by how many pixels the page, or a table in it, is too wide."""
     over = "node => node.scrollWidth - node.clientWidth"
     frames = "[document.documentElement, ...document.querySelectorAll('.table-frame')]"
     return int(page.evaluate(f"Math.max(...{frames}.map({over}))"))

@@ -1,7 +1,7 @@
-"""A real broker that is busy: what every page is looked at with, and what the pictures in docs/ are of.
+"""A real busy broker, for tests of every page and for the pictures in docs/.
 
-All of it comes as users' programs bring it: messages, receives and subscriptions over HTTP. Two things stand for what
-would start Spark: the facts of campaigns, and the reports of jobs, which their own writer leaves.
+All its data comes as from users' programs: messages, receives and subscriptions over HTTP. Two things replace what
+would start Spark: the facts of campaigns, and the reports of jobs, which their own writer writes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def busy_node(data: Path, scheduled: int = 20_000) -> Iterator[RunningNode]:
 
 
 def join(node: RunningNode) -> None:
-    """Give the node the read-outs of a leader with two followers."""
+    """Give the node the status of a leader with two followers."""
     now_ms = SystemClock().wall_ms()
 
     def figures() -> ReplicaFigures:
@@ -102,7 +102,7 @@ def schedule(client: Client, n: int) -> None:
 
 
 def instants(n: int) -> Iterator[int]:
-    """Return how far ahead each of so many messages is due, the same for each run."""
+    """Return the delays of the messages, the same for each run."""
     draw = random.Random(7)
     spans = [(HOUR_MS, 60), (DAY_MS, 24), (30 * DAY_MS, 30)]
     waves = {
@@ -118,7 +118,7 @@ def instants(n: int) -> Iterator[int]:
 
 
 def fall_behind(client: Client) -> None:
-    """Have a group that has read little of its topic, and holds some."""
+    """Create a group that has read little of its topic, and has leased messages."""
     assert (
         client.send("mails", [{"body": f"mail {n}", "key": f"customer-{n}"} for n in range(BATCH)]).status
         == 201
@@ -132,7 +132,7 @@ def fall_behind(client: Client) -> None:
 
 
 def give_up(client: Client) -> None:
-    """Have a group that has given messages up, one of them no text."""
+    """Create a group with dead letters, one of them without text."""
     binary = base64.b64encode(bytes(range(256)) * 4).decode()
     bodies = [{"json": {"order": n, "total": f"{n}.90"}} for n in range(7)] + [{"base64": binary}]
     letters = [{"key": f"order-{n}", "tag": "eu", **body} for n, body in enumerate(bodies)]
@@ -147,7 +147,7 @@ def give_up(client: Client) -> None:
 
 
 def campaigns(node: RunningNode, client: Client) -> None:
-    """Have a campaign in each state."""
+    """Create a campaign in each state."""
     planned(node, "spring-2027", client, 800)
     planned(node, "win-back", client, 500)
     planned(node, "tariffs")
@@ -158,7 +158,7 @@ def campaigns(node: RunningNode, client: Client) -> None:
 
 
 def report(node: RunningNode) -> None:
-    """Leave the reports of three jobs and of an audit, as the jobs leave them."""
+    """Write the reports of three jobs and of an audit, as the jobs do."""
     board, now_ms = Board(str(node.settings.data / "pipeline")), SystemClock().wall_ms()
     seq = node.broker.log.writer.next_seq
     for n, (job, state) in enumerate((("compact", "running"), ("ledger", "waiting"), ("archive", "failed"))):
@@ -187,7 +187,7 @@ def answer(request: Request) -> Reply:
 
 
 def subscribe(client: Client, receiver: Receiver) -> None:
-    """Have a subscription in each state."""
+    """Create a subscription in each state."""
     base = f"http://127.0.0.1:{receiver.port}"
     for name, topic, path in (
         ("orders-to-billing", "orders", "/orders"), ("alerts-to-pager", "alerts", "/failing"),
@@ -204,7 +204,7 @@ def subscribe(client: Client, receiver: Receiver) -> None:
 
 
 class Traffic:
-    """Messages that are scheduled for the next seconds, and a group that takes them, until the end of the block."""
+    """Schedule messages for the next seconds, which a group receives, until the end of the block."""
 
     def __init__(self, node: RunningNode) -> None:
         self._node, self._stopped = node, threading.Event()
@@ -242,7 +242,7 @@ class Traffic:
 
 
 def is_busy(client: Client) -> bool:
-    """Return whether there is something of each kind."""
+    """Return whether there is data of each kind."""
     subscriptions: list[dict[str, Any]] = client.ask("GET", "/v1/subscriptions").value["subscriptions"]
     broker = client.ask("GET", "/v1/broker").value
     return (

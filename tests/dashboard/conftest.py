@@ -1,4 +1,4 @@
-"""A browser and a node for each module, a tab for each test: a fault in a tab fails the test that had it."""
+"""A browser and a node for each module, a tab for each test: a fault in a tab fails its test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client(node: RunningNode) -> Iterator[Client]:
 
 @pytest.fixture
 def tabs(browser: Browser, node: RunningNode) -> Iterator[Callable[..., Tab]]:
-    """Opens tabs at the module's node; at the end none may have had a fault."""
+    """Open tabs at the module's node. At the end, fail if any had a fault."""
     opened: list[Tab] = []
 
     def tab(port: int = 0, **options: Any) -> Tab:

@@ -1,6 +1,6 @@
-"""`make pictures`: the pictures of the dashboard in docs/pictures, of a real broker that is busy (busy.py).
+"""`make pictures`: the pictures of the dashboard in docs/pictures, of a real busy broker (busy.py).
 
-Each is a screenshot with its colours reduced to a palette: a third of the bytes, and no difference that is seen.
+Each is a screenshot with a reduced palette: a third of the bytes, without a visible difference.
 """
 
 from __future__ import annotations

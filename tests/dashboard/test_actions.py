@@ -1,4 +1,4 @@
-"""What a person does on the pages, each against a real broker: its verdict is shown, and it is what the broker says."""
+"""Actions on the pages, each with a real broker: the page shows the verdict that the broker gave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every page of a broker that is really busy, in both colours and on a phone: none is empty, too wide, or bars anybody.
+"""Every page of a busy broker, in both colour schemes and on a phone: none is empty, too wide, or inaccessible.
 
 Pictures of all of them go to `.interop/dashboard`; those in docs/ are made by `make pictures`.
 """
@@ -35,7 +35,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def filled(page: Page, name: str) -> None:
-    """Wait until a page shows figures, and no place of it says that there is nothing."""
+    """Wait until a page shows figures, and no part of it says that there is no data."""
     if name == "punctual":
         expect(page.locator(".line.p99")).to_have_attribute("d", re.compile("H"))
     elif name == "coming":

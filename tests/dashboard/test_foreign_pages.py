@@ -1,4 +1,4 @@
-"""A page of another site in a real browser: it tries all that it may try, and the broker does none of it."""
+"""A page of another site in a real browser tries every permitted request, and the broker carries out none of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timeball.edges.http.requests import ForeignPageCheck
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 REBOUND = "evil.example"  # a name that its owner lets point to this machine
-# Each asks for something that would change the broker, or keep a part of it busy.
+# Each would change the broker, or occupy a part of it.
 ATTACK = """async broker => {
   const receive = `${broker}/v1/topics/letters/receive?group=thieves`;
   const quietly = (url, options) => fetch(url, options).then(() => true, () => false);
@@ -110,7 +110,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def broker(node: RunningNode, client: Client) -> str:
-    """A broker with a message for later, one for now, and a subscription; its address."""
+    """A broker with a pending message, a visible one, and a subscription. Yields its address."""
     client.ask("PUT", "/v1/topics/letters", {})
     client.send("letters", {"id": "letter-1", "body": "x", "after": "1h"})
     client.send("letters", {"body": "x"})
@@ -120,7 +120,7 @@ def broker(node: RunningNode, client: Client) -> str:
 
 
 def attack(page: Page, site: str, broker: str) -> tuple[list[bool], set[tuple[str, int]]]:
-    """Run the attack from a page of a site; return which answers it could read, and the broker's (path, status).
+    """Run the attack from a page of a site. Return the answers that it could read, and the broker's (path, status).
 
     A browser reports no answer to a request that it was not allowed to send.
     """

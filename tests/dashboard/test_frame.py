@@ -1,4 +1,4 @@
-"""What surrounds the pages: a broker out of reach, accounts, colours, keyboard, and asking no more than is needed."""
+"""The frame of the pages: a broker out of reach, accounts, colours, keyboard, and no unnecessary requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def guarded(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 def hide(page: Page, *, hidden: bool) -> None:
-    """Have the page believe that its tab is hidden, or seen again."""
+    """Make the page believe that its tab is hidden, or visible again."""
     page.evaluate(
         f"Object.defineProperty(document, 'hidden', {{ configurable: true, get: () => {str(hidden).lower()} }})"
     )

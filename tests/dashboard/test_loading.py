@@ -1,4 +1,4 @@
-"""No page says that there is nothing before the broker has said so: it is loading, without an answer, or refused."""
+"""A page shows "no data" only after the broker has said so. Before, it shows loading, no answer, or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
 def says_nothing_yet(page: Page) -> None:
-    """No figure, row or word about them is to be seen."""
+    """No figure, row or text about them is visible."""
     expect(page.locator("#page .empty:visible, #page table:visible, #page .tile:visible")).to_have_count(0)
 
 

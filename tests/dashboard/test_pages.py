@@ -1,5 +1,5 @@
-"""Each page, in a real browser: it loads without a fault of console or policy, is as wide as its screen, accessible in
-both colours, and shows hostile texts as texts. Pictures of all of them go to `.interop/dashboard`.
+"""Each page in a real browser: without faults of console or policy, as wide as its screen, accessible in
+both colour schemes, with hostile texts shown as texts. Pictures of all pages go to `.interop/dashboard`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GRAVE = {"serious", "critical"}
 
 
 def faults_of_access(page: Page, axe: str) -> list[str]:
-    """What axe-core finds that keeps people out, and where."""
+    """The serious accessibility faults that axe-core finds, and their places."""
     page.evaluate(axe)
     found: list[dict[str, Any]] = page.evaluate("axe.run().then(result => result.violations)")
     return [

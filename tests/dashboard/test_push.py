@@ -1,4 +1,4 @@
-"""Push subscriptions on their page, against a real broker and a real receiver: made, failing, changed, deleted."""
+"""The page of push subscriptions, with a real broker and a real receiver: created, failing, changed, deleted."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_one_is_made_and_its_secret_is_shown_once(tab: Tab, client: Client, rece
     secret = dialog.get_by_label("Secret that signs the requests")
     expect(secret).to_have_value(re.compile("whsec_.{40}"))
     shown = secret.input_value()
-    # A click beside it does not lose what is not shown again.
+    # A click outside the dialog does not lose a secret that is shown only once.
     page.mouse.click(2, 2)
     expect(secret).to_be_visible()
     dialog.get_by_role("button", name="Close").click()
@@ -201,13 +201,13 @@ def test_dead_letters_of_its_group_are_counted_and_led_to(
 
 
 def test_hostile_urls_and_names_are_texts(tab: Tab, client: Client, receiver: Receiver) -> None:
-    # As hostile as the broker lets them be; answers that are worse are in test_pages.py.
+    # As hostile as the broker allows. Worse answers are in test_pages.py.
     url = f"{receiver.url}/onerror=alert(1)//%3Cimg%3E?javascript:alert(2)'--"
     made(client, "hostile", receiver, url=url, group="%script|img%")
     page = tab.open("push")
     row = row_of(page, "hostile")
     expect(row).to_contain_text("javascript:alert(2)")
-    # An address that anybody with an account may set is shown, and never a link.
+    # Any account may set the address, so it is shown as text, and never as a link.
     assert row.get_by_role("link").count() == 1
     row.get_by_role("button", name="Change").click()
     page.keyboard.press("Escape")

@@ -1,4 +1,4 @@
-"""The pages of the HTTP API: every operation of openapi.json, found, read and opened; each curl does what it says."""
+"""The pages of the HTTP API: every operation of openapi.json can be found, read and opened, and each curl works."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_document_that_does_not_come_is_said(tab: Tab) -> None:
 
 
 def test_each_curl_does_what_it_says(tab: Tab, client: Client, node: RunningNode) -> None:
-    """In an order in which what is made is there; the statuses are those of the document."""
+    """In an order in which created things exist. The statuses are those of the document."""
     needed(lambda: environments.tool("curl", "curl"))
     page = reference(tab)
     planned(node, "spring", client)

@@ -1,7 +1,7 @@
-"""What the chart renders, as processes on this machine: each pod has an address of its own on the loopback.
+"""The chart's rendered containers as processes on this machine: each pod has its own address on the loopback.
 
-Arguments, settings and probes are the rendered ones. Kubernetes' part is played here: the pod's name and address in its
-environment, and paths that are mounted there are in a folder of the test.
+Arguments, settings and probes are the rendered ones. This module replaces Kubernetes: it sets the pod's name and
+address in the environment, and puts mounted files into a folder of the test.
 """
 
 from __future__ import annotations

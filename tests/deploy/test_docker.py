@@ -1,4 +1,4 @@
-"""The image and its compose file, without a daemon: a linter, and what the two say against what is there."""
+"""The image and its compose file, checked without a daemon: by a linter, and against the files of the project."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The chart: helm lints and renders it where it is, and what is rendered is what a broker can be started with.
+"""The chart: helm lints and renders it if installed, and a broker starts with the rendered settings.
 
-Without helm the schema of the values is tried alone.
+Without helm, only the schema of the values is tested.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def test_the_environment_is_the_users_and_no_service_adds_to_it() -> None:
 
 
 def test_the_variable_that_a_service_named_timeball_would_add_is_a_setting() -> None:
-    """Why there are no service links: with them a release named timeball would not start."""
+    """The reason for no service links: with them a release named timeball would not start."""
     ran = run_here("serve", TIMEBALL_PORT="tcp://10.0.0.1:7400")
     assert ran.returncode == 2 and "--port" in ran.stderr
 

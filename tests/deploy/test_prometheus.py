@@ -1,4 +1,4 @@
-"""Alerts and dashboard: promtool takes the rules, each alert fires on its own fault, all metrics they name exist."""
+"""Alerts and dashboard: promtool accepts the rules, each alert fires on its own fault, all named metrics exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Yield what asks, and what it asks."""
+    """Yield the place of each query, and the query."""
     yield from ((name, rule["expr"]) for name, rule in alerts().items())
     yield from ((panel["title"], target["expr"]) for panel in panels() for target in panel["targets"])
     for variable in DASHBOARD["templating"]["list"]:

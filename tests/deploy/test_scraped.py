@@ -1,4 +1,4 @@
-"""The picture in docs/metrics.md: a real Prometheus sees what a broker did, and a picture is drawn of it."""
+"""The picture in docs/metrics.md: a real Prometheus scrapes a broker, and the picture is drawn from it."""
 
 from __future__ import annotations
 

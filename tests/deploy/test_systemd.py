@@ -1,4 +1,4 @@
-"""The unit file and its settings: systemd reads them, little of the machine is left open, and a broker takes them."""
+"""The unit file and its settings: systemd accepts it, grants little of the machine, and a broker starts with it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stock clients against a real broker. A client that cannot be had here is skipped, and the end of the run says so in
-capitals (tests/not_tested.py); with TIMEBALL_INTEROP=required it fails instead.
+"""Stock clients with a real broker. A test whose client is not available is skipped, and the end of the run lists it
+in capitals (tests/not_tested.py). With TIMEBALL_INTEROP=required it fails instead.
 """
 
 from __future__ import annotations

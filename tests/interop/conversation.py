@@ -1,4 +1,4 @@
-"""One topic, a producer and its consumers, all of one stock client: what most tests here need."""
+"""One topic, a producer and its consumers, all of one stock client. Most tests of this folder use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JAVA = [JAVA4, JAVA5]
 
 
 class Conversation:
-    """Names are the test's own, so that tests share a broker. The topic is there before anyone asks for it."""
+    """Names contain the test's name, so that tests share a broker. The topic exists before any request for it."""
 
     def __init__(
         self, client: Driver, broker: StockBroker, name: str, *, queues: int = 1, **producer: Any
@@ -35,13 +35,13 @@ class Conversation:
         return name
 
     def send(self, body: str, **options: Any) -> Json:
-        """What the client told about the send; it was acknowledged."""
+        """Send, and return the client's result. The send was acknowledged."""
         sent: Json = self.call("send", topic=self.topic, body=body, **options)
         assert sent["status"] == "SEND_OK"
         return sent
 
     def call(self, op: str, **options: Any) -> Any:
-        """A request that names the producer."""
+        """Make a request that names the producer."""
         return self.client.call(op, producer=self._producer, **options)
 
     def stop(self, consumer: str) -> None:
@@ -49,12 +49,12 @@ class Conversation:
 
 
 def by_body(messages: list[Json]) -> dict[str, Json]:
-    """Each body's one message; fails when a body came twice."""
+    """Return the message of each body. Fails if a body came twice."""
     found = {message["body"]: message for message in messages}
     assert len(found) == len(messages), [message["body"] for message in messages]
     return found
 
 
 def is_early(message: Json, due_ms: int) -> bool:
-    """Did a message come into its queue before it was due, by the broker's clock?"""
+    """Check whether a message entered its queue before it was due, by the broker's clock."""
     return bool(message["store_ms"] < due_ms)

@@ -1,7 +1,7 @@
-"""The stock C++ client, as PyPI's `rocketmq` packs it, driven by JSON lines: requests on stdin, answers and events on
-stdout. Runs in an environment of its own, with nothing of ours in it: `cpp_client.py NAME_SERVER`.
+"""The stock C++ client, as in PyPI's `rocketmq`, driven by JSON lines: requests on stdin, answers and events on
+stdout. Runs in a separate environment without Timeball: `cpp_client.py NAME_SERVER`.
 
-It decides nothing: what to send, when to fail and what must have come is the tests' business.
+It decides nothing: the tests decide the messages, the failures and the expected results.
 """
 
 import collections
@@ -28,7 +28,7 @@ def text(value):
 
 
 def sign(client):
-    """Have it sign what it sends, if it was told how."""
+    """Let the client sign its requests, if it has an account."""
     key, secret = (os.environ.get(name) for name in ("STOCK_ACCESS_KEY", "STOCK_SECRET_KEY"))
     if key:
         client.set_session_credentials(key, secret, "")
@@ -139,7 +139,7 @@ class Client:
         self.running[name] = consumer
 
     def pull(self, request):
-        """All there is in a topic; this client has no pull of one queue from one offset."""
+        """Read all messages of a topic. This client has no pull of one queue from one offset."""
         consumer = stock.PullConsumer(request["group"])
         consumer.set_namesrv_addr(NAME_SERVER)
         sign(consumer)
@@ -161,7 +161,7 @@ def answer(client, request):
     line = {"id": request["id"]}
     try:
         line["result"] = getattr(client, request["op"])(request)
-    except Exception as error:  # whatever the client raises is for the test to judge
+    except Exception as error:  # any error of the client is for the test to judge
         line["error"] = {"type": type(error).__name__, "text": str(error)}
     emit(line)
 

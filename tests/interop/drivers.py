@@ -48,7 +48,7 @@ BOUND_S = max(bounds.BOUND_S, 200)
 
 
 class ClientError(Exception):
-    """The stock client threw; `code` is the broker's answer where there was one."""
+    """The stock client raised an error. `code` is the broker's answer, if there was one."""
 
     def __init__(self, told: Json) -> None:
         super().__init__(f"{told['type']}: {told['text']}")
@@ -79,12 +79,12 @@ class Driver:
             thread.start()
         try:
             self.wait_until(lambda: self._events, "the client's program says that it is ready")
-        except BaseException:  # nobody else could close what has not come up
+        except BaseException:  # nothing else could close a client that did not start
             self.close()
             raise
 
     def call(self, op: str, **request: Any) -> Any:
-        """What the client returned; raises ClientError with what it threw."""
+        """Return the client's result. Raises ClientError with the client's error."""
         number = next(self._ids)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"id": number, "op": op, **request}) + "\n")
@@ -96,7 +96,7 @@ class Driver:
         return answer.get("result")
 
     def deliveries(self, consumer: str, *, done: bool | None = None) -> list[Json]:
-        """What a consumer has been given so far, in order; only those that it was done with, or was not."""
+        """A consumer's messages so far, in order. Optionally only those with, or without, success."""
         with self._changed:
             events = [e for e in self._events if e["event"] == "message" and e["consumer"] == consumer]
         return [e["message"] for e in events if done is None or e["done"] == done]
@@ -126,11 +126,11 @@ class Driver:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             try:
                 stream.close()
-            except BrokenPipeError:  # a request that nobody reads any more
+            except BrokenPipeError:  # a request whose answer is no longer awaited
                 pass
 
     def wait_until(self, true: Callable[[], object], what: str | Callable[[], str]) -> None:
-        """Wait for something that the client's answers and events bring about."""
+        """Wait for a condition that the client's answers and events bring about."""
         with self._changed:
             self._changed.wait_for(lambda: true() or self._process.poll() is not None, BOUND_S)
             if true():

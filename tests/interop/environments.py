@@ -1,7 +1,7 @@
-"""The stock clients' own packages, each in a folder of its own below `.interop/`, made once and then kept.
+"""The stock clients' own packages, each in a separate folder below `.interop/`, made once and then kept.
 
-What is fetched is named in `locks/`, down to each file's hash, and fetched by the package clients (pip, npm, mvn, go),
-which know where from. A client whose tools or packages cannot be had is `Missing`, with the reason; a file with
+`locks/` names each fetched package with the hashes of its files. The package clients (pip, npm, mvn, go) fetch them. A
+client whose tools or packages are not available is `Missing`, with the reason. A file with
 another hash than the lock's is an error, never a reason to skip.
 """
 
@@ -23,14 +23,14 @@ SOURCES = HERE / "java"
 CACHE = HERE.parents[1] / ".interop"
 FETCH_S = 600
 
-# What pip, npm and Go say of a file that is not the locked one, or that no lock names.
+# The errors of pip, npm and Go for a file that is not the locked one, or that no lock names.
 WRONG_HASH = ("DO NOT MATCH THE HASHES", "EINTEGRITY", "checksum mismatch", "missing go.sum entry")
 
 JAVA_OPTIONS = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
 
 
 class Missing(Exception):
-    """A client that cannot be tested here, and why."""
+    """A client that cannot be tested here, and the reason."""
 
 
 # ---- one environment a client: a folder, and the command that starts the client's driver -----------------------
@@ -91,22 +91,22 @@ def mqadmin() -> list[str]:
 
 
 def rocketmq(*options: str) -> list[str]:
-    """RocketMQ itself, 5.5.0: what runs a class of it. For `benchmarks/versus`."""
+    """Return the command prefix that runs a class of RocketMQ 5.5.0. For `benchmarks/versus`."""
     return [tool("java", "default-jdk"), *options, "-cp", f"{jars('server')}/*"]
 
 
 def kafka(*options: str) -> list[str]:
-    """Kafka itself, 4.3.1: what runs a class of it."""
+    """Return the command prefix that runs a class of Kafka 4.3.1."""
     return [tool("java", "default-jdk"), *options, "-cp", f"{jars('kafka')}/*"]
 
 
 def versus() -> list[str]:
-    """All that `make versus` needs besides: a C compiler, for its load generator."""
+    """Return the other tool that `make versus` needs: a C compiler, for its load generator."""
     return [tool("cc", "gcc"), *rocketmq()]
 
 
 def venv_python(name: str, lock: Path) -> str:
-    """A virtual environment with what the lock names and nothing else; its Python."""
+    """A virtual environment with exactly the packages of the lock. Returns its Python."""
 
     def make(folder: Path) -> None:
         fetch([sys.executable, "-m", "venv", "--clear", str(folder)])
@@ -117,7 +117,7 @@ def venv_python(name: str, lock: Path) -> str:
 
 
 def axe() -> Path:
-    """npm's `axe-core`: the script that looks a page over for faults of accessibility. For `tests/dashboard`."""
+    """npm's `axe-core`: the script that checks a page for accessibility faults. For `tests/dashboard`."""
     return node_modules("axe", LOCKS / "axe") / "axe-core" / "axe.min.js"
 
 
@@ -172,7 +172,7 @@ def jars(version: str) -> Path:
 
 
 def kept(name: str, inputs: list[Path], make: Callable[[Path], None], *more: str) -> Path:
-    """The folder `make` filled from these inputs; filled now if it is not there, whole or not at all."""
+    """Return the folder that `make` filled from these inputs. Fills it if it is missing, completely or not at all."""
     made_from = hashlib.sha256(
         b"\0".join([path.read_bytes() for path in inputs] + [m.encode() for m in more])
     )
@@ -203,7 +203,7 @@ def tool(name: str, package: str) -> str:
 
 
 def fetch(command: list[str]) -> None:
-    """Run a package client; what it cannot fetch is missing here, not wrong with us."""
+    """Run a package client. A package that it cannot fetch is Missing, and no error of the test."""
     try:
         run(command)
     except (subprocess.SubprocessError, OSError) as error:
@@ -225,7 +225,7 @@ def run(command: list[str]) -> None:
 
 
 def check(folder: Path, hashes: str) -> None:
-    """Refuse a file that is not in the list, is not what the list says, or is not there."""
+    """Refuse a file that is missing, not in the list, or different from the list."""
     wanted = {name: digest for digest, name in (line.split() for line in hashes.splitlines())}
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.jar")}
     if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):

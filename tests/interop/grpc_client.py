@@ -1,7 +1,7 @@
 """The stock Python client for gRPC, PyPI's `rocketmq-python-client`, driven by JSON lines: requests on stdin, answers
-and events on stdout. Runs in an environment of its own, with nothing of ours in it: `grpc_client.py ENDPOINT`.
+and events on stdout. Runs in a separate environment without Timeball: `grpc_client.py ENDPOINT`.
 
-It decides nothing: what to send, when to fail and what must have come is the tests' business.
+It decides nothing: the tests decide the messages, the failures and the expected results.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ RESOLUTIONS = {
     "ROLLBACK": stock.TransactionResolution.ROLLBACK,
     "UNKNOWN": stock.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED,
 }
-# When the broker answers the query for a route before the client has registered its callback, the client opens its
-# Telemetry stream in the thread that has called it. grpc asks for an event loop of that thread then, and only the main
-# one gets one by itself; as there, it never runs.
+# If the broker answers the query for a route before the client has registered its callback, the client opens its
+# Telemetry stream in the calling thread. grpc then needs an event loop in that thread, and only the main
+# thread has one by default. In any other thread the stream never runs.
 LOOP = asyncio.new_event_loop()
 _out = threading.Lock()
 
@@ -69,7 +69,7 @@ class Checker(stock.TransactionChecker):
 
 
 class Listener(stock.MessageListener):
-    """Tells of each message; the first `fail` deliveries of a body fail. Who holds never comes to an end."""
+    """Reports each message. The first `fail` deliveries of a body fail. A consumer with `hold` never ends."""
 
     def __init__(self, name, fail, hold):
         self.name, self.fail, self.hold = name, fail, hold
@@ -123,7 +123,7 @@ class Client:
             message.message_group = request["message_group"]
         for name, value in request.get("properties", {}).items():
             message.add_property(name, str(value))
-        if "due_ms" in request:  # whole seconds are all it has
+        if "due_ms" in request:  # this client only has whole seconds
             assert request["due_ms"] % 1000 == 0
             message.delivery_timestamp = request["due_ms"] // 1000
         return message
@@ -205,7 +205,7 @@ def answer(client, request):
     line = {"id": request["id"]}
     try:
         line["result"] = getattr(client, request["op"])(request)
-    except Exception as error:  # whatever the client raises is for the test to judge
+    except Exception as error:  # any error of the client is for the test to judge
         code = getattr(error, "code", None)
         line["error"] = {
             "type": type(error).__name__,

@@ -1,4 +1,4 @@
-"""One topic, a producer and its consumers, all of one stock client for gRPC: what the tests of that edge need."""
+"""One topic, a producer and its consumers, all of one stock client for gRPC, for the tests of that edge."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from timeball.model.message import decode_properties
 
 PYTHON, NODE, JAVA, GO = "grpc_python", "grpc_node", "grpc_java", "grpc_go"
 ALL = [PYTHON, NODE, JAVA]
-WITH_GO = [*ALL, GO]  # each kind of call once: Go's client takes seconds to start, and cannot recall
-INVISIBLE_S = 60  # longer than any test: what is not acknowledged does not come again by itself
+WITH_GO = [*ALL, GO]  # each kind of call once: Go's client takes seconds to start, and has no recall
+INVISIBLE_S = 60  # longer than any test: an unacknowledged message does not come again by itself
 
 
 class GrpcConversation:
-    """Names are the test's own, so that tests share a broker. The topic is there before anyone asks for it."""
+    """Names contain the test's name, so that tests share a broker. The topic exists before any request for it."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class GrpcConversation:
         group: Json | None = None,
         **how: Any,
     ) -> None:
-        """`group`: what RocketMQ's own group config says of the consumers' group; `how`: what producer and consumers
-        are all started with.
+        """`group`: RocketMQ's settings of the consumer group. `how`: options with which producer and consumers
+        are started.
         """
         self.which, self.client, self.broker, self._how = which, client, broker, how
         self.topic, self.group = f"{name}-topic", f"{name}-group"
@@ -47,7 +47,7 @@ class GrpcConversation:
         client.call("producer", name=self._producer, topic=self.topic, **how)
 
     def configure_group(self, config: Json) -> None:
-        """As an operator would, with RocketMQ's own words; `retry_ms`: the pauses between tries."""
+        """Set the group's retries, as an operator does with RocketMQ's names. `retry_ms`: pauses between attempts."""
         found = {"groupName": self.group, "consumeEnable": True, "retryQueueNums": 1, **config}
         if pauses_ms := found.pop("retry_ms", None):
             policy = {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": pauses_ms}}
@@ -59,17 +59,17 @@ class GrpcConversation:
     # ---- producing
 
     def send(self, body: str, **options: Any) -> Json:
-        """What the client told about the send; it was acknowledged."""
+        """Send, and return the client's result. The send was acknowledged."""
         sent: Json = self.call("send", topic=self.topic, body=body, **options)
         assert sent["message_id"]
         return sent
 
     def call(self, op: str, **options: Any) -> Any:
-        """A request that names the producer."""
+        """Make a request that names the producer."""
         return self.client.call(op, producer=self._producer, **options)
 
     def due_ms(self, after_ms: int) -> int:
-        """The instant in so many milliseconds, by the broker's clock, or soon after, as this client can say it."""
+        """Return a time so many ms ahead, by the broker's clock, or soon after, as this client can express it."""
         due_ms = self.broker.now_ms() + after_ms
         return -(-due_ms // 1000) * 1000 if self.which == PYTHON else due_ms
 
@@ -84,13 +84,13 @@ class GrpcConversation:
         return name
 
     def simple(self, **options: Any) -> str:
-        """A consumer that asks for what it gets."""
+        """Start a consumer that requests its messages."""
         return self.listen(kind="simple", **{"wait_s": 5, **options})
 
     def receive(
         self, consumer: str, bodies: Collection[str], *, count: int = 16, invisible_s: int = INVISIBLE_S
     ) -> list[Json]:
-        """Ask until all these have come, or the time is up: what came, in order."""
+        """Receive until all these have come, or the time is up. Return the messages, in order."""
         found: list[Json] = []
         end_s = time.monotonic() + BOUND_S
         while not set(bodies) <= {message["body"] for message in found}:
@@ -99,7 +99,7 @@ class GrpcConversation:
         return found
 
     def receive_once(self, consumer: str, *, count: int = 16, invisible_s: int = INVISIBLE_S) -> list[Json]:
-        """What one question brings; nothing when its wait is over."""
+        """Return the messages of one receive. Empty when its wait is over."""
         found: list[Json] = self.client.call(
             "receive", consumer=consumer, count=count, invisible_s=invisible_s
         )
@@ -118,12 +118,12 @@ class GrpcConversation:
     # ---- what became of it, from the broker's own log
 
     def is_early(self, body: str, due_ms: int) -> bool:
-        """Did this message come into its queue before this instant, by the broker's clock?"""
+        """Check whether this message entered its queue before this time, by the broker's clock."""
         [row] = [row for row in self.broker.rows(self.topic) if row["body"] == body.encode()]
         return came_early({**row, "due_ms": due_ms})
 
     def returned(self) -> list[Json]:
-        """The rows that came back to the group, because nobody acknowledged them in time."""
+        """The rows that came back to the group, because they were not acknowledged in time."""
         return self.broker.rows(f"%RETRY%{self.group}_{self.topic}")
 
     def dead_letters(self) -> list[str]:
@@ -131,7 +131,7 @@ class GrpcConversation:
 
 
 def came_early(row: Json, invisible_ms: int | None = None) -> bool:
-    """Did a row of the log come into its queue before it was due?
+    """Check whether a row of the log entered its queue before it was due.
 
     A message whose lease has ended has no due time. It may come `invisible_ms` after its first delivery.
     """

@@ -1,4 +1,4 @@
-"""Kafka itself, one node in KRaft mode on loopback: started, killed and started again on its ports and its folder."""
+"""Kafka itself, one node in KRaft mode on loopback, started, killed and restarted on its ports and its folder."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class KafkaServer:
             self._choose_ports()
 
     def _try_to_start(self) -> str | None:
-        """Return None once it answers, or what it said when it has ended."""
+        """Return None once it answers, or its output if it has ended."""
         java, *options = self._command
         path = self._folder / "out"
         with path.open("ab") as out:

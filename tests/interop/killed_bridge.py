@@ -1,6 +1,6 @@
-"""`timeball kafka` that kills itself (SIGKILL) at the n-th time it comes to a step, or that is wrong on purpose.
+"""`timeball kafka` that kills itself (SIGKILL) at the n-th time of a step, or that breaks a rule on purpose.
 
-python killed_bridge.py STEP N --in … : the arguments behind are those of the command
+python killed_bridge.py STEP N --in … : the further arguments are those of the command
 """
 
 from __future__ import annotations

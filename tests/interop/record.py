@@ -1,10 +1,10 @@
-"""Records what each stock client sends: one file a client in tests/golden/remoting/, frame behind frame.
+"""Record the frames that each stock client sends: one file for each client in tests/golden/remoting/.
 
     .venv/bin/python -m tests.interop.record [CLIENT...]     (from the root; all clients without a name)
 
 A file has one or two frames of each kind that the client sends (a kind: the request code and the names of its fields),
-as they were on the wire, except for the machine's own addresses: these are replaced by others of the same length. A
-recording is made anew when a client's version changes, and the old file stays: its client is still out there.
+unchanged except for the machine's own addresses, which are replaced by others of the same length. A recording
+is repeated when a client's version changes, and the old file stays: its client is still in use.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def scrubbed(frame: Frame) -> Frame:
 
 
 def machine_names() -> Iterator[tuple[bytes, bytes]]:
-    """This machine's name and addresses, as text and as in message ids, each with what to say in its place."""
+    """This machine's name and addresses, as text and as in message ids, each with its replacement."""
     name = socket.gethostname().encode()
     if len(name) > 4:  # a shorter one names nobody, and stands inside other words
         yield name, b"h" * len(name)

@@ -1,7 +1,7 @@
-"""A TCP proxy in front of the broker that keeps what the clients send, for golden files of their bytes.
+"""A TCP proxy in front of the broker that records the bytes of clients, for golden files.
 
-Only what goes to the broker is kept; answers pass through. The broker must tell its clients the proxy's address
-(`--advertise`), or they would soon dial past it.
+It records only bytes to the broker, and passes answers on. The broker must tell its clients the proxy's address
+(`--advertise`). Otherwise they soon connect past it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A `timeball serve` process for stock clients to talk to: one name for what they dial, one for what tests ask.
+"""A `timeball serve` process for stock clients, with its addresses and questions for tests.
 
-The delay table is short and its levels differ: a message that waits for another level than its own is noticed.
-A broker that is started again listens where it did.
+The delay table is short and its levels differ, so a message in the wrong level is noticed.
+A restarted broker listens on the same ports.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StockBroker:
             return int(ball.status()["now_ms"])
 
     def bodies(self, topic: str) -> list[str]:
-        """All that stands in a topic's queues; nothing in a topic that nobody has made."""
+        """All messages in a topic's queues. Empty for a topic that does not exist."""
         with Timeball(self.endpoint) as ball:
             found: list[str] = []
             if topic not in ball.topics():
@@ -87,7 +87,7 @@ class StockBroker:
         return found
 
     def rows(self, topic: str) -> list[dict[str, Any]]:
-        """All that stands in a topic's queues, with the log's own columns."""
+        """All rows in a topic's queues, with the log's own columns."""
         with Timeball(self.endpoint) as ball:
             return [
                 row
@@ -98,12 +98,12 @@ class StockBroker:
             ]
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
-        """Where a group stands."""
+        """The offsets of a group."""
         with Timeball(self.endpoint) as ball:
             return ball.offsets(group, topic)
 
     def request(self, code: RequestCode, *, body: bytes = b"", **ext: Any) -> Command:
-        """A bare request, for what a test needs set up and its client has no call for."""
+        """Make a bare request, for a state that a test needs and its client has no call for."""
         host, _, port = self.remoting.rpartition(":")
         command = Command(
             code=code, opaque=1, version=409, ext={k: str(v) for k, v in ext.items()}, body=body

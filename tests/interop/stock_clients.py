@@ -1,4 +1,4 @@
-"""The stock clients by name: what starts each, and what becomes of a test whose client cannot be had."""
+"""The stock clients by name: the function that starts each, and the result of a test whose client is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _made: dict[str, list[str] | Missing] = {}
 
 
 def command(name: str) -> list[str]:
-    """What starts a client; skips the test when the client cannot be had, or fails it where it is required."""
+    """Return the function that starts a client. Skips the test without the client, or fails it if it is required."""
     if name not in _made:
         try:
             _made[name] = COMMANDS[name]()

@@ -92,7 +92,7 @@ def test_connections(client: Driver, broker: StockBroker, name: str, mqadmin: Ad
 
 
 def never_raises(ask: Callable[[], str]) -> Callable[[], bool]:
-    """Whether asking works."""
+    """Whether a query works."""
 
     def asked() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What consumers are given: topics made by a send, filters, order, broadcast, sharing, batches, large bodies."""
+"""Consumers: topics created by a send, filters, order, broadcast, sharing, batches, large bodies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.node_fixture import eventually
 pytestmark = pytest.mark.interop
 
 
-# ali-ons never asks for the template topic: it wants topics made before.
+# ali-ons never asks for the template topic: it expects that topics exist.
 @pytest.mark.parametrize("client", [JAVA4, JAVA5, JAVA5_BINARY], indirect=True)
 def test_the_first_send_makes_the_topic(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name, queues=0)
@@ -37,7 +37,7 @@ def test_the_first_send_makes_the_topic(client: Driver, broker: StockBroker, nam
 def test_a_new_group_that_begins_at_the_end_gets_what_comes_then(
     client: Driver, broker: StockBroker, name: str
 ) -> None:
-    """The C++ client for Python has no way to say another place."""
+    """The C++ client for Python cannot choose another start."""
     talk, numbers = Conversation(client, broker, name, queues=0), itertools.count()
     talk.send("first", keys="k", properties={"colour": "red"})
     consumer = talk.listen()
@@ -74,7 +74,7 @@ def test_tags(client: Driver, broker: StockBroker, name: str) -> None:
     talk.send("late C", tag="C", level=1)
     talk.send("late end", tag="B", level=2)
     got = [message["body"] for message in client.wait_deliveries(consumer, 5)]
-    # ali-ons, unlike the others, lets a message without a tag pass, when it is given one.
+    # Unlike the others, ali-ons accepts a message without a tag that it received.
     assert sorted(got) == sorted(["A", "B", "end", "late A", "late end"])
 
 

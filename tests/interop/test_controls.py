@@ -1,4 +1,4 @@
-"""The harness itself: it must notice what it is there to notice. Needs no stock client, so these are fast tests."""
+"""The harness itself must notice the faults that it is for. It needs no stock client, so these tests are fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example with RocketMQ's official Python client runs as it stands, and the page on gRPC shows no other."""
+"""The example with RocketMQ's official Python client runs unchanged, and the page on gRPC shows the same one."""
 
 from __future__ import annotations
 

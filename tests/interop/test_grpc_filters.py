@@ -1,4 +1,4 @@
-"""Filters over gRPC: tags and SQL, for consumers that ask and for those that are given."""
+"""Filters over gRPC: tags and SQL, for simple and for push consumers."""
 
 from __future__ import annotations
 

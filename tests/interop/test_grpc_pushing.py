@@ -1,4 +1,4 @@
-"""Push consumers: all of it once, failures again after the group's pauses and in the end dead letters; and in order."""
+"""Push consumers: every message once, failed ones again after the group's pauses, then dead letters; and in order."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_in_order(talks: Talks) -> None:
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_in_order_a_dead_letter_lets_the_next_one_pass(talks: Talks) -> None:
-    """Tries are counted in the client here, which then forwards the message itself."""
+    """Here the client counts the attempts, and then forwards the message itself."""
     talk = talks(group={"consumeMessageOrderly": True, "retryMaxTimes": 1, "retry_ms": [1_000]})
     consumer = talk.listen(fail=2)
     for body in ("hopeless", "next"):

@@ -1,4 +1,4 @@
-"""Recall over gRPC: what was recalled does not come, what has come cannot be recalled, and the client is told which."""
+"""Recall over gRPC: a recalled message is not delivered, a delivered one cannot be recalled, and the client knows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_has_come_cannot_be_recalled(talks: Talks) -> None:
     with pytest.raises(ClientError, match=r"released|delivered") as refused:
         talk.call("recall", topic=talk.topic, handle=sent["recall_handle"])
     assert refused.value.code == NOT_FOUND
-    # It was not the message on its way back that was cancelled.
+    # The cancel did not hit the message on its way back to the group.
     [again] = talk.receive(consumer, {"come"})
     assert (message["attempt"], again["attempt"]) == (1, 2)
     talk.ack(consumer, again)

@@ -1,4 +1,4 @@
-"""Simple consumers: acknowledged is gone, what is not comes again when its time is up, in the end as a dead letter."""
+"""Simple consumers: an acknowledged message is gone. Others come again after their time, then become dead letters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_longer_and_a_shorter_time(talks: Talks) -> None:
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_a_receipt_is_good_for_one_handing_out(talks: Talks) -> None:
-    """An acknowledgement that comes too late says so, and takes nothing from who has the message now."""
+    """A late acknowledgement is reported, and does not end the lease of the next consumer."""
     talk = talks()
     consumer = talk.simple()
     talk.send("slow")
@@ -124,7 +124,7 @@ def test_groups_do_not_share(talks: Talks) -> None:
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_the_longest_names(talks: Talks, name: str) -> None:
-    """What comes back goes through a topic of ours whose name is made of both."""
+    """A redelivered message passes through a retry topic whose name is made of group and topic."""
     talk = talks()
     topic, group = (
         f"{name}-".ljust(limits.TOPIC_BYTES_MAX, "t"),

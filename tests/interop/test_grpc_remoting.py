@@ -1,4 +1,4 @@
-"""One broker, two protocols: what one sort of client sends the other is given, and handles are good for both."""
+"""One broker, two protocols: clients of each receive the messages of the other, and handles work for both."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_recalls_the_other_s(client: Driver, talks: Talks, broker: StockBro
 def test_a_group_goes_on_with_the_other_client(
     client: Driver, talks: Talks, broker: StockBroker, name: str
 ) -> None:
-    """What one sort of client has consumed, the group has consumed."""
+    """A message consumed by one kind of client is consumed for the group."""
     new = talks()
     old = Conversation(client, broker, name, queues=0)
     assert new.group == old.group

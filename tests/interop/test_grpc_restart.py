@@ -1,4 +1,4 @@
-"""Kill -9 in between, of the broker or of a client: neither sends nor receipts are lost, nor what was in a hand."""
+"""Kill -9 of the broker or of a client: no send and no receipt is lost, and leased messages come again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[None]]]:
-    """All at once, each with a broker of its own: most of it is waiting for what has died."""
+    """All clients at once, each with its own broker: most of the time they wait for a killed process."""
     stories = {"broker": nothing_is_lost, "client": who_dies_gives_back}
     with ThreadPoolExecutor(len(stories) * len(WITH_GO)) as pool:
         yield {
@@ -71,7 +71,7 @@ def nothing_is_lost(which: str, folder: Path) -> None:
 
 
 def who_dies_gives_back(which: str, folder: Path) -> None:
-    """What a push consumer had in its hand comes again when it is missed, and not only when its own time is over."""
+    """A push consumer's messages come again when it is missed, and not only when their own time is over."""
     with (
         stock_broker(folder / "data") as broker,
         driving(command(which), broker.grpc, folder / "home") as client,

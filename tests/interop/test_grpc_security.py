@@ -1,4 +1,4 @@
-"""A certificate and accounts: the gRPC clients come in with both, and are told which of them they lack."""
+"""A certificate and accounts: the gRPC clients connect with both, and get an error if one is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tls(folder: Path) -> Certificate:
 
 @pytest.fixture(scope="module")
 def secured(folder: Path, tls: Certificate) -> Iterator[StockBroker]:
-    """All its ports speak TLS, and it asks everybody who they are."""
+    """All its ports use TLS, and every client needs an account."""
     accounts = folder / "access.toml"
     accounts.touch(0o600)
     accounts.write_text(ACCOUNTS)

@@ -1,4 +1,4 @@
-"""What the gRPC clients send: as it was said, never before its instant, and refused with a code where it must be."""
+"""Sends of the gRPC clients: unchanged, never visible before the due time, and refused with a code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_first_send_makes_the_topic(talks: Talks) -> None:
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_delays(talks: Talks) -> None:
-    """To the millisecond where the client says it so; one question waits for what is not there yet."""
+    """To the millisecond if the client has milliseconds. One receive waits for a message that is not there yet."""
     talk = talks()
     consumer = talk.simple(wait_s=20)
     due_ms = {f"in {after_ms} ms": talk.due_ms(after_ms) for after_ms in (5_217, 3_109, 86_400_000)}
@@ -96,7 +96,7 @@ def test_a_topic_for_messages_of_one_type(talks: Talks, broker: StockBroker, nam
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_what_is_sent_to_nobody_s_topic(talks: Talks) -> None:
-    """A name that no topic may have; the clients that let it through are told by the broker."""
+    """An invalid topic name: clients that do not check it get the broker's refusal."""
     talk = talks()
     with pytest.raises(ClientError) as refused:
         talk.call("send", topic="SCHEDULE_TOPIC_XXXX", body="no")

@@ -16,7 +16,7 @@ Talks = Callable[..., GrpcConversation]
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_commit_rollback_and_neither(talks: Talks) -> None:
-    """What nobody has decided is asked about after six seconds."""
+    """An open transaction is checked after six seconds."""
     talk = talks(transactions=True)
     consumer = talk.simple()
     for check in (COMMIT, ROLLBACK):

@@ -17,7 +17,7 @@ H2SPEC = shutil.which("h2spec") or shutil.which(str(Path.home() / "go/bin/h2spec
 TESTS_MIN = 140
 # h2spec asks by GET. It is answered 415 at once, in headers without DATA, and its stream has ended.
 _ENDED = "a GET is answered before the frame comes, so the stream is not in the state that is tested"
-# The server hands no request on to another one, so a header block that names a field twice can deceive no other party.
+# The server passes no request on, so a header block that names a field twice can deceive no other party.
 _FIRST = "of each field the first value counts, and the order of fields is not looked at"
 _NO_FIELD = "such a field is no field of ours"
 _OWN_LENGTH = "gRPC's messages carry their own length"

@@ -1,4 +1,4 @@
-"""The bridge and a real Kafka: what goes in comes out at its instant, once, whatever is killed.
+"""The bridge and a real Kafka: records come out at their due times, once, whichever process is killed.
 
 A record is counted as a reader with `read_committed` sees it. A siege kills the
 bridge at each step, else at four of them.
@@ -319,7 +319,7 @@ def test_poison_among_ten_thousand_records_delays_none_of_the_others(place: Plac
 
 
 def test_a_refusal_that_kafka_does_not_foretell_is_found_by_halves(place: Place) -> None:
-    """A bridge that may not ask for a topic's limit tries its records. It blames the large ones, and no other."""
+    """A bridge that may not ask for a topic's limit tries its records. It refuses the large ones, and no others."""
     place.make(partitions=3, max_message_bytes=f"{SMALL}")
     place.kafka.forbid(place.out, AclOperation.DESCRIBE_CONFIGS)
     producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})

@@ -1,7 +1,7 @@
-"""Stock clients of both protocols while the leader of their group is killed again and again: nothing is lost.
+"""Stock clients of both protocols while the leader of their group is killed again and again: no message is lost.
 
-Each client sends, now and for later, and consumes; what it was told is compared with what came (a total queue): all
-that was acknowledged comes, and nothing that was not sent. After a call that failed a client sends the next message.
+Each client sends, immediately and delayed, and consumes. Its answers are compared with the deliveries (a total queue):
+every acknowledged message comes, and no other one. After a failed call a client sends the next message.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Client:
         return Counter(message["body"] for message in self._driver.deliveries("consumer", done=True))
 
     def check(self) -> str:
-        """Wait until all that was acknowledged has come; return what there was."""
+        """Wait until all acknowledged messages have come. Return the deliveries."""
         self._driver.wait_until(
             lambda: self.consumed().keys() >= self.acknowledged,
             lambda: f"lost: {sorted(self.acknowledged - self.consumed().keys())[:20]}",
@@ -151,7 +151,7 @@ def wait_sends(clients: list[Client], stories: list[object], count: int) -> None
 
 
 def raise_first(stories: list[object]) -> None:
-    """Raise what has ended a client."""
+    """Raise the error that has ended a client."""
     for story in stories:
         if story.done():  # type: ignore[attr-defined]
             story.result()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Pop: the broker hands messages to whoever asks, and takes back those that are not acknowledged in time."""
+"""Pop: the broker gives messages to any member, and takes back those that are not acknowledged in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.interop
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
 def test_pop(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
-    """Queues are shared without being divided; a failed message comes again when its time is up."""
+    """Queues are shared without being divided, and a failed message comes again after its time."""
     talk = Conversation(client, broker, name, queues=2)
     how = ["-t", talk.topic, "-g", talk.group, "-m", "POP", "-q", "8"]
     mqadmin(broker, "setConsumeMode", "-b", broker.remoting, *how)
@@ -36,7 +36,7 @@ def test_pop(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool)
 
 @pytest.mark.parametrize("client", [JAVA5_5], indirect=True)
 def test_priorities(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
-    """Of what is visible the highest priority comes first, and the order of the sends counts within one."""
+    """The highest priority of the visible messages comes first, then the order of the sends."""
     talk = Conversation(client, broker, name, queues=0)
     how = ["-r", "4", "-w", "4", "-a", "+message.type=PRIORITY"]
     mqadmin(broker, "updateTopic", "-b", broker.remoting, "-t", talk.topic, *how)

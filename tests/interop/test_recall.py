@@ -1,4 +1,4 @@
-"""Recall: what was recalled does not come, and what has come cannot be recalled."""
+"""Recall: a recalled message is not delivered, and a delivered one cannot be recalled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request and reply: a producer waits for what a consumer answers."""
+"""Request and reply: a producer waits for a consumer's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where groups begin, and where RocketMQ's administration client sets them, with consumers and without."""
+"""The start of new groups, and resets by RocketMQ's administration client, with and without consumers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kill -9 in between: the clients find the broker again, and nothing that was acknowledged is lost."""
+"""Kill -9 of the broker: the clients find it again, and no acknowledged message is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESSAGES = 10
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
-    """All clients at once, each with a broker of its own: most of it is their waiting for what has died."""
+    """All clients at once, each with its own broker: most of the time they wait for a killed process."""
     with ThreadPoolExecutor() as pool:
         yield {
             which: pool.submit(nothing_is_lost, which, tmp_path_factory.mktemp(which)) for which in CLIENTS

@@ -1,4 +1,4 @@
-"""Listeners that fail: again after the group's delays, in the end the dead letters."""
+"""Failing listeners: messages come again after the group's delays, and end as dead letters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def begin_at_the_first(broker: StockBroker, group: str, topic: str) -> None:
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
 def test_orderly_too(client: Driver, broker: StockBroker, name: str) -> None:
-    """An orderly listener's tries are counted in the client, which gives up by sending to the retry topic."""
+    """The client counts an orderly listener's attempts, and gives up by a send to the retry topic."""
     talk = Conversation(client, broker, name)
     consumer = talk.listen(fail=1_000_000, orderly=True, max_reconsume_times=1)
     talk.send("hopeless")

@@ -1,4 +1,4 @@
-"""A broker that asks who it is, and one that speaks TLS: the remoting clients sign, and are believed or not."""
+"""A broker with accounts, and one with TLS: the remoting clients sign, and are accepted or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path) -> Iterator[StockBroker]:
-    """Asks everybody; what tests ask of it past the stock clients, they ask as its administrator."""
+    """Every client needs an account. The tests' own requests use the administrator's."""
     with (
         as_root(),
         stock_broker(folder / "data", "--access-file", str(access_file(folder, ACCOUNTS))) as running,
@@ -104,7 +104,7 @@ def test_who_signs_sends_and_consumes(guarded: StockBroker, signing: Start, whic
 def test_who_guesses_does_not(guarded: StockBroker, guessing: Start, which: str, name: str) -> None:
     guarded.create_topic(f"{name}-topic", 1)
     with pytest.raises(ClientError):
-        # Some are told when they start, the others with their first message.
+        # Some clients are refused when they start, the others with their first message.
         Conversation(guessing(which), guarded, name, queues=0).send("forged")
     assert guarded.bodies(f"{name}-topic") == []
 
@@ -210,7 +210,7 @@ def encrypted(folder: Path, tls: Certificate) -> Iterator[StockBroker]:
 
 
 def over_tls(which: str, roots: str) -> list[str]:
-    """Java is the one of them that speaks TLS; it checks the certificate only outside its test mode."""
+    """Of these clients only Java supports TLS. It checks the certificate only outside its test mode."""
     properties = {
         "tls.enable": "true", "tls.test.mode.enable": "false", "tls.client.authServer": "true",
         "tls.client.trustCertPath": roots,

@@ -1,4 +1,4 @@
-"""Three groups on three machines, and one machine is killed: RocketMQ's producer goes on without a failed call."""
+"""Three groups on three machines, one of which is killed: RocketMQ's producer continues without a failed call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that trace: their traces are kept, and RocketMQ's tool finds them by a message's id."""
+"""Clients that trace: the broker stores their traces, and RocketMQ's tool finds them by a message's id."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_commit_and_rollback(client: Driver, broker: StockBroker, name: str) -> 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
 def test_the_broker_asks(client: Driver, broker: StockBroker, name: str) -> None:
-    """A short patience for this message: RocketMQ's own property CHECK_IMMUNITY_TIME_IN_SECONDS."""
+    """Shorten the wait for this message's check, by RocketMQ's own property CHECK_IMMUNITY_TIME_IN_SECONDS."""
     talk = Conversation(client, broker, name, transactions=True)
     consumer = talk.listen()
     for state in (COMMIT, ROLLBACK):

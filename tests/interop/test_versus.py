@@ -1,4 +1,4 @@
-"""`make versus` runs small, with RocketMQ really started; and its load generator sees an answer that is wrong."""
+"""`make versus` with a small load, with a real RocketMQ. Its load generator notices a wrong answer."""
 
 from __future__ import annotations
 

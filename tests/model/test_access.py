@@ -1,4 +1,4 @@
-"""Access: what is not granted is refused, whoever asks and however it is written, and no secret is told."""
+"""Access: everything that is not granted is refused, in every form, and no secret is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a push may go: each kind of address that is not of the open internet, and each way to write one."""
+"""Permitted addresses of a push: each kind of address that is not public, in each notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as JSON: every one of them is read as it was written, and wire.py hands all of them on."""
+"""Answers as JSON: decoding gives the encoded value, and wire.py exports all of them."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Settings refuse what cannot work, and name the option."""
+"""Settings refuse impossible values, and name the option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of errors: every class has a code of its own, and comes back from the far side of a wire."""
+"""The tree of errors: every class has its own code, and is restored from it at the other end of a connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local times: every zone and every change of an offset, against clocks that are only looked at."""
+"""Local times: every zone and every change of an offset, compared with an oracle that only reads clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names clients may not write to, and the words that say so."""
+"""The topic names that clients may not write to, and the text of the refusal."""
 
 from __future__ import annotations
 

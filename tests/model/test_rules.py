@@ -1,4 +1,4 @@
-"""The rules of a message: both forms of each say the same, of any value; a control has them differ."""
+"""The rules of a message: both forms of each rule agree for every value. A control makes them differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""after= and at=: what they mean in milliseconds, never early, and what is refused with which reason."""
+"""after= and at=: their values in milliseconds, never early, and the reason of each refusal."""
 
 import io
 from datetime import UTC, datetime, timedelta, timezone

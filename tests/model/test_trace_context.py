@@ -1,4 +1,4 @@
-"""Trace context among properties: read, carried and left out, row by row and by columns alike."""
+"""Trace context in properties: read, carried and left out, equally for rows and for columns."""
 
 from __future__ import annotations
 

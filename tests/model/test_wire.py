@@ -1,4 +1,4 @@
-"""Requests as clients make them are what the broker decodes, and answers as it makes them what clients decode."""
+"""The broker decodes requests as clients encode them, and clients decode answers as the broker encodes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OTLP receiver over HTTP: what a broker exports, decoded by OpenTelemetry's own definitions."""
+"""An OTLP receiver over HTTP: the broker's exports, decoded with OpenTelemetry's own definitions."""
 
 from __future__ import annotations
 

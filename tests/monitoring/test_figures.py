@@ -1,4 +1,4 @@
-"""The figures of a subscription: each request counts once, by how it ended."""
+"""The figures of a subscription: each request counts once, by its outcome."""
 
 from __future__ import annotations
 

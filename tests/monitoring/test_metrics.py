@@ -1,4 +1,4 @@
-"""Metrics: what a real broker says, read by Prometheus' own parser, and what docs/metrics.md says of it."""
+"""Metrics of a real broker, read by Prometheus' own parser and compared with docs/metrics.md."""
 
 from __future__ import annotations
 

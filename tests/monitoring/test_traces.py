@@ -1,4 +1,4 @@
-"""Traces: real brokers and clients, and a receiver that decodes what is exported, or is dead."""
+"""Traces: real brokers and clients, and a receiver that decodes the exported spans, or is dead."""
 
 from __future__ import annotations
 

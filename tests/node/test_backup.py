@@ -1,4 +1,4 @@
-"""Backups of a folder in use: consistent, complete up to their row, gone on with, and refused when damaged."""
+"""Backups of a folder in use: consistent, complete up to their row, usable, and refused when damaged."""
 
 from __future__ import annotations
 

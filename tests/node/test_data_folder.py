@@ -1,4 +1,4 @@
-"""A data folder is ours, of a format that we read, and not half restored; else it is refused and left as it is."""
+"""A data folder of another program, of an unknown format, or half restored is refused and not changed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A report holds what its selection asks for, and every flaw on the way. tests/cli/test_data_folder.py has the rest."""
+"""A report has its selection, and every fault found on the way. tests/cli/test_data_folder.py tests the rest."""
 
 from __future__ import annotations
 

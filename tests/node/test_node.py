@@ -1,4 +1,4 @@
-"""One node: a start that works or leaves nothing behind, a stop that keeps everything, a failure that is told."""
+"""One node: a start that works or leaves nothing behind, a stop that keeps everything, a failure that is reported."""
 
 from __future__ import annotations
 

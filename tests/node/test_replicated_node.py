@@ -1,4 +1,4 @@
-"""A node of a cluster as a process: it forwards, leads, hands over, and begins anew; tests/cluster tries the rest."""
+"""A node of a cluster as a process: it forwards, leads, hands over, and restarts. tests/cluster tests the rest."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 FAST = hypothesis.settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-# Nothing is shrunk: that it fails is all we want to know.
+# Nothing is shrunk: only the fact of the failure matters.
 UNTIL_CAUGHT = hypothesis.settings(
     FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
@@ -75,10 +75,10 @@ def invalid_exemptions(contract: type[Contract]) -> list[str]:
 class Contract(Moves, Clocks, Cuts):
     """All tests of the contract. A strategy joins with `new_rig`."""
 
-    # How far the suite sleeps from instant to instant; less where a scheduled message is written again every few
+    # The suite's sleep from one due time to the next. It is shorter if a message is rewritten every few
     # seconds.
     far_ms: ClassVar[int] = 400 * limits.DAY_MS
-    # Tests that a strategy need not pass, each with the reason. There is none.
+    # Tests that a strategy need not pass, each with the reason. There are none.
     exempt: ClassVar[dict[str, str]] = {}
     new_rig: ClassVar[Callable[[], Rig]]
     examples: ClassVar[int] = FAST.max_examples
@@ -439,6 +439,6 @@ class Variant(Contract):
 
     cuts_step = 12
     slow_factor = 2
-    # The slow part of each of the two does the same, and more.
+    # The slow part of each of the two does this and more.
     test_random_steps_keep_the_contract = None  # type: ignore[assignment]
     test_a_spread_of_power_cuts = None  # type: ignore[assignment]

@@ -1,10 +1,10 @@
 """The contract for power cuts: after a cut at any call of the disk, no scheduled message is lost or repeated.
 
-    a scenario runs once to count the calls; then it is cut at each of them, and a new world starts from the disk
-    that survived, several times, because one cut may leave different disks
+    A scenario runs once to count the calls. Then it is cut at each of them, and a new world starts from the disk
+    that survived. This is repeated, because one cut may leave different disks.
 
-    nothing acknowledged is lost · a durable release is not repeated · nothing cancelled is released · an
-    unacknowledged operation is there completely or not at all
+    no acknowledged message is lost · a durable release is not repeated · no cancelled message is released · an
+    unacknowledged operation is complete or absent
 
 The model of the cut world states what was acknowledged. Other rows of the surviving log count as well.
 """
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
 CUTS_FAST = 6
-# What survives of a cut; "random" with a seed of its own for each cut.
+# What survives a cut. "random" uses a different seed for each cut.
 FEW: list[Survival] = ["nothing", "random"]
 MANY: list[Survival] = ["nothing", "everything", "random", "random"]
 
@@ -43,13 +43,13 @@ class Cuts:
     """Tests that cut the power at each call. A part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
-    # In a siege: every third call, or, of a strategy under the contract for a second time, with less room, say, every
-    # twelfth; the slow part takes a third of these. The first one is drawn by the class's name.
+    # Number of calls from one cut to the next in a siege. A `Variant` of a strategy takes every twelfth call. The slow
+    # part takes a third of these cuts. A hash of the class's name selects the first cut.
     cuts_step: ClassVar[int] = 3
 
     def test_a_spread_of_power_cuts(self) -> None:
         first, last = calls_of(type(self).new_rig)
-        # Those who inherit this twice for one strategy look at other cuts.
+        # Different subclasses of one strategy cut at different calls.
         offset = zlib.crc32(type(self).__name__.encode()) % CUTS_FAST
         cuts = [first + (n * CUTS_FAST + offset) * (last - first) // CUTS_FAST**2 for n in range(CUTS_FAST)]
         assert violations(type(self).new_rig, cuts, FEW) == []
@@ -213,7 +213,7 @@ class Reborn(World):
     def __init__(self, dead: World, files: CrashFiles) -> None:
         self._dead = dead
         number = files.content(CHECKPOINT) if files.exists(CHECKPOINT) else b""
-        # As the broker does: one that is damaged is none.
+        # As in the broker: a damaged checkpoint is not used.
         checkpoints = [dead.ever_saved[int(number)]] if number.isdigit() else []
         super().__init__(dead.rig, files, wall_ms=dead.manual.wall, checkpoints=checkpoints)
 

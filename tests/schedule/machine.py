@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000), unheard=st.booleans())
     def restart(self, back: int, power_cut: int | None, unheard: bool) -> None:
-        self.written, self.saving = None, False  # by a process that is no more
+        self.written, self.saving = None, False  # by a process that has ended
         self.world.restart(back=back, power_cut=power_cut, unheard=unheard)
 
     # -- what holds between any two steps ------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Walk:
     # -- the scheduler's part ----------------------------------------------------------------------------------
 
     def build(self, state: object, saved_seq: int) -> None:
-        """Begin again, with what a checkpoint kept and what the log says since."""
+        """Restart with the state in a checkpoint and the later log."""
         self.outcomes = Outcomes()
         self.outcomes.restore(NOTHING_SETTLED)
         done = sorted(self.settled)
@@ -79,7 +79,7 @@ class Walk:
             self.rewrite(again)
 
     def rewrite(self, scheduled_rows: Opened) -> None:
-        """Their new rows are durable, unless the power goes before; then they lie where they lay."""
+        """Their new rows are durable, unless the power is cut before. Then the old rows count."""
         if self.chance.random() < 0.3:
             return self.restart()
         first_seq = self.append(len(scheduled_rows))
@@ -96,7 +96,7 @@ class Walk:
         return None
 
     def append(self, count: int) -> int:
-        """Rows that stand for others: only their numbers count here."""
+        """Rows for which only their numbers matter."""
         rows = build_rows(
             count, kind=int(Kind.MOVED), topic="t", queue_id=-1, store_ms=self.world.now_ms, source_seq=1
         )

@@ -161,19 +161,19 @@ class Model:
 
     @property
     def wake_by_ms(self) -> int | None:
-        """When a sleeper must wake. What is on the move may hold up what is due with it, or later."""
+        """The latest time at which a sleeper must wake. A message being moved may delay those due with it or later."""
         moving_ms = [self.waiting[seq][0] for seq in self.being_rewritten if seq in self.waiting]
         first_ms = self.first_due_ms
         return None if first_ms is None or first_ms in moving_ms else first_ms
 
     @property
     def being_rewritten(self) -> set[int]:
-        """What is being written again."""
+        """The messages that are being rewritten."""
         return {seq for batch in self.moving for seq in batch}
 
     @property
     def known(self) -> list[int]:
-        """All scheduled messages there ever were, and that may be asked for."""
+        """All scheduled messages that ever existed and may be asked for."""
         handed_out = (seq for batch in self.in_flight for seq in batch)
         return sorted({*self.waiting, *self.released, *self.cancelled, *handed_out} - self.forgotten)
 
@@ -192,7 +192,7 @@ class Model:
         return (self.released | self.cancelled)[seq]
 
     def hand_out(self, batch: pa.RecordBatch, now_ms: int, limit: int) -> list[tuple[int, int]]:
-        """Check a hand-out and believe it; returns its (due_ms, seq)."""
+        """Check a hand-out and apply it to the model. Returns its (due_ms, seq)."""
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
         pairs = list(zip(batch["due_ms"].to_pylist(), batch["seq"].to_pylist(), strict=True))
         assert pairs == sorted(set(pairs)), f"out of order, or twice: {pairs}"
@@ -206,7 +206,7 @@ class Model:
         return pairs
 
     def move(self, batch: pa.RecordBatch, limit: int) -> None:
-        """Check what is to be written again; it still waits."""
+        """Check the messages to rewrite. They are still pending."""
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
         seqs, being_rewritten = batch["seq"].to_pylist(), self.being_rewritten
         assert len(set(seqs)) == len(seqs), f"written again twice in one go: {seqs}"
@@ -217,7 +217,7 @@ class Model:
         self.moving.append(seqs)
 
     def land(self, at: list[int]) -> None:
-        """The oldest of what was being written again is durable, in these rows."""
+        """The oldest of the messages being rewritten are durable, in these rows."""
         batch = self.moving[0]
         self.at.update(zip(batch, at, strict=False))
         del batch[: len(at)]
@@ -226,11 +226,11 @@ class Model:
             self.moving.popleft()
 
     def let_go(self, first_seq: int) -> None:
-        """The log begins here now: what was settled before need not be known any more."""
+        """The log begins here now: messages settled before need not be known any more."""
         self.forgotten |= {seq for seq, at in self.at.items() if at < first_seq}
 
     def check_unchanged(self, batch: pa.RecordBatch) -> None:
-        """These waiting scheduled messages are what was admitted, and say when."""
+        """Check that the pending scheduled messages are the admitted ones, with their due times."""
         columns = (batch[name].to_pylist() for name in ("seq", "due_ms", "body", "store_ms", "kind"))
         for seq, due_ms, body, accepted_ms, kind in zip(*columns, strict=True):
             assert self.waiting[seq] == (due_ms, body), f"seq {seq} has changed: {due_ms}, {body!r}"
@@ -239,7 +239,7 @@ class Model:
             assert kind != Kind.MOVED, f"seq {seq} is given out as a row, not as a scheduled message"
 
     def cancel(self, seqs: list[int], answers: list[bool]) -> list[int]:
-        """Check the answers to a cancel and believe them; returns the cancelled."""
+        """Check the answers to a cancel and apply them to the model. Returns the cancelled messages."""
         states = {seq: self.state_of(seq) for seq in seqs}
         expected = [states[seq] == "waiting" for seq in seqs]
         assert answers == expected, f"cancel of {states} answered {answers}"
@@ -249,7 +249,7 @@ class Model:
         return chosen
 
     def check_settled(self, settled: Settled) -> None:
-        """`settled` names or covers all that is settled durably, and nothing else."""
+        """Check that `settled` names or covers exactly the durably settled messages."""
         pairs = set(zip(settled.due_ms.tolist(), settled.seq.tolist(), strict=True))
         done = {(due, seq) for index in (self.released, self.cancelled) for seq, due in index.items()}
         assert pairs <= done, f"said to be settled, but is not: {sorted(pairs - done)}"
@@ -261,13 +261,13 @@ class Model:
                 assert not is_covered(settled, due, seq), f"seq {seq} is not settled, yet covered by the mark"
 
     def check_settled_before(self, before_ms: int) -> None:
-        """What `status` says: nothing due before `before_ms` is open."""
+        """Check the figures of `status`: no message due before `before_ms` is open."""
         for batch in (self.waiting, *self.in_flight):
             for seq, (due, _) in batch.items():
                 assert due >= before_ms, f"seq {seq} due {due} is open, yet all is settled before {before_ms}"
 
     def check_nothing_overdue(self, now_ms: int) -> None:
-        """Nothing due is left; nothing of it is on the move either."""
+        """Check that no due message is left or being moved."""
         lost = sorted((due, seq) for seq, (due, _) in self.waiting.items() if due <= now_ms)
         assert not lost, f"due at {now_ms} and not handed out: {lost}"
 

@@ -36,7 +36,7 @@ from timeball.schedule.scheduler import Scheduler
 
 DUE_MS = 16_000  # after the start: later than the first opening
 NEAR_MS = 12_000  # then it is near
-LEASE_MS, PAUSE_MS = 9_000, 4_000  # he is at work for so long, and away for so long
+LEASE_MS, PAUSE_MS = 9_000, 4_000  # the dispatcher works for so long, and pauses for so long
 LATE_MS = 1_500
 FIRST, LAST = (-(1 << 62), 0), (1 << 62, 0)
 
@@ -86,7 +86,7 @@ class Watched(Scheduler):
         return super().take_due(now_ms, limit)
 
     def read(self, now_ms: int, limit: int) -> list[pa.RecordBatch]:
-        """What is due and lies in files, wherever else it is; and rows that were never written."""
+        """Due messages in files, wherever else they are, and rows that were never written."""
         assert self._table is not None
         rows = load(self._table.pending.all(), FIRST, (now_ms + 1, 0))
         if rows is None:

@@ -1,4 +1,4 @@
-"""Spark's own cluster, a master and two workers, each a machine of its own as far as this one allows.
+"""Spark's own cluster, a master and two workers, each as isolated as this machine allows.
 
 With root each has a network namespace, and each worker a mount namespace in which the broker's data folder is empty but
 for the folders that are shared, as a mount of NFS would have it: so nothing but Flight and these folders is common.

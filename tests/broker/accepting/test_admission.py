@@ -156,7 +156,7 @@ def test_compatible_column_types_are_cast(name: str, values: pa.Array) -> None:
         ("due_ms", pa.array([1.5, 2.0])),
         ("due_ms", pa.array([float("nan"), 2.0])),
         ("due_ms", pa.array(["soon", "later"])),
-        ("due_ms", pa.array([NOW_MS // 1_000] * 2, pa.timestamp("s"))),  # as a number, it is a time far in the past
+        ("due_ms", pa.array([NOW_MS // 1_000] * 2, pa.timestamp("s"))),  # as a number, a time long past
         ("delay_ms", pa.array([3, 4], pa.duration("s"))),
         ("delay_ms", pa.array([1 << 63, 0], pa.uint64())),
         ("queue_id", pa.array([1 << 40, 0], pa.int64())),

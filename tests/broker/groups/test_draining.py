@@ -47,8 +47,8 @@ def words(verdicts: list[Verdict]) -> list[str]:
     return [verdict.verdict for verdict in verdicts]
 
 
-"""Give the command, and run the periodic drain until it finds no more messages."""
-    """Give the command, and let the duty look until it finds nothing more."""
+async def drain(two: InGroup, heir: str = "g1") -> None:
+    """Give the command, and run the periodic drain until it finds no more messages."""
     await two.broker.drain(heir)
     for _ in range(5):
         await two.broker.draining.look()

@@ -81,7 +81,7 @@ def caches(tables: Tables, ledger: AttachState) -> dict[str, Any]:
 def applied(
     files: CrashFiles, steps: list[float], *, from_checkpoint: bool, resumes: bool, tail_after: int | None
 ) -> dict[str, Any]:
-    """Apply the log of these files in steps, given as shares of it, and finish. Read the tail after step `tail_after`."""
+    """Apply the log of these files in steps, given as shares, and finish. Read the tail after step `tail_after`."""
     opened = opened_log(files)
     saved = checkpoint.load(files) if from_checkpoint else None
     reader, tables = LogReader(opened.segments), Tables(files, 2)

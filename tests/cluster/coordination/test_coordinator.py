@@ -1,4 +1,4 @@
-"""The node alone: it leads whatever it is asked about, and needs nothing."""
+"""The coordinator of a single node: it leads every group and needs nothing."""
 
 from __future__ import annotations
 

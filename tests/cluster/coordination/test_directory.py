@@ -1,4 +1,4 @@
-"""The directory: who leads which group, from the coordinator's records, holders and nodes."""
+"""The directory: the leader of each group, from the coordinator's records, holders and nodes."""
 
 from __future__ import annotations
 

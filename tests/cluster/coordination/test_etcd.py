@@ -86,7 +86,7 @@ def test_a_value_of_the_largest_size_goes_through(run: Run) -> None:
 
 @asynccontextmanager
 async def watched(store: Store, prefix: str) -> AsyncIterator[list[KeyValue]]:
-    """Give what is below a prefix, read again only when the watch tells of a change."""
+    """Return the keys below a prefix, read again only when the watch reports a change."""
     outcome = await store.transact((), [Read(prefix, is_prefix=True)])
     found = outcome.reads[0]
 
@@ -94,7 +94,7 @@ async def watched(store: Store, prefix: str) -> AsyncIterator[list[KeyValue]]:
         after = outcome.revision
         while True:
             await store.wait(prefix, after, 3_600)
-            # A change made meanwhile is told of by this read, and by no wait.
+            # A change made meanwhile is reported by this read, and by no wait.
             now = await store.transact((), [Read(prefix, is_prefix=True)])
             found[:], after = now.reads[0], now.revision
 
@@ -140,7 +140,7 @@ def test_the_watch_is_one_request_however_long(run: Run) -> None:
 
 
 def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdCluster) -> None:
-    """A member that answers requests and tells no news, as one that is cut off from the others."""
+    """A member that answers requests but reports no changes, like one that is cut off from the others."""
 
     async def scenario() -> None:
         async with world_of(etcd.endpoints) as world, deafened(etcd.endpoints[0]) as deaf:
@@ -150,10 +150,10 @@ def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdClus
             after = (await store.transact((), [Read(prefix, is_prefix=True)])).revision
             await store.wait(prefix, after, 0.05)
             await other.transact((), [Put(prefix + "a", b"")])
-            await store.wait(prefix, after, 0.05)  # not told, and not known
+            await store.wait(prefix, after, 0.05)  # neither reported nor known
             assert store._members.preferred == deaf
             await store.transact((), [Read(prefix, is_prefix=True)])
-            await store.wait(prefix, after, 0.05)  # known by the read, and still not told
+            await store.wait(prefix, after, 0.05)  # known by the read, and still not reported
             assert store._members.preferred == etcd.endpoints[1]
             async with watched(store, prefix) as found:
                 await other.transact((), [Put(prefix + "a", b"again")])
@@ -164,7 +164,7 @@ def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdClus
 
 @asynccontextmanager
 async def deafened(endpoint: str) -> AsyncIterator[str]:
-    """Pass requests on to a member, but of a watch nothing after its first line."""
+    """Pass requests on to a member, but stop each watch after its first line."""
     host, _, port = endpoint.removeprefix("http://").partition(":")
     tasks = set()
 

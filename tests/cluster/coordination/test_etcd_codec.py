@@ -1,4 +1,4 @@
-"""Requests and answers of etcd's gateway as literal bytes: those of 3.4 recorded from Debian's, those of 3.6 beside."""
+"""Requests and answers of etcd's gateway as literal bytes: of version 3.4 recorded from Debian's, and of 3.6."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_answer_to_a_transaction() -> None:
     assert codec.read_txn(body, then, []) == Outcome(
         True, 7, [[KeyValue("a", b"\xff\0", 7, 7587862094297604359)]]
     )
-    # Nothing found, and the comparison failed: zero and false are left out.
+    # Not found, and the comparison failed: zero and false are left out.
     absent = b"{" + HEADER + b',"responses":[{"response_range":{"header":{"revision":"7"}}}]}'
     assert codec.read_txn(absent, then, [Read("a")]) == Outcome(False, 7, [[]])
 
@@ -62,7 +62,7 @@ def test_the_answer_to_a_transaction() -> None:
         b"\xff",
         b'{"header":{},"succeeded":true,"responses":[{"response_range":{}}]}',  # no revision
         b"{" + HEADER + b',"succeeded":true}',  # fewer answers than operations
-        b"{" + HEADER + b',"responses":[{"response_range":{}}]}',  # to the other list, which is empty
+        b"{" + HEADER + b',"responses":[{"response_range":{}}]}',  # an answer to the other, empty list
         b"{"
         + HEADER
         + b',"succeeded":true,"responses":[{"response_range":{"kvs":[{"key":"Yg==","mod_revision":"1"}]}}]}',
@@ -79,7 +79,7 @@ def test_an_invalid_answer_is_refused(body: bytes) -> None:
 
 
 def test_an_answer_that_is_none_is_not_shown() -> None:
-    """It may hold a secret, and errors are logged."""
+    """The answer may contain a secret, and errors are logged."""
     with pytest.raises(BadAnswer) as caught:
         codec.read_txn(b'{"header":{"revision":"c2VjcmV0"}}', [], [])
     assert "c2VjcmV0" not in str(caught.value)

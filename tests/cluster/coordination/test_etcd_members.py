@@ -1,4 +1,4 @@
-"""Members that are not there, hang, are no etcd, or answer nonsense: another is asked, within bounds, and told why."""
+"""Members that are missing, hang, are no etcd, or answer nonsense: another one is asked, within a time limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Answer = Callable[[bytes, bytes], bytes | None]  # path and body of a request ->
 
 @asynccontextmanager
 async def server(answer: Answer, *, closes: bool = False) -> AsyncIterator[str]:
-    """Answer as told, and close after that or not; b"" hangs."""
+    """Answer as told, then close or not. b"" hangs."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer):
@@ -137,7 +137,7 @@ def test_endpoints_that_are_not_etcd_are_a_set_up_error() -> None:
         async with server(lambda *_: http(b"404 page not found", "404 Not Found")) as one:
             alone, beside = await asyncio.gather(told(one), told(one, dead()))
         assert type(alone) is SetupError and "endpoints and certificates" in str(alone)
-        # One of two: the other may come back.
+        # One of two members: the other may come back.
         assert type(beside) is Unavailable and "404" in str(beside)
 
     asyncio.run(scenario())
@@ -158,7 +158,7 @@ def test_a_password_is_not_shown() -> None:
 
 
 class Authenticating:
-    """A member that wants a token; it forgets those it gave when told. Refuses in words, or by closing."""
+    """A member that requires a token. It forgets its tokens when told, and refuses by an error or by closing."""
 
     def __init__(self, in_words: bool) -> None:
         self.in_words = in_words

@@ -1,4 +1,4 @@
-"""Answers over HTTP within a bound, and what a session says of itself."""
+"""Answers over HTTP within a size limit, and the figures of a session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TooLong(Exception):
 
 
 def answered(bytes_max: int, size: int) -> tuple[bytes, str]:
-    """Ask a server that answers with so many bytes; return its answer and how it was asked."""
+    """Query a server that answers with so many bytes. Return its answer and the request."""
 
     async def check() -> tuple[bytes, str]:
         agents = []

@@ -1,4 +1,4 @@
-"""The contract of coordinators, in memory and on real etcd: both are driven by the same tests."""
+"""The contract of coordinators: the same tests run in memory and with real etcd."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_dead_holder_is_displaced_and_no_other(run: Run) -> None:
         one, other = await asyncio.gather(*calls)
         assert one.won != other.won
         assert one.view.holder == other.view.holder
-        # Whose view is new now, but whose request is old.
+        # It has seen the newest state, but its request is old.
         view, name = (one.view, "c") if one.won else (other.view, "b")
         node, lease = (c, lease_c) if one.won else (b, lease_b)
         assert not (await node.lead("g1", view.revision, next_record(view, name), lease, displaces="a")).won
@@ -245,7 +245,7 @@ def test_a_swap_whose_answer_was_lost_is_known(run: Run) -> None:
         assert view.record is not None and view.record.epoch == RECORD.epoch + 1
         changed = await a.change("g1", view.revision, replace(view.record, generation=2))
         assert changed.won
-        # The loser is not taken for a winner by what the winner has left.
+        # The loser does not take the winner's key for its own success.
         lease_b = await b.grant(LONG_TTL_MS)
         assert not (await b.lead("g1", view.revision, next_record(view, "b"), lease_b, displaces="a")).won
         handed = await a.hand_over("g1", changed.view.revision, next_record(changed.view, "b"), lease)
@@ -304,14 +304,14 @@ def test_a_change_wakes_those_who_wait(run: Run) -> None:
         seen_by_b = await b.read("g1")
 
         async def leads() -> None:
-            await b.wait_for_change(seen_by_b.as_of, 0.05)  # opens the watch; nothing happens
+            await b.wait_for_change(seen_by_b.as_of, 0.05)  # opens the watch, and nothing happens
             waiting = asyncio.create_task(b.wait_for_change(seen_by_b.as_of, 60))
             assert await a.hold("g1", await a.grant(LONG_TTL_MS))
             await waiting
 
         async with asyncio.timeout(30):
             await leads()
-            await b.wait_for_change(seen_by_b.as_of, 60)  # what has happened is not waited for
+            await b.wait_for_change(seen_by_b.as_of, 60)  # a past change is not waited for
         assert (await b.read("g1")).holder is not None
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""A held lease: renewed in time, ended by our own clock, taken anew when it is lost."""
+"""A held lease: renewed in time, ended by the local clock, and granted anew when it is lost."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_registration_that_failed_is_made_at_the_next_beat() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held, other = held_in(world), world.coordinator("b")
         world.memory.loses_answers = True
-        await held.renew_or_grant()  # granted, and not known: that lease ends by itself
+        await held.renew_or_grant()  # granted, but not known: that lease ends by itself
         assert held.lease is None and len(world.memory.leases) == 1
         world.memory.loses_answers = False
         await held.renew_or_grant()
@@ -158,7 +158,7 @@ def test_a_lease_is_held_on_etcd(etcd: object) -> None:
             await seen(other.nodes)
             lease = held.lease
             assert lease is not None
-            # Held past the end of its first time, if this machine ever let it run: a lease that was lost is another.
+            # Held past its first end, if this machine ever let it run: a lease that was lost is a different one.
             await seen(lambda: past(world, lease.sent_ms + lease.ttl_ms))
             await seen(other.nodes)
             running.cancel()

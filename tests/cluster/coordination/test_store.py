@@ -1,6 +1,6 @@
-"""The model in memory and real etcd, driven by the same random steps: they give the same answers.
+"""The model in memory and real etcd get the same random operations, and give the same answers.
 
-So a test that runs in memory, and a simulation that has the same rules, says something about etcd.
+So a test in memory, and a simulation with the same rules, also applies to etcd.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def stepping(
             self.etcd = self.etcd_world.store()
             self.base = f"{self.etcd_world.cluster}/"
             self.leases: list[tuple[int, int]] = []  # (of the model, of etcd)
-            self.revisions = [(0, 0)]  # those that were seen, in both
+            self.revisions = [(0, 0)]  # the revisions that were seen, in both
 
         def lease(self, number: int) -> tuple[int, int]:
-            """Return a lease in both: none, one of those granted, or one that never was."""
+            """Return a lease in both: none, a granted one, or one that never existed."""
             return (
                 (0, 0)
                 if number == 0
@@ -105,7 +105,7 @@ def stepping(
         def comparison(self, key: str, is_lease: bool, number: int, side: int) -> Comparison:
             if is_lease:
                 return LeaseIs(self.base + key, self.lease(number)[side])
-            # Of the newest that were seen, or 0: there is no such key.
+            # Of the newest keys that were seen, or 0: there is no such key.
             return RevisionIs(self.base + key, self.revisions[-min(number, len(self.revisions))][side])
 
         def operation(self, key: str, number: int, side: int) -> Operation:
@@ -138,7 +138,7 @@ def stepping(
                 self.same_revision(one.revision, other.revision)
 
         def same_revision(self, ours: int, theirs: int) -> None:
-            """Revisions differ, since others use etcd too; which are equal, and which is newer, does not."""
+            """Revisions differ, since others use etcd too. Their equality and order do not."""
             for pair in self.revisions:
                 assert (pair[0] < ours, pair[0] == ours) == (pair[1] < theirs, pair[1] == theirs)
             if (ours, theirs) not in self.revisions:
@@ -184,7 +184,7 @@ class SwapsAlways(MemoryStore):
 @pytest.mark.xdist_group("etcd")
 @pytest.mark.parametrize("wrong", [ForgetsLeases, SwapsAlways])
 def test_a_model_that_is_wrong_is_noticed(etcd: EtcdCluster, wrong: type[MemoryStore]) -> None:
-    # The first one that is found will do: not the shortest, and not one of each kind.
+    # The first one found suffices: neither the shortest, nor one of each kind.
     hunt = steps(300, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(stepping(etcd.endpoints, wrong), settings=hunt)

@@ -1,4 +1,4 @@
-"""The sockets between replicas: real ones, polled in the test's own thread, and peers that can be wrong on purpose."""
+"""The sockets between replicas: real sockets polled in the test's own thread, and peers that break rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that does not lead forwards what comes to its ports."""
+"""A node that does not lead forwards connections on its ports."""
 
 from __future__ import annotations
 

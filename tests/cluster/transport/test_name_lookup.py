@@ -1,4 +1,4 @@
-"""Names are looked up elsewhere; the answer of each question is given once."""
+"""Names are looked up in another thread. Each question gets its answer once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS between nodes: both ends show a certificate of the cluster's authority, and nothing passes before."""
+"""TLS between nodes: both ends show a certificate of the cluster's authority before any data passes."""
 
 from __future__ import annotations
 

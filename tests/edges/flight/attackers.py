@@ -1,4 +1,4 @@
-"""Requests that cost their sender little and a careless server much. A process of its own: `python attackers.py …`.
+"""Requests that are cheap for their sender and costly for a careless server: `python attackers.py …`.
 
 attackers.py ENDPOINT NAME [ACCESS_KEY:SECRET]     prints how each of its calls ended, one JSON line a call
 """
@@ -84,7 +84,7 @@ ATTACKS: dict[str, tuple[int, Callable[[flight.FlightClient, Any], None]]] = {
 
 
 def run(endpoint: str, name: str, credentials: str) -> Iterator[str]:
-    """Make the calls of an attack, all at once; how each ended."""
+    """Make the calls of an attack, all at once. Return how each ended."""
     count, call = ATTACKS[name]
     headers = [(b"authorization", f"Bearer {credentials}".encode())] if credentials else []
     options = flight.FlightCallOptions(timeout=BOUND_S, headers=headers)

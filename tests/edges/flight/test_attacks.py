@@ -1,7 +1,7 @@
-"""What requests of a hostile client cost the broker, in memory and in punctuality; a server without bounds beside it.
+"""The cost of hostile requests for the broker, in memory and in punctuality, beside a server without limits.
 
-The broker is a process of its own with an access file, each attack another one. A steady stream of other clients goes
-through all the while (tests/attacks/beside.py).
+The broker and each attack are separate processes. The broker has an access file. A steady stream of other clients
+continues meanwhile (tests/attacks/beside.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ server.serve()
 
 
 def attack(endpoint: str, name: str, credentials: str = "") -> list[str]:
-    """Run an attack to its end; how its calls ended."""
+    """Run an attack to its end. Return how its calls ended."""
     done = subprocess.run(
         [sys.executable, str(ATTACKERS), endpoint, name, credentials],
         env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=200, check=True,

@@ -63,7 +63,7 @@ def test_an_internal_fault_is_logged_with_its_text(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("name", ["tag", "keys", "unique_key"])
 @pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
 def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:
-    """RocketMQ's consumers would get another property, or none of them: as rows and as columns."""
+    """Such a character would change or remove properties for RocketMQ's consumers. Tested as rows and as columns."""
     box, window = Sends(node.broker), opened()
     columns = {"topic": ["inbox"] * rows, "body": [b"x"] * rows, name: [*["fine"] * (rows - 1), text]}
     batch = pa.record_batch(columns, PLAIN.append(pa.field(name, pa.string())))

@@ -1,4 +1,4 @@
-"""An HTTP client for tests: the standard library's, which shares no line with the edge."""
+"""An HTTP client for tests: the standard library's, which shares no code with the edge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode
 
 
 class Reply(NamedTuple):
-    """A status, the headers (lower case), and the JSON beneath them."""
+    """A status, the headers (lower case), and the JSON of the body."""
 
     status: int
     headers: dict[str, str]
@@ -37,7 +37,7 @@ class Client:
         query: dict[str, Any] | None = None,
         **headers: str,
     ) -> Reply:
-        """Send a request; a body that is no bytes is sent as JSON."""
+        """Send a request. A body that is not bytes is sent as JSON."""
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -1,4 +1,4 @@
-"""What a request may be: hostile ones get a problem document with a status of their own fault, and harm no other."""
+"""Hostile requests get a problem document with the right status, and affect no other request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON_HEADERS = "Content-Type: application/json\r\nConnection: close\r\n"
 
 
 def talk(node: RunningNode, data: bytes) -> bytes:
-    """Return all that the server says to these bytes, until it closes or is silent for long."""
+    """Return everything that the server sends for these bytes, until it closes or is silent for long."""
     with socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S) as connection:
         connection.sendall(data)
         result = b""

@@ -1,9 +1,9 @@
-"""A receiver that fails, hangs and may be killed at any time: a process of its own that writes down what it granted.
+"""A receiver that fails, hangs and may be killed at any time: a separate process that records its grants.
 
     python -m tests.edges.push.flaky_receiver PORT RECORD SECRET FAILS HANGS
 
-Each line of the record is `time what attempt id`. `granted` is written before the answer, so an answer that is lost
-is a grant nevertheless. Which request fails or hangs follows from its id and attempt, also in the next life.
+Each line of the record is `time what attempt id`. `granted` is written before the answer, so a lost answer
+is a grant nevertheless. The id and the attempt decide whether a request fails or hangs, also after a restart.
 """
 
 from __future__ import annotations

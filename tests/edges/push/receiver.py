@@ -1,4 +1,4 @@
-"""A receiver of webhooks: a real HTTP server in threads of its own, which answers as a test says."""
+"""A receiver of webhooks: a real HTTP server in separate threads, which answers as the test says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Request(NamedTuple):
-    """A request as it came; names of headers in lower case."""
+    """A received request. Names of headers are in lower case."""
 
     path: str
     headers: dict[str, str]
@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A status with headers, a body; or how the connection ends instead."""
+    """A status with headers and a body, or the way in which the connection ends."""
 
     status: int = 200
     headers: dict[str, str] = {}
@@ -33,7 +33,7 @@ Script = Callable[[Request], Reply]
 
 
 class Receiver:
-    """Keeps the requests; `script` may be exchanged at any time."""
+    """Stores the requests. `script` may be replaced at any time."""
 
     def __init__(self, script: Script | None = None, port: int = 0) -> None:
         self.requests: list[Request] = []
@@ -87,7 +87,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone away is what some tests are about."""
+        """Ignore clients that have gone away, which some tests do on purpose."""
 
     def cut(self) -> None:
         for item in list(self._open):
@@ -131,7 +131,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.receiver.stopped.wait()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager

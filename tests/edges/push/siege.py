@@ -2,8 +2,8 @@
 
     python -m tests.edges.push.siege 100000
 
-At the end each message was granted or is a dead letter, and each grant beyond the first has a reason: an answer or an
-acknowledgement that was on its way when one of the two was killed.
+At the end each message was granted or is a dead letter, and each further grant has a reason: an answer or an
+acknowledgement in transit when one of the two was killed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SENT_AT_ONCE = 5_000
 DOWN_S = 3.0  # of a receiver that has died
 # Share of the messages granted when one of the two is killed.
 KILLS = [(0.15, "receiver"), (0.35, "broker"), (0.55, "receiver"), (0.75, "broker")]
-# Granted so shortly before a kill that its answer, or the broker's acknowledgement, may not have been kept.
+# A grant so shortly before a kill that its answer, or the broker's acknowledgement, may have been lost.
 ON_ITS_WAY_S = 5.0
 
 
 @dataclass
 class Record:
-    """What the receiver has written down, and what the broker has given up."""
+    """The receiver's record, and the broker's dead letters."""
 
     sent: set[str] = field(default_factory=set)
     grants: dict[str, list[float]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Record:
     _read_bytes: int = 0
 
     def read(self, path: Path) -> None:
-        """Read what the receiver has written since the last time; each line is one write, so none is cut."""
+        """Read the new lines of the receiver's record. Each line is one write, so none is cut."""
         with path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read()
@@ -69,11 +69,11 @@ class Record:
                 self.grants.setdefault(message_id, []).append(float(at))
 
     def open(self) -> set[str]:
-        """Messages of which nothing has become yet."""
+        """Messages without an outcome."""
         return self.sent - self.grants.keys() - set(self.dead)
 
     def duplicates(self) -> Counter[str]:
-        """Grants beyond the first, by the kill that explains them."""
+        """Further grants, by the kill that explains them."""
         result: Counter[str] = Counter()
         for times in self.grants.values():
             for first in times[:-1]:
@@ -82,7 +82,7 @@ class Record:
         return result
 
     def faults(self) -> list[str]:
-        """All that may not be."""
+        """List all contradictions."""
         dead_twice = [item for item, count in Counter(self.dead).items() if count > 1]
         return [
             *(f"lost: {item}" for item in sorted(self.open())),
@@ -163,7 +163,7 @@ class Siege:
         )  # fmt: skip
 
     def kill(self, who: str) -> None:
-        """Kill one of the two without a word, and start it again."""
+        """Kill one of the two with SIGKILL, and start it again."""
         self.record.kills.append((time.time(), who))
         if who == "broker":
             self._broker.end(signal.SIGKILL)
@@ -175,7 +175,7 @@ class Siege:
             self._listen()
 
     def look(self) -> bool:
-        """Read the record and the dead letters; return whether nothing is open, and nothing on its way."""
+        """Read the record and the dead letters. Return whether every message has an outcome, and none is in transit."""
         self.record.read(self.path)
         with self.client() as client:
             self._read_dead(client)

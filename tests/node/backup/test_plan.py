@@ -1,4 +1,4 @@
-"""What belongs together: whole segments, the last one as far as it is whole, and the data files of that row."""
+"""The files of one backup: whole segments, the last one up to its last whole frame, and the data files of that row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch: each row that is due is planned once, the earliest first."""
+"""Tests of timeball.spark.dispatch: each due row is planned once, the earliest first."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_only_needed_columns_are_fetched() -> None:
         "seq",
         "kind",
         "body",
-    ]  # by seq a read goes on after a break
+    ]  # the read continues by seq after an interruption
     assert columns_to_fetch(read_options({"columns": "seq", "body_kinds": "table"}), RowFilter()) == ["seq"]
 
 

@@ -92,7 +92,7 @@ async def all_sent(node: RunningNode, instant_ms: int) -> None:
 
 
 def test_forecast_equals_the_releases(tmp_path: Path) -> None:
-    """A load of bursts and gaps, lived through on a clock of its own; and the controls: a cancel, a late message."""
+    """A load of bursts and gaps on a manual clock. The controls: a cancelled and a late message."""
     clock = ManualClock(wall=NINE_MS)
     rng = np.random.default_rng(7)
     due_ms = NINE_MS + SECOND_MS * np.sort(rng.integers(60, 3_600, 25).repeat(rng.integers(1, 40, 25)))
@@ -117,7 +117,7 @@ def gathered_since(broker: Endpoint, version: int) -> Load:
 
 
 def test_forecast_is_checked_until_now(tmp_path: Path) -> None:
-    """Ten a minute for an hour were foretold; after half an hour one of them was cancelled, and three came besides."""
+    """Ten a minute for an hour were forecast. After half an hour one was cancelled, and three were added."""
     clock = ManualClock(wall=NINE_MS)
     due_ms = NINE_MS + 6_000 * np.arange(1, 601)
     with running_node(tmp_path / "d", clock, compact_rows=0) as node, Endpoint(node.endpoint) as broker:

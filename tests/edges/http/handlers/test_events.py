@@ -1,4 +1,4 @@
-"""Live tails over HTTP, against a real node: read with the standard library, an event at a time."""
+"""Live tails over HTTP from a real node, read with the standard library, one event at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from timeball.model.access import ANONYMOUS
 
 
 class Event(NamedTuple):
-    """The id of an event, and the message beneath it."""
+    """The id of an event, and its message."""
 
     id: str
     message: dict[str, Any]
 
 
 class Tail:
-    """One stream, read as it comes."""
+    """One stream, read as it arrives."""
 
     def __init__(self, answer: http.client.HTTPResponse) -> None:
         self.answer = answer

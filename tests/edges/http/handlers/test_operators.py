@@ -1,4 +1,4 @@
-"""Read-outs and health over HTTP, against a real node; and what each account may do."""
+"""Status and health over HTTP from a real node, and the rights of each account."""
 
 from __future__ import annotations
 

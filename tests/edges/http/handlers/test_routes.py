@@ -1,4 +1,4 @@
-"""The table of paths is what the document says."""
+"""The table of paths agrees with the document."""
 
 from __future__ import annotations
 

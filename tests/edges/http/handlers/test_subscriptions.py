@@ -1,4 +1,4 @@
-"""The paths of push subscriptions: what they answer, what they refuse, and to whom; tests/edges/push delivers."""
+"""The paths of push subscriptions: answers, refusals and permissions. tests/edges/push tests the delivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of what waits over HTTP, against a real node; and what an account is shown."""
+"""Pages of pending messages over HTTP from a real node, and their restriction to an account's topics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The compiled codec and the reference give the same rows, columns, answers and errors, in the same order.
 
-A run says that it has cut out plain sends; each is then read by the reference as well. So nothing may be plain that the
-reference refuses, or reads as something else.
+A codec reports a run of plain sends. The test reads each of them with the reference as well: a send must not count as
+plain if the reference refuses it, or reads other values.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Way:
             now_ms = NOW_MS if each.needs_time else 0
             each.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, names)
         except TimeballError as error:
-            # The whole run goes the way of the reference then: one of its sends must be at fault.
+            # Then the reference reads the whole run: one of its sends must be at fault.
             assert f"{type(error).__name__}: {error}" in tickets
             way.items += map(shown, tickets)
             continue

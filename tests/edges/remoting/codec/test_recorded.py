@@ -1,5 +1,5 @@
-"""What the stock clients send (tests/golden/remoting/, recorded by tests/interop/record.py): every frame is understood,
-wherever the stream is cut, and written again it is the same command.
+"""The recorded frames of the stock clients (tests/golden/remoting/, by tests/interop/record.py): each is decoded,
+however the stream is split, and encoding gives the same command again.
 """
 
 from __future__ import annotations
