@@ -101,7 +101,7 @@ class Maintenance:
         ]
         broker = self._broker
         cache = broker.pending_table.cache
-        watch_ms = table_changes.LOOK_MS if cache is None else table_changes.FETCH_EVERY_MS
+        watch_ms = table_changes.WATCH_EVERY_MS if cache is None else table_changes.FETCH_EVERY_MS
         # Less often for an object store, where each check costs two network requests.
         duties.append((watch_ms, self.watch.watch_table))
         if cache is not None:
@@ -110,9 +110,9 @@ class Maintenance:
                 scheduler=broker.scheduling.scheduler, hour_log=broker.scheduling.hour_log,
                 table_thread=broker.threads.table,
             )  # fmt: skip
-            duties.append((table_changes.FETCH_EVERY_MS, store_watch.look))
+            duties.append((table_changes.FETCH_EVERY_MS, store_watch.update))
             # The first time at once, because messages may be due before the first interval ends.
-            self._tasks = [asyncio.create_task(store_watch.look())]
+            self._tasks = [asyncio.create_task(store_watch.update())]
         duties += self._broker.duties
         self._tasks += [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
 

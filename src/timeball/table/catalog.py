@@ -7,8 +7,8 @@ rows that the table lacks, for example after a crash, are committed again. A tab
 recreated.
 
 The table is public, so another program may commit to it: OPTIMIZE, VACUUM, DELETE, another schema. These commits do not
-affect the messages. `look` finds them within a second and makes a commit on top, which adds the live files again and
-removes all others. Without foreign commits, `look` only checks two file names: the entry of this version must exist,
+affect the messages. `check_foreign_commits` finds them within a second and commits on top: it adds the live files again
+and removes all others. Without foreign commits, it only checks two file names: the entry of this version must exist,
 and the entry of the next version must not.
 
 An attach has these steps:
@@ -95,7 +95,7 @@ class Catalog:
         self._version = 0
         self._synced_entries: frozenset[str] = frozenset()
         # Path -> time (ms) at which a commit of this run removed the file from the table.
-        self._left: dict[str, int] = {}
+        self._removed_ms: dict[str, int] = {}
         # Files that a reader still needs, even if they leave the table.
         self._protected: list[frozenset[str]] = []
         self.data, self.foreign = LiveFiles(files), ForeignCommits()
@@ -214,7 +214,7 @@ class Catalog:
 
     # -- another program's commits -----------------------------------------------------------------------------------
 
-    def look(self, now_ms: int) -> None:
+    def check_foreign_commits(self, now_ms: int) -> None:
         """Repair the table if another program has committed to it. Does nothing before `bring_up`.
 
         Updates `foreign.missing`, the live files that are missing on disk. Raises OverLimit while the disk is full.
@@ -341,7 +341,7 @@ class Catalog:
         self._version = int(self._delta_table().version())
         self._make_durable()
         for entry in removed:
-            self._left[entry.path] = now_ms
+            self._removed_ms[entry.path] = now_ms
 
     def _difference(self, live: list[FileEntry], attach_seq: int) -> str | None:
         """Describe the first difference between the table and the commit log, or return None if there is none."""
@@ -367,9 +367,9 @@ class Catalog:
         return None
 
     def _layout_difference(self) -> str | None:
-        """Describe the first wrong rule of the table (partitioning, columns, protocol).
+        """Describe the first difference between the table and its required partitioning, columns and protocol.
 
-        Returns None if all are right.
+        Returns None if there is no difference.
         """
         table = self._delta_table()
         if table.metadata().partition_columns != [PARTITION_COLUMN]:
@@ -462,7 +462,7 @@ class Catalog:
     ) -> None:
         """Update the live files and positions in memory after a commit."""
         for entry in removed:
-            self._left[entry.path] = now_ms
+            self._removed_ms[entry.path] = now_ms
         if self._is_reconciled and attach_seq > self._attach_seq:
             live = dict(self.data.live)
             apply_to(live, attachment)
@@ -492,12 +492,12 @@ class Catalog:
         protected = frozenset().union(*self._protected)
         removed = [
             path
-            for path, removed_ms in self._left.items()
+            for path, removed_ms in self._removed_ms.items()
             if removed_ms < before_ms and path not in protected
         ]
         for path in removed:
             self._remove_file(path)
-            del self._left[path]
+            del self._removed_ms[path]
         return len(removed)
 
     def vacuum(self, older_than_ms: int) -> int:

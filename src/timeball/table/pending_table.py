@@ -129,9 +129,9 @@ class StoredCatalog(Catalog):
         """See Catalog. Raises Unavailable."""
         return self._ask(partial(super().vacuum, older_than_ms))
 
-    def look(self, now_ms: int) -> None:
+    def check_foreign_commits(self, now_ms: int) -> None:
         """See Catalog. Raises Unavailable."""
-        self._ask(partial(super().look, now_ms))
+        self._ask(partial(super().check_foreign_commits, now_ms))
 
     def _restore_missing_files(self) -> list[FileEntry]:
         # A store has no hard links. Removed files are uploaded again from local copies. There are local copies of all

@@ -51,7 +51,7 @@ async def drain(two: InGroup, heir: str = "g1") -> None:
     """Give the command, and run the periodic drain until it finds no more messages."""
     await two.broker.drain(heir)
     for _ in range(5):
-        await two.broker.draining.look()
+        await two.broker.draining.hand_over()
         if (told := await two.broker.drain(heir)).is_done:
             return
     raise AssertionError(told)
@@ -142,7 +142,7 @@ async def test_a_cancel_finds_it_before_while_and_after(
     (number,) = {place.seq for place in await two.broker.find(after)}
     await two.broker.drain("g1")
     neighbours.silent.add("g1")
-    await two.broker.draining.look()
+    await two.broker.draining.hand_over()
     assert "did not answer" in (await two.broker.drain("g1")).problem
     neighbours.silent.clear()
     # Ended there and not here: it is on its way.
@@ -154,7 +154,7 @@ async def test_a_cancel_finds_it_before_while_and_after(
         with pytest.raises(Unavailable):
             await world.broker.recall("orders", encode_handle("orders", "g2", 1, moving))
     assert words(await two.broker.cancel(seqs=[number])) == ["unavailable"]
-    await two.broker.draining.look()
+    await two.broker.draining.hand_over()
     for world in (one, two):
         assert words(await world.broker.cancel(ids=[before, moving])) in (
             ["already_cancelled", "cancelled"],
@@ -185,7 +185,7 @@ async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
         answer = await looked(*asked)
         if not isinstance(asked[0], AdoptHere):
             while one.broker.tables.drains.adopted("g2") is None or two.broker.tables.drains.out.rows:
-                await two.broker.draining.look()
+                await two.broker.draining.hand_over()
             has_gone.set()
         return answer
 
@@ -393,7 +393,7 @@ def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
             await two.compact()
             await two.broker.drain("g1")
             neighbours.silent.add("g1")
-            await two.broker.draining.look()
+            await two.broker.draining.hand_over()
             first_seq = two.broker.tables.drains.needed_seq
             for _ in range(4):  # segments are a mebibyte
                 await two.broker.log.writer.flushed()
@@ -403,7 +403,7 @@ def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
             assert two.broker.log.reader.first_seq <= first_seq
             assert Kind.CANCEL in _kinds(two, first_seq)
             neighbours.silent.clear()
-            await two.broker.draining.look()
+            await two.broker.draining.hand_over()
             assert one.broker.pending_messages == len(keys)
             await two.let_go()
             assert two.broker.tables.drains.needed_seq is None
@@ -453,7 +453,7 @@ def test_a_group_is_drained_to_another_heir_where_the_first_one_fails() -> None:
             (first, second) = await two.send("orders", [HOUR_MS, HOUR_MS])
             await two.broker.drain("g1")
             neighbours.silent.add("g1")
-            await two.broker.draining.look()
+            await two.broker.draining.hand_over()
             with pytest.raises(Conflict, match="g1 has not confirmed"):
                 await two.broker.drain("g3")
             neighbours.silent.clear()
@@ -483,9 +483,9 @@ async def test_the_next_leader_goes_on_as_the_account_that_asked(
     await two.restart()
     neighbours.brokers["g2"] = two.broker
     access.replace({})
-    await two.broker.draining.look()
+    await two.broker.draining.hand_over()
     told = two.broker.draining._report_progress(two.broker.tables.drains.out)
     assert "'operator' is not in the access file" in told.problem and told.moving == 1
     access.replace(parse(ACCOUNTS, "access.toml"))
-    await two.broker.draining.look()
+    await two.broker.draining.hand_over()
     assert (one.broker.pending_messages, two.broker.tables.drains.out.account) == (1, "operator")

@@ -3,7 +3,7 @@
 `Draining` is the side of the group that is drained, `DrainReceiver` is the side of the heir:
 
     close       the drained group accepts no new messages. Its queues stay readable
-    look        it reads a page of its pending messages that are due later than MARGIN_MS from now
+    read        it reads a page of its pending messages that are due later than MARGIN_MS from now
     hand over   it appends one frame: CANCEL rows that contain the messages, and a META row with the transfer's number
     adopt       the heir appends the messages as its own, in one frame with the transfer's number
     confirm     the drained group appends a META row. Only then the next transfer begins
@@ -74,7 +74,7 @@ PAGE_ROWS = 65_536
 ROWS_MAX, BYTES_MAX = 16_384, limits.BODY_BYTES_MAX
 ROWS_FIRST = 64  # rows per read until the size of the messages is known
 ADOPT_S = 20.0
-LOOK_MS = 1_000
+HAND_OVER_EVERY_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Draining:
         self._codes = TopicCodes()
         self._tail = LogTail(log.reader, self._codes)
         self._rows_at_once = ROWS_FIRST
-        self._look_lock = asyncio.Lock()  # held during a look, so that there is one transfer at a time
-        self._is_done = False  # True if the last look found nothing to hand over
+        self._hand_over_lock = asyncio.Lock()  # one transfer at a time
+        self._is_done = False  # True if the last call of `hand_over` found no messages
         self._problem = ""
         self._close_if_drained()
 
@@ -202,7 +202,7 @@ class Draining:
 
     # -- the periodic task ---------------------------------------------------------------------------------------
 
-    async def look(self) -> None:
+    async def hand_over(self) -> None:
         """Hand over all messages that are pending now, if this group is drained.
 
         Called by maintenance.py periodically.
@@ -210,10 +210,10 @@ class Draining:
         if self._tables.drains.out is None:
             return
         try:
-            async with self._look_lock:
+            async with self._hand_over_lock:
                 self._is_done = not await self._hand_over_pending()
             self._problem = ""
-        # The heir refuses or does not answer, a disk is full, or the account was deleted. The next look tries again.
+        # The heir refuses or does not answer, a disk is full, or the account was deleted. The next call tries again.
         except (RequestError, OverLimit, Unavailable) as error:
             if str(error) != self._problem:
                 logger.warning("messages not handed over, trying again reason=%s", error)
@@ -240,7 +240,7 @@ class Draining:
                     # Retention has removed a row since the snapshot: its message is settled or in a file. Read again.
                     continue
             from_position = page.upto
-        if moved_rows:  # if nothing moved, the next look reuses the tail in memory
+        if moved_rows:  # if nothing moved, the next call reuses the tail in memory
             await in_thread(self._background, self._tail.forget)
         return moved_rows
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.broker.groups.draining import LOOK_MS, Draining, DrainReceiver
+from timeball.broker.groups.draining import HAND_OVER_EVERY_MS, Draining, DrainReceiver
 from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topics import MESSAGE_TYPE
 from timeball.broker.revoking.cancel import SETTLED, RecallRefused, decode_handle
@@ -79,7 +79,7 @@ class GroupedBroker(Broker):
             drains=self.tables.drains,
         )  # fmt: skip
         # Periodic tasks as (interval in ms, function). maintenance.py runs them in addition to its own.
-        self.duties = [(LOOK_MS, self.draining.look)]
+        self.duties = [(HAND_OVER_EVERY_MS, self.draining.hand_over)]
 
     # -- requests of clients ---------------------------------------------------------------------------------
 

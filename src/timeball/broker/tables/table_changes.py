@@ -515,7 +515,7 @@ def _may_contain(run: list[FileEntry], numbers: Int64Array) -> bool:
 # file name. If so, the catalog commits the state of the log again (table/catalog.py). The schedule does not open data
 # files that the other program deleted until they are restored.
 
-LOOK_MS = 1_000
+WATCH_EVERY_MS = 1_000
 
 
 class TableWatch:
@@ -540,7 +540,9 @@ class TableWatch:
         if self._pending_table.cache is None:
             # For a table in an object store `StoredTable` does this, after a check that the store answers.
             await self._mover.catch_up()
-        await in_thread(self._threads.table, self._pending_table.catalog.look, self._clock.now_ms())
+        await in_thread(
+            self._threads.table, self._pending_table.catalog.check_foreign_commits, self._clock.now_ms()
+        )
         # Another program may run VACUUM after its commit, so the catalog has checked all live files.
         missing_paths = frozenset(entry.path for entry in self._pending_table.catalog.foreign.missing)
         restored_paths = [path for path in pending.missing - missing_paths if await self._try_restore(path)]
@@ -585,7 +587,7 @@ class StoredTable:
         self._hour_log, self._table_thread = hour_log, table_thread
         self._unreadable: set[str] = set()  # files that were logged already
 
-    async def look(self) -> None:
+    async def update(self) -> None:
         """Fetch the files that are due soon. Then update a Delta table that is behind the log, if the store answers."""
         due_soon = self._due_soon()
         # Before the first fetch, because a fetch may evict other files to free space.
