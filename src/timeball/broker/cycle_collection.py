@@ -45,8 +45,8 @@ class CycleCollection:
     ) -> None:
         self._cpu_ns, self._monotonic_ns = cpu_ns, monotonic_ns
         self._thresholds: tuple[int, int, int] | None = None  # Python's own, while this is started
-        self._blocks = 0  # the fewest since the last full collection
-        self._looked = (0, 0)  # (CPU, time) of the last look, in ns
+        self._blocks = 0  # allocated blocks: the minimum since the last full collection
+        self._last_check = (0, 0)  # (CPU time, monotonic time) of the last check, in ns
 
     def start(self) -> None:
         """Freeze all current objects, and collect in short pauses from now on."""
@@ -57,7 +57,7 @@ class CycleCollection:
         gc.set_threshold(YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER)
         gc.freeze()
         self._blocks = sys.getallocatedblocks()
-        self._looked = self._cpu_ns(), self._monotonic_ns()
+        self._last_check = self._cpu_ns(), self._monotonic_ns()
 
     def stop(self) -> None:
         """Collect as Python does by default."""
@@ -72,8 +72,8 @@ class CycleCollection:
 
         `next_due_in_ms` is the time until the next message is due, or None if none is pending.
         """
-        previous_cpu_ns, previous_ns = self._looked
-        cpu_ns, now_ns = self._looked = self._cpu_ns(), self._monotonic_ns()
+        previous_cpu_ns, previous_ns = self._last_check
+        cpu_ns, now_ns = self._last_check = self._cpu_ns(), self._monotonic_ns()
         if self._thresholds is None:
             return False
         blocks = sys.getallocatedblocks()

@@ -273,7 +273,7 @@ class Policy:
         is_user_topic = rules.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
         return is_user_topic and self._settings.auto_create_topics
 
-    def is_awaited(self, name: str) -> bool:
+    def will_be_created(self, name: str) -> bool:
         """Check whether a topic is missing but its first message would create it. A receive waits for this message."""
         return self._topics.find_topic(name) is None and self.is_auto_created(name)
 
@@ -286,7 +286,7 @@ class Policy:
             raise InvalidName(reason)
 
     def admit_managed(self, names: Iterable[str], caller: Caller) -> None:
-        """Check that an administrator may create those of these topics that are missing.
+        """Check that an administrator may create the missing ones of these topics.
 
         Raises InvalidName, Forbidden and OverLimit.
         """
@@ -324,7 +324,7 @@ class NewTopics:
         self._buckets: dict[str, tuple[float, int]] = {}
 
     def admit(self, names: Iterable[str], account: str = "") -> None:
-        """Count those of these topics that are missing as new topics of an account.
+        """Count the missing ones of these topics as new topics of an account.
 
         Raises OverLimit, and then counts none of them.
         """

@@ -291,7 +291,7 @@ class Broker:
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Cancel those of these messages that are pending. Returns one final verdict each (revoking/cancel.py).
+        """Cancel these messages, as far as they are pending. Returns one final verdict each (revoking/cancel.py).
 
         `topic` limits the request to messages of this topic, because producers of different topics may use the same id.
         """
@@ -317,7 +317,7 @@ class Broker:
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Change the due time of those of these messages that are pending. Returns one verdict each.
+        """Change the due time of these messages, as far as they are pending. Returns one verdict each.
 
         See revoking/reschedule.py.
         """
@@ -412,7 +412,7 @@ class Broker:
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         # The loop's clock is monotonic: a change of the wall clock must not prolong a poll.
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
-        if wait_ms > 0 and self.policy.is_awaited(topic):
+        if wait_ms > 0 and self.policy.will_be_created(topic):
             await self.waiters.wait(topic, deadline_s - self._loop.time())
             return NO_ROWS
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from timeball.cluster.coordination.coordinator import Coordinator, Directory
-from timeball.edges.remoting.name_server import GroupPlace, NameServer
+from timeball.edges.remoting.name_server import GroupLeader, NameServer
 from timeball.io.security import Security, load_client_tls
 from timeball.model.config import Settings
 
@@ -57,6 +57,6 @@ class NameService:
         # None until the directory has been read: a client must not believe that its group is the only one.
         return {"group": self._settings.group, "groups": groups or None}
 
-    def _group_leaders(self) -> list[GroupPlace]:
+    def _group_leaders(self) -> list[GroupLeader]:
         directory = self._directory
-        return [GroupPlace(group, directory.address(group, "remoting")) for group in directory.views]
+        return [GroupLeader(group, directory.address(group, "remoting")) for group in directory.views]

@@ -38,7 +38,7 @@ async def give_back_in_order(world: World, receipt: Receipt) -> None:
 
 
 async def not_seen(world: World, receipt: Receipt) -> None:
-    engine(world).not_seen([receipt])
+    engine(world).return_unseen([receipt])
 
 
 async def expire(world: World, receipt: Receipt) -> None:

@@ -398,7 +398,7 @@ def test_a_start_makes_the_same_queue_of_the_rows(steps: list[tuple[str, int]]) 
                 if step == "ack":
                     await engine(world).acknowledge([receipt])
                 elif step == "give back":
-                    engine(world).not_seen([receipt])
+                    engine(world).return_unseen([receipt])
                 elif step == "nack":
                     await engine(world).nack(receipt, 0)
                 else:

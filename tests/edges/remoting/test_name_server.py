@@ -16,7 +16,7 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
-from timeball.edges.remoting.name_server import GroupPlace, NameServer
+from timeball.edges.remoting.name_server import GroupLeader, NameServer
 from timeball.model.errors import SetupError
 
 NOWHERE = ("127.0.0.1", 1)
@@ -34,7 +34,7 @@ class Names:
         self.port = self._run(self.server.start("127.0.0.1", 0))
 
     async def _make(self) -> NameServer:
-        return NameServer(lambda: [GroupPlace(*item) for item in self.places.items()])
+        return NameServer(lambda: [GroupLeader(*item) for item in self.places.items()])
 
     def _run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(BOUND_S)

@@ -415,7 +415,7 @@ class GroupStates:
     async def in_flight(self) -> Counts:
         """Count the messages that the members of all groups hold, by group and topic."""
         counts = Counts()
-        # Shares consist of queues, because one group may have many queues, those of all its topics.
+        # Shares consist of queues, because one group may have many queues, in all its topics.
         async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
             add_in_flight(counts, queues)
         return counts

@@ -11,7 +11,7 @@ the open ones: a resend or a delete records in the log that a position is resolv
               handle of the dead letter stays the same
 
 A resend appends its copy to the retry topic, from which the group receives its other attempts. No other group reads
-that topic. A group that consumes in order reads no retry topic. Then the copy goes to the end of the original topic,
+that topic. A group that consumes in order reads no retry topic. Its copy goes to the end of the original topic,
 where other groups also see it.
 
 A *position* is the queue and the offset of a dead letter in its topic.

@@ -14,7 +14,7 @@ A request is served in three steps:
 If reading fails, the positions can be leased again at once, because no consumer has seen their rows.
 
 A message that is not acknowledged in time comes back through the group's retry topic. Its attempts are counted, and
-after the last one it becomes a dead letter. For a request in order, a queue hands out nothing while any of its messages
+after the last one it becomes a dead letter. For an ordered group, a queue hands out nothing while any of its messages
 is leased, and a message that comes back is the next one.
 """
 
@@ -394,7 +394,7 @@ class Consuming:
         now_ms = self._clock.now_ms()
         pop_ms = now_ms
         if request.in_order:
-            # In order, the same position is handed out again, so its new receipt must differ from the old one.
+            # An ordered group gets the same position again, so its new receipt must differ from the old one.
             pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
         selection = Selection(
             max(0, min(request.rows, free_positions)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
@@ -486,7 +486,7 @@ class Consuming:
     async def _without_exhausted(
         self, request: ReceiveRequest, selection: Selection, received: Received
     ) -> Received:
-        """Count the attempts of messages in order. Those without attempts left become dead letters instead."""
+        """Count the attempts of an ordered group. Messages without attempts left become dead letters instead."""
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
         exhausted = times > self._tables.groups.times_max(request.group)
         # The answer's rows show the attempts. An in-order lease has no row in the log that counts them.
@@ -505,7 +505,7 @@ class Consuming:
                 )
             # Also when the consumer has disconnected, because it has not seen the other rows.
             except BaseException:
-                self.not_seen(receipts)
+                self.return_unseen(receipts)
                 raise
             rows = rows.filter(pa.array(~exhausted))
             receipts = [receipt for receipt, is_exhausted in flags if not is_exhausted]
@@ -514,14 +514,14 @@ class Consuming:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def acknowledge_now(self, receipts: Sequence[Receipt]) -> list[bool]:
-        """End these leases in memory. The result is False for each receipt that is not valid (any more).
+        """End these leases in memory. The result is False for each receipt that is not, or no longer, valid.
 
         With `ack_save_ms` 0, the caller awaits `saver.saved` before it answers.
         """
         return self._settling.acknowledge(receipts)
 
     async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
-        """End these leases. The result is False for each receipt that is not valid (any more). Raises OutOfRange."""
+        """End these leases. Each receipt that is not, or no longer, valid has the result False. Raises OutOfRange."""
         if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
         results = self.acknowledge_now(receipts)
@@ -540,11 +540,11 @@ class Consuming:
     async def change_invisible_time(
         self, receipt: Receipt, invisible_ms: int | None, *, counts: bool = True, is_renamed: bool = False
     ) -> Receipt | None:
-        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid (any more).
+        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid.
 
         With `is_renamed`, a new receipt replaces the old one. If `invisible_ms` is None, the message is given back, and
         the group's retry policy decides on the delay. Without `counts`, the lease does not count as an attempt
-        (RocketMQ's `suspend`). A lease in order always counts.
+        (RocketMQ's `suspend`). A lease of an ordered group always counts.
         """
         if invisible_ms is None:
             return await self.nack(receipt, None, counts=counts)
@@ -565,16 +565,16 @@ class Consuming:
     ) -> Receipt | None:
         """Give a message back for its next delivery in `delay_ms`, durably. Returns its receipt, or None if not valid.
 
-        The receipt is not valid any more afterwards, except in order. The next delivery and the dead letter show the
+        Afterwards the receipt is not valid, except in an ordered group. The next delivery and the dead letter show the
         reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the group's retry policy decides, and `first` is
-        the level at which it begins (see `retry_delay_ms`). In order, None is no delay.
+        the level at which it begins (see `retry_delay_ms`). For an ordered group, None is no delay.
         """
         check_invisible(delay_ms or 0, 0)
         is_valid = await self._settling.give_up(receipt, Return(delay_ms, first, reason), counts=counts)
         return receipt if is_valid else None
 
     async def dead_letter(self, receipt: Receipt, reason: str = "") -> bool:
-        """Move the message to the group's dead letters now, durably. False if the receipt is not valid (any more)."""
+        """Move the message to the group's dead letters now, durably. False if the receipt is not valid."""
         return await self._settling.give_up(receipt, Return(reason=reason, is_dead=True))
 
     async def give_back(self, receipts: Sequence[Receipt]) -> None:
@@ -585,7 +585,7 @@ class Consuming:
             # The leases are unchanged, so the messages come back when their leases end.
             logger.warning("messages not given back early messages=%d reason=%s", len(receipts), error)
 
-    def not_seen(self, receipts: Sequence[Receipt]) -> None:
+    def return_unseen(self, receipts: Sequence[Receipt]) -> None:
         """End leases whose consumer disconnected before it received the messages.
 
         They come back at once, and the lease does not count as an attempt.

@@ -45,9 +45,9 @@ class Lease:
     since_ms: int  # when the deadline was set, by the scheduler's clock
     in_order: bool = False
     counts: bool = True  # False: it is no attempt when it ends without an acknowledgement
-    times: int = 0  # only in order: the leases of this position that ended without an acknowledgement
-    nacked_ms: int | None = None  # in order: when a member gave it back; None again after its next delivery
-    nack_reason: str = ""  # in order: the last reason that a member gave
+    times: int = 0  # ordered group: how many leases of this position have ended without an acknowledgement
+    nacked_ms: int | None = None  # ordered group: when a member gave it back; None after its next delivery
+    nack_reason: str = ""  # ordered group: the last reason that a member gave
     is_void: bool = False  # its receipt is not valid, because its message is being written to the log again
     is_written: bool = False  # that row is appended: the position is done when it is durable
     on_end: Callable[[], None] | None = None  # called once when the consumer holds it no more (credit.py)
@@ -101,8 +101,8 @@ class QueueLeases:
     # Positions at or after `next_offset` that are done already.
     acked_ahead: set[int] = field(default_factory=set)
     nacked: set[int] = field(default_factory=set)  # the positions of `in_flight` that a member has given back
-    last_pop_ms: int = 0  # of the newest receipt: in order, the next one must be larger
-    attempt_id: str = ""  # of the last request: in order, its repetition gets the same positions
+    last_pop_ms: int = 0  # of the newest receipt. In an ordered group, the next one must be larger
+    attempt_id: str = ""  # of the last request. In an ordered group, its repetition gets the same positions
     changed_parts: set[int] = field(default_factory=set)  # parts that must be saved (lease_saver.py)
     saved_parts: set[int] = field(default_factory=set)  # parts with a row in the log
     _order: list[int] = field(default_factory=list)  # heap of open positions, and done ones not removed yet
@@ -195,7 +195,7 @@ class QueueLeases:
             self.count.rows -= len(passed)
 
     def lease_of(self, offset: int, pop_ms: int) -> Lease | None:
-        """Find the lease that belongs to a receipt. None if the receipt is not valid (any more)."""
+        """Find the lease that belongs to a receipt. None if the receipt is not, or no longer, valid."""
         lease = self.in_flight.get(offset)
         return lease if lease is not None and lease.pop_ms == pop_ms and not lease.is_void else None
 

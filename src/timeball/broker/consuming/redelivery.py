@@ -8,8 +8,8 @@ The receipt of a position becomes void before anything is awaited, so that no ac
 is being written. The new row and the saved state of its queue are one frame: after a crash, the log has both or none,
 so the message is neither lost nor delivered twice. If the row cannot be written (the disk is full), the task tries
 again after `AGAIN_MS`. Until then the receipt is valid again. A message whose frame in the log is damaged can never be
-written again: the task reports it in the broker's log as lost to its group, and writes the others. In order nothing is
-written: the positions are leased again before all others.
+written again: the task reports it in the broker's log as lost to its group, and writes the others. For an ordered
+group nothing is written: the positions are leased again before all others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from timeball.model import limits
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, TimeballError
 from timeball.model.message import Int64Array, Kind
-from timeball.schedule.ticker import CLOCK_LOOK_MS
+from timeball.schedule.ticker import CLOCK_READ_MS
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class Redelivery:
                 continue
             next_ms = self._deadlines.next_ms()
             # A machine gives no notice when it resumes from suspension, so the clock is read regularly (see ticker.py).
-            timeout = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_LOOK_MS) / 1000
+            timeout = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_READ_MS) / 1000
             try:
                 async with asyncio.timeout(timeout):
                     await self._wake.wait()
@@ -259,7 +259,7 @@ class Redelivery:
         in_order = [offset for offset in offsets if queue.in_flight[offset].in_order]
         for offset in in_order:
             queue.in_flight[offset].times += 1
-            # In order, a message goes back to its own queue: a copy in the retry topic would come after later messages.
+            # An ordered group's message stays in its queue: a copy in the retry topic would follow later messages.
             queue.give_back(offset)
         if in_order:
             self._waiters.wake([queue.ends])

@@ -44,9 +44,9 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
 
     queue_id      -1: any queue
     from_max      a group without an offset begins at the end of a queue
-    attempt_id    in order, a repeated request with the same id gets the same messages again, because they may not have
-                  arrived
-    counts_times  in order, the broker counts the attempts, and a message that has used them up becomes a dead letter.
+    attempt_id    ordered groups: a repeated request with the same id gets the same messages again, because the first
+                  answer may have been lost
+    counts_times  ordered groups: the broker counts the attempts, and a message that has used them up is a dead letter.
                   Otherwise the client counts (RocketMQ's POP)
     """
 
@@ -69,7 +69,7 @@ class Received(msgspec.Struct, frozen=True):
     """Rows handed out at `pop_ms` (READ_SCHEMA), with one receipt each. The attempt is a row's reconsume_times + 1.
 
     handed_out    the rows as they were read: as values if they are few, otherwise as columns
-    times         for a request in order: the number of earlier leases of each position
+    times         for an ordered group: the number of earlier leases of each position
     rest          the approximate number of rows that the queues still contain
     size_bytes    of the rows, as the log stores them
     """

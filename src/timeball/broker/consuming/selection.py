@@ -77,7 +77,7 @@ class Selection:
         return offsets
 
     def _may_lease_in_order(self, queue: QueueLeases) -> bool:
-        """Check whether the queue may hand out in order: no position is leased, or the request is a repetition."""
+        """Check whether an ordered group may lease here: no position is leased, or the request is a repetition."""
         if not queue.in_flight:
             return True
         if (

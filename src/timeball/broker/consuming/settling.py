@@ -78,7 +78,7 @@ class Settling:
             self._saver.save()
 
     def acknowledge(self, receipts: Iterable[Receipt]) -> list[bool]:
-        """End these leases. The result is False for each receipt that is not valid (any more)."""
+        """End these leases. The result is False for each receipt that is not, or no longer, valid."""
         results: list[bool] = []
         was_full: dict[QueueLeases, bool] = {}
         acknowledged: Counter[tuple[str, str]] = Counter()
@@ -97,7 +97,7 @@ class Settling:
         for (group, topic), rows in acknowledged.items():
             self._rates.add(Stat.GROUP_ACK_NUMS, of_group(topic_of(group, topic), group), rows)
         self._leases.store_all(was_full)
-        # Consumers may be waiting for space in a queue that was full or, in order, for the end of the last lease.
+        # Consumers may wait for space in a full queue, or in an ordered group for the end of its last lease.
         self._waiters.wake(
             [queue.ends for queue, is_full in was_full.items() if is_full or not queue.in_flight]
         )
@@ -115,10 +115,10 @@ class Settling:
     async def change(
         self, receipt: Receipt, invisible_ms: int, *, counts: bool, is_renamed: bool
     ) -> Receipt | None:
-        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid (any more).
+        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid.
 
-        With `is_renamed` a new receipt replaces the old one, as in RocketMQ's POP. In order it stays the same, because
-        RocketMQ's clients go on using it. Without `counts`, the lease is no attempt.
+        With `is_renamed` a new receipt replaces the old one, as in RocketMQ's POP. In an ordered group the receipt
+        stays the same, because RocketMQ's clients go on using it. Without `counts`, the lease is no attempt.
         """
         queue_and_lease = self._lease_of(receipt)
         if queue_and_lease is None:
@@ -127,8 +127,8 @@ class Settling:
         if not (lease.in_order or counts or invisible_ms):
             self.give_back([receipt])
             return receipt
-        # POP's clients report a failure like this, too. A long lease takes up one of the limited positions for long. A
-        # scheduled message in the log does not.
+        # POP's clients use this call also for failures. A long lease would occupy one of the limited positions for a
+        # long time. A scheduled message in the log does not.
         is_crowded = queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2
         if is_renamed and invisible_ms and not lease.in_order and is_crowded:
             lease.counts = counts
@@ -144,7 +144,7 @@ class Settling:
     async def give_up(self, receipt: Receipt, how: Return, *, counts: bool = True) -> bool:
         """Return a message to its group, durably. False if the receipt is not valid.
 
-        In order, its lease ends after the delay, and its queue hands out nothing before.
+        In an ordered group, its lease ends after the delay, and its queue hands out nothing before.
         """
         queue_and_lease = self._lease_of(receipt)
         if queue_and_lease is None:

@@ -1,7 +1,7 @@
 """State of dead letters and of expired messages, as META rows.
 
 dead/<group>        positions of dead letters that operators have resolved (resent or deleted):
-                    {queue: [[begin, end], …]}, disjoint and in order, end exclusive
+                    {queue: [[begin, end], …]}, disjoint and ascending, end exclusive
 repeated/<group>    positions of dead letters whose rows retention has removed, and the later rows that repeat them:
                     {queue: [[offset, seq, rows, bytes, died_ms], …]}, disjoint and in order
 expired/<group>     counts of the messages that retention has removed before the group read them:

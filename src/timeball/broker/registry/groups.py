@@ -264,7 +264,7 @@ class Offsets:
         self._meta = meta
         self.table: Table = {}  # read-only outside; changes go through `commit` and `advance`
         self._changed: set[Unit] = set()  # changed and not saved yet
-        self._moved: set[Unit] = set()  # those of `_changed` that were changed by `commit`, or forgotten
+        self._moved: set[Unit] = set()  # the part of `_changed` that was changed by `commit`, or forgotten
         meta.register("offsets", self)
 
     def restore(self, name: str, value: bytes) -> None:
@@ -333,7 +333,7 @@ class Offsets:
         return set(self._moved)
 
     def changed(self, units: Iterable[Unit] | None = None) -> Change:
-        """Build rows with those of these units' offsets that have changed. None: of all units."""
+        """Build rows with the changed offsets of these units. None: of all units."""
         saved = self._changed if units is None else self._changed.intersection(units)
         saved = set(saved)
         encoded = self._meta.changed(

@@ -175,7 +175,7 @@ def _max_of_column(batch: pa.RecordBatch, name: str) -> int:
 
 
 def check_same(content: str, use: KeyUse) -> None:
-    """Raise Conflict if `content`, of the key's earlier send, is not that of this use."""
+    """Raise Conflict if the key's earlier send had another `content` than this use."""
     if content != use.content:
         raise Conflict(
             "this idempotency key has been used for a send of other messages; use a new key for each send, or ask "

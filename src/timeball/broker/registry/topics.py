@@ -195,7 +195,7 @@ class Topic:
         """Set the configuration that an operator chose, with at least `queues` queues."""
         self.queues.widen(queues)
         self.config, count = config, len(self.queues)
-        # The first queues: so many are visible to consumers and producers.
+        # Only this number of queues, the first ones, is visible to consumers and producers.
         self.read_queues = count if config.read_queues is None else config.read_queues
         self.write_queues = count if config.write_queues is None else config.write_queues
 

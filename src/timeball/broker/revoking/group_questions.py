@@ -97,7 +97,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class GroupAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a group: one field is set, that of its question or `refusal`.
+    """The answer of a group: either `refusal`, or the one field for the type of its question, is set.
 
     `route` None as answer to RouteHere: the group does not have the topic.
     """

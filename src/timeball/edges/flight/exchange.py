@@ -221,7 +221,7 @@ def refusal_answer(error: BaseException) -> bytes:
 
 # ---- one stream of batches -----------------------------------------------------------------------------------
 
-READ_AHEAD_BYTES = 1024 * 1024  # a client may send so many bytes after the message being received
+READ_AHEAD_BYTES = 1024 * 1024  # bytes that a client may send after the message being received
 # up to this size the event loop decodes a message itself: some 30 us, as long as a hand-over to a thread takes
 INLINE_DECODE_BYTES_MAX = 256 * 1024
 

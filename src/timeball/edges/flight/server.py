@@ -314,7 +314,7 @@ class Reads:
             finally:
                 # If the client has disconnected, other members may receive the messages at once.
                 if not is_delivered:
-                    self._broker.consuming.not_seen(leased.receipts)
+                    self._broker.consuming.return_unseen(leased.receipts)
         else:
             schema = _DelayedSchema(call, _READ)
             if isinstance(request, wire.Pull) and request.wait_ms:

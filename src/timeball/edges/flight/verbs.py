@@ -195,7 +195,7 @@ async def receive(
     group = policy.joined(request.group, caller)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + request.wait_ms / 1000
-    if request.wait_ms and policy.is_awaited(request.topic):
+    if request.wait_ms and policy.will_be_created(request.topic):
         on_wait()
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _encode_leased(served, request, Received(NO_ROWS, []))

@@ -84,7 +84,7 @@ CALLS_PER_CONNECTION_MAX = 1_024  # a long poll counts as a call
 HEADERS_BYTES_MAX = 16 * 1024  # of one call. Sent to clients as SETTINGS_MAX_HEADER_LIST_SIZE
 UNPACKED_BYTES_MAX = 16 * HEADERS_BYTES_MAX  # of one decoded header block
 BLOCK_BYTES_MAX = 16 * HEADERS_BYTES_MAX  # of one encoded header block
-SETTINGS_PER_STRAIN = 64  # so many settings in one frame add 1 to the strain
+SETTINGS_PER_STRAIN = 64  # a frame adds 1 to the strain for each group of this many settings
 # The receive window that all calls of a connection share. It grows again as soon as bytes are read, so it never blocks
 # a call.
 CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024

@@ -17,7 +17,7 @@ from __future__ import annotations
 from timeball.edges.http2.frames import BrokenRule, Fault
 
 TABLE_BYTES_MAX = 4096  # HTTP/2's default. The server asks for no other size
-FIELD_BYTES = 32  # HPACK adds so many to the size of each field
+FIELD_BYTES = 32  # bytes that HPACK adds to the size of each field
 STATIC = 61  # fields of the static table
 CODE_BITS_MIN, CODE_BITS_MAX = 5, 30
 EOS = 256

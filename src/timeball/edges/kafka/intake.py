@@ -2,7 +2,7 @@
 
     read -> messages -> Timeball's log, with the next position in the same frame -> offsets of Kafka's consumer group
 
-Reading continues at the position in Timeball's log, and not at that of Kafka's consumer group. So a record whose answer
+Reading continues at the position in Timeball's log, not at Kafka's consumer group offset. So a record whose answer
 was lost is not taken twice. If another process has continued meanwhile, the log refuses this one, which then reads the
 positions again.
 

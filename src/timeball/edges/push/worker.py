@@ -373,7 +373,7 @@ class Worker:
             except asyncio.CancelledError:
                 # It is unknown whether the receiver has the message. The broker is stopping, so the attempt does not
                 # count.
-                self._broker.consuming.not_seen([request.receipt])
+                self._broker.consuming.return_unseen([request.receipt])
                 raise
             finally:
                 self._figures.in_flight -= 1
@@ -421,7 +421,7 @@ class Worker:
             if not all(await consuming.acknowledge([request.receipt])):
                 self._figures.late_acks += 1
         elif answer.is_gone:
-            consuming.not_seen([request.receipt])
+            consuming.return_unseen([request.receipt])
             logger.warning("push paused by its receiver subscription=%s", self._name)
             await self._broker.push.pause(self._name, ANONYMOUS, by="receiver")
         else:

@@ -37,7 +37,7 @@ TOPIC_LISTS = (RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER, RequestCode.GET_T
 Address = tuple[str, int]
 
 
-class GroupPlace(NamedTuple):
+class GroupLeader(NamedTuple):
     """A group of the cluster, and the address of its leader (None while it has no leader)."""
 
     name: str
@@ -49,7 +49,7 @@ class NameServer:
 
     def __init__(
         self,
-        groups: Callable[[], Iterable[GroupPlace]],
+        groups: Callable[[], Iterable[GroupLeader]],
         *,
         tls: ssl.SSLContext | None = None,
         tls_to_brokers: ssl.SSLContext | None = None,
@@ -170,8 +170,8 @@ class NameServer:
 
     @staticmethod
     def _successful_bodies(
-        answers: dict[GroupPlace, Command | None],
-    ) -> list[tuple[GroupPlace, dict[str, Any]]]:
+        answers: dict[GroupLeader, Command | None],
+    ) -> list[tuple[GroupLeader, dict[str, Any]]]:
         """Decode the successful answers. Raises Unavailable if there is none."""
         bodies = [
             (group, _decode_body(answer))
@@ -184,11 +184,11 @@ class NameServer:
 
     # -- connections to the leaders ----------------------------------------------------------------------------------
 
-    async def _ask_all(self, call: Call) -> dict[GroupPlace, Command | None]:
+    async def _ask_all(self, call: Call) -> dict[GroupLeader, Command | None]:
         """Send a request to all leaders at once. None: the group has no leader, or its leader does not answer."""
         groups = sorted(self._groups(), key=lambda group: group.name)
 
-        async def ask_group(group: GroupPlace) -> Command | None:
+        async def ask_group(group: GroupLeader) -> Command | None:
             if group.leader is None:
                 return None
             try:

@@ -112,7 +112,7 @@ class Receives:
                 yield ReceiveMessageResponse(delivery_timestamp=timestamp(received.pop_ms))
         finally:
             if not is_read:
-                self._broker.consuming.not_seen(received.receipts)
+                self._broker.consuming.return_unseen(received.receipts)
 
     def _decode_request(self, call: Call, request: ReceiveMessageRequest) -> tuple[str, ReceiveRequest]:
         """Check a request. Returns the client's id and the request for the broker. Raises Refused, NotFound, Forbidden.

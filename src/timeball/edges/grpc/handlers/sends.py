@@ -376,7 +376,7 @@ def transaction_id(seq: int, topic: str, message_id: str) -> str:
 def parse_transaction_id(text: str, topic: str, message_id: str) -> int | None:
     """Parse a transaction id to the number of its half message.
 
-    Returns None if the id is malformed, or is not that of a transaction of this topic and message id.
+    Returns None if the id is malformed, or belongs to no transaction of this topic and message id.
     """
     if not _ID_FORMAT.fullmatch(text):
         return None

@@ -107,7 +107,7 @@ class Receives:
                     yield b"\n"
                 continue
             try:
-                if not self._broker.policy.is_awaited(request.topic):
+                if not self._broker.policy.will_be_created(request.topic):
                     consuming.join(request.group, request.topic, call.caller)
                 received = await self._receive_for_stream(call, replace(request, rows=rows_max))
             except (NotFound, Forbidden, Unauthorized):
@@ -126,7 +126,7 @@ class Receives:
                 is_written = not _is_leaving(call)
             finally:
                 if not is_written:
-                    consuming.not_seen(received.receipts)
+                    consuming.return_unseen(received.receipts)
             if not is_written:
                 return
 
@@ -141,7 +141,7 @@ class Receives:
             receiving.cancel()
             await asyncio.wait((receiving,))
             if not receiving.cancelled() and receiving.exception() is None:
-                self._broker.consuming.not_seen(receiving.result().receipts)
+                self._broker.consuming.return_unseen(receiving.result().receipts)
             raise
 
     async def _request_of(self, call: Call, rows_max: int, *, is_patient: bool) -> ReceiveRequest:
@@ -152,7 +152,7 @@ class Receives:
         topic, group, query, policy = call.path["topic"], _group_of(call), call.query, self._broker.policy
         self._build_filter(query, topic, None)  # refuses an invalid filter before the wait
         start_ms = codec.start_ms(query.get("start", "earliest"))
-        if not (is_patient and policy.is_awaited(topic)):
+        if not (is_patient and policy.will_be_created(topic)):
             self._broker.consuming.join(group, topic, call.caller)  # refuses a caller who may not receive
             if start_ms:
                 await self._broker.begin(group, topic, start_ms, call.caller)
@@ -181,7 +181,7 @@ class Receives:
         finally:
             watch.end()
         if call.is_disconnected:
-            self._broker.consuming.not_seen(received.receipts)
+            self._broker.consuming.return_unseen(received.receipts)
             raise ClientDisconnected
         return received
 
@@ -196,7 +196,7 @@ class Receives:
 
         Calls `on_wait` before each wait.
         """
-        if wait_ms and self._broker.policy.is_awaited(request.topic):
+        if wait_ms and self._broker.policy.will_be_created(request.topic):
             on_wait()
             loop = asyncio.get_running_loop()
             deadline_s = loop.time() + wait_ms / 1_000

@@ -138,7 +138,7 @@ class Pops:
             code = ResponseCode.POLLING_TIMEOUT if fields.poll_time > 0 else ResponseCode.PULL_NOT_FOUND
             return call.answer(code, code.name, ext=_answer_header(request, popped))
         if not call.connection.is_open:
-            self._broker.consuming.not_seen(popped.receipts)
+            self._broker.consuming.return_unseen(popped.receipts)
             return None
         return self._answer_with(call, request, popped)
 
