@@ -59,7 +59,7 @@ def _look_at(descriptor: int) -> None:
 # for. CrashFiles and tests/io/test_files.py see to it that nothing is answered before its sync.
 UNSYNCED = Shortened((os, "fdatasync", _look_at), (os, "fsync", _look_at))
 # A clock that stands is looked at once a second of real time: often, so that a test need not wait for it.
-LOOKS = Shortened((ticker, "CLOCK_LOOK_MS", 10), (transacting, "LOOK_S", 0.01), (receipts, "LOOK_S", 0.01))
+LOOKS = Shortened((ticker, "CLOCK_READ_MS", 10), (transacting, "LOOK_S", 0.01), (receipts, "LOOK_S", 0.01))
 
 
 class RunningNode:

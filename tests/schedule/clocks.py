@@ -22,7 +22,7 @@ from tests.schedule.world import World
 
 from timeball.io.clock import PROBATION_MS, STEP_MS
 from timeball.model import limits
-from timeball.schedule.ticker import CLOCK_LOOK_MS
+from timeball.schedule.ticker import CLOCK_READ_MS
 
 SECOND, HOUR, DAY = limits.SECOND_MS, limits.HOUR_MS, limits.DAY_MS
 AROUND_2038_MS = (1 << 31) * SECOND  # a second later than a signed 32-bit one can say
@@ -101,7 +101,7 @@ class Clocks:
             waited_ms = wait_for(world, fresh)
             held_ms = -step_ms if -STEP_MS <= step_ms < 0 else 0
             assert waited_ms <= delay_ms + held_ms, "no message waits for the length of a large step"
-        passes(world, PROBATION_MS + 2 * CLOCK_LOOK_MS)
+        passes(world, PROBATION_MS + 2 * CLOCK_READ_MS)
         assert abs(world.now_ms - world.manual.wall) <= STEP_MS, "the wall is believed by now"
         to_the_end(world)
         world.release()
@@ -230,7 +230,7 @@ def looks(world: World, ms: int) -> Iterator[list[int]]:
     """Let `ms` pass as a ticker does, with sleeps of at most 1 s. Yields the due times released after each sleep."""
     while ms > 0:
         upcoming = world.strategy.next_due_ms()
-        nap_ms = CLOCK_LOOK_MS if upcoming is None else max(1, min(upcoming - world.now_ms, CLOCK_LOOK_MS))
+        nap_ms = CLOCK_READ_MS if upcoming is None else max(1, min(upcoming - world.now_ms, CLOCK_READ_MS))
         nap_ms = min(nap_ms, ms)
         world.advance(nap_ms)
         ms -= nap_ms

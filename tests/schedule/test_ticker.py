@@ -275,7 +275,7 @@ class LookedAt(SchedulerClock):
 @pytest.fixture
 def clock(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> LookedAt:
     """The ticker's clock, read every millisecond."""
-    monkeypatch.setattr(ticker, "CLOCK_LOOK_MS", 1)
+    monkeypatch.setattr(ticker, "CLOCK_READ_MS", 1)
     world.ticker._clock = LookedAt(world.manual)
     return world.ticker._clock
 

@@ -160,35 +160,35 @@ class ReplayOptions:
     as_json: bool
 
 
-def show_and_schedule(spark: SparkSession, endpoint: str, window: Window, chosen: ReplayOptions) -> None:
+def show_and_schedule(spark: SparkSession, endpoint: str, window: Window, options: ReplayOptions) -> None:
     """Show the plan of a replay, and schedule its messages if the user confirms. With --json, print one document."""
     from timeball.spark.jobs import replay as job
 
     window.check()
-    tables = {"archive_uri": chosen.archive, "table_uri": chosen.table_uri}
-    if not chosen.dry_run:
-        earlier = job.groups_done_before(endpoint, chosen.job_id or window.job_id, chosen.table_uri)
+    tables = {"archive_uri": options.archive, "table_uri": options.table_uri}
+    if not options.dry_run:
+        earlier = job.groups_done_before(endpoint, options.job_id or window.job_id, options.table_uri)
         if earlier is not None:
-            return print_report(earlier, chosen.as_json)
-    with busy("reading past messages", chosen):
+            return print_report(earlier, options.as_json)
+    with busy("reading past messages", options):
         plan = job.plan_groups(spark, endpoint, window, **tables)
-    if chosen.as_json and (chosen.dry_run or not plan.rows):
+    if options.as_json and (options.dry_run or not plan.rows):
         return print_json(plan)
-    if not chosen.as_json:
+    if not options.as_json:
         for line in describe_plan(plan):
             print_line(line)
-    if chosen.dry_run or not plan.rows:
+    if options.dry_run or not plan.rows:
         return None
-    confirm(plan, late=chosen.late, yes=chosen.yes)
-    with busy(f"scheduling {plan.rows:,} messages", chosen):
-        report = job.run_groups(spark, endpoint, window, job_id=chosen.job_id, planned=plan, **tables)
-    return print_report(report, chosen.as_json)
+    confirm(plan, late=options.late, yes=options.yes)
+    with busy(f"scheduling {plan.rows:,} messages", options):
+        report = job.run_groups(spark, endpoint, window, job_id=options.job_id, planned=plan, **tables)
+    return print_report(report, options.as_json)
 
 
 @contextmanager
-def busy(activity: str, chosen: ReplayOptions) -> Iterator[None]:
+def busy(activity: str, options: ReplayOptions) -> Iterator[None]:
     """Show on a terminal that a query is running. There is no total, because the duration is unknown."""
-    with progress_bar(quiet=chosen.as_json) as progress:
+    with progress_bar(quiet=options.as_json) as progress:
         progress.add_task(activity, total=None)
         yield
 

@@ -486,9 +486,9 @@ class LevelQueue:
     def shorten_long_waits(self, now_ms: int) -> None:
         """Shift stretches so that no entry waits longer than the duration of the level from now on.
 
-        An entry that would wait longer was accepted before the clock was set back, perhaps while no broker ran, so that
-        the size of the step is not known. The last entry of its stretch then waits for the whole duration, and each
-        earlier one for as much less as it was accepted earlier.
+        An entry that would wait longer was accepted before the clock was set back, perhaps while no broker ran, so the
+        size of the step is not known. The last entry of its stretch then waits for the whole duration. The due times of
+        the earlier entries keep their distances to it.
         """
         if self._duration_ms is None:
             return
@@ -524,7 +524,7 @@ class LevelQueue:
         while (unfinished := low < high).any():
             middle = (low + high) // 2
             is_below = np.zeros(len(seq), dtype=np.bool_)
-            # A bisection for all numbers at once: each round is one look-up of a column in the index.
+            # A bisection for all numbers at once. Each round reads one entry of the index for each number.
             is_below[unfinished] = _seq(self.index.at(middle[unfinished])) < seq[unfinished]
             low = np.where(unfinished & is_below, middle + 1, low)
             high = np.where(unfinished & ~is_below, middle, high)

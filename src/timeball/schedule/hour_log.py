@@ -463,7 +463,7 @@ def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
     seq = np.concatenate([_NONE, *(seq for _, seq in pairs)])
     next_ms = {}
     for (file, low_ms), (file_due, _) in zip(files, pairs, strict=True):
-        # The next due time is that of a row. Otherwise a file with one row a week would be read at every opening.
+        # Set to the due time of the next row. Otherwise a file with one row a week would be read at every opening.
         next_due_ms = file.first_due_at_or_after(until_ms) if not len(file_due) else None
         next_ms[file.entry.path] = max(low_ms, until_ms if next_due_ms is None else next_due_ms)
     return Window(until_ms, due, seq, next_ms, missing)

@@ -21,7 +21,7 @@ removed only after a checkpoint that does not need it has been saved (`files_to_
 nevertheless, or too short or damaged, `check` reports it, and the owner rebuilds the records from the commit log.
 
 The CRC-32C of many short records of one length is computed column by column. Except for a constant, a checksum is
-linear: that of a record is that of as many zeros, combined by exclusive or with one number per byte value and position.
+linear: the exclusive or of one number per byte value and position, and of the checksum of a record of zeros.
 So a block of records costs one table look-up per byte, about 30 ns for a record of 24 bytes, and no Python code per
 record. The result equals that of `google_crc32c.value`.
 """

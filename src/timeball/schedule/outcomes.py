@@ -371,7 +371,7 @@ class Outcomes:
         self.cursor = self.cursor.after(recorded_ms[:count])
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Cancel those of these messages that are pending. Returns a mask of them."""
+        """Cancel these messages, as far as they are pending. Returns a mask of the cancelled ones."""
         # A message in flight is not pending: its release record was decided first, so the cancel comes too late.
         if len(seq) == 1 and not len(self.holds):  # the usual case: an array less for each step
             if not self._is_pending(int(due_ms[0]), int(seq[0])):

@@ -189,7 +189,7 @@ class Scheduler:
     def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         """Hand out the messages that an external dispatcher brings, if they are still pending and were left to it.
 
-        All of `scheduled_rows` must be due. The result is sorted like that of `take_due`, or None if it would be empty.
+        All of `scheduled_rows` must be due. The result is sorted as in `take_due`. None if it would be empty.
         """
         assert self._files is not None
         run = Run.from_batches([scheduled_rows])
@@ -244,7 +244,7 @@ class Scheduler:
     # -- settling messages -----------------------------------------------------------------------------------
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Cancel those of these messages that are pending. Returns a mask of them.
+        """Cancel these messages, as far as they are pending. Returns a mask of the cancelled ones.
 
         A cancelled message stays stored and is skipped when it becomes due. If it is being rewritten, it no longer
         delays the others.

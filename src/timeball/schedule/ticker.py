@@ -16,7 +16,7 @@ A hand-out is limited in bytes, and so are the hand-outs in flight: one that is 
 first message of a burst of large bodies is visible after a few milliseconds, and others can use the disk in between.
 
 There is no polling for due messages: the scheduler is only called at the next due time, or when the clock was set.
-Setting a wall clock sends no signal, so the ticker reads the clock once a second (`CLOCK_LOOK_MS`), even if no messages
+Setting a wall clock sends no signal, so the ticker reads the clock once a second (`CLOCK_READ_MS`), even if no messages
 are pending. Without these readings the probation of a step (clock.py) would begin with the next send, which would then
 get the time before the step.
 """
@@ -37,7 +37,7 @@ from timeball.schedule.due_wheel import SMALL_RUN_BYTES
 from timeball.schedule.scheduler import Scheduler
 
 # Time between two readings of the clock while the ticker sleeps.
-CLOCK_LOOK_MS = 1_000
+CLOCK_READ_MS = 1_000
 # The longest time that due messages wait for a write in progress.
 SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
@@ -148,7 +148,7 @@ class Ticker:
     async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
         """Sleep until woken, until `wait_ms` after `seen_ms` on the clock, or until the clock has been set."""
         until_ms = seen_ms + (FAR_MS if wait_ms is None else wait_ms)
-        while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_LOOK_MS) / 1000):
+        while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_READ_MS) / 1000):
             previous_ms, seen_ms = seen_ms, self._clock.now_ms()
             # The clock was set: the awaited due time may be hours further away, or a duration may be due now.
             if seen_ms < previous_ms or self._scheduler.durations.has_changed:

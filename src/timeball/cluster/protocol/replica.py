@@ -9,6 +9,12 @@
                                            |                            v
                                         STOPPED <-- REFUSE, lost ----- LEADER
 
+    caught up     the replica has all committed rows
+    the record    the group's entry at the coordinator, replaced by compare-and-swap (see Record)
+    no holder     no node has the holder's key, which stands for a leader that is alive
+    swapped       the candidate's record has replaced the former one
+    promised      a majority has promised to refuse lower epochs, and the candidate has fetched the rows that it lacked
+
 Rule 1: a step that raises `promised` lists a KeepPromise effect before any message of the new epoch, and no message is
 sent in a lower epoch (I2).
 Rule 2: a replica enters SEALING only with an epoch above `promised`, so neither a crash nor an outdated read of the

@@ -164,7 +164,7 @@ class Board:
             self._files, root = storage_uris.arrow(folder)
             self._root = f"{root.rstrip('/')}/{FOLDER}"
         except SetupError as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
     def write_status(self, status: JobStatus, now_ns: int) -> None:
         """Write the status of a job, unless its last file is recent enough (CHANGED_EVERY_NS, ALIVE_EVERY_NS).
@@ -187,7 +187,7 @@ class Board:
                 stream.write(msgspec.json.encode(status))
             self._files.move(f"{target}.new", target)
         except (pa.ArrowException, OSError) as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
     def write_audit(self, report: bytes) -> None:
         """Write the JSON report of an audit to `audit.json` beside the checkpoints, for `GET /v1/jobs`."""
@@ -200,9 +200,9 @@ class Board:
                 stream.write(report)
             self._files.move(f"{target}.new", target)
         except (pa.ArrowException, OSError) as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _stop_writing(self, error: Exception) -> None:
         self._files = None
         LOG.warning("status files not written reason=%s", error)
 

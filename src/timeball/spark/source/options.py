@@ -32,7 +32,7 @@ NUMBER_MAX = 2**62  # default upper bound of a whole number
 NO_ALIASES: Mapping[str, str] = {}
 # Kafka's name of the first offset. In JSON, Kafka uses two numbers as positions.
 EARLIEST = "earliest"
-KAFKA_WORDS = {-2: "first", -1: "latest"}
+KAFKA_POSITIONS = {-2: "first", -1: "latest"}
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -148,7 +148,9 @@ def kafka_offsets(text: str, default: str) -> list[tuple[str, str]]:
     """Read the (queue, offset) pairs of the topic from Kafka's JSON, without the queues at the position `default`."""
     [queues] = kafka_topics(text).values()
     return [
-        (queue, str(offset)) for queue, offset in queues.items() if KAFKA_WORDS.get(offset, offset) != default
+        (queue, str(offset))
+        for queue, offset in queues.items()
+        if KAFKA_POSITIONS.get(offset, offset) != default
     ]
 
 
