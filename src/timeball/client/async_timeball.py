@@ -6,7 +6,7 @@
 This is a thin layer over `Timeball`. Each call runs in one of the `calls_max` threads of the object, and the event loop
 only waits for the result. A second client on asyncio would repeat the code of every request, answer and retry, and
 Arrow's Flight client has no asynchronous calls. The cost of the threads was measured
-(docs/client.md#cost-of-the-threads).
+(docs/client.md#asynctimeball).
 
 When you cancel a call, the client stops waiting for it. The broker may still carry out the request, as after a lost
 answer. Receives are an exception: the broker cancels them too. Messages that a cancelled receive had leased go to other
