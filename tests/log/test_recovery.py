@@ -86,7 +86,7 @@ def test_damage_to_the_last_commit_is_refused_when_a_checkpoint_knows_of_it() ->
     files = CrashFiles()
     fill(files, 3)
     flip(files, segment_name(1), last_frames(files)[-1] + 300)
-    with pytest.raises(Corrupt, match="checkpoint knows of seq 9"):
+    with pytest.raises(Corrupt, match="checkpoint covers seq 9"):
         reopened(files, durable_before_seq=10)
     assert reopened(files, durable_before_seq=7).segments.next_seq == 7
 
@@ -237,7 +237,7 @@ def test_a_missing_last_segment_is_noticed_by_what_the_checkpoint_knows() -> Non
 
 
 def test_a_log_that_is_gone_is_refused_when_a_checkpoint_knows_of_it() -> None:
-    with pytest.raises(Corrupt, match="log is gone"):
+    with pytest.raises(Corrupt, match="log is missing"):
         reopened(CrashFiles(), durable_before_seq=5)
 
 

@@ -308,11 +308,11 @@ def test_the_checkpoint_is_held_against_the_log() -> None:
     assert everything(files) and not damage(everything(files))
     save(files, 62)
     (wrong,) = damage(everything(files))
-    assert wrong.file == segment_name(3) and "knows of seq 61" in wrong.text
+    assert wrong.file == segment_name(3) and "covers seq 61" in wrong.text
     gone = CrashFiles()
     save(gone, 62)
     assert [d.text for d in damage(everything(gone))] == [
-        "the log is gone, but the checkpoint knows of seq 61"
+        "the log is missing, but the checkpoint covers seq 61"
     ]
 
 

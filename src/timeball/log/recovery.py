@@ -149,8 +149,8 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_se
     if not begun:
         if durable_before_seq:
             raise Corrupt(
-                f"the log is gone, but a checkpoint knows of seq {durable_before_seq - 1}: {FOLDER}/ holds no segment, "
-                "restore it from a copy"
+                f"the log is missing, but the checkpoint covers seq {durable_before_seq - 1}: {FOLDER}/ has no "
+                "segment, restore it from a copy"
             )
         spare = prepare(files, 1, segment_bytes)
         return Opened(Segments([begin_segment(spare, 1, now_ms)]), spare, 0)

@@ -311,8 +311,8 @@ class Settings:
             raise SetupError(f"{there} is of no use without {missing}: name both files, or none")
         if not (self.tls_cert or self.allow_plaintext or is_loopback(self.host)):
             raise SetupError(
-                f"--host {self.host}: others could reach the broker there, and read what it is sent. Give it a "
-                "certificate (--tls-cert, --tls-key), or say --allow-plaintext if the network is one you trust"
+                f"--host {self.host}: others can reach the broker there and read its messages. Set a certificate "
+                "(--tls-cert, --tls-key), or --allow-plaintext for a network that you trust"
             )
 
     def _check_table(self) -> None:
@@ -331,9 +331,8 @@ class Settings:
                 raise SetupError(f"--cluster {self.cluster} needs {option_name(name)}")
         if not (self.replication_ca or self.allow_plaintext or is_loopback(self.host)):
             raise SetupError(
-                f"--host {self.host}: others could read and change what the nodes of the cluster tell each other. Give "
-                "them certificates (--replication-ca, --tls-cert, --tls-key), or say --allow-plaintext if the network "
-                "is one you trust"
+                f"--host {self.host}: others can read and change the messages between the nodes. Set certificates "
+                "(--replication-ca, --tls-cert, --tls-key), or --allow-plaintext for a network that you trust"
             )
         for name in ("port", "http_port", "name_server_port", "remoting_port", "grpc_port"):
             if getattr(self, name) == 0:

@@ -420,8 +420,8 @@ def check_idempotency_key(key: str, attempt: str = "", *, anew: bool = False) ->
         raise InvalidMessage(f"the name of an attempt has at most {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
     if anew and not attempt:
         raise InvalidMessage(
-            "to send anew, name the attempt by a text of your own, the same when you repeat it: else a send whose "
-            "answer was lost would be sent twice"
+            "to send again, give the attempt a name, and the same name when you repeat it: otherwise a send whose "
+            "answer was lost is sent twice"
         )
 
 

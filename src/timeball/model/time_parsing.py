@@ -128,7 +128,7 @@ def due_ms(at: At) -> int:
     if is_number and 0 <= due < limits.DUE_MS_MIN:
         raise InvalidDelay(f"at={at}: {limits.NOT_MILLISECONDS_TEXT}")
     if not 0 <= due <= limits.INSTANT_MS_MAX:
-        raise InvalidDelay(f"at={_shortened(at)}: an instant lies between 1970 and 9999")
+        raise InvalidDelay(f"at={_shortened(at)}: a due time is between 1970 and 9999")
     return due
 
 

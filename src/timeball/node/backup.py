@@ -249,7 +249,7 @@ def plan(files: Files) -> Plan:
         "; a pending table in an object store (serve --table) cannot be backed up by this command"
     )
     hint = object_store_hint if missing.startswith(f"{TABLE}/") else ""
-    raise Corrupt(f"{missing} is missing, also when it was looked for again: restore it from a copy{hint}")
+    raise Corrupt(f"{missing} is missing, also at a second search: restore it from a copy{hint}")
 
 
 class _FileRemoved(Exception):

@@ -118,7 +118,7 @@ class FolderDump:
         if not in_use and self.checkpoint is not None and self.checkpoint.facts.seq > 1:
             last = self.checkpoint.facts.seq - 1
             self.damage.append(
-                Damage(FOLDER, None, f"the log is gone, but the checkpoint knows of seq {last}")
+                Damage(FOLDER, None, f"the log is missing, but the checkpoint covers seq {last}")
             )
 
     def walk(self, segment: InspectedSegment) -> Iterator[WalkResult]:
@@ -171,7 +171,7 @@ class FolderDump:
             yield Damage(segment.name, None, f"{text}: restore it from a copy")
         if segment.is_last and self.checkpoint is not None and next_seq < self.checkpoint.facts.seq:
             last = self.checkpoint.facts.seq - 1
-            text = f"it ends before seq {next_seq}, but the checkpoint knows of seq {last}"
+            text = f"it ends before seq {next_seq}, but the checkpoint covers seq {last}"
             yield Damage(segment.name, None, f"{text}: restore it from a copy")
 
     def _size(self, name: str) -> int | None:

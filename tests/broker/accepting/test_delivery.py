@@ -183,7 +183,7 @@ async def test_rows_from_the_dispatcher_are_released_once(world: World) -> None:
 async def test_a_dispatched_batch_with_a_row_not_due_is_refused_as_a_whole(world: World) -> None:
     keys, rows = await near(world, [0, 1])
     await pass_by(world, SECOND_MS)
-    with pytest.raises(OutOfRange, match="bring it then"):
+    with pytest.raises(OutOfRange, match="send it then"):
         await world.broker.delivery.release_dispatched(rows)
     assert await delivered(world) == []
     await pass_by(world, 1)

@@ -257,7 +257,7 @@ async def test_an_attempt_is_limited_and_required_for_a_send_anew(world: World) 
     for attempt in ("x" * 513, "é" * 257):
         with pytest.raises(InvalidMessage, match="the name of an attempt has at most 512 bytes"):
             client.put("a", batch(), attempt=attempt)
-    with pytest.raises(InvalidMessage, match="to send anew, name the attempt"):
+    with pytest.raises(InvalidMessage, match="to send again, give the attempt a name"):
         client.put("a", batch(), anew=True)
 
 

@@ -102,7 +102,7 @@ def test_ranges_that_were_not_reserved_are_refused(
     ],
 )  # fmt: skip
 def test_files_hold_what_was_set_aside(ledger: AttachState, files: list[FileEntry]) -> None:
-    with pytest.raises(InvalidMessage, match=r"the ranges hold 5 rows|lie in no range"):
+    with pytest.raises(InvalidMessage, match=r"the ranges hold 5 rows|are in no range"):
         check(ledger, bulk((50, 5), files=files))
 
 

@@ -221,7 +221,7 @@ async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
         await world.compact()
     assert world.failure is raised.value
     assert explain(raised.value)[1] == ExitCode.STORAGE and "os error" in explain(raised.value)[0]
-    with pytest.raises(Unavailable, match="half way"):
+    with pytest.raises(Unavailable, match="in the middle"):
         await world.broker.mover.compact(even_without_rows=True)
     await world.checkpoint()
     await world.stop()

@@ -198,7 +198,7 @@ def test_a_topic_that_was_created_again_is_a_setup_error(
     source.close()
     reader, _ = made()
     with pytest.raises(
-        SetupError, match=r"stands at offset 100 of .*, which ends at 0: the topic was made anew"
+        SetupError, match=r"continues at offset 100 of .*, which ends at 0: the topic was created again"
     ):
         reader.run(threading.Event())
 

@@ -90,7 +90,7 @@ def test_the_header_deliver_to_sets_the_topic() -> None:
 @pytest.mark.parametrize(
     ("headers", "expected_text"),
     [
-        ([], "one header at or after says when; 0 are there"),
+        ([], "exactly one header at or after is required; there are 0"),
         ([("after", b"1s"), ("at", b"1795000600000")], "2 are there"),
         ([("after", b"soon")], "header after: 'soon': numbers with units"),
         ([("after", b"17")], "header after"),

@@ -199,7 +199,9 @@ class Delivery:
         last_ms = int(int64(rows.column("due_ms")).max())
         # Only the broker's clock counts: a dispatcher whose clock is ahead must not release early (G2).
         if last_ms > now_ms:
-            raise OutOfRange(f"a row is due at {last_ms} and it is {now_ms} here: bring it then")
+            raise OutOfRange(
+                f"a row is due at {last_ms}, and the broker's clock shows {now_ms}: send it then"
+            )
         for name in rows.column("topic").unique().to_pylist():
             if self._topics.find_topic(name) is None:
                 check_topic(name)  # raises for an invalid name, so before any row is in flight

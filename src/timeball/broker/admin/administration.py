@@ -438,7 +438,7 @@ class GroupStates:
             for state in await self._build_group_states([group], await self.in_flight()):
                 return state
         # The same answer as for a missing group, so that it does not reveal groups of other accounts.
-        raise GroupNotFound(f"consumer group {group!r} does not exist, or is not yours to look at")
+        raise GroupNotFound(f"consumer group {group!r} does not exist, or your account has no right on it")
 
     async def page(self, rows: int, after: str | None, caller: Caller) -> GroupPage:
         """List up to `rows` groups after the name `after` that the caller may consume as, sorted by name.

@@ -346,7 +346,7 @@ class AttachState:
             range_index = bisect_right(ranges, entry.min_seq, key=lambda first: first[0]) - 1
             if range_index < 0 or entry.max_seq >= ranges[range_index][0] + ranges[range_index][1]:
                 raise InvalidMessage(
-                    f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
+                    f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} are in no range of the job"
                 )
         # If two messages had the same number, they would be settled together, and one would be lost. The numbers of
         # rows and of reserved numbers are equal (checked above). If the files do not overlap, each number is used once.

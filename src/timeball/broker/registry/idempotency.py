@@ -179,7 +179,7 @@ def check_same(content: str, use: KeyUse) -> None:
     if content != use.content:
         raise Conflict(
             "this idempotency key has been used for a send of other messages; use a new key for each send, or ask "
-            "to send anew once nothing of the earlier send waits"
+            "to send again once no message of the earlier send is pending"
         )
 
 

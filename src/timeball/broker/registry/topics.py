@@ -334,7 +334,7 @@ class Topics:
         topic = self._topics.get(name)
         if topic is None:
             raise Corrupt(
-                f"no row of the log makes topic {name!r}, which has messages: restore it from a copy"
+                f"no row of the log creates topic {name!r}, which has messages: restore it from a copy"
             )
         return topic
 

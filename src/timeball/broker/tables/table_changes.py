@@ -259,7 +259,7 @@ class TableChanges:
         if self.behind is not None:
             raise Unavailable("the pending table is behind the log until its store answers; ask again later")
         if self.has_unfinished_attach:
-            raise Unavailable("an attach has failed half way and the broker stops; start it again")
+            raise Unavailable("an attach failed in the middle, and the broker stops; start it again")
 
     def _check_store(self) -> None:
         """Raise OverLimit or Unavailable if files that are written now could not be attached."""

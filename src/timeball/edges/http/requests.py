@@ -547,7 +547,7 @@ class ForeignPageCheck:
             return
         page = f"a page of {origin[:_QUOTED_MAX]!r}" if origin else "a page of another site"
         raise Forbidden(
-            f"{page} asks by a browser: this API answers to pages of its own address only. Ask it by a program, or "
+            f"{page} sent this request: the API accepts only pages of its own address. Send it from a program, or "
             "through a proxy at the page's address"
         )
 

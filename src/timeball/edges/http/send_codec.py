@@ -364,7 +364,7 @@ def _to_columns(
 def _id_and_time(index: int, message: Message, ids: IdSource) -> IdAndTime:
     """Check the id and the time of a message. A message without an id gets one from `ids`."""
     if message.id == "":
-        raise InvalidMessage(f"message {index}: id is empty; leave it out, and the broker makes one")
+        raise InvalidMessage(f"message {index}: id is empty; leave it out, and the broker generates one")
     message_id = ids.id_of(index) if message.id is None else message.id
     check_label("id", message.id)
     return IdAndTime(message_id, *due_and_delay_ms(message.at, message.after))

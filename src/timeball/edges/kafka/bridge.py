@@ -82,7 +82,7 @@ class Bridge:
                 except (KafkaException, Unavailable, OverLimit, StorageError, Conflict) as error:
                     if stop.is_set():
                         return
-                    logger.warning("begun anew way=%s reason=%s", direction.__name__, error)
+                    logger.warning("started again way=%s reason=%s", direction.__name__, error)
                     stop.wait(RESTART_DELAY_S)
         finally:
             stop.set()

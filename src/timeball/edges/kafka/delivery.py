@@ -281,7 +281,7 @@ class Delivery:
         bridge_topics = (options.position_topic, options.dead)
         make_topics(options, {name: 1 for name in bridge_topics if self._topics.has(name)})
         if options.out is not None and not self._topics.has(options.out):
-            raise SetupError(f"--out {options.out}: Kafka has no such topic; make it, or name another")
+            raise SetupError(f"--out {options.out}: Kafka has no such topic; create it, or name another")
         self._producer.init_transactions(INIT_S)
         position, offsets = read_position(options), self._queue.span()
         if position is None:
@@ -664,8 +664,8 @@ def make_topics(options: BridgeOptions, existing: dict[str, int]) -> None:
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise SetupError(
-                    f"Kafka does not let the bridge make topic {name!r} ({error.args[0].str()}): make it, with one "
-                    f"partition; that of --position-topic with cleanup.policy=compact"
+                    f"Kafka does not let the bridge create topic {name!r} ({error.args[0].str()}): create it with one "
+                    "partition, the topic of --position-topic also with cleanup.policy=compact"
                 ) from error
 
 

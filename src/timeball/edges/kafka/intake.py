@@ -149,7 +149,7 @@ class Intake:
         """Assign all partitions to the consumer, each from its position in the log. Raises SetupError."""
         topic, partition_count = self._options.own, self._topics.partitions(self._options.own)
         if not partition_count:
-            raise SetupError(f"--in {topic}: Kafka has no such topic; make it, or name another")
+            raise SetupError(f"--in {topic}: Kafka has no such topic; create it, or name another")
         log_positions = self._source.positions()
         # If a partition is added to a known topic, all its records are read.
         start = "earliest" if log_positions else self._options.start
@@ -186,9 +186,9 @@ class Intake:
             return int(low if start == "earliest" else high)
         if log_position > high:
             raise SetupError(
-                f"--name {self._options.name}: the log stands at offset {log_position} of {topic}/{partition}, "
-                f"which ends at {high}: the topic was made anew or has lost records; choose another --name to read it "
-                "from the start"
+                f"--name {self._options.name}: the log continues at offset {log_position} of {topic}/{partition}, "
+                f"which ends at {high}: the topic was created again or has lost records; choose another --name to "
+                "read it from the start"
             )
         if log_position < low:
             logger.error(

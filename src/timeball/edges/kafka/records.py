@@ -273,7 +273,7 @@ def _due_ms(record: Record, now_ms: int) -> int:
         for name, _ in record.headers:
             if name in RENAMED_HEADERS:
                 raise Refused(f"header {name} is called {RENAMED_HEADERS[name]}")
-        raise Refused(f"one header {AT} or {AFTER} says when; {len(time_headers)} are there")
+        raise Refused(f"exactly one header {AT} or {AFTER} is required; there are {len(time_headers)}")
     name, value = time_headers[0]
     try:
         text = (value or b"").decode()
@@ -292,7 +292,7 @@ def _destination(record: Record, rules: TopicRules) -> str:
         if name == TO:  # the last one counts
             topic = rules.out if value is None else value.decode(errors="replace")
     if not topic:
-        raise Refused(f"no header {TO} says the topic, and the bridge has no --out")
+        raise Refused(f"the record has no header {TO}, and the bridge no --out")
     if (reason := rules.refusal(topic)) is not None:
         raise Refused(f"header {TO}: {reason}")
     if not rules.topic_exists(topic):
@@ -351,6 +351,6 @@ class UndeliverableFile:
                 self._counts.filed += 1
         except OSError as error:
             raise SetupError(
-                f"--undeliverable {self.path}: {error.strerror}; make room, or name a file that this process may write"
+                f"--undeliverable {self.path}: {error.strerror}; free space, or name a file that this process may write"
             ) from error
         logger.error("record filed away file=%s id=%s reason=%s", self.path, line.id, line.reason)

@@ -106,4 +106,4 @@ def _bytes_from_base64(text: str) -> bytes:
         # are not in the alphabet. Only one text is accepted.
         if data and binascii.b2a_base64(data, newline=False).translate(_TO_URL).rstrip(b"=").decode() == text:
             return data
-    raise invalid("it is none of ours; hand back what came with the message, unchanged")
+    raise invalid("this broker did not make it; return the receipt of the message unchanged")
