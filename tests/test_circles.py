@@ -79,7 +79,7 @@ STRAIGHT = {
 }
 
 
-def test_what_is_straight_passes() -> None:
+def test_imports_without_a_cycle_pass() -> None:
     assert not circles(import_graph(STRAIGHT))
 
 

@@ -63,7 +63,7 @@ def test_the_list_names_what_is_wrong_on_purpose() -> None:
     assert wrong_parts() == WRONG
 
 
-def test_what_is_marked_is_run(request: pytest.FixtureRequest) -> None:
+def test_marked_tests_are_the_listed_controls(request: pytest.FixtureRequest) -> None:
     # xdist has put the group of a test behind an @.
     assert all(
         (item.get_closest_marker("control") is not None) == (re.split(r"[\[@]", item.nodeid)[0] in CONTROLS)

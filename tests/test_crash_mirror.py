@@ -13,7 +13,7 @@ from tests.crash_images import images
 # ---- a library's own folder ------------------------------------------------------------------------------
 
 
-def test_what_a_library_wrote_is_in_flight_until_synced() -> None:
+def test_writes_of_a_library_are_in_flight_until_synced() -> None:
     files = CrashFiles()
     files.make_dir("table")
     path = Path(files.external("table"))

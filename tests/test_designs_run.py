@@ -88,9 +88,7 @@ def test_a_life_of_ten_seconds_writes_each_scheduled_message_and_its_release(
     ("name", "least", "most"),
     [("hour_log", 0, 0), ("timer_wheel 1 s", 0, 1), ("level_cascade", 3, 12)],
 )
-def test_what_waits_three_days_is_moved_as_the_design_has_it(
-    name: str, least: int, most: int, tmp_path: Path
-) -> None:
+def test_three_days_of_waiting_follow_the_design(name: str, least: int, most: int, tmp_path: Path) -> None:
     """`hour_log` moves it to the table and not in the log; the ring reaches about so far; a cascade hops."""
     life = lived(name, "3 d", tmp_path)
     assert life is not None

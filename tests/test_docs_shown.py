@@ -92,7 +92,7 @@ def test_the_frame_that_is_shown_can_be_read() -> None:
     assert row["due_ms"] == 1_767_227_400_000
 
 
-def test_what_is_said_of_the_bytes_of_the_frame_is_so() -> None:
+def test_the_table_of_bytes_agrees_with_the_frame() -> None:
     text = page("docs/formats/commit-log.md")
     data = shown_segment()
     rows = re.findall(r"^\| `([0-9a-f]+)` \| (.+?) \|", text, re.MULTILINE)

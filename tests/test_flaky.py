@@ -62,7 +62,7 @@ FLAKY = ["test_fails_once", "test_its_fixture_fails_once", "test_its_fixture_end
 
 
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_what_passes_at_second_is_named_and_what_fails_twice_fails(
+def test_a_pass_at_the_second_run_is_named_and_two_failures_fail(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

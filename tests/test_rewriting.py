@@ -10,7 +10,7 @@ from _pytest.assertion import rewrite
 from tests.rewriting import compile_files, compiled_file
 
 
-def test_what_is_compiled_is_what_pytest_reads(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_compiled_tests_are_read_by_pytest(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path = tmp_path / "test_one.py"
     path.write_text("def test_one():\n    assert 1 == 1\n")
     assert rewrite._read_pyc(path, compiled_file(path)) is None
@@ -23,7 +23,7 @@ def test_what_is_compiled_is_what_pytest_reads(tmp_path: Path, request: pytest.F
     )  # the control: of another time, and so of another text
 
 
-def test_what_is_kept_is_not_compiled_again(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_kept_files_are_not_compiled_again(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path = tmp_path / "test_one.py"
     path.write_text("assert True\n")
     compiled_file(path).parent.mkdir()

@@ -106,7 +106,7 @@ def unmarked(texts: Mapping[str, str]) -> list[str]:
             return found
 
 
-def test_what_grows_in_a_siege_is_marked() -> None:
+def test_rounds_that_grow_in_a_siege_are_marked() -> None:
     assert unmarked(sources()) == []
 
 

@@ -61,7 +61,7 @@ def test_stubs_are_made_once(build: dict[str, object], tmp_path: Path) -> None:
     assert stub.read_text() != "# still here"
 
 
-def test_what_has_no_descriptor_is_refused(build: dict[str, object], tmp_path: Path) -> None:
+def test_a_connection_without_a_descriptor_is_refused(build: dict[str, object], tmp_path: Path) -> None:
     other = tmp_path / "other_pb2.py"
     other.write_text("DESCRIPTOR = None")
     with pytest.raises(SystemExit, match="has no descriptor"):

@@ -15,7 +15,7 @@ def book_of(due_ms: list[int], *groups: str) -> Book:
     return book
 
 
-def test_what_came_once_to_each_group_is_all_right() -> None:
+def test_a_message_once_in_each_group_is_correct() -> None:
     book = book_of([100, 200, 10_000], GROUP, OTHER)
     for group in (GROUP, OTHER):
         book.came(group, [body_of(1), body_of(0)], 250)
@@ -57,7 +57,7 @@ def minute(number: int, **more: float) -> Minute:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_what_fills_in_the_first_quarter_is_no_growth() -> None:
+def test_growth_in_the_first_quarter_does_not_count() -> None:
     assert growth([10.0, 40.0, 80.0, *[100.0] * 9]) == 0
     assert growth([100.0 + 2 * n for n in range(60)]) == 60
     assert growth([1.0]) == 0

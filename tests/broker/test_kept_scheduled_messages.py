@@ -230,7 +230,7 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
 @pytest.mark.parametrize("compacts", [False, True])
 @pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
 @on_node()
-async def test_what_a_cascade_has_noted_reaches_no_consumer(world: World, heir: str, compacts: bool) -> None:
+async def test_a_cascades_property_reaches_no_consumer(world: World, heir: str, compacts: bool) -> None:
     """Its TIMING-LIST is in the rows of the log, and in the files that compaction writes from them."""
     await begin(world, "level_cascade")
     for delay_ms in (11_100, 5 * MINUTE_MS + 17 * SECOND_MS):

@@ -97,7 +97,7 @@ async def test_a_restart_forgets_and_repeats_nothing(world: World, stopped: str)
 
 
 @on_node()
-async def test_what_is_refused(world: World) -> None:
+async def test_refusals(world: World) -> None:
     with pytest.raises(InvalidDelay, match="negative"):
         await world.broker.send(levels(1, -1))
     with pytest.raises(InvalidDelay, match="both"):

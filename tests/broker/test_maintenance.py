@@ -116,7 +116,7 @@ async def test_a_stop_succeeds_with_a_full_disk(world: World) -> None:
 
 
 @on_node()
-async def test_what_a_full_disk_refuses_is_the_checkpoint_alone(world: World) -> None:
+async def test_a_full_disk_refuses_only_the_checkpoint(world: World) -> None:
     """State is written to the current segment, which has reserved space for it."""
     await world.send("a", [None] * 4)
     await world.consume()

@@ -92,7 +92,7 @@ def test_every_strategy_says_what_waits(strategy: str) -> None:
 
 
 @on_node()
-async def test_what_lies_in_files_in_the_log_and_in_both_is_told_once(world: World) -> None:
+async def test_messages_in_files_and_log_are_reported_once(world: World) -> None:
     keys = await many(world)
     await every(world)  # rows that the log keeps must not be listed again when files have them
     await world.compact()
@@ -132,7 +132,7 @@ async def test_a_log_with_more_than_may_be_held_is_read_again(
 
 
 @on_node()
-async def test_what_a_message_says_of_itself(world: World) -> None:
+async def test_fields_of_a_message(world: World) -> None:
     columns = {"unique_key": ["one"], "keys": ["order-1 vip"], "tag": ["paid"], "body": [b"x" * 300]}
     first = (await world.broker.send(batch(delay_ms=[HOUR_MS], **columns))).first_seq
     due_ms = world.clock.wall + HOUR_MS
@@ -275,7 +275,7 @@ async def test_dashboards_share_a_count(world: World) -> None:
 
 
 @on_node()
-async def test_what_a_pause_holds_is_not_due(world: World) -> None:
+async def test_held_messages_are_not_due(world: World) -> None:
     await world.campaign("sale", "a", [HOUR_MS, 2 * HOUR_MS])
     await world.send("a", [HOUR_MS])
     await world.pause("sale")

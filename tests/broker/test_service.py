@@ -112,7 +112,7 @@ async def test_whatever_is_sent_comes_once_and_not_before_its_instant(
 
 
 @on_node()
-async def test_what_the_disk_has_not_is_bounded(world: World) -> None:
+async def test_unwritten_bytes_are_bounded(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", 1)
         waiting = asyncio.ensure_future(world.broker.send(batch(1)))

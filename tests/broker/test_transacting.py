@@ -325,7 +325,7 @@ async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
 
 
 @on_node()
-async def test_what_has_ended_is_not_kept_until_it_would_have_been_asked_about(
+async def test_ended_half_messages_are_not_kept_until_their_check(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transacting, "SWEEP_ENTRIES_MIN", 3)

@@ -77,7 +77,7 @@ def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         bench._import_benchmarks()
 
 
-def test_what_is_not_measured_is_the_paragraph_that_says_so() -> None:
+def test_unmeasured_things_are_listed_in_the_paragraph() -> None:
     """On one line."""
     assert {name: bench._limits(module)[:20] for name, module in bench._import_benchmarks().items()}["burst"]
     burst = bench._limits(bench._import_benchmarks()["burst"])

@@ -142,6 +142,6 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
         (["init", "--cluster", "x", "--etcd", "http://127.0.0.1:1"], 2, "--nodes"),
     ],
 )
-def test_what_is_missing_is_named(arguments: list[str], code: int, says: str) -> None:
+def test_missing_packages_are_named(arguments: list[str], code: int, says: str) -> None:
     ran = run_here("cluster", *arguments)
     assert (ran.returncode, ran.stdout) == (code, "") and says in ran.stderr

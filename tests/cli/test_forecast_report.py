@@ -55,7 +55,7 @@ def test_only_some_topics_but_all_that_is_extra() -> None:
     assert list(document.load.topics) == ["campaign", "mail"]
 
 
-def test_what_is_extra_outside_of_the_window_is_counted_apart() -> None:
+def test_extra_messages_outside_the_window_count_apart() -> None:
     wide = Extra(rows=60, at=Moment(TEN_MS), over_ms=60_000)
     document = answer(counted((NINE_MS, TEN_MS + 30_000)), asked(), wide).document
     assert (document.extra, document.extra_outside) == (30, 30)
@@ -83,7 +83,7 @@ def test_only_what_came_of_some_topics_is_held_against_them() -> None:
     assert answered().document.check is None
 
 
-def test_what_is_counted_within_the_window_as_of_now_or_of_a_version(tmp_path: Path) -> None:
+def test_counts_within_the_window_now_or_at_a_version(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_rows=0) as node:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
@@ -135,7 +135,7 @@ def test_empty_bars_between_are_shown_unless_they_are_most() -> None:
     assert [line.split()[-1] for line in hours[:5]] == ["100", "10", "0", "0", "1"]
 
 
-def test_what_would_be_late_as_it_is_and_with_more() -> None:
+def test_lateness_with_and_without_extra_messages() -> None:
     shown = lines(extra=EXTRA, rates={"orders": 10, "*": 60}, within_ms=2_000, by_topic=False, peaks=0)
     assert shown[2].startswith("110 due from 2030-01-31T08:00:00Z, 60 extra;")
     assert shown[3:] == [
@@ -170,7 +170,7 @@ def test_rows_left_out_of_the_forecast_are_reported() -> None:
     assert not any("no longer" in line or "outside" in line for line in whole)
 
 
-def test_what_paused_campaigns_hold_is_said() -> None:
+def test_messages_held_by_paused_campaigns_are_shown() -> None:
     """In an earlier version, the forecast left out a paused campaign, as if it had no messages."""
     found = replace(counted(), held={"autumn": 1_000, "spring": 20})
     document = answer(found, asked(), NONE).document

@@ -192,7 +192,7 @@ def test_an_unknown_id_is_a_fault_of_usage(endpoint: str) -> None:
     assert missing.returncode == 2 and "nobody" in missing.stderr
 
 
-def test_what_was_pulled_is_acknowledged_for_its_group_alone(endpoint: str) -> None:
+def test_pulled_messages_are_acknowledged_for_their_group_only(endpoint: str) -> None:
     """The next pull of the group finds nothing new, and says so on stderr; another group finds it."""
     run_here("send", "pulled", "x", "--endpoint", endpoint)
     first = run_here("pull", "pulled", "--endpoint", endpoint)
@@ -540,7 +540,7 @@ def test_the_advised_forms_of_a_duration_are_accepted() -> None:
 
 @pytest.mark.parametrize("command", ["schedule", "send"])
 @pytest.mark.parametrize("left_out", [["a body"], ["--id", "mine"]], ids=["body", "id"])
-def test_what_lines_have_no_use_for_is_refused(command: str, left_out: list[str], tmp_path: Path) -> None:
+def test_options_without_use_for_lines_are_refused(command: str, left_out: list[str], tmp_path: Path) -> None:
     """A body or an id beside --lines would be ignored without an error."""
     (tmp_path / "lines").write_text("one\n")
     timing = ["--after", "1h"] if command == "schedule" else []

@@ -226,7 +226,7 @@ def test_a_broker_reads_its_options_without_validators(tmp_path: Path, words: li
         (["--retention-ms", "3fx"], "write 500"),
     ],
 )
-def test_what_is_refused_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_options_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", *words])
     assert end.value.code == 2

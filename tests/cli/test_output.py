@@ -182,7 +182,7 @@ def test_a_clock_that_is_set_back_silences_no_line(lines: Lines) -> None:
     assert len(lines()) == 2
 
 
-def test_what_is_remembered_is_bounded_and_no_count_is_lost(lines: Lines) -> None:
+def test_remembered_lines_are_bounded_and_no_count_is_lost(lines: Lines) -> None:
     lines.handler.handle(record("first"))
     lines.handler.handle(record("first"))
     for number in range(LINES_MAX):

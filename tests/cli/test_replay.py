@@ -59,7 +59,7 @@ def test_a_replay_without_confirmation_schedules_nothing(monkeypatch: pytest.Mon
         confirm(PLAN, late=False, yes=False)  # no terminal to ask on
 
 
-def test_what_would_go_out_at_once_is_refused_unless_that_is_wanted() -> None:
+def test_past_due_times_are_refused_unless_allowed() -> None:
     some_late = msgspec.structs.replace(PLAN, overdue=4_999)
     with pytest.raises(RequestError, match="4,999 of 5,000 messages would be due before now"):
         confirm(some_late, late=False, yes=True)
@@ -89,7 +89,7 @@ def test_a_time_shows_milliseconds_only_if_they_are_not_0() -> None:
     assert (show_time(0), show_time(1_500)) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:01.500Z")
 
 
-def test_what_was_done_before_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_replay_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     report = ReplayReport(job_id="replay-1", rows=5_000, at_ms=0, repeated=False, ranges=[(1, 5_000)])
     print_report(report, as_json=False)
     print_report(msgspec.structs.replace(report, repeated=True), as_json=False)

@@ -360,7 +360,7 @@ def test_the_folder_of_another_node_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["--node", "--etcd"])
-def test_what_a_node_needs_is_asked_for(tmp_path: Path, left_out: str) -> None:
+def test_required_settings_are_requested(tmp_path: Path, left_out: str) -> None:
     words = command(tmp_path / "d")
     at = words.index(left_out)
     ended = run_here(*words[:at], *words[at + 2 :])

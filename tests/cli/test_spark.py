@@ -41,7 +41,7 @@ def test_without_pyspark_it_says_what_to_install() -> None:
         door.open_session("local[1]", "test")
 
 
-def test_what_children_write_goes_to_the_file_and_becomes_the_reason(tmp_path: Path) -> None:
+def test_output_of_children_goes_to_the_file_and_gives_the_reason(tmp_path: Path) -> None:
     """The last line of it is usually why Java did not start."""
     log = tmp_path / "spark.log"
     with pytest.raises(SetupError, match=r"no start \(out of memory\)"), door._redirected_stderr(log):

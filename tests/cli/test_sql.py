@@ -183,7 +183,7 @@ def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_
         assert (found.tail_rows, sum(found.hours.values())) == (6, 6)
 
 
-def test_what_moved_a_scheduled_message_says_nothing_once_it_lies_in_the_table(tmp_path: Path) -> None:
+def test_a_moved_row_is_ignored_once_the_table_has_the_message(tmp_path: Path) -> None:
     with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
         write_again(node, 2, 3)

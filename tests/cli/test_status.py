@@ -88,7 +88,7 @@ def status() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_waits_in_the_log_is_what_its_schedule_says(status: dict[str, Any]) -> None:
+def test_pending_rows_of_the_log_agree_with_the_schedule(status: dict[str, Any]) -> None:
     told = dict(_rows("e", status))
     assert told["schedule"] == "hour_log"
     assert (told["waiting"], told["redeliveries"]) == ("23", "4")
@@ -116,7 +116,7 @@ def test_an_object_store_that_does_not_answer_cannot_be_overlooked(status: dict[
     assert told == "s3://b/t, 5 MiB here, 2 FILES DUE SOON ARE MISSING; DOES NOT ANSWER: slow down"
 
 
-def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[str, Any]) -> None:
+def test_delay_levels_have_a_line_if_they_have_messages(status: dict[str, Any]) -> None:
     assert "for delay levels" not in dict(_rows("e", status))
     status["levels"] = {"waiting_rows": 1_234}
     assert dict(_rows("e", status))["for delay levels"] == "1,234"

@@ -41,7 +41,7 @@ def test_both_clients_have_the_same_verbs_with_the_same_parameters(blocking: typ
         assert verb.__doc__, name
 
 
-def test_what_is_sent_is_pulled_and_answered(node: RunningNode) -> None:
+def test_sent_messages_are_pulled_and_answered(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         receipt = await ball.send("async", "one", after="10ms", tag="paid")
         (message,) = await ball.pull("async", "g")
@@ -98,7 +98,7 @@ def test_a_pull_that_is_cancelled_leaves_its_message_to_another_member(node: Run
     run(node, scenario)
 
 
-def test_what_a_cancelled_pull_got_all_the_same_is_given_back(
+def test_messages_of_a_cancelled_pull_are_given_back(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(ball: AsyncTimeball) -> None:

@@ -36,20 +36,20 @@ def calls(*nodes: str) -> Attempts:
     return Attempts(nodes or ("a",), 30_000, clock=ManualClock())
 
 
-def test_what_was_not_carried_out_is_tried_again_at_the_next_node() -> None:
+def test_a_call_that_was_not_executed_is_retried_at_the_next_node() -> None:
     there = calls("a", "b")
     broker = Broker(there, NotSent("1"), NotNow("2"))
     assert there.with_retries(broker, 30_000, retry_on=NotNow) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("error", [Lost("x"), Unavailable("x"), OverLimit("x"), RequestError("x")])
-def test_what_may_have_been_carried_out_is_told(error: Exception) -> None:
+def test_a_call_that_may_have_been_executed_is_reported(error: Exception) -> None:
     there = calls()
     with pytest.raises(type(error)):
         there.with_retries(Broker(there, error), 30_000, retry_on=NotNow)
 
 
-def test_what_may_be_repeated_is_tried_again_after_a_lost_answer() -> None:
+def test_repeatable_calls_are_retried_after_a_lost_answer() -> None:
     there = calls()
     assert there.with_retries(Broker(there, Lost("x"), Unavailable("x")), 30_000) == ["a"] * 3
 

@@ -43,14 +43,14 @@ def test_all_that_a_delayed_message_says() -> None:
     assert "orders" in repr(message) and "id1" in repr(message)
 
 
-def test_what_was_due_before_it_was_accepted_is_late_from_its_acceptance_on() -> None:
+def test_a_message_due_before_its_acceptance_is_late_from_there() -> None:
     for accepted_ms, late_ms in ((500, 10), (1_004, 6), (1_010, 0), (2_000, 0)):
         at = READ_SCHEMA.get_field_index("accepted_ms")
         batch = rows().set_column(at, READ_SCHEMA.field(at), pa.array([accepted_ms, None], pa.int64()))
         assert view(batch, received_ms=2_000)[0].lateness_ms == late_ms
 
 
-def test_what_is_not_there_is_none_or_empty() -> None:
+def test_missing_things_are_none_or_empty() -> None:
     message = view(rows(), received_ms=2_000)[1]
     assert message.body == b"" and message.keys == [] and message.properties == {}
     assert message.tag is message.id is message.due_ms is message.lateness_ms is message.scheduled_seq is None

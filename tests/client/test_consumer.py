@@ -45,9 +45,7 @@ def test_two_members_of_a_group_share_the_messages_and_another_group_has_them_al
     assert sum(ball.offsets("workers", "shared").values()) == 20
 
 
-def test_what_is_not_acknowledged_comes_again_to_any_member_and_its_attempts_are_counted(
-    node: RunningNode, ball: Timeball
-) -> None:
+def test_unacknowledged_messages_come_again_with_counted_attempts(node: RunningNode, ball: Timeball) -> None:
     send(ball, "leased", 1)
     (first,) = ball.pull("leased", "g", lease="50ms")
     with Timeball(node.endpoint) as other:

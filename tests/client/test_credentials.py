@@ -22,7 +22,7 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert credentials("c", "d", b"X") == Credentials("c", "d", b"X", "broker.example")
 
 
-def test_what_is_missing_or_cannot_be_said_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_and_invalid_values_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="secret_key"):
         credentials("a")
     with pytest.raises(RequestError, match="access_key"):

@@ -294,7 +294,7 @@ def test_the_import_contract_names_what_the_extras_bring() -> None:
     assert {_canonical(name) for name in wanted} <= of
 
 
-def test_what_two_extras_bring_is_of_one_version() -> None:
+def test_packages_of_two_extras_have_one_version() -> None:
     lines: dict[str, set[str]] = {}
     for extra in PROJECT["optional-dependencies"]:
         for line in extras_of(extra):

@@ -19,7 +19,7 @@ def test_offsets_are_committed_and_read(ball: Timeball) -> None:
         ball.queues("no-positions")
 
 
-def test_what_needs_columns_says_so(http_node: RunningNode) -> None:
+def test_methods_with_columns_are_refused(http_node: RunningNode) -> None:
     with Timeball(http_node.endpoint) as ball:
         for call in (
             lambda: ball.browse("t"),

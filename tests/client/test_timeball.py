@@ -221,7 +221,7 @@ def test_everything_that_users_catch_or_annotate_is_at_the_front_door() -> None:
         timeball.nothing  # noqa: B018
 
 
-def test_what_a_group_gave_up_is_sent_to_it_again_or_deleted(ball: Timeball) -> None:
+def test_dead_letters_are_resent_or_deleted(ball: Timeball) -> None:
     ball.send_many([{"body": str(number)} for number in range(3)], topic="resent")
     left = 3
     while left:

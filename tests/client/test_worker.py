@@ -37,7 +37,7 @@ def test_each_message_is_handled_once_and_acknowledged(ball: Timeball) -> None:
     assert is_empty(ball, "worked", "g") and sum(ball.offsets("g", "worked").values()) == 200
 
 
-def test_what_a_handler_raises_decides_when_its_message_comes_again(
+def test_exceptions_of_a_handler_decide_the_redelivery(
     node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
 ) -> None:
     at_once = RetryPolicy(customized_retry_policy=CustomizedRetry(next=[50]))

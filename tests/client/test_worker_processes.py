@@ -35,6 +35,6 @@ def test_one_that_cannot_start_is_tried_again_after_a_pause(
     assert "exit=1" in caplog.text
 
 
-def test_what_cannot_be_pickled_is_refused_with_the_reason() -> None:
+def test_handlers_that_cannot_be_pickled_are_refused() -> None:
     with pytest.raises(RequestError, match="cannot be sent to another process"):
         Processes(1, lambda: Idle())

@@ -58,7 +58,7 @@ def cluster(tmp_path: Path, etcd: object) -> Cluster:
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("etcd")]
 
 
-def test_what_the_table_keeps_outlives_the_leader_and_its_disk(cluster: Cluster) -> None:
+def test_messages_in_the_table_outlive_the_leader_and_its_disk(cluster: Cluster) -> None:
     first = cluster.leader()
     sent = send(first, 2_000, "12s")
     compact(first)

@@ -119,7 +119,7 @@ def test_a_follower_writes_nothing_but_the_next_whole_frame(message: Data) -> No
         step(follower(), on.Received("a", message))
 
 
-def test_what_a_lost_epoch_wrote_is_cut() -> None:
+def test_frames_of_a_lost_epoch_are_cut() -> None:
     state, _ = steps(follower(), on.Received("c", Hello(2, "g1", "c/1")))
     state, wanted = steps(state, on.Received("c", Cut(2, *BEGINNING)))
     assert wanted == [do.CutLog(BEGINNING), do.Send("c", Ack(2, *BEGINNING))] and state.log == Log()

@@ -194,7 +194,7 @@ class Life:
 
 
 @given(seed=st.integers(0, 2**32))
-def test_what_was_synced_is_there_after_a_power_cut_at_any_call(seed: int) -> None:
+def test_synced_data_survives_a_power_cut_at_any_call(seed: int) -> None:
     random = Random(seed)
     life = Life(random)
     for _ in range(6):
@@ -249,7 +249,7 @@ def test_a_cut_goes_from_the_back_so_that_a_crash_leaves_a_log_that_is_only_long
             assert content_of(again) == whole[:2]
 
 
-def test_what_was_cut_is_never_read_again() -> None:
+def test_cut_frames_are_never_read_again() -> None:
     files = CrashFiles()
     log, written = full(files)
     log.cut(written.forget_behind(1))

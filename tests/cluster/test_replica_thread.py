@@ -239,7 +239,7 @@ def test_calls_run_in_order_in_the_replicas_thread(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_what_comes_after_the_end_is_refused(tmp_path: Path) -> None:
+def test_frames_after_the_end_are_refused(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         follower = trio.others(await trio.leader())[0]
         await follower.close()

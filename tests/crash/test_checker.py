@@ -36,7 +36,7 @@ def test_a_world_without_fault() -> None:
     assert check(*world()) == []
 
 
-def test_what_was_not_acknowledged_may_come_or_not_but_once() -> None:
+def test_an_unacknowledged_send_is_there_at_most_once() -> None:
     observed, outcome = world()
     outcome.rows.append(row("unsure", 2))
     outcome.ranges[("t", 0)] = (0, 3)
@@ -57,7 +57,7 @@ def test_a_cancel_without_an_answer_leaves_both_open() -> None:
     assert check(observed, outcome) == []
 
 
-def test_what_retention_let_go_after_it_was_seen_is_not_lost() -> None:
+def test_a_row_removed_after_it_was_seen_is_not_lost() -> None:
     observed, outcome = world()
     del outcome.rows[0]
     outcome.ranges[("t", 0)] = (1, 2)

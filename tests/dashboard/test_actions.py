@@ -100,7 +100,7 @@ def test_a_verdict_that_comes_too_late_is_shown(tab: Tab, client: Client, verb: 
     expect(dialog.get_by_role("status")).to_contain_text("already_cancelled")
 
 
-def test_what_waits_is_listed_in_pages_by_its_instant(tab: Tab, client: Client) -> None:
+def test_pending_messages_are_listed_in_pages_by_due_time(tab: Tab, client: Client) -> None:
     messages = [{"body": "x", "after": f"{2 + n}h", "key": f"listed-{n}"} for n in range(60)]
     assert client.send("listed", messages).status == 201
     page = tab.open("waiting", topic="listed")
@@ -230,7 +230,7 @@ def test_campaigns_are_paused_resumed_and_cancelled(tab: Tab, client: Client, no
     assert node.broker.campaigns("autumn")[0].state == "cancelled"
 
 
-def test_what_is_coming_is_counted_and_zoomed(tab: Tab, client: Client) -> None:
+def test_the_due_load_is_counted_and_zoomed(tab: Tab, client: Client) -> None:
     # On a whole hour, in a day that no other test sends for.
     due = datetime(2031, 1, 31, 9, 30, tzinfo=UTC)
     many = [{"body": "x", "at": due.isoformat()} for _ in range(30)]

@@ -96,7 +96,7 @@ def test_each_page_has_its_picture_in_the_documentation() -> None:
     }
 
 
-def test_what_consumers_take_is_laid_over_what_is_due(tab: Tab) -> None:
+def test_the_rate_of_consumers_is_drawn_over_the_due_load(tab: Tab) -> None:
     page = tab.open("coming")
     level = page.locator("li.level")
     expect(level).to_have_text("what consumers take now")

@@ -62,7 +62,7 @@ def test_no_address_of_a_registry_is_named() -> None:
     assert not [name for name in named if re.match(r"[^/]*[.:][^/]*/", name)], "host/name"
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.M):
         for source in shlex.split(line)[:-1]:

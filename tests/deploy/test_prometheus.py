@@ -81,7 +81,7 @@ def unknown(expression: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("place", "expression"), list(expressions()))
-def test_what_is_asked_for_exists(place: str, expression: str) -> None:
+def test_requested_files_exist(place: str, expression: str) -> None:
     assert not unknown(expression), place
 
 

@@ -14,7 +14,7 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-def test_what_is_drawn_exists() -> None:
+def test_drawn_paths_exist() -> None:
     for _, _, _, curves in scraped.PANELS:
         for query in curves.values():
             assert not unknown(query) and any(name in query for name in KNOWN)

@@ -57,7 +57,7 @@ def test_little_is_left_open(tmp_path: Path) -> None:
     assert judged.returncode == 0, judged.stdout
 
 
-def test_what_a_new_start_cannot_mend_is_not_started_again() -> None:
+def test_a_process_with_a_set_up_error_is_not_restarted() -> None:
     (codes,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.M)
     assert codes.split() == [str(int(code)) for code in (ExitCode.USAGE, ExitCode.SETUP)]
 

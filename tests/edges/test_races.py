@@ -229,7 +229,7 @@ def test_a_wrong_log_is_noticed() -> None:
     assert recorder.faults(early)
 
 
-def test_what_came_twice_or_not_or_though_it_was_cancelled_is_noticed() -> None:
+def test_a_doubled_lost_or_cancelled_message_is_noticed() -> None:
     for key in "abc":
         recorder, log = recording_without_fault()
         recorder.delivered[key] += 1

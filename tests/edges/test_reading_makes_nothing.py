@@ -66,7 +66,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def topic_names(node: RunningNode) -> set[str]:
-    """Return the topic_names of all topics except retry topics."""
+    """Return the names of all topics except retry topics."""
     return {name for name in node.broker.topics() if not name.startswith("%RETRY%")}
 
 

@@ -17,7 +17,7 @@ from timeball.model.errors import Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS
 
 
-def test_what_is_shown_is_what_was_promised(tmp_path: Path) -> None:
+def test_printed_due_times_are_the_accepted_ones(tmp_path: Path) -> None:
     with running_node(tmp_path / "d", compact_rows=0) as node, Timeball(node.endpoint) as ball:
         campaign = campaign_of(node, CAMPAIGN)
         attach(campaign, 30, after_ms=HOUR_MS)

@@ -35,13 +35,13 @@ def test_quiet_steps_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_left_out_is_said_and_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_benchmarks_are_reported_and_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     Steps(ManualClock(), quiet=False).left_out("nothing is compacted")
     Steps(ManualClock(), quiet=True).left_out("nothing is compacted")
     assert capsys.readouterr().err == "– nothing is compacted\n"
 
 
-def test_what_waits_is_counted_wherever_it_is(tmp_path: Path) -> None:
+def test_pending_messages_are_counted_wherever_they_are(tmp_path: Path) -> None:
     """In the tail, near its instant, in the table."""
     with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"body": "x", "after": "86400s"} for _ in range(7)], topic="t")

@@ -20,7 +20,7 @@ from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.frame import Command, Frame, Splitter, decode, encode
 
 
-def test_what_comes_early_is_noticed() -> None:
+def test_an_early_message_is_noticed() -> None:
     assert is_early({"store_ms": 999}, 1_000)
     assert not is_early({"store_ms": 1_000}, 1_000)
 
@@ -40,7 +40,7 @@ def test_no_two_tests_share_a_topic() -> None:
     assert found and max(found.values()) == 1, found.most_common(3)
 
 
-def test_what_comes_twice_is_noticed() -> None:
+def test_a_doubled_message_is_noticed() -> None:
     assert by_body([{"body": "a"}, {"body": "b"}]).keys() == {"a", "b"}
     with pytest.raises(AssertionError):
         by_body([{"body": "a"}, {"body": "a"}])
@@ -79,7 +79,7 @@ def test_a_tool_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         environments.tool("mvn", "maven")
 
 
-def test_what_cannot_be_fetched_is_missing() -> None:
+def test_a_package_that_cannot_be_fetched_is_missing() -> None:
     with pytest.raises(Missing, match="could not fetch its packages: no such network"):
         environments.fetch(["sh", "-c", "echo no such network; exit 1"])
 

@@ -134,7 +134,7 @@ def test_a_timer_in_the_past_is_due_now(client: Driver, broker: StockBroker, nam
 
 
 @pytest.mark.parametrize("client", [JAVA4, JAVA5], indirect=True)
-def test_what_waits_for_a_level_can_be_read_meanwhile(client: Driver, broker: StockBroker, name: str) -> None:
+def test_pending_messages_of_a_level_can_be_read(client: Driver, broker: StockBroker, name: str) -> None:
     """As in RocketMQ, a pending message is in a queue of the schedule's own topic."""
     talk = Conversation(client, broker, name)
     sent = talk.send("waiting", level=5)

@@ -32,7 +32,7 @@ def test_all_of_it_comes_once(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
-def test_what_failed_comes_again(talks: Talks) -> None:
+def test_a_failed_message_comes_again(talks: Talks) -> None:
     talk = talks(group={"retry_ms": [1_000, 2_000]})
     consumer = talk.listen(fail=2)
     talk.send("again", tag="t", keys="k", properties={"colour": "red"})
@@ -48,7 +48,7 @@ def test_what_failed_comes_again(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_what_fails_for_good_becomes_a_dead_letter(talks: Talks) -> None:
+def test_a_message_that_fails_for_good_is_a_dead_letter(talks: Talks) -> None:
     talk = talks(group={"retryMaxTimes": 2, "retry_ms": [1_000]})
     consumer = talk.listen(fail=1_000_000)
     talk.send("hopeless")

@@ -29,7 +29,7 @@ def test_recalled_is_cancelled(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_what_has_come_cannot_be_recalled(talks: Talks) -> None:
+def test_a_delivered_message_cannot_be_recalled(talks: Talks) -> None:
     talk = talks()
     consumer = talk.simple()
     sent = talk.send("come", due_ms=talk.due_ms(1_000))

@@ -97,7 +97,7 @@ def test_who_is_not_is_told_so(start: Start, lack: str) -> None:
 
 
 @pytest.mark.parametrize("start", ALL, indirect=True)
-def test_what_is_not_granted_is_refused(start: Start) -> None:
+def test_ungranted_requests_are_refused(start: Start) -> None:
     talk = start(SHOP)
     with pytest.raises(ClientError, match=rf"{FORBIDDEN}|failed to fetch topic:payroll"):
         talk.call("send", topic="payroll", body="a rise")

@@ -95,7 +95,7 @@ def test_a_topic_for_messages_of_one_type(talks: Talks, broker: StockBroker, nam
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_what_is_sent_to_nobody_s_topic(talks: Talks) -> None:
+def test_a_send_to_a_missing_topic(talks: Talks) -> None:
     """An invalid topic name: clients that do not check it get the broker's refusal."""
     talk = talks()
     with pytest.raises(ClientError) as refused:

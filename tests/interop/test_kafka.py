@@ -178,7 +178,7 @@ def test_a_record_comes_back_as_it_was_at_its_instant(place: Place) -> None:
     assert (last["taken"], last["delivered"], last["dead"], last["behind"]) == (3, 3, 0, 0)
 
 
-def test_what_waits_is_cancelled_by_a_record_with_its_key(place: Place) -> None:
+def test_a_record_cancels_pending_records_with_its_key(place: Place) -> None:
     place.make(partitions=1)
     soon, late = [("after", b"3s")], [("after", b"3200ms")]
     cancel = [("cancel", b"")]
@@ -205,7 +205,7 @@ def test_what_waits_is_cancelled_by_a_record_with_its_key(place: Place) -> None:
     assert bridge.end() == 0 and bridge.lines[-1]["cancelled"] == 2
 
 
-def test_what_cannot_be_taken_or_delivered_is_a_dead_letter(place: Place) -> None:
+def test_a_record_that_cannot_be_delivered_is_a_dead_letter(place: Place) -> None:
     place.make(partitions=1, max_message_bytes="20000")
     wrong = [
         (b"no header", []),
@@ -475,7 +475,7 @@ def test_a_second_bridge_of_the_name_takes_over(place: Place) -> None:
     assert first.wait_end() == 4 and "another bridge of this name" in "\n".join(first.errors)
 
 
-def test_what_an_operator_must_mend_is_said(place: Place) -> None:
+def test_an_error_for_the_operator_names_its_cause(place: Place) -> None:
     place.kafka.make(place.out)
     missing = place.bridge(ready=False)
     assert missing.wait_end() == 4 and "--in" in "\n".join(missing.errors)

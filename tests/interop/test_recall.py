@@ -28,7 +28,7 @@ def test_recalled_is_cancelled(client: Driver, broker: StockBroker, name: str) -
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_what_has_come_cannot_be_recalled(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_delivered_message_cannot_be_recalled(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     consumer = talk.listen()
     sent = talk.send("come", timer="TIMER_DELAY_MS", timer_value=300)

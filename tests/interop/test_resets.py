@@ -73,7 +73,7 @@ def test_a_group_goes_to_an_instant(client: Driver, broker: StockBroker, name: s
 
 
 @pytest.mark.parametrize("client", TOOLS, indirect=True)
-def test_what_is_not_there_is_told_by_its_code(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_missing_thing_has_its_code(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     talk.send("only")
     for topic, group, code in ((talk.topic, "nobody", GROUP_MISSING), ("nowhere", "nobody", TOPIC_MISSING)):

@@ -18,7 +18,7 @@ FIRST_RETRY_S, SECOND_RETRY_S = LEVELS_S[2], LEVELS_S[3]  # retry n waits for le
 
 
 @pytest.mark.parametrize("client", ALL, indirect=True)
-def test_what_failed_comes_again(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_failed_message_comes_again(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     consumer = talk.listen(fail=1)
     talk.send("again", tag="t", keys="k", properties={"colour": "red"})
@@ -33,7 +33,9 @@ def test_what_failed_comes_again(client: Driver, broker: StockBroker, name: str)
 
 
 @pytest.mark.parametrize("client", ALL, indirect=True)
-def test_what_fails_for_good_becomes_a_dead_letter(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_message_that_fails_for_good_is_a_dead_letter(
+    client: Driver, broker: StockBroker, name: str
+) -> None:
     talk = Conversation(client, broker, name)
     limit_retries(broker, talk.group, 2)
     consumer = talk.listen(fail=1_000_000, max_reconsume_times=2)

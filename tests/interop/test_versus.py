@@ -174,7 +174,7 @@ def test_an_answer_to_another_request_ends_the_load(generator: Generator) -> Non
             generator.run(address, SENDS, (1, 1), 30.0)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_data_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Missing, match="there is no cc here"):
         Generator(tmp_path)

@@ -29,7 +29,7 @@ def test_a_call_runs_in_the_thread_named_with_what_it_was_given() -> None:
     assert total == 42
 
 
-def test_what_it_raises_reaches_the_caller() -> None:
+def test_errors_reach_the_caller() -> None:
     def fail() -> None:
         raise DiskFailed("the disk is gone")
 

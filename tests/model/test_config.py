@@ -56,7 +56,7 @@ def test_values_at_the_bounds_are_allowed(allowed: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_work_is_refused_by_its_option_s_name(refused: dict[str, Any]) -> None:
+def test_an_impossible_setting_is_refused_by_its_option(refused: dict[str, Any]) -> None:
     ((field, value),) = refused.items()
     with pytest.raises(SetupError) as refusal:
         Settings(**refused)

@@ -45,7 +45,7 @@ def reads(metadata: bytes) -> bool:
     return True
 
 
-def test_what_is_cut_off_raises() -> None:
+def test_a_truncated_flatbuffer_raises() -> None:
     read = [reads(METADATA[:size]) for size in range(len(METADATA) + 1)]
     assert read == sorted(read) and not read[0] and read[-1]
     assert not reads(struct.pack("<ii", 4, 8)), "a vtable before the begin"

@@ -50,7 +50,7 @@ def test_rocketmq_s_names_are_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "../a", "a/b", "a b", "é", "a\x00", "a\x01b"])
-def test_what_could_be_a_path_or_a_separator_is_no_name(name: str) -> None:
+def test_paths_and_separators_are_no_names(name: str) -> None:
     assert not limits.NAME.match(name)
 
 

@@ -215,7 +215,7 @@ def test_groups_hold_every_position_once_in_order(values: list[int]) -> None:
     assert len(groups) == len(set(values))
 
 
-def test_what_has_no_nulls_stays_what_it_is() -> None:
+def test_a_column_without_nulls_stays_unchanged() -> None:
     column = pa.array([1, 2])
     assert filled(column, 0) is column
     assert filled(pa.array([1, None]), 7).to_pylist() == [1, 7]

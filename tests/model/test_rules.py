@@ -54,7 +54,7 @@ def test_a_column_and_its_values_are_told_the_same(rule: rules.Rule, data: st.Da
 @pytest.mark.parametrize("name", sorted(rules.BYTES_MAX.keys() - {"topic"}))
 @settings(max_examples=25)
 @given(data=st.data())
-def test_what_is_told_early_is_told_of_the_column_too(name: str, data: st.DataObject) -> None:
+def test_both_forms_of_a_rule_agree(name: str, data: st.DataObject) -> None:
     value = data.draw(VALUES[name])
     late = [rule.text for rule in rules.RULES if rule.column == name and rule.in_value(value, NOW_MS)]
     assert rules.fault(name, value) == (late[0] if late else None)

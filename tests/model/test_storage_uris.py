@@ -92,7 +92,7 @@ def test_keys_and_options_in_a_uri_are_refused_without_being_repeated(place: str
         assert "secret" not in str(caught.value)
 
 
-def test_what_no_library_reaches_is_named() -> None:
+def test_an_unsupported_uri_is_named() -> None:
     with pytest.raises(SetupError, match="nosuch://place: not a storage URI"):
         storage_uris.arrow("nosuch://place", {})
     with pytest.raises(SetupError, match=r"AWS_ENDPOINT_URL 127\.0\.0\.1:9000: write http://"):

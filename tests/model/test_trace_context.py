@@ -128,5 +128,5 @@ def test_columns_without_properties_get_some_and_those_of_another_type_stay() ->
         (f"x{OTHER}", f"x{OTHER}"),
     ],
 )
-def test_what_is_left_without_a_context(text: str | None, expected: str | None) -> None:
+def test_properties_without_a_context_stay(text: str | None, expected: str | None) -> None:
     assert without_context(text) == expected

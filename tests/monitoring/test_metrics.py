@@ -47,7 +47,7 @@ async def test_a_due_time_in_the_past_pages_no_operator(world: World) -> None:
 
 
 @on_node()
-async def test_what_a_broker_did_and_holds(world: World) -> None:
+async def test_figures_of_a_brokers_work_and_contents(world: World) -> None:
     broker = world.broker
     await broker.send(batch(3, unique_key=["a", "b", "c"], delay_ms=[None, HOUR_MS // 2, 30 * HOUR_MS]))
     await broker.send(batch(2, unique_key=["d", "e"], delay_ms=[2_000, 3 * HOUR_MS]))
@@ -75,7 +75,7 @@ async def test_what_a_broker_did_and_holds(world: World) -> None:
 
 
 @on_node()
-async def test_what_consumers_have_in_flight(world: World) -> None:
+async def test_figures_of_messages_in_flight(world: World) -> None:
     consuming, in_flight = world.broker.consuming, "timeball_group_in_flight_messages"
     await world.broker.send(batch(3))
     received = await consuming.receive(ReceiveRequest("g", "orders"), 0)

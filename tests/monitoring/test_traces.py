@@ -215,7 +215,7 @@ def test_a_message_without_a_context_begins_a_trace_and_carries_it(
     ("sampler", "properties"),
     [("always_off", {"a": "b"}), ("parentbased_always_on", {"a": "b", TRACEPARENT: UNSAMPLED})],
 )
-def test_what_is_not_sampled_keeps_its_bytes_and_has_no_spans(
+def test_an_unsampled_message_keeps_its_bytes_and_has_no_spans(
     tmp_path: Path,
     receiver: Collector,
     monkeypatch: pytest.MonkeyPatch,
@@ -348,7 +348,7 @@ def test_a_collector_that_fails_is_counted(tmp_path: Path, receiver: Collector) 
         assert counts(node)["exported"] == 0
 
 
-def test_what_is_left_is_exported_at_a_stop(
+def test_queued_spans_are_exported_at_a_stop(
     tmp_path: Path, receiver: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(1_000 * BOUND_S * 10))

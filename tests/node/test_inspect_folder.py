@@ -526,7 +526,7 @@ def overwrite(files: CrashFiles, name: str, at: int, data: bytes) -> None:
     files.open(name).write_at(at, data)
 
 
-def test_what_a_broker_has_made_agrees_and_is_left_as_it_is() -> None:
+def test_the_folder_of_a_broker_is_valid_and_unchanged() -> None:
     files = folder()
     calls = files.calls
     assert check(files) == []

@@ -67,7 +67,7 @@ def test_the_first_release_waits_for_no_library_of_the_edges() -> None:
 # ---- start and stop -----------------------------------------------------------------------------------------
 
 
-def test_what_was_sent_is_there_after_a_stop_and_a_start(tmp_path: Path) -> None:
+def test_sent_messages_survive_a_stop_and_a_start(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path, clock) as node:
         with Timeball(node.endpoint) as ball:

@@ -99,7 +99,7 @@ def test_a_replica_of_another_cluster_is_hung_up_on(cluster: Cluster) -> None:
     assert served(cluster.leader()) == epoch
 
 
-def test_what_is_taken_by_another_is_said(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(cluster: Cluster, tmp_path: Path) -> None:
     leader = cluster.leader()
     other = NodeProcess("d", tmp_path, leader.etcd, ports=dict(leader.ports))
     other.start()

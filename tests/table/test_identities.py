@@ -97,7 +97,7 @@ def test_every_flipped_bit_is_noticed() -> None:
         assert not has_identities(pa.py_buffer(data[:at] + b"?" + data[at + 1 :]).slice, len(data))
 
 
-def test_what_is_short_is_refused() -> None:
+def test_short_data_is_refused() -> None:
     data = encode(table_rows([NOW_MS + n for n in range(9)]))
     for size in range(identities.TRAILER.size, len(data)):
         with pytest.raises(Corrupt, match="shorter"):

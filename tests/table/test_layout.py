@@ -182,7 +182,7 @@ def test_every_flipped_bit_of_seal_and_footer_is_detected() -> None:
                 check_seal(pa.py_buffer(bytes(damaged)))
 
 
-def test_what_is_short_of_its_end_is_refused() -> None:
+def test_truncated_data_is_refused() -> None:
     sealed = seal(parquet())
     for size in range(len(sealed)):
         with pytest.raises(Corrupt):

@@ -124,7 +124,7 @@ def test_more_bytes_due_at_once_than_a_frame_holds_are_delivered(
 
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS + 1])
 @on_node()
-async def test_what_was_due_before_it_was_accepted_is_not_late(world: World, rows: int) -> None:
+async def test_a_message_due_before_its_acceptance_is_not_late(world: World, rows: int) -> None:
     due_ms = pa.array([world.clock.wall - DAY_MS] * rows, pa.int64())
     await world.broker.send(batch(rows, due_ms=due_ms))
     await world.until(lambda: world.broker.lateness.released == rows, "all are released")
@@ -311,7 +311,7 @@ async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
 
 
 @on_node()
-async def test_what_comes_back_to_a_group_is_brought_however_long_its_names_are(world: World) -> None:
+async def test_redeliveries_with_long_names_are_dispatched(world: World) -> None:
     """Messages wait in the retry topic of their group, whose name may be longer than a user's topic name."""
     _, rows = await near(world, [0])
     await pass_by(world, SECOND_MS)

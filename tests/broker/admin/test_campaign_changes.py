@@ -125,7 +125,7 @@ async def test_a_shift_moves_all_of_it_by_the_length_of_the_pause(world: World) 
 
 
 @on_node()
-async def test_what_is_held_is_cancelled_and_moved_one_by_one_and_altogether(world: World) -> None:
+async def test_held_messages_can_be_cancelled_and_moved(world: World) -> None:
     keys = await world.campaign("spring", "a", [SECOND_MS] * 2 + [HOUR_MS] * 4)
     await world.broker.change_campaign("spring", "pause")
     await world.advance(2 * HOUR_MS)
@@ -235,7 +235,7 @@ async def test_a_cancel_that_cannot_be_finished_is_tried_again_and_stops_nothing
 
 
 @on_node()
-async def test_what_was_cancelled_before_its_attach_is_never_attached(world: World) -> None:
+async def test_a_campaign_cancelled_before_its_attach_is_never_attached(world: World) -> None:
     await world.broker.change_campaign("spring", "plan", rows=1)
     await world.broker.change_campaign("spring", "cancel")
     with pytest.raises(InvalidMessage, match="campaign spring was cancelled"):
@@ -332,7 +332,7 @@ async def test_a_single_cancel_amid_a_resume_is_kept(world: World, monkeypatch: 
 
 
 @on_node()
-async def test_what_was_due_amid_a_pause_or_its_resume_is_not_late(
+async def test_messages_due_during_a_pause_or_resume_are_not_late(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.campaign("spring", "a", [MINUTE_MS, HOUR_MS + MINUTE_MS])
@@ -566,7 +566,7 @@ async def test_a_schedule_that_forgets_a_hold_is_caught(
 
 
 @on_node()
-async def test_what_stands_in_the_log_is_what_was_decided(world: World) -> None:
+async def test_rows_in_the_log_agree_with_the_decisions(world: World) -> None:
     await world.campaign("spring", "a", [HOUR_MS])
     await world.broker.change_campaign("spring", "pause")
     reader = world.broker.log.reader

@@ -295,7 +295,7 @@ async def test_of_a_batch_that_a_full_disk_cuts_each_message_is_written_once(
 
 
 @on_node()
-async def test_what_a_consumer_leaves_behind_comes_again_by_the_groups_policy(world: World) -> None:
+async def test_messages_of_a_lost_consumer_come_again_by_policy(world: World) -> None:
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1, 2, 7_000, 9_000]))
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
     await send(world, [b"a"])

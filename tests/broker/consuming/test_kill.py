@@ -125,7 +125,7 @@ def held(ball: Timeball) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_what_was_answered_holds(tmp_path: Path) -> None:
+def test_answers_stay_in_effect(tmp_path: Path) -> None:
     known, sent = Known(), {f"m{n}" for n in range(1_500)}
     server, ready = serve(tmp_path / "data")
     try:

@@ -47,7 +47,7 @@ def test_a_lease_is_found_by_offset_and_pop_time() -> None:
     assert w.lease_of(1, 5) is None
 
 
-def test_what_is_given_back_is_open_has_no_receipt_and_goes_out_again_lowest_first() -> None:
+def test_a_returned_position_is_open_without_receipt_and_leased_lowest_first() -> None:
     w = leases_of_queue()
     take(w, [0, 1, 2])
     for offset in (2, 0):
@@ -59,7 +59,7 @@ def test_what_is_given_back_is_open_has_no_receipt_and_goes_out_again_lowest_fir
     assert w.lease_returned(9, 8, 18, in_order=True) == [2]
 
 
-def test_what_is_done_ahead_is_counted_until_it_is_passed() -> None:
+def test_positions_done_ahead_count_until_they_are_passed() -> None:
     w = leases_of_queue(5)
     for offset in (6, 6, 9):
         w.ack_ahead(offset)

@@ -64,9 +64,7 @@ async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receip
 
 
 @on_node()
-async def test_what_is_asked_for_and_refused_is_as_before(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_request_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (receipt,) = (await popped(world)).receipts
     with monkeypatch.context() as full:
         full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
@@ -103,7 +101,7 @@ async def test_an_acknowledgement_during_redelivery_is_not_valid(world: World) -
 
 
 @on_node()
-async def test_what_somebody_has_moved_the_group_past_does_not_come_back(world: World) -> None:
+async def test_positions_before_a_reset_do_not_come_back(world: World) -> None:
     await popped(world, 2)
     await world.broker.commit_offsets("g", "orders", {0: 2})
     assert not (await engine(world).receive(ASK, 0)).rows.num_rows
@@ -227,7 +225,7 @@ def test_the_earliest_deadline_is_told_to_whoever_adds_it() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=20), st.integers(0, 50))
-def test_what_is_due_is_told_once_unless_it_is_done(pops: list[tuple[int, bool]], now_ms: int) -> None:
+def test_a_due_lease_is_returned_once_unless_it_is_done(pops: list[tuple[int, bool]], now_ms: int) -> None:
     w = leases_of_queue()
     deadlines = Deadlines(w.count)
     for offset, (pop_ms, _) in enumerate(pops):
@@ -263,7 +261,7 @@ def test_more_time_makes_the_earlier_deadline_void() -> None:
     assert deadlines.pop_due(30) == [(w, [0])]
 
 
-def test_what_comes_back_early_does_not_fill_the_memory() -> None:
+def test_early_returns_do_not_fill_the_memory() -> None:
     w = leases_of_queue()
     deadlines = Deadlines(w.count)
     for offset in range(5 * SWEEP_ENTRIES_MIN):

@@ -188,7 +188,7 @@ def test_a_reason_is_one_line_of_bounded_length_that_ends_no_property(text: str,
         ("ü" * 600, "ü" * 512),
     ],
 )
-def test_what_would_break_a_property_is_left_out(text: str, reason: str) -> None:
+def test_characters_that_break_a_property_are_left_out(text: str, reason: str) -> None:
     assert redelivery_rows.reason_text(text) == reason
 
 

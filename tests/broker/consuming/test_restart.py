@@ -47,7 +47,7 @@ async def save_offsets(world: World) -> None:
 
 
 @on_node(ack_save_ms=0)
-async def test_what_was_handed_out_before_a_crash_is_not_handed_out_again_before_its_time(
+async def test_a_lease_survives_a_crash_until_its_end(
     world: World,
 ) -> None:
     await send(world, [b"%d" % i for i in range(10)])
@@ -65,7 +65,7 @@ async def test_what_was_handed_out_before_a_crash_is_not_handed_out_again_before
 
 
 @on_node()
-async def test_what_was_not_saved_before_a_crash_comes_again(world: World) -> None:
+async def test_an_unsaved_acknowledgement_is_lost_in_a_crash(world: World) -> None:
     """One message is acknowledged, one leased: both are as they were when the leases were saved."""
     await send(world, [b"%d" % i for i in range(4)])
     first = await receive(world, 1)
@@ -96,7 +96,7 @@ async def test_without_the_saved_leases_they_would_come_twice(
 
 
 @on_node(ack_save_ms=0)
-async def test_what_came_again_and_was_handed_out_again_is_not_handed_out_a_third_time(world: World) -> None:
+async def test_a_second_lease_survives_a_crash_too(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
     await pass_time(world, MINUTE_MS)
@@ -135,9 +135,7 @@ async def test_a_group_that_was_moved_while_it_had_leases_stays_there(world: Wor
 
 @pytest.mark.parametrize("writes", ["save", "nack"])
 @on_node()
-async def test_what_else_is_saved_for_its_group_does_not_undo_that_a_queue_was_moved(
-    world: World, writes: str
-) -> None:
+async def test_other_saves_of_the_group_keep_a_queues_reset(world: World, writes: str) -> None:
     """Another queue's leases are saved, with the offsets of the topic, before the moved queue is looked at."""
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
@@ -156,7 +154,7 @@ async def test_what_else_is_saved_for_its_group_does_not_undo_that_a_queue_was_m
 
 
 @on_node()
-async def test_what_is_saved_for_another_group_does_not_undo_that_queues_were_moved(world: World) -> None:
+async def test_saves_of_another_group_keep_a_reset(world: World) -> None:
     """An answer has forgotten the leases of one moved queue, and nobody has looked at the other one."""
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
@@ -225,7 +223,7 @@ async def test_where_a_group_begins_is_saved_before_it_is_handed_anything(world:
 
 
 @on_node()
-async def test_what_was_moved_while_nobody_looked_is_forgotten(world: World) -> None:
+async def test_leases_of_a_reset_queue_are_forgotten(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(3))
     await engine(world).receive(ReceiveRequest("g", "orders"), 0)

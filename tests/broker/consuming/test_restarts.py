@@ -91,7 +91,7 @@ async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> No
 
 @on_node(retention_ms=1, unread_retention_ms=1)
 @pytest.mark.parametrize("in_order", [False, True])
-async def test_what_retention_has_let_go_does_not_stand_in_the_way(world: World, in_order: bool) -> None:
+async def test_removed_rows_block_nothing(world: World, in_order: bool) -> None:
     await send_in_order(world, 3)
     await pop(world, 3, in_order=in_order, invisible_ms=MINUTE_MS)
     for _ in range(4):  # segments hold about ten of these

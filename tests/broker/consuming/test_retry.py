@@ -119,7 +119,7 @@ def test_a_resent_copy_keeps_the_clients_attempt_count() -> None:
     assert sent(times=17) == Next("%DLQ%readers", USERS, 0, 17)
 
 
-def test_what_an_orderly_consumer_sends_it_has_given_up() -> None:
+def test_a_message_sent_by_an_orderly_consumer_is_given_up() -> None:
     assert sent(times=3, most=3, in_order=True, DELAY="6") == Next("%DLQ%readers", USERS, 0, 3)
     assert not sent(times=3, most=3).is_dead_letter
 

@@ -67,7 +67,7 @@ def test_bytes_are_bounded_but_the_first_row_always_goes(sizes: list[int], back:
         assert got == again and everything.leased == []
 
 
-def test_what_has_come_back_goes_first_and_what_is_done_ahead_not_at_all() -> None:
+def test_returned_positions_go_first_and_done_ones_are_skipped() -> None:
     w = leases_of_queue(index=index([10] * 6))
     selection(2).lease(w, EVERYTHING)
     w.give_back(1)

@@ -82,7 +82,7 @@ async def test_the_offset_stands_before_the_first_message_in_hand(world: World) 
 
 
 @on_node()
-async def test_what_cannot_be_is_refused(world: World) -> None:
+async def test_impossible_values_are_refused(world: World) -> None:
     await send(world, [b"a"])
     for wrong in ({"rows": 0}, {"rows": limits.POP_ROWS_MAX + 1}, {"queue_id": 9}, {"queue_id": -2},
                   {"invisible_ms": 0}, {"invisible_ms": limits.INVISIBLE_MS_MAX + 1}):  # fmt: skip
@@ -115,7 +115,7 @@ async def test_an_offset_set_by_somebody_else_counts(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_not_acked_in_time_comes_again_counted_and_says_whence(world: World) -> None:
+async def test_an_expired_lease_comes_again_counted_with_its_origin(world: World) -> None:
     await send(
         world, [b"a"], tag=["t"], keys=["k"], unique_key=["u"], properties=["DELAY\x013\x02MINE\x01x\x02"]
     )

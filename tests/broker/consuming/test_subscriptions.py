@@ -94,11 +94,11 @@ def test_equal_subscriptions_have_one_text() -> None:
     )
     assert compile_filter("").text == EVERYTHING.text == normalized_text("*", "TAG") == "*"
     assert compile_filter(" a = 1 ", "SQL92").text == normalized_text("a = 1", "SQL92")
-    assert normalized_text("||", "TAG") == "||", "one that is refused is normalized_text as it came"
+    assert normalized_text("||", "TAG") == "||", "a refused filter stays as it is"
 
 
 @on_node()
-async def test_what_requests_ask_for_is_shown_with_the_group(
+async def test_filters_of_requests_are_shown_with_the_group(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     await send(world, [b"a", b"b"])

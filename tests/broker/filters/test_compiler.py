@@ -23,7 +23,7 @@ def delivered(text: str, messages: list[Message]) -> list[bool]:
 
 @settings(max_examples=600, deadline=None)
 @given(TREES, MESSAGES)
-def test_what_is_delivered_is_what_a_plain_evaluator_says(tree: Tree, messages: list[Message]) -> None:
+def test_delivered_messages_agree_with_the_reference(tree: Tree, messages: list[Message]) -> None:
     assert delivered(show(tree), messages) == [is_delivered(tree, message) for message in messages]
 
 
@@ -200,13 +200,13 @@ def test_the_limits_that_are_told_are_the_limits() -> None:
         "a = 1 b", "NOT a = 5", "paid", "a = b = c", "(a = 1) = 5", "TRUE = 5", "1 = 'x'", "-a = 1", "a LIKE 'x'",
     ],
 )  # fmt: skip
-def test_what_is_told_to_be_refused_is(text: str) -> None:
+def test_documented_refusals_are_refused(text: str) -> None:
     assert text in page("docs/filters.md") or text in ("-a = 1", "a LIKE 'x'")
     with pytest.raises(InvalidFilter):
         compile_filter(text, SQL92)
 
 
-def test_what_is_told_of_missing_properties_is_so() -> None:
+def test_documented_rules_of_missing_properties_hold() -> None:
     messages: list[Message] = [{}, {"b": "x"}, {"a": "3000000000", "b": "0"}, {"a": "-9223372036854775808"}]
     for text, expected in [
         ("a = b", [False] * 4),

@@ -19,7 +19,7 @@ def test_a_filter_is_compiled_once() -> None:
     assert filters.get("a", "TAG", bit_mask=False) is not found
 
 
-def test_what_cannot_be_compiled_is_not_kept() -> None:
+def test_invalid_filters_are_not_cached() -> None:
     filters = FilterCache()
     for _ in range(2):
         with pytest.raises(InvalidFilter):

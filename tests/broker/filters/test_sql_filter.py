@@ -128,7 +128,7 @@ def test_the_names_are_those_in_the_text() -> None:
         ("a = 1e999", "too large for a double", 5),
     ],
 )
-def test_what_is_refused(text: str, said: str, position: int) -> None:
+def test_refusals(text: str, said: str, position: int) -> None:
     with pytest.raises(InvalidFilter) as refused:
         parse(text)
     assert said in str(refused.value)

@@ -63,7 +63,7 @@ def test_of_duplicate_properties_the_last_value_counts() -> None:
     assert texts(Values(rows, NAMES), "a") == ["3", ""]
 
 
-def test_what_has_a_column_is_found_there_and_else_in_the_text() -> None:
+def test_values_are_found_in_columns_or_in_the_text() -> None:
     messages: list[Message | None] = [{"TAGS": "t0", "KEYS": "k0"}, {"TAGS": "t1"}, {}, None]
     rows = rows_of(messages, tag=["t0", None, "t2", None], keys=["k0", "k1", None, None])
     values = Values(rows, frozenset({"TAGS", "KEYS", "UNIQ_KEY"}))

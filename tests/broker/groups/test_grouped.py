@@ -33,7 +33,7 @@ def shop() -> Principal:
 
 
 @in_two_groups
-async def test_what_another_group_has_is_cancelled_moved_and_found(
+async def test_messages_of_another_group_are_cancelled_moved_and_found(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     (key,) = await two.send("orders", [FAR_MS])

@@ -63,7 +63,7 @@ def settled(found: Replayed) -> tuple[list[tuple[int, int]], list[tuple[int, int
     return pairs[:cut], pairs[cut:]
 
 
-def test_what_is_settled_twice_is_kept_once_and_counted_once() -> None:
+def test_a_message_settled_twice_counts_once() -> None:
     start = known([(5, 9), (7, 3), (6, 4)], released=1, waiting_rows=10)
     found = replayed(start, rows(100, release(7, 3), cancel(8, 50)), rows(102, release(20, 51)))
     assert settled(found) == ([(5, 9), (8, 50)], [(7, 3), (6, 4), (20, 51)])
@@ -71,7 +71,7 @@ def test_what_is_settled_twice_is_kept_once_and_counted_once() -> None:
     assert len(found) == 5
 
 
-def test_what_the_mark_covers_is_counted_no_second_time_unless_it_was_held() -> None:
+def test_covered_messages_count_once_unless_they_were_held() -> None:
     campaign = CampaignFacts(
         state="paused", since_ms=0, planned_ms=0, planned_seq=1, rows=2, ranges=[(20, 2)], held_from_ms=50
     )

@@ -58,7 +58,7 @@ def listed(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[i
     released=st.integers(0, 20), before_ms=st.integers(0, 20), before_seq=st.integers(1, 40),
     from_seq=st.integers(1, 40),
 )  # fmt: skip
-def test_what_waits_is_what_a_model_says(
+def test_pending_messages_agree_with_a_model(
     scheduled_rows: list[tuple[int, int]], batch_rows: int, folds: set[int], gone: list[int], released: int,
     before_ms: int, before_seq: int, from_seq: int,
 ) -> None:  # fmt: skip
@@ -79,7 +79,7 @@ def test_what_waits_is_what_a_model_says(
     assert listed(tail, settled, from_seq) == expected
 
 
-def test_what_lies_before_is_read_later_and_all_that_came_is_counted(monkeypatch: Any) -> None:
+def test_earlier_rows_are_read_later_and_counted(monkeypatch: Any) -> None:
     monkeypatch.setattr(recovery, "COUNT_BLOCK", 4)
     nothing = Settled(-(1 << 62), np.empty(0, np.int64), np.empty(0, np.int64))
     scheduled_rows = [(at, 0) for at in range(20)] + [(7, 3), (8, 0)]

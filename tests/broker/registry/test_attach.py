@@ -137,7 +137,7 @@ def test_a_range_that_is_named_twice_is_refused(ledger: AttachState) -> None:
         (attachment([], removes=[LIVE, LIVE]), "named twice"),
     ],
 )
-def test_what_a_job_may_not_do(ledger: AttachState, change: Attachment, text: str) -> None:
+def test_forbidden_claims_of_a_job(ledger: AttachState, change: Attachment, text: str) -> None:
     with pytest.raises(InvalidMessage, match=text):
         check(ledger, change)
 

@@ -30,7 +30,7 @@ def registry() -> ResolvedDeadLetters:
 
 
 @given(st.lists(st.sets(st.integers(0, 30), max_size=6), max_size=6), st.integers(0, 30), st.integers(0, 31))
-def test_what_is_left_is_what_was_not_dealt_with(steps: list[set[int]], begin: int, end: int) -> None:
+def test_open_positions_are_the_unresolved_ones(steps: list[set[int]], begin: int, end: int) -> None:
     kept, done = registry(), set[int]()
     for step in steps:
         kept.changed("g", [(2, offset) for offset in step], {}).keep()
@@ -41,7 +41,7 @@ def test_what_is_left_is_what_was_not_dealt_with(steps: list[set[int]], begin: i
     assert kept.spans("g", 0) == kept.spans("other", 2) == []
 
 
-def test_what_the_log_no_longer_has_is_forgotten() -> None:
+def test_positions_removed_from_the_log_are_forgotten() -> None:
     kept = registry()
     kept.changed("g", [(0, 1), (0, 5)], {}).keep()
     kept.changed("g", [(0, 9)], {0: 4}).keep()
@@ -57,7 +57,7 @@ def test_more_resolved_spans_than_the_limit_are_refused(monkeypatch: pytest.Monk
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30), max_size=6))
-def test_what_is_repeated_is_found_until_it_is_dropped(positions: set[int], dropped: set[int]) -> None:
+def test_repeated_rows_are_found_until_they_are_dropped(positions: set[int], dropped: set[int]) -> None:
     rows = StateRows()
     repeated = rows.opened(RepeatedDeadLetters)
     runs = [Run(begin, 100 + begin, end - begin, 10 * (end - begin), begin) for begin, end in

@@ -120,7 +120,7 @@ def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     groups.update(SubscriptionGroup("b", retry_max_times=3))
 
 
-def test_what_has_not_changed_is_not_saved_and_has_no_new_version() -> None:
+def test_unchanged_state_is_not_saved_and_keeps_its_version() -> None:
     log = StateRows()
     groups = log.opened(Groups)
     groups.ensure("g")
@@ -233,7 +233,7 @@ MODE = RequestMode("t", "g", "POP", 3)
 
 
 @on_node()
-async def test_what_was_said_is_kept_and_what_was_not_is_pull(world: World) -> None:
+async def test_stored_modes_are_kept_and_the_default_is_pull(world: World) -> None:
     modes = world.broker.tables.request_modes
     assert modes.get("t", "g") == RequestMode("t", "g", "PULL", 0)
     modes.set(MODE)

@@ -121,7 +121,7 @@ def test_a_stranger_who_fills_them_costs_no_search_each_time(monkeypatch: pytest
     assert (len(searches), len(rates)) == (1, 2)
 
 
-def test_what_is_handed_out_counts_in_its_own_place_after_others_gave_way(
+def test_counters_keep_their_values_after_others_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "COUNTERS_MAX", 6)
@@ -164,7 +164,7 @@ def test_all_come_in_order_and_no_turn_has_more_than_a_share(count: int) -> None
     assert run(turns.most(walk())) == (list(range(count)), min(count, 64))
 
 
-def test_what_comes_meanwhile_is_left_out() -> None:
+def test_messages_that_arrive_meanwhile_are_left_out() -> None:
     table = dict.fromkeys(range(5))
 
     async def walk() -> list[int]:

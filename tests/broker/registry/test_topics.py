@@ -150,7 +150,7 @@ def test_a_topic_grows_and_never_shrinks() -> None:
     assert [len(topics.ensure("a", queues).queues) for queues in (2, 5, 3)] == [2, 5, 5]
 
 
-def test_what_is_saved_is_loaded() -> None:
+def test_saved_state_is_loaded() -> None:
     files, log = CrashFiles(), StateRows()
     topics = fresh(files, log=log)
     assert log.count == 0
@@ -396,7 +396,7 @@ def test_a_deletion_that_is_not_in_the_log_has_not_happened() -> None:
     assert entries(again) == {("t", 0): list(range(35))}
 
 
-def test_what_was_accepted_brings_its_topic_back() -> None:
+def test_an_accepted_message_restores_its_topic() -> None:
     topics = fresh(queues=1)
     topics.ensure("t", 1)
     topics.delete("t", 0)

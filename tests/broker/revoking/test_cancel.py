@@ -215,7 +215,7 @@ async def test_one_scheduled_message_named_in_many_ways_is_cancelled_once(world:
 
 
 @on_node()
-async def test_what_is_no_scheduled_message_is_not_found(world: World) -> None:
+async def test_ordinary_messages_are_not_found(world: World) -> None:
     message = (await world.send("a", [None]))[0]
     scheduled_row = await in_wheel(world)
     reserved = await world.broker.reserve(5)
@@ -282,7 +282,7 @@ async def test_a_cancel_is_remembered_after_retention_removed_its_row(world: Wor
 
 
 @on_node(retention_ms=1)
-async def test_what_waits_in_the_table_is_cancelled_without_its_row_in_the_log(world: World) -> None:
+async def test_a_message_in_the_table_is_cancelled_without_its_log_row(world: World) -> None:
     keys = await world.send("a", [HOUR_MS, HOUR_MS])
     await world.compact()
     await let_go_of_all(world)
@@ -489,7 +489,7 @@ def test_of_several_the_one_that_was_ended_now_comes_first_and_then_the_newest()
     assert [v.seq for v in list_verdicts(["a"], found, told)] == [2, 4, 3, 1]
 
 
-def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> None:
+def test_an_old_cancel_is_hidden_by_a_newer_message_with_the_id() -> None:
     old, new, other = (
         msgspec.structs.replace(candidate("a", seq), unique_key=key)
         for seq, key in ((1, "x"), (2, "x"), (3, "y"))

@@ -50,7 +50,7 @@ def test_a_handed_row_ends_the_scheduled_message_by_its_number_and_version() -> 
 
 
 @given(st.lists(st.sampled_from(PROPERTIES), min_size=1, max_size=5), st.integers(0, 300))
-def test_what_arrives_is_what_was_sent(properties: list[str | None], now_ms: int) -> None:
+def test_transferred_messages_equal_the_sent_ones(properties: list[str | None], now_ms: int) -> None:
     before = scheduled_rows(properties)
     handed = build_drain_rows(before, "g1", 9)
     assert all(has_drain_mark(text) for text in handed.column("properties").to_pylist())
@@ -72,7 +72,7 @@ def test_a_message_that_only_looks_handed_over_is_not() -> None:
     assert has_drain_mark(encode_properties({"a": "b", "HANDED_TO": "g1"}))
 
 
-def test_what_is_no_transfer_is_refused() -> None:
+def test_invalid_transfers_are_refused() -> None:
     other = pa.BufferOutputStream()
     with pa.ipc.new_stream(other, pa.schema([("x", pa.int64())])):
         pass

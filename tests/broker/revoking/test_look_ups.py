@@ -32,7 +32,7 @@ async def told(world: World, names: list[Names]) -> list[list[tuple[str, int]]]:
     return [sorted((c.subject, c.number) for c in each.candidates) for each in found]
 
 
-def test_what_comes_together_shares_a_search_and_each_is_told_its_own(
+def test_simultaneous_look_ups_share_a_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts = searches(monkeypatch)

@@ -71,7 +71,7 @@ def test_a_place_is_found_through_a_silence_and_no_place_is_not() -> None:
         merge_places([[], None])
 
 
-def test_what_waits_in_one_group_stands_before_what_is_visible_in_another() -> None:
+def test_pending_states_come_before_visible_ones() -> None:
     old, new = MessagePlace("visible", 90, at_ms=5), MessagePlace("visible", 3, at_ms=9)
     waiting = MessagePlace("waiting", 2, due_ms=50)
     assert merge_places([[old], [waiting, new]]) == [waiting, new, old]

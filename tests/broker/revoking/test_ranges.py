@@ -57,7 +57,7 @@ def cancel_log(world: World) -> list[tuple[int, str]]:
 
 
 @on_node()
-async def test_what_waits_of_a_job_is_ended_wherever_it_lies_and_nothing_else(world: World) -> None:
+async def test_a_jobs_pending_messages_are_cancelled_wherever_they_are(world: World) -> None:
     others, _ = await attached(world, [SOON_MS, FAR_MS], 1)
     single = await world.send("a", [FAR_MS])
     keys, numbers = await attached(world, [SECOND_MS, SOON_MS, SOON_MS, FAR_MS, 40 * DAY_MS], 2)
@@ -112,9 +112,7 @@ async def test_a_repeated_cancel_after_a_crash_counts_nothing_again(world: World
 
 @pytest.mark.parametrize("saved", [True, False])
 @on_node()
-async def test_what_was_released_is_not_said_to_be_cancelled_after_a_restart(
-    world: World, saved: bool
-) -> None:
+async def test_released_messages_do_not_count_as_cancelled_after_a_restart(world: World, saved: bool) -> None:
     """An earlier version counted all messages as cancelled that were settled before a restart, above the mark."""
     keys, numbers = await attached(world, [SECOND_MS] * 3 + [FAR_MS] * 2)
     assert await said(world, ids=keys[3:4]) == ["cancelled"]

@@ -60,7 +60,7 @@ async def test_a_recall_of_a_delivered_message_is_refused(world: World) -> None:
 
 
 @on_node()
-async def test_what_was_moved_is_found_by_its_old_handle(world: World) -> None:
+async def test_a_rescheduled_message_is_found_by_its_old_handle(world: World) -> None:
     handle = await sent(world, SOON_MS)
     await world.broker.reschedule(ids=["x"], delay_ms=HOUR_MS)
     await world.advance(FAR_MS)

@@ -316,7 +316,7 @@ async def test_a_number_leads_on_when_the_log_has_let_go_of_it(world: World) -> 
 
 
 @on_node(retention_ms=1)
-async def test_what_came_at_another_instant_long_ago_was_not_cancelled(world: World) -> None:
+async def test_a_message_that_came_at_another_time_was_not_cancelled(world: World) -> None:
     [key] = await world.send("a", [LATER_MS])
     await world.compact()
     [moved] = await world.broker.reschedule(ids=[key], delay_ms=SOON_MS)

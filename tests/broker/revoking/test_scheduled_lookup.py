@@ -107,7 +107,7 @@ async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
 
 
 @on_node()
-async def test_what_ended_a_scheduled_message_without_an_id_is_found_in_the_log(world: World) -> None:
+async def test_the_end_of_a_message_without_id_is_found_in_the_log(world: World) -> None:
     first = (await world.broker.send(batch(3, delay_ms=[1_000, FAR_MS, FAR_MS]))).first_seq
     await world.broker.cancel(seqs=[first + 1])
     await world.advance(1_000)
@@ -131,7 +131,7 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
 
 
 @on_node()
-async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world: World) -> None:
+async def test_a_redelivery_cannot_be_cancelled(world: World) -> None:
     """It has the id and the keys of a message that was delivered: to cancel it would be to lose that."""
     for group in ("billing", "billing_orders"):
         world.broker.tables.groups.ensure(group)

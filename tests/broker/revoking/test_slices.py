@@ -146,7 +146,7 @@ def test_slices_contain_all_rows_in_order() -> None:
 
 
 @pytest.mark.parametrize("request_all", [cancel_all, move_all])
-def test_what_is_due_between_two_slices_is_released_and_not_settled(
+def test_messages_due_between_two_slices_are_released(
     request_all: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each message is either settled or delivered, and its verdict is true."""

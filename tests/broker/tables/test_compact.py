@@ -29,7 +29,7 @@ def in_table(world: World) -> list[dict[str, Any]]:
 
 
 @on_node()
-async def test_what_waits_is_moved_with_all_its_columns(world: World) -> None:
+async def test_pending_messages_are_moved_with_all_columns(world: World) -> None:
     whole = {
         "tag": ["t"], "keys": ["k l"], "unique_key": ["id"], "properties": ["a\1b\2"], "born_ms": [7],
         "born_host": ["far"], "flag": [1], "sys_flag": [2], "reconsume_times": [3], "queue_id": [1],
@@ -48,7 +48,7 @@ async def test_what_waits_is_moved_with_all_its_columns(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_released_stays_where_it_is_and_what_is_no_scheduled_message_too(world: World) -> None:
+async def test_released_and_ordinary_messages_stay(world: World) -> None:
     await world.send("a", [None, SECOND_MS, FAR_MS, None, 2 * FAR_MS])
     await world.advance(SECOND_MS)
     await world.compact()

@@ -78,7 +78,7 @@ def test_one_run_takes_no_more_rows_than_memory_holds() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 90 * 24), min_size=1, max_size=40))
-def test_what_comes_out_is_not_chosen_again(hours: list[int]) -> None:
+def test_rewritten_files_are_not_chosen_again(hours: list[int]) -> None:
     """Rewriting ends: it must not repeat for ever while nothing changes."""
     files = CrashFiles()
     early = NOW_MS - 61 * DAY_MS  # seen from here, all of it was far

@@ -324,7 +324,9 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
     assert [world.visible(topic) for topic in ("soon", "kept", "orders")] == [100, 1, 1]
 
 
-def test_what_needs_a_silent_store_is_told_so_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_needs_a_silent_store_fails_in_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_store, "ANSWER_S", 0.2)
     monkeypatch.setattr(pending_table, "START_ANSWER_S", 0.2)
     # Abandoned requests end sooner: Arrow creates no second file system in a process while a request is in flight.
@@ -448,7 +450,7 @@ def look(world: World) -> None:
 
 
 @pytest.mark.parametrize("stage", ["while it runs", "before a start"])
-def test_what_another_program_optimizes_stays_live(world: World, stage: str) -> None:
+def test_files_optimized_by_another_program_stay_live(world: World, stage: str) -> None:
     for name in ("one", "two"):
         world.attach(name, 3 * DAY_MS, SOON_MS)
     if stage == "before a start":
@@ -475,7 +477,7 @@ async def in_table_thread(world: World) -> int:
     )
 
 
-def test_what_another_program_has_vacuumed_at_once_is_put_back_or_waits_alone(world: World) -> None:
+def test_files_vacuumed_by_another_program_are_restored_or_delay_no_others(world: World) -> None:
     """Within seconds of its OPTIMIZE. Copies of files due soon are local. The others are the operator's task."""
     for name in ("one", "two"):
         world.attach(name, SOON_MS, 3 * DAY_MS)

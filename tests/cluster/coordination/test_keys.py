@@ -142,7 +142,7 @@ def test_a_group_without_a_holder_is_held_by_one(run: Run) -> None:
     run(scenario)
 
 
-def test_what_hangs_on_a_lease_ends_with_it(run: Run) -> None:
+def test_keys_bound_to_a_lease_end_with_it(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
         view, lease = await led(a, "a", TTL_MS)

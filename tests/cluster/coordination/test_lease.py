@@ -122,7 +122,7 @@ def test_a_registration_that_failed_is_made_at_the_next_beat() -> None:
     in_memory(scenario)
 
 
-def test_what_an_operator_must_mend_is_tried_once_a_second() -> None:
+def test_errors_for_an_operator_are_retried_once_a_second() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         class Refusing(MemoryStore):
             async def grant(self, ttl_s: int) -> tuple[int, int]:

@@ -70,7 +70,7 @@ def test_messages_come_back_however_their_bytes_are_cut(sent: list[m.Message], c
 
 
 @given(st.lists(MESSAGES, max_size=4), st.integers(1, 600))
-def test_what_was_received_outlives_the_buffer_that_brought_it(sent: list[m.Message], size: int) -> None:
+def test_received_messages_outlive_their_buffer(sent: list[m.Message], size: int) -> None:
     raw, buffer = b"".join(encoded(message) for message in sent), bytearray(size)
     receiver, received = Receiver(), []
     for begin in range(0, len(raw), size):
@@ -129,7 +129,7 @@ def header(number: int, *, length: int = 0, epoch: int = 1, values: tuple[int, .
         (header(7, length=6) + b"\0\0\0\0\0\0", "a path of 0 bytes"),
     ],
 )  # fmt: skip
-def test_what_breaks_a_rule_is_refused_by_name(raw: bytes, reason: str) -> None:
+def test_broken_rules_are_refused_by_name(raw: bytes, reason: str) -> None:
     with pytest.raises(PeerError, match=reason):
         list(Receiver().receive(raw))
 

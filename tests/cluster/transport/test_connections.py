@@ -122,7 +122,7 @@ def test_messages_go_one_way_and_answers_the_other(ends: list[End]) -> None:
     assert one.told.seen == [("opened", "b"), ("received", "b", answer)]
 
 
-def test_what_no_connection_takes_is_dropped(ends: list[End]) -> None:
+def test_messages_without_a_connection_are_dropped(ends: list[End]) -> None:
     one, other = connected(ends)
     one.connections.send("c", Ping(1, 2, 3, 4))
     one.connections.send("b", Refuse(9))  # an answer, but b has opened nothing

@@ -364,7 +364,7 @@ def test_segments_go_as_a_committed_snapshot_allows(world: World) -> None:
     world.until(lambda: world.b.log.deleted_before == [7, 9])
 
 
-def test_what_was_on_its_way_at_a_stop_is_swept(world: World) -> None:
+def test_unfinished_files_are_removed_after_a_stop(world: World) -> None:
     world.c.work.stop()
     path = world.c.write(10)
     left = world.c.folder / "pending" / f"{path}{SUFFIX}"

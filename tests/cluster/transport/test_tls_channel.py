@@ -34,7 +34,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return certificate(tmp_path_factory.mktemp("ours"))
 
 
-def test_what_is_sent_before_the_handshake_arrives_behind_it(ours: Certificate) -> None:
+def test_data_sent_before_the_handshake_arrives_after_it(ours: Certificate) -> None:
     server, client = channels(ours, ours)
     client.begin()
     client.send(b"hello")

@@ -1,4 +1,4 @@
-"""Random requests: every call responses_of with a status that is no internal error, and the broker goes on.
+"""Random requests: every call is answered with a status other than an internal error, and the broker continues.
 
 The requests are generated from protobuf's definitions: valid and invalid names, numbers at the ends of their ranges,
 missing messages, undefined enumeration values.

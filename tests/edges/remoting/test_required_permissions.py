@@ -156,7 +156,7 @@ def test_a_request_without_a_valid_signature_is_refused(
     assert node.broker.log.writer.next_seq == before
 
 
-def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, other: SignedWire) -> None:
+def test_every_request_code_with_an_account_without_rights(node: RunningNode, other: SignedWire) -> None:
     """Every request code, with a topic and a group that the account may not use."""
     remoting = node.node.edges.remoting
     assert remoting is not None

@@ -97,7 +97,7 @@ def test_cause_of_lateness_is_named(events: list[Event], cause: str | None, stag
     assert why(fold(events)[1]) == (cause, stages)
 
 
-def test_what_was_due_before_it_was_accepted_is_not_late() -> None:
+def test_a_message_due_before_its_acceptance_is_not_late() -> None:
     """The event of an older ledger counts from the instant."""
     (row,) = fold([accepted(1, 160, 100), released(1, 100, 160)]).values()
     assert (row["past_ms"], row["lateness_ms"], row["cause"]) == (60, 0, None)

@@ -73,7 +73,7 @@ def test_a_recorded_stream_split_anywhere_gives_the_same_frames(name: str) -> No
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_was_recorded_is_what_clients_do(name: str) -> None:
+def test_recorded_frames_are_those_of_clients(name: str) -> None:
     """Without this, the tests above would pass with an empty file."""
     codes = {decode(frame).code for frame in frames(name)}
     assert codes >= SPOKEN[name] | PRODUCES | CONSUMES

@@ -175,9 +175,7 @@ def test_a_batch_of_half_messages_or_retries_is_refused(wire: Wire, topic: str, 
     assert wire.answer_to(opaque).code == ResponseCode.MESSAGE_ILLEGAL
 
 
-def test_what_cannot_be_made_a_batch_is_answered_and_does_not_come_up_again(
-    node: RunningNode, wire: Wire
-) -> None:
+def test_a_failed_batch_is_answered_once(node: RunningNode, wire: Wire) -> None:
     assert node.node.edges is not None
     columns = node.node.edges.remoting._sends._rows
     real = columns._row
