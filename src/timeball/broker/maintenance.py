@@ -360,8 +360,8 @@ class Maintenance:
     async def _end_old_segment(self, *, is_quiet: bool) -> bool:
         """Start a new segment if the current one is old, because the current segment cannot be removed.
 
-        If even its newest row is old, no other row will begin the new segment soon. Then retention writes a snapshot
-        row into it, except while `is_quiet`. Returns whether it did.
+        If all its rows are old, the log is idle, and no row would be written to the new segment soon. Then write a
+        snapshot row into it, unless `is_quiet`. Returns whether a snapshot row was written.
         """
         retention_ms = self._settings.retention_ms
         current, now_ms = self._log.reader.segments.last, self._clock.now_ms()

@@ -219,7 +219,7 @@ def as_scheduled(rows: pa.RecordBatch) -> pa.RecordBatch:
     moved_mask, count = pa.array(moved), rows.num_rows
     nulls, number = pa.nulls(count, pa.int64()), rows.column("source_seq")
     seq = np.where(moved, moved_versions(rows), int64(rows.column("seq")))
-    # A row that was only rolled or hopped reads like its first row, because number and version are the same.
+    # A row that was rolled or hopped, but not rescheduled, reads like its first row: number and version are the same.
     keeps_number = moved & (seq != number.fill_null(0).to_numpy())
     # The fields about the history of the row are emptied, so that a message that was rolled ten times equals one that
     # was not.

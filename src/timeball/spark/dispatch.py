@@ -92,7 +92,7 @@ def describe() -> dict[str, str]:
     """Describe each option by a short text with its default."""
     return {
         "endpoint": f"where the broker listens ({DEFAULT_ENDPOINT})",
-        "table_uri": "where driver and executors reach the pending table, if not where the broker says",
+        "table_uri": "the pending table's URI for driver and executors, if it is not the broker's",
         "lead_ms": f"how far ahead of the clock tasks are planned: they wait for their rows ({LEAD_MS})",
         "behind_ms": f"rows that were due longer ago are left to the broker ({BEHIND_MS})",
         "rows_per_partition": "rows that one task releases, about (65536)",

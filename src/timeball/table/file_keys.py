@@ -39,6 +39,7 @@ class FileKeys:
         for begin in range(0, len(unique_key), HASHED_ROWS):
             columns = (_one_chunk(column.slice(begin, HASHED_ROWS)) for column in (unique_key, keys))
             hashes, rows = hash_keys(*columns)
+            # The number of the file is in the high bits, that of the row in the low bits.
             self._pairs_of_files.append((hashes, rows + begin | len(self._paths) << ROW_BITS))
             self.pairs += len(rows)
         self._paths.append(path)

@@ -361,8 +361,7 @@ class Appender:
         """
         kinds = rows.column("kind").to_numpy()
         offsets = rows.column("queue_offset")
-        # Visible rows get an offset, and so do rows of a delay level. `into_level_queues` has marked those with offset
-        # 0.
+        # Visible rows get an offset, and so do rows of a delay level, which `into_level_queues` gives offset 0.
         gets_offset = np.isin(kinds, _VISIBLE)
         if offsets.null_count < len(offsets):
             gets_offset |= np.asarray(offsets.is_valid())

@@ -95,7 +95,7 @@ class Selection:
         if not queue.returned:
             return []
         row_count = self._free_rows_in(len(queue.in_flight))
-        fitting = self._fit(
+        fitting = self._take_fitting(
             [queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:row_count]]
         )
         return queue.lease_returned(fitting, self.pop_ms, self.deadline_ms, in_order=self._in_order)
@@ -107,7 +107,7 @@ class Selection:
             return []
         if wanted.matches_all and not queue.acked_ahead:
             seqs, sizes_bytes = index.read_numbers(start, row_count)
-            fitting = self._fit(sizes_bytes)
+            fitting = self._take_fitting(sizes_bytes)
             queue.lease_next(
                 range(start, start + fitting), seqs, sizes_bytes, self.pop_ms, self.deadline_ms,
                 in_order=self._in_order,
@@ -127,7 +127,7 @@ class Selection:
         takes_all = len(matches) == len(entries) <= row_count
         chosen = entries if takes_all else entries[np.array(matches[:row_count], dtype=np.int64)]
         sizes_bytes = chosen["size"].tolist()
-        fitting = self._fit(sizes_bytes)
+        fitting = self._take_fitting(sizes_bytes)
         offsets = [start + i for i in matches[:fitting]]
         queue.lease_next(
             offsets,
@@ -145,7 +145,7 @@ class Selection:
     def _free_rows_in(self, open_rows: int) -> int:
         return max(0, min(self._free_rows, limits.POP_HELD_PER_QUEUE_MAX - open_rows))
 
-    def _fit(self, sizes_bytes: list[int]) -> int:
+    def _take_fitting(self, sizes_bytes: list[int]) -> int:
         """Compute how many of these rows, in their order, fit into the answer, and reduce the free rows and bytes."""
         fitting, total_bytes = len(sizes_bytes), sum(sizes_bytes)
         while fitting and total_bytes > self._free_bytes and (fitting > 1 or self.leased):

@@ -77,7 +77,7 @@ class ResolvedDeadLetters:
 
 
 class Run(NamedTuple):
-    """Consecutive dead letters: that at `offset` + i is repeated by the row `seq` + i."""
+    """Consecutive dead letters. The row `seq` + i repeats the dead letter at `offset` + i."""
 
     offset: int  # of the first dead letter in its queue
     seq: int  # of the first row that repeats them

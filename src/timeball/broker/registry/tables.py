@@ -37,7 +37,7 @@ class DrainFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     account: str = ""  # the account used for requests to the heir
     transfer: int = 0  # number of the last transfer, counted from 1
     moved_rows: int = 0  # confirmed by the heir
-    # The unconfirmed transfer: its rows in this log, and the time when they were written. rows 0: there is none.
+    # The unconfirmed transfer: its rows in this log, and the time when they were written. Without one, rows is 0.
     first_seq: int = 0
     rows: int = 0
     at_ms: int = 0

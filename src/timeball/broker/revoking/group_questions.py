@@ -52,7 +52,7 @@ class RecallHere(Question, frozen=True, tag_field="ask", tag="recall"):
     """Cancel the message of a recall handle that this group created."""
 
     topic: str
-    handle: str  # as the producer got it
+    handle: str  # as in the answer to the producer's send
 
 
 class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
@@ -63,9 +63,9 @@ class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
 
 
 class AdoptHere(Question, frozen=True, tag_field="ask", tag="adopt"):
-    """Adopt a transfer of a drained group. `transfer` 0: only answer whether this group would accept the drain.
+    """Adopt a transfer of a drained group. With `transfer` 0, only ask whether this group would accept the drain.
 
-    `since_ms`: the start of the drain. `rows`: encoded by broker/revoking/drain_rows.py.
+    `rows`: encoded by broker/revoking/drain_rows.py.
     """
 
     source: str

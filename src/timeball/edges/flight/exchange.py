@@ -530,7 +530,7 @@ class Upload(FlightCall):
 
 # ---- the unanswered batches of a stream ----------------------------------------------------------------------
 # A slot counts towards the number of batches until its answer is taken. So a client that does not read its answers
-# cannot send further batches. The bytes of a slot only count until it is settled. So such a client does not occupy the
+# cannot send further batches. The bytes of a slot count only until it is settled, so that such a client does not hold
 # bytes that all streams share.
 
 BATCHES_MAX = 1_024  # of one stream

@@ -78,7 +78,7 @@ class FlightEdge:
         """Build the edge.
 
         `status` answers the action `status`. By default it is the broker's own status, without figures of the process.
-        `security` decides who may connect, and has the TLS certificate.
+        `security` has the accounts and the TLS certificate.
         """
         self._broker, self._served = broker, verbs.ServedBroker.by(broker, status or broker.status)
         self._security, self._clock = security, broker.clock.clock

@@ -61,7 +61,7 @@ class Dispatch:
     """Runs the handlers of all calls.
 
     `handler_tables` has the handlers of each handler class by the names of their calls. `admit` runs when the headers
-    of a call have arrived, `check` when its request has arrived. None allows every call.
+    of a call have arrived, `check` when its request has arrived. Without `check`, every call is allowed.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ PUSHED_COLUMNS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms"
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of one file: the row groups that begin at begin_row <= row < end_row, about `rows` rows.
+    """A part of one file: the row groups whose first row is in [begin_row, end_row). They have about `rows` rows.
 
     The last slice of a file has no end_row.
     """

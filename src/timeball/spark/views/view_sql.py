@@ -349,7 +349,7 @@ _TIMESTAMP_TWINS = {
 DUCKDB_MACROS = ("create macro timestamp_millis(ms) as epoch_ms(ms) at time zone 'UTC'",)
 
 # Pending messages count as events, too: the ledger may have begun after they were accepted.
-_WITNESSED_TEXT = """
+_ALL_EVENTS_TEXT = """
     (select event, first_seq, rows, topic, unique_key, due_ms, at_ms, lateness_ms, attempt, event_seq
      from {ledger_events}
      union all
@@ -374,7 +374,7 @@ def definitions(
         view: _with_timestamps(names[base], columns[base]) for view, base in BASES.items() if base in names
     }
     if all(base in names for base in NEEDS["scheduled"]):
-        events, waiting = _WITNESSED_TEXT.format(**names), _NO_ROWS_TEXT.format(**names)
+        events, waiting = _ALL_EVENTS_TEXT.format(**names), _NO_ROWS_TEXT.format(**names)
         scheduled = scheduled_sql(engine, events=events, waiting=waiting)
         queries["scheduled"] = _with_timestamps(f"(select *, {_STATE} from ({scheduled}))", COLUMNS)
     return queries
