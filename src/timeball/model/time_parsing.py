@@ -268,6 +268,15 @@ class _TzifData(NamedTuple):
     footer: str  # the rule for the time after the last change, in the format of POSIX's TZ
 
 
+class Period(NamedTuple):
+    """A stretch of time in which clocks have one offset from UTC. In microseconds."""
+
+    start_us: int
+    end_us: int  # exclusive
+    offset_us: int
+    reached_us: int  # clocks have shown or skipped all earlier local times before the period
+
+
 class Zone:
     """A time zone: a sequence of periods with one offset from UTC each.
 
@@ -321,6 +330,18 @@ class Zone:
         """Check whether a clock in the zone ever shows this local time. False for a local time in a gap."""
         instant_us = self.instant_us(local_us)
         return instant_us + self.offset_us(instant_us) == local_us
+
+    def period(self, instant_us: int) -> Period:
+        """Find the period with one offset from UTC that contains this instant."""
+        # Instants from the last change on are moved back by whole cycles, so that a next change is known.
+        shift = max(0, (instant_us - self._end_us) // _CYCLE_US + 1) * _CYCLE_US
+        number = bisect_right(self._starts, instant_us - shift) - 1
+        return Period(
+            self._starts[number] + shift,
+            (self._starts[number + 1] if number + 1 < len(self._starts) else _FOREVER_US) + shift,
+            self._offsets[number],
+            (self._latest_shown[number - 1] if number else -_FOREVER_US) + shift,
+        )
 
 
 def load_zone(name: str) -> Zone:

@@ -1,0 +1,142 @@
+"""Occurrences: the instants at which clocks in a time zone show the local times of a rule.
+
+A rule names local times. `LocalTimes` computes them without a time zone, and `ClockTimetable` converts them:
+
+    local time                                   instants
+    shown once by clocks in the zone             that instant
+    never shown (clocks are put forward)         the first instant after the gap, or with `skips_gaps` none
+    shown twice (clocks are put back)            the first, or with `runs_twice` both
+
+Rules that run in every hour of the day follow the clock instead: they run each time that a clock shows one of their
+local times. So such a rule is not silent while an hour is repeated, and it has no additional run after a gap.
+
+Two local times can become one instant: 02:00 and 02:30 in a gap, or 02:30 and the 03:00 with which the gap ends. They
+are one occurrence, named after the earliest of them.
+
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from timeball.broker.recurring.exclusions import ExcludedDays
+from timeball.broker.recurring.local_times import DAY_S, LocalTimes, instant_text, local_text
+from timeball.model.time_parsing import Zone
+
+_SECOND_US = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One occurrence of a rule.
+
+    `due_ms` is its instant in ms since 1970 UTC. `local` is the local time that the rule names, in ISO format without
+    an offset, such as "2026-10-25T02:30:00". In a gap it differs from the time that clocks show at `due_ms`. For a rule
+    with `every` it is the instant in UTC, and ends with Z.
+    """
+
+    due_ms: int
+    local: str
+
+
+class Timetable(Protocol):
+    """The occurrences of a rule."""
+
+    def occurrences(self, after_ms: int, until_ms: int, limit: int) -> list[Occurrence]:
+        """Compute the first occurrences later than `after_ms` and not later than `until_ms`, at most `limit`."""
+
+    def ending_after(self, count: int) -> Timetable:
+        """Build a timetable of the first `count` occurrences."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockTimetable:
+    """Occurrences at the local times of a rule in a time zone."""
+
+    times: LocalTimes
+    zone: Zone
+    starts_ms: int  # no occurrence is earlier
+    ends_ms: int  # no occurrence is later
+    skips_gaps: bool = False
+    runs_twice: bool = False
+
+    def occurrences(self, after_ms: int, until_ms: int, limit: int) -> list[Occurrence]:
+        first_ms = max(after_ms + 1, self.starts_ms, 0)
+        at_s, until_s = -(-first_ms // 1_000), min(until_ms, self.ends_ms) // 1_000
+        follows_clock = self.times.runs_every_hour
+        at_or_after = self.times.at_or_after
+        found: list[Occurrence] = []
+        # One round for each period with one offset from UTC.
+        while at_s <= until_s and len(found) < limit:
+            period = self.zone.period(at_s * _SECOND_US)
+            end_s, offset_s = period.end_us // _SECOND_US, period.offset_us // _SECOND_US
+            # All local times before this one have been shown, or skipped, before the period.
+            reached_s = period.reached_us // _SECOND_US
+            local_s = at_s + offset_s
+            if not follows_clock and at_s * _SECOND_US == period.start_us and reached_s < local_s:
+                skipped_s = None if self.skips_gaps else at_or_after(reached_s)
+                if skipped_s is not None and skipped_s < local_s:
+                    found.append(Occurrence(at_s * 1_000, local_text(skipped_s)))
+                    local_s += 1  # this instant has its occurrence
+            elif not follows_clock and not self.runs_twice:
+                local_s = max(local_s, reached_s)
+            while len(found) < limit:
+                next_s = at_or_after(local_s)
+                if next_s is None or next_s - offset_s >= end_s:
+                    break
+                if next_s - offset_s > until_s:
+                    return found
+                found.append(Occurrence((next_s - offset_s) * 1_000, local_text(next_s)))
+                local_s = next_s + 1
+            else:
+                return found
+            at_s = end_s
+            # No offset is a day or more. So if the period ends a day later than `local_s`, the next periods show only
+            # later local times, and `next_s` is the first of the rule's that they show.
+            if end_s + offset_s - DAY_S >= local_s:
+                if next_s is None:
+                    break
+                at_s = max(at_s, next_s - DAY_S)
+        return found
+
+    def ending_after(self, count: int) -> ClockTimetable:
+        first = self.occurrences(-1, self.ends_ms, count)
+        return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalTimetable:
+    """Occurrences at equal distances in elapsed time, from an anchor on. Clock changes have no effect."""
+
+    interval_ms: int
+    anchor_ms: int
+    starts_ms: int  # no occurrence is earlier
+    ends_ms: int  # no occurrence is later
+    zone: Zone  # of the excluded days
+    excluded: ExcludedDays
+
+    def occurrences(self, after_ms: int, until_ms: int, limit: int) -> list[Occurrence]:
+        due_ms = self._at_or_after(max(after_ms + 1, self.starts_ms, 0))
+        until_ms = min(until_ms, self.ends_ms)
+        found: list[Occurrence] = []
+        while due_ms <= until_ms and len(found) < limit:
+            if self.excluded.days:
+                shown_us = due_ms * 1_000 + self.zone.offset_us(due_ms * 1_000)
+                day = shown_us // (DAY_S * _SECOND_US)
+                if day in self.excluded:
+                    next_day_us = self.zone.instant_us((day + 1) * DAY_S * _SECOND_US)
+                    # A day that clocks begin twice is left in its first pass, and may be entered again.
+                    due_ms = self._at_or_after(max(due_ms + 1, -(-next_day_us // 1_000)))
+                    continue
+            found.append(Occurrence(due_ms, instant_text(due_ms)))
+            due_ms += self.interval_ms
+        return found
+
+    def ending_after(self, count: int) -> IntervalTimetable:
+        first = self.occurrences(-1, self.ends_ms, count)
+        return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
+
+    def _at_or_after(self, instant_ms: int) -> int:
+        intervals = max(0, -((self.anchor_ms - instant_ms) // self.interval_ms))
+        return self.anchor_ms + intervals * self.interval_ms

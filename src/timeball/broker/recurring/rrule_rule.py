@@ -1,0 +1,345 @@
+"""Recurrence rules of RFC 5545: local times by the lines DTSTART, RRULE and EXDATE.
+
+    DTSTART:20300131T090000
+    RRULE:FREQ=MONTHLY;BYDAY=-1FR;COUNT=12
+    EXDATE:20300426T090000
+
+DTSTART is the first occurrence, a local time in the rule's zone. UNTIL is a local time or, with Z, an instant. COUNT
+includes the occurrences that EXDATE then leaves out. `dateutil` expands the rules. Programs disagree about some forms.
+These are refused: a DTSTART that the rule does not match, an UNTIL that is a date, and the others in `_check_parts`.
+
+`dateutil` can only begin at DTSTART. A search here begins at the last period of the rule before the asked time, so it
+takes as long in the tenth year as in the first.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
+
+from timeball.broker.recurring.local_times import DAY_S, LAST_S, local_datetime, local_seconds
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay
+from timeball.model.time_parsing import instant_ms
+
+_FREQUENCIES = ("YEARLY", "MONTHLY", "WEEKLY", "DAILY", "HOURLY", "MINUTELY")  # dateutil's numbers, from 0 on
+_YEARLY, _MONTHLY, _WEEKLY, _DAILY, _HOURLY, _MINUTELY = range(6)
+_WEEKDAYS = ("MO", "TU", "WE", "TH", "FR", "SA", "SU")
+_INTERVAL_MAX = 1_000
+# Name of a part: the least and greatest absolute value, and whether it may be negative (counted from the end).
+_NUMBERS = {
+    "BYMONTH": (1, 12, False), "BYWEEKNO": (1, 53, True), "BYYEARDAY": (1, 366, True), "BYMONTHDAY": (1, 31, True),
+    "BYHOUR": (0, 23, False), "BYMINUTE": (0, 59, False), "BYSECOND": (0, 59, False), "BYSETPOS": (1, 366, True),
+}  # fmt: skip
+_PARTS = (
+    "FREQ", "INTERVAL", "WKST", "BYMONTH", "BYWEEKNO", "BYYEARDAY", "BYMONTHDAY", "BYDAY", "BYHOUR", "BYMINUTE",
+    "BYSECOND", "BYSETPOS", "COUNT", "UNTIL",
+)  # fmt: skip
+_LINE = re.compile(r"([A-Z-]+)((?:;[A-Z-]+=[^:;]*)*):(.*)")
+_LOCAL_TIME = re.compile(r"(\d{8}T\d{6})(Z?)", re.ASCII)
+_BYDAY = re.compile(r"([+-]?\d{1,2})?(MO|TU|WE|TH|FR|SA|SU)", re.ASCII)
+
+# Years of a search. The rarest dates that an ordinary rule names are a 29 February on one weekday (40 years) and, of
+# rules by year or month, the same with an interval.
+_SEARCHED_YEARS = {_YEARLY: 400, _MONTHLY: 400}
+_SEARCHED_YEARS_OTHERWISE = 100
+# Local times that are computed at once: a search mostly takes as long as some tens of them.
+_TIMES_AT_ONCE = 32
+
+
+class _Found(NamedTuple):
+    """Consecutive local times of a rule, which are all of them from `from_s` on up to the last one."""
+
+    from_s: int
+    times: tuple[int, ...]
+
+    @property
+    def until_s(self) -> int:
+        """Return the last local time, or the end of time if there are none from `from_s` on."""
+        return self.times[-1] if self.times else LAST_S
+
+
+class RruleTimes:
+    """The local times of a recurrence rule. They can be computed in any order, but are fast to compute in theirs."""
+
+    __slots__ = (
+        "_arguments", "_excluded", "_first_s", "_found", "_frequency", "_interval", "_last_s", "ends_ms",
+        "runs_every_hour", "text",
+    )  # fmt: skip
+
+    def __init__(self, text: str, first_s: int, parts: Mapping[str, str], excluded: frozenset[int]) -> None:
+        self.text, self._first_s, self._excluded = text, first_s, frozenset()
+        self._frequency = _FREQUENCIES.index(parts["FREQ"])
+        self._interval = int(parts.get("INTERVAL", 1))
+        self._arguments = _arguments(parts, local_datetime(first_s))
+        self.runs_every_hour = _runs_every_hour(parts, self._interval)
+        until = parts.get("UNTIL", "")
+        self.ends_ms = instant_ms(until) if until.endswith("Z") else limits.INSTANT_MS_MAX
+        self._last_s = LAST_S
+        if until and not until.endswith("Z"):
+            self._last_s = local_seconds(datetime.fromisoformat(until))
+        self._found: _Found | None = None
+        _check_first(self.at_or_after(first_s), first_s)
+        if "COUNT" in parts:
+            count = int(parts["COUNT"])
+            counted = tuple(islice(self._expand(first_s), count))
+            if len(counted) < count:
+                _refuse(
+                    f"COUNT: only {len(counted)} occurrences are found in the next centuries; leave COUNT out"
+                )
+            self._last_s = counted[-1]
+        self._excluded, self._found = excluded, None
+
+    def at_or_after(self, local_s: int) -> int | None:
+        """Find the first local time that is not earlier. None if the search finds none (`_SEARCHED_YEARS`)."""
+        local_s = max(local_s, self._first_s)
+        if local_s > self._last_s:
+            return None
+        found = self._found
+        if found is None or local_s < found.from_s or local_s > found.until_s:
+            times = tuple(islice(self._expand(local_s), _TIMES_AT_ONCE))
+            found = self._found = _Found(local_s, times)
+        at = bisect_left(found.times, local_s)
+        return found.times[at] if at < len(found.times) else None
+
+    def _expand(self, from_s: int) -> Iterator[int]:
+        """Yield the local times from `from_s` on."""
+        from dateutil.rrule import rrule  # slow to import, and few brokers have such rules
+
+        years = _SEARCHED_YEARS.get(self._frequency, _SEARCHED_YEARS_OTHERWISE)
+        last_s = min(self._last_s, from_s + years * 366 * DAY_S)
+        begin = self._period_before(local_datetime(from_s))
+        for local in rrule(
+            self._frequency,
+            begin,
+            self._interval,
+            until=local_datetime(last_s),
+            cache=False,
+            **self._arguments,
+        ):
+            local_s = local_seconds(local)
+            if local_s >= from_s and local_s not in self._excluded:
+                yield local_s
+
+    def _period_before(self, asked: datetime) -> datetime:
+        """Return the beginning of the last period of the rule (a year, a month, …) that begins before a local time."""
+        first, interval = local_datetime(self._first_s), self._interval
+        midnight = first.replace(hour=0, minute=0, second=0)
+        if self._frequency == _YEARLY:
+            year = first.year + (asked.year - first.year) // interval * interval
+            return midnight.replace(year=year, month=1, day=1)
+        if self._frequency == _MONTHLY:
+            months = (asked.year - first.year) * 12 + asked.month - first.month
+            year, month = divmod(first.year * 12 + first.month - 1 + months // interval * interval, 12)
+            return midnight.replace(year=year, month=month + 1, day=1)
+        if self._frequency == _WEEKLY:
+            midnight -= timedelta(days=(first.weekday() - self._arguments["wkst"]) % 7)
+        unit = {_WEEKLY: timedelta(weeks=1), _DAILY: timedelta(days=1), _HOURLY: timedelta(hours=1)}
+        step = unit.get(self._frequency, timedelta(minutes=1)) * interval
+        begin = {_HOURLY: first.replace(minute=0, second=0), _MINUTELY: first.replace(second=0)}
+        start = begin.get(self._frequency, midnight)
+        return start + (asked - start) // step * step
+
+
+def _arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
+    """Build the arguments of `dateutil.rrule`. DTSTART's values stand for parts that are not given."""
+    from dateutil.rrule import weekdays
+
+    names = {"BYWEEKNO", "BYYEARDAY", "BYMONTHDAY", "BYDAY"}
+    frequency = _FREQUENCIES.index(parts["FREQ"])
+    arguments: dict[str, Any] = {name.lower(): _numbers(parts[name]) for name in _NUMBERS if name in parts}
+    arguments["wkst"] = _WEEKDAYS.index(parts.get("WKST", "MO"))
+    if "BYDAY" in parts:
+        matches = (_BYDAY.fullmatch(day) for day in parts["BYDAY"].split(","))
+        arguments["byweekday"] = [
+            weekdays[_WEEKDAYS.index(match[2])](int(match[1]) if match[1] else None)
+            for match in matches
+            if match
+        ]
+    if not names & parts.keys():
+        if frequency == _YEARLY:
+            arguments.setdefault("bymonth", [first.month])
+        if frequency in (_YEARLY, _MONTHLY):
+            arguments["bymonthday"] = [first.day]
+        if frequency == _WEEKLY:
+            arguments["byweekday"] = [first.weekday()]
+    if frequency < _HOURLY:
+        arguments.setdefault("byhour", [first.hour])
+    if frequency < _MINUTELY:
+        arguments.setdefault("byminute", [first.minute])
+    arguments.setdefault("bysecond", [first.second])
+    return arguments
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _runs_every_hour(parts: Mapping[str, str], interval: int) -> bool:
+    if "BYSETPOS" in parts:
+        return False
+    if "BYHOUR" in parts and len(set(_numbers(parts["BYHOUR"]))) < 24:
+        return False
+    if parts["FREQ"] == "HOURLY":
+        return interval == 1
+    if parts["FREQ"] == "MINUTELY":
+        return interval == 1 or (interval <= 60 and "BYMINUTE" not in parts)
+    return "BYHOUR" in parts
+
+
+# ---- parsing ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(limits.RULES_KEPT)
+def parse_rrule(text: str, zone: str) -> RruleTimes:
+    """Parse a rule whose local times are in the zone of this name. Raises InvalidDelay."""
+    try:
+        return _parse(text, zone)
+    except InvalidDelay as error:
+        raise InvalidDelay(f"rrule={text[:200]!r}: {error}") from None
+
+
+def _parse(text: str, zone: str) -> RruleTimes:
+    first_s, parts, excluded = None, None, set()
+    for line in re.sub(r"\r?\n[ \t]", "", text.strip()).splitlines():
+        line = line.strip().upper() if "TZID" not in line.upper() else line.strip()
+        match = _LINE.fullmatch(f"RRULE:{line}" if line.startswith("FREQ=") else line)
+        if match is None:
+            _refuse(f"the line {line[:60]!r} is not understood; write DTSTART:…, RRULE:… and EXDATE:…")
+        name, parameters, value = match.groups()
+        if name == "RRULE" and parts is None:
+            parts = _read_parts(value)
+        elif name == "DTSTART" and first_s is None:
+            first_s = _read_local_time(name, parameters, value, zone)
+        elif name == "EXDATE":
+            excluded.update(_read_local_time(name, parameters, part, zone) for part in value.split(","))
+        else:
+            _refuse(
+                f"{name}: a rule has one DTSTART, one RRULE, and EXDATE; write other times as a rule of their own"
+            )
+    if parts is None or first_s is None:
+        _refuse("needs a line DTSTART, such as DTSTART:20300131T090000, and a line RRULE")
+    if len(excluded) > limits.RULE_LISTED_MAX:
+        _refuse(f"has {len(excluded)} EXDATEs, at most {limits.RULE_LISTED_MAX} are allowed")
+    lines = [
+        f"DTSTART:{_ical(first_s)}",
+        "RRULE:" + ";".join(f"{name}={parts[name]}" for name in _PARTS if name in parts),
+    ]
+    if excluded:
+        lines.append("EXDATE:" + ",".join(_ical(local_s) for local_s in sorted(excluded)))
+    try:
+        return RruleTimes("\n".join(lines), first_s, parts, frozenset(excluded))
+    except (ValueError, OverflowError) as error:
+        _refuse(f"has no occurrence ({error})")
+
+
+def _ical(local_s: int) -> str:
+    return local_datetime(local_s).strftime("%Y%m%dT%H%M%S")
+
+
+def _read_local_time(name: str, parameters: str, value: str, zone: str) -> int:
+    match = _LOCAL_TIME.fullmatch(value)
+    if match is None:
+        advice = "; for whole days, write them as `exclude`" if name == "EXDATE" else ""
+        _refuse(f"{name}: {value[:30]!r} is no local time such as 20300131T090000{advice}")
+    for parameter in parameters.split(";")[1:]:
+        key, _, given = parameter.partition("=")
+        if key.upper() == "TZID" and given != zone:
+            _refuse(f"{name}: TZID is {given}, but the zone of the rule is {zone}; write the same zone")
+        if key.upper() not in ("TZID", "VALUE"):
+            _refuse(f"{name}: the parameter {key} is not understood; leave it out")
+    if match[2] and zone != "UTC":
+        _refuse(f"{name}: {value} is an instant; write the local time in {zone}, without Z")
+    return _parsed_time(name, match[1])
+
+
+def _parsed_time(name: str, value: str) -> int:
+    try:
+        local_s = local_seconds(datetime.fromisoformat(value))
+    except ValueError:
+        _refuse(f"{name}: {value} does not exist")
+    if not local_s >= 0:
+        _refuse(f"{name}: {value} is before 1970")
+    return local_s
+
+
+def _read_parts(text: str) -> dict[str, str]:
+    """Read the parts of RRULE and check each of them by itself."""
+    parts: dict[str, str] = {}
+    for part in text.upper().strip(";").split(";"):
+        name, _, value = part.partition("=")
+        if name not in _PARTS:
+            _refuse(f"{name or part}: is no part of a rule here; the parts are {', '.join(_PARTS)}")
+        if name in parts:
+            _refuse(f"{name} is given twice")
+        parts[name] = value
+    if parts.get("FREQ") not in _FREQUENCIES:
+        seconds = (
+            "; for seconds, write the rule every, such as '10s'" if parts.get("FREQ") == "SECONDLY" else ""
+        )
+        _refuse(f"FREQ is one of {', '.join(_FREQUENCIES)}{seconds}")
+    for name, most in (("INTERVAL", _INTERVAL_MAX), ("COUNT", limits.RULE_COUNT_MAX)):
+        if name in parts and not (re.fullmatch(r"[0-9]{1,5}", parts[name]) and 1 <= int(parts[name]) <= most):
+            _refuse(f"{name} is a number from 1 to {most}")
+    for name, (low, high, signed) in _NUMBERS.items():
+        for number in parts[name].split(",") if name in parts else ():
+            sign = "[+-]?" if signed else ""
+            if not re.fullmatch(sign + "[0-9]{1,3}", number) or not low <= abs(int(number)) <= high:
+                _refuse(
+                    f"{name}={number[:20]}: numbers from {low} to {high}{' or negative ones' if signed else ''}"
+                )
+    for day in parts["BYDAY"].split(",") if "BYDAY" in parts else ():
+        match = _BYDAY.fullmatch(day)
+        if match is None or (match[1] is not None and not 1 <= abs(int(match[1])) <= 53):
+            _refuse(f"BYDAY={day[:20]}: write MO to SU, or 1MO, -1FR for the first Monday, the last Friday")
+    if parts.get("WKST", "MO") not in _WEEKDAYS:
+        _refuse(f"WKST is one of {', '.join(_WEEKDAYS)}")
+    _check_parts(parts)
+    return parts
+
+
+def _check_parts(parts: dict[str, str]) -> None:
+    """Refuse combinations that RFC 5545 forbids or leaves open."""
+    frequency = parts["FREQ"]
+    if "COUNT" in parts and "UNTIL" in parts:
+        _refuse("COUNT and UNTIL are two ends; write one of them")
+    if "UNTIL" in parts:
+        match = _LOCAL_TIME.fullmatch(parts["UNTIL"])
+        if match is None:
+            _refuse(
+                f"UNTIL={parts['UNTIL'][:20]}: programs disagree about the last day of a date; "
+                "write a time, such as 20301231T235959"
+            )
+        _parsed_time("UNTIL", match[1])
+    is_numbered = any(day[0] not in "MTWFS" for day in parts.get("BYDAY", "MO").split(","))
+    if is_numbered and (frequency not in ("MONTHLY", "YEARLY") or "BYWEEKNO" in parts):
+        _refuse("BYDAY has numbers only in a MONTHLY or YEARLY rule without BYWEEKNO; write the day alone")
+    if "BYWEEKNO" in parts and (frequency != "YEARLY" or "BYDAY" not in parts):
+        _refuse("BYWEEKNO needs FREQ=YEARLY and BYDAY, because programs disagree about the day")
+    if "BYYEARDAY" in parts and frequency in ("DAILY", "WEEKLY", "MONTHLY"):
+        _refuse(f"BYYEARDAY is not for {frequency} rules; write FREQ=YEARLY")
+    if "BYMONTHDAY" in parts and frequency == "WEEKLY":
+        _refuse("BYMONTHDAY is not for WEEKLY rules; write FREQ=MONTHLY")
+    if "BYSETPOS" in parts and not any(name.startswith("BY") and name != "BYSETPOS" for name in parts):
+        _refuse("BYSETPOS selects from other BY parts; write one of them, such as BYDAY")
+    if frequency == "YEARLY" and int(parts.get("INTERVAL", 1)) > 100:
+        _refuse("INTERVAL of a YEARLY rule is a number from 1 to 100")
+
+
+def _check_first(found_s: int | None, first_s: int) -> None:
+    if found_s is None:
+        _refuse("no local time matches it")
+    if found_s != first_s:
+        _refuse(
+            "DTSTART does not match the rule, and programs disagree whether it is an occurrence; "
+            f"write DTSTART:{_ical(found_s)}"
+        )
+
+
+def _refuse(advice: str) -> NoReturn:
+    raise InvalidDelay(advice)
