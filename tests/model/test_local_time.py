@@ -137,6 +137,28 @@ def test_any_local_time_is_converted_to_the_first_instant(zone: str, local: date
     )
 
 
+@pytest.mark.parametrize(
+    "zone", ["Europe/Berlin", "Africa/Cairo", "Australia/Lord_Howe", "Pacific/Apia", "Etc/GMT+5"]
+)
+def test_periods_have_one_offset_and_follow_each_other(zone: str) -> None:
+    ours = load_zone(zone)
+    # The tables end in 2037 or with the last change. The last of these years follows by the rules of the calendar.
+    for first_year in (1970, 2009, 2026, 2830):
+        at_us = us(f"{first_year}-06-01T00:00:00+00:00")
+        for change in changes(zone, first_year, first_year + 4):
+            change_us = (change - EPOCH) // US
+            before, after = ours.period(change_us - 1), ours.period(change_us)
+            assert before.end_us == after.start_us == change_us
+            assert (before.offset_us, after.offset_us) == (
+                ours.offset_us(change_us - 1),
+                ours.offset_us(change_us),
+            )
+            assert ours.instant_us(after.reached_us - 1) < change_us <= ours.instant_us(after.reached_us)
+        period = ours.period(at_us)
+        assert period.start_us <= at_us < period.end_us
+        assert ours.period(period.start_us) == period
+
+
 def test_instants_that_no_calendar_has() -> None:
     """As numbers: who takes an instant says which of them it takes."""
     berlin = load_zone("Europe/Berlin")

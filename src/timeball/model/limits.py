@@ -109,7 +109,7 @@ RESERVATIONS_MAX = 10_000  # ranges reserved by writers that have not attached y
 # Jobs whose last attach is remembered, to recognise a repetition: some 400 bytes each in memory and in the checkpoint.
 JOBS_MAX = 100_000
 CAMPAIGNS_MAX = 1_000  # campaigns kept in the log; finished ones are dropped for new ones
-RULE_CHARACTERS_MAX = 8_192  # text of a cron expression, or of RFC 5545
+RULE_CHARACTERS_MAX = 20_000  # text of RFC 5545 with as many EXDATEs as may be listed
 RULE_LISTED_MAX = 1_000  # local times, or excluded dates, of a recurring rule
 RULE_COUNT_MAX = 10_000  # occurrences of a rule with `count`; it takes some tens of milliseconds to find the last one
 # Parsed rules that are kept: about a kilobyte each. Schedules that are due at the same time often have equal rules.

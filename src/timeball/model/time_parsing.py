@@ -294,6 +294,7 @@ class Zone:
         self._starts = [-_FOREVER_US, *(change * _SECOND_US for change in changes_s)]
         self._offsets = [offset * _SECOND_US for offset in offsets_s]
         self._end_us = self._starts[-1] if repeats else _FOREVER_US
+        self._period = Period(0, 0, 0, 0)  # that was found last
         self._latest_shown: list[int] = []
         latest = -_FOREVER_US
         for (_, end), offset in zip(pairwise([*self._starts, _FOREVER_US]), self._offsets, strict=True):
@@ -333,15 +334,19 @@ class Zone:
 
     def period(self, instant_us: int) -> Period:
         """Find the period with one offset from UTC that contains this instant."""
+        last = self._period  # most instants are near the last one
+        if last.start_us <= instant_us < last.end_us:
+            return last
         # Instants from the last change on are moved back by whole cycles, so that a next change is known.
         shift = max(0, (instant_us - self._end_us) // _CYCLE_US + 1) * _CYCLE_US
         number = bisect_right(self._starts, instant_us - shift) - 1
-        return Period(
+        self._period = Period(
             self._starts[number] + shift,
             (self._starts[number + 1] if number + 1 < len(self._starts) else _FOREVER_US) + shift,
             self._offsets[number],
             (self._latest_shown[number - 1] if number else -_FOREVER_US) + shift,
         )
+        return self._period
 
 
 def load_zone(name: str) -> Zone:

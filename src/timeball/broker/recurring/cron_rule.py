@@ -231,14 +231,14 @@ def _alias_advice(alias: str, seconds: bool) -> str:
 def _fields_advice(number: int, seconds: bool) -> str:
     if seconds:
         return (
-            f"has {number} fields; with `seconds` an expression has six: second minute hour day month weekday"
+            f"{number} fields are given; with `seconds` there are six: second minute hour day month weekday"
         )
     if number == 6:
         return (
             "has six fields; some programs read the first as seconds, others the last as seconds or years: "
             "write five fields, or set `seconds` if the first is for seconds"
         )
-    return f"has {number} fields; an expression has five: minute hour day month weekday"
+    return f"{number} fields are given; an expression has five: minute hour day month weekday"
 
 
 def _values(text: str, field: _Field, given: str) -> frozenset[int]:
@@ -331,7 +331,10 @@ def _wrapped(field: _Field, low: int, high: int) -> str:
 
 def _days(text: str, day: str, weekday: str) -> _Days:
     """Parse the fields for days and weekdays, with their special values."""
-    days, before_last, nearest, last_weekday = set(), set(), set(), False
+    days: set[int] = set()
+    before_last: set[int] = set()
+    nearest: set[int] = set()
+    last_weekday = False
     for term in day.split(",") if day != "*" else ():
         if match := _BEFORE_LAST.fullmatch(term):
             before_last.add(int(match[1] or 0))

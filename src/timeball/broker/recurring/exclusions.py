@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from datetime import date
 
-from timeball.broker.recurring.local_times import DAY_S, EPOCH_ORDINAL, LocalTimes
+from timeball.broker.recurring.local_times import DAY_S, EPOCH_ORDINAL, LAST_S, LocalTimes
 
 
 class ExcludedDays:
@@ -24,7 +24,10 @@ class ExcludedDays:
         self.days = frozenset(day.toordinal() - EPOCH_ORDINAL for day in dates)
         step = {"skip": 0, "before": -1, "after": 1}[move]
         # Pairs of a target and the excluded day that moves there, by target.
-        self.targets = sorted((self._target(day, step), day) for day in self.days) if step else []
+        self.targets: list[tuple[int, int]] = []
+        if step:
+            pairs = ((self._target(day, step), day) for day in self.days)
+            self.targets = sorted(pair for pair in pairs if 0 <= pair[0] <= LAST_S // DAY_S)
 
     def __contains__(self, day: int) -> bool:
         return day in self.days

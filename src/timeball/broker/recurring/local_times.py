@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
+from functools import lru_cache
 from typing import Protocol
 
 from timeball.model.time_parsing import local_us
@@ -52,6 +53,8 @@ def local_datetime(local_s: int) -> datetime:
     return _EPOCH + timedelta(seconds=local_s)
 
 
+# Schedules are often due at the same time.
+@lru_cache(1_024)
 def local_text(local_s: int) -> str:
     """Format a local time, as in "2026-10-25T02:30:00"."""
     return local_datetime(local_s).isoformat()

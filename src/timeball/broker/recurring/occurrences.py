@@ -12,7 +12,6 @@ local times. So such a rule is not silent while an hour is repeated, and it has 
 
 Two local times can become one instant: 02:00 and 02:30 in a gap, or 02:30 and the 03:00 with which the gap ends. They
 are one occurrence, named after the earliest of them.
-
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class RruleTimes:
     )  # fmt: skip
 
     def __init__(self, text: str, first_s: int, parts: Mapping[str, str], excluded: frozenset[int]) -> None:
-        self.text, self._first_s, self._excluded = text, first_s, frozenset()
+        self.text, self._first_s = text, first_s
+        self._excluded: frozenset[int] = frozenset()  # COUNT includes them, so they are left out afterwards
         self._frequency = _FREQUENCIES.index(parts["FREQ"])
         self._interval = int(parts.get("INTERVAL", 1))
         self._arguments = _arguments(parts, local_datetime(first_s))
@@ -205,7 +206,9 @@ def parse_rrule(text: str, zone: str) -> RruleTimes:
 
 
 def _parse(text: str, zone: str) -> RruleTimes:
-    first_s, parts, excluded = None, None, set()
+    first_s: int | None = None
+    parts: dict[str, str] | None = None
+    excluded: set[int] = set()
     for line in re.sub(r"\r?\n[ \t]", "", text.strip()).splitlines():
         line = line.strip().upper() if "TZID" not in line.upper() else line.strip()
         match = _LINE.fullmatch(f"RRULE:{line}" if line.startswith("FREQ=") else line)

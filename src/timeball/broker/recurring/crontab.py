@@ -1,0 +1,102 @@
+"""Reads the entries of a crontab file as rules of schedules.
+
+A line is a comment, an assignment such as `MAILTO=root`, or an entry: five fields or a name such as `@daily`, in a
+system's crontab the user, and the command. A crontab has no names and no zone. So the names are made of the commands,
+and the caller passes the zone. A line `CRON_TZ=Europe/Berlin` sets the zone of the entries below it, as in cronie.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from timeball.broker.recurring.rule import Rule
+from timeball.model.errors import InvalidDelay
+
+_ASSIGNMENT = re.compile(r"""["']?([A-Za-z_]\w*)["']?\s*=\s*(.*)""")
+_PROGRAM = re.compile(r"[\w.+/-]*\w")
+# A path that a command tests or runs: not a device, and not a file that tells whether systemd runs.
+_PATH = re.compile(r"(?<![\w/])/(?!dev/|run/)(?:[\w.+-]+/)*[\w.+-]+")
+_SHELL_WORDS = {"cd", "command", "exec", "if", "nice", "test", "then"}
+_NAME_CHARACTERS_MAX = 40
+
+
+class CrontabEntry(NamedTuple):
+    """An entry of a crontab file."""
+
+    name: str  # unique in the file
+    spec: dict[str, object] | None  # the canonical form of its rule, None if the rule is refused
+    command: str
+    note: str  # why the rule is refused, or a difference from cron
+
+
+def read_crontab(text: str, zone: str, *, has_user: bool = False) -> list[CrontabEntry]:
+    """Read the entries of a crontab file.
+
+    `zone` is the IANA name of the time zone of the machine that has run it. `has_user` is for /etc/crontab and the
+    files in /etc/cron.d: a user stands before each command. Raises InvalidDelay for an unknown zone.
+    """
+    # A wrong zone is a mistake of the caller, not of each entry.
+    Rule.parse({"cron": "@daily", "zone": zone})
+    entries: list[CrontabEntry] = []
+    names: set[str] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        if assignment := _ASSIGNMENT.fullmatch(line):
+            if assignment[1] == "CRON_TZ":
+                zone = assignment[2].strip("\"' ")
+            continue
+        entry = _read_entry(number, line, zone, has_user)
+        name = _unique(entry.name, names)
+        names.add(name)
+        entries.append(entry._replace(name=name))
+    return entries
+
+
+def _read_entry(number: int, line: str, zone: str, has_user: bool) -> CrontabEntry:
+    fields = 1 if line.startswith("@") else 5
+    words = line.split(None, fields + has_user)
+    if len(words) <= fields + has_user:
+        return CrontabEntry(f"line-{number}", None, "", f"line {number}: {_expected(has_user)}")
+    command, input_text = _split_input(words[-1])
+    note = "cron passes the text after % to the command as its input" if input_text is not None else ""
+    try:
+        spec = Rule.parse({"cron": " ".join(words[:fields]), "zone": zone}).spec()
+    except InvalidDelay as refused:
+        return CrontabEntry(_name(command, number), None, command, f"line {number}: {refused}")
+    return CrontabEntry(_name(command, number), spec, command, note)
+
+
+def _expected(has_user: bool) -> str:
+    user = "the user, " if has_user else ""
+    return f"an entry has five fields or a name such as @daily, {user}and a command"
+
+
+def _split_input(command: str) -> tuple[str, str | None]:
+    r"""Split a command at its first % without a backslash. `\%` stands for %."""
+    parts = re.split(r"(?<!\\)%", command, maxsplit=1)
+    return parts[0].replace(r"\%", "%").strip(), parts[1] if len(parts) > 1 else None
+
+
+def _name(command: str, number: int) -> str:
+    """Make a name of the program in a command."""
+    words = command.split() or [""]
+    program = words[0]
+    if program in _SHELL_WORDS or not _PROGRAM.fullmatch(program):
+        path = _PATH.search(command)
+        others = (
+            word for word in words if _PROGRAM.fullmatch(word) and word[0] != "-" and word not in _SHELL_WORDS
+        )
+        program = path[0] if path else next(others, "")
+    program = program.rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", program).strip("-")[:_NAME_CHARACTERS_MAX] or f"line-{number}"
+
+
+def _unique(name: str, names: set[str]) -> str:
+    number, unique = 1, name
+    while unique in names:
+        number += 1
+        unique = f"{name}-{number}"
+    return unique

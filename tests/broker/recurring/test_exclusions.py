@@ -1,0 +1,94 @@
+"""Excluded dates: left out, or moved to the nearest date before or after that is not excluded."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.recurring.exclusions import ExcludedDays, Excluding
+from timeball.broker.recurring.local_times import DAY_S, ListedTimes
+from timeball.broker.recurring.rule import Rule
+from timeball.model.time_parsing import instant_ms
+
+# 2026-12-24 is a Thursday.
+CHRISTMAS = ["2026-12-24", "2026-12-25", "2026-12-26"]
+
+
+def local_times(spec: dict[str, object], after: str, number: int) -> list[str]:
+    rule = Rule.parse({"zone": "Europe/Berlin", "exclude": CHRISTMAS, **spec})
+    return [run.local[5:16] for run in rule.after(instant_ms(after), number)]
+
+
+@pytest.mark.parametrize(
+    ("move", "wanted"),
+    [
+        ("skip", ["12-23T09:00", "12-28T09:00"]),
+        ("before", ["12-23T09:00", "12-28T09:00"]),
+        ("after", ["12-23T09:00", "12-27T09:00"]),
+    ],
+)
+def test_weekdays_at_nine_over_christmas(move: str, wanted: list[str]) -> None:
+    assert local_times({"cron": "0 9 * * MON-FRI", "move": move}, "2026-12-22T12:00:00Z", 2) == wanted
+
+
+@pytest.mark.parametrize(
+    ("move", "wanted"),
+    [
+        ("skip", ["2027"]),
+        ("before", ["2026-12-23T09:00:00", "2027"]),
+        ("after", ["2026-12-27T09:00:00", "2027"]),
+    ],
+)
+def test_a_yearly_run_on_an_excluded_date(move: str, wanted: list[str]) -> None:
+    spec = {"cron": "0 9 25 12 *", "zone": "UTC", "exclude": CHRISTMAS, "move": move}
+    runs = Rule.parse(spec).after(instant_ms("2026-12-01T00:00:00Z"), len(wanted))
+    assert [run.local.startswith(text) for run, text in zip(runs, wanted, strict=True)] == [True] * len(
+        wanted
+    )
+
+
+def test_each_kind_of_rule_moves() -> None:
+    rrule = {"rrule": "DTSTART:20261224T090000\nRRULE:FREQ=DAILY;INTERVAL=3", "move": "after"}
+    assert local_times(rrule, "2026-12-01T00:00:00Z", 2) == ["12-27T09:00", "12-30T09:00"]
+    listed = {"at": ["2026-12-25T08:00", "2026-12-27T10:00"], "move": "before"}
+    assert local_times(listed, "2026-12-01T00:00:00Z", 5) == ["12-23T08:00", "12-27T10:00"]
+
+
+def test_a_moved_time_keeps_the_rules_of_its_new_date() -> None:
+    spec = {"cron": "30 2 28 3 *", "zone": "Europe/Berlin", "exclude": ["2026-03-28"], "move": "after"}
+    (run,) = Rule.parse(spec).after(instant_ms("2026-03-01T00:00:00Z"))
+    assert (run.local, run.due_ms) == ("2026-03-29T02:30:00", instant_ms("2026-03-29T01:00:00Z"))
+
+
+def test_a_count_counts_occurrences_that_take_place() -> None:
+    spec = {"cron": "0 9 * * *", "starts_at": "2026-12-23T00:00", "count": 3}
+    assert local_times(spec, "2026-01-01T00:00:00Z", 9) == ["12-23T09:00", "12-27T09:00", "12-28T09:00"]
+
+
+DAYS = st.integers(0, 12)
+TIMES = st.sets(st.tuples(DAYS, st.integers(0, 3)), max_size=20)
+
+
+@given(times=TIMES, excluded=st.sets(DAYS, max_size=8), move=st.sampled_from(["skip", "before", "after"]))
+def test_local_times_match_their_definition(
+    times: set[tuple[int, int]], excluded: set[int], move: str
+) -> None:
+    """Days 100 to 112, and times of day in whole hours."""
+    wanted = set()
+    for day, hour in times:
+        step = {"skip": 0, "before": -1, "after": 1}[move]
+        if day in excluded and not step:
+            continue
+        while day in excluded:
+            day += step
+        wanted.add((100 + day) * DAY_S + hour * 3_600)
+    listed = ListedTimes(tuple(sorted((100 + day) * DAY_S + hour * 3_600 for day, hour in times)))
+    days = ExcludedDays([date(1970, 1, 1) + timedelta(days=100 + day) for day in excluded], move)
+    found, at = [], Excluding(listed, days).at_or_after(0)
+    while at is not None:
+        found.append(at)
+        at = Excluding(listed, days).at_or_after(at + 1)
+    assert found == sorted(wanted)

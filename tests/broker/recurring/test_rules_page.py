@@ -1,0 +1,66 @@
+"""The tables of docs/recurring-rules.md are true: each row of them is a rule whose runs are computed here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.docs_pages import page, section
+
+from timeball.broker.recurring.rule import Rule
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay
+from timeball.model.time_parsing import instant_ms
+
+PAGE = page("docs/recurring-rules.md")
+CODE = re.compile(r"`([^`]+)`")
+
+
+def rows(heading: str, columns: int) -> list[list[str]]:
+    """Return the cells of a section's tables, without their first two lines."""
+    lines = [line for line in section(PAGE, heading).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|", columns - 1)] for line in lines[2:]]
+
+
+def spec(text: str, options: list[str]) -> dict[str, object]:
+    kind = {"every": text} if re.fullmatch(r"\d+\w", text) else {"cron": text, "zone": "Europe/Berlin"}
+    keys = {"skip": "gap", "both": "fold"}
+    return kind | {keys[option]: option for option in options}
+
+
+@pytest.mark.parametrize("row", rows("Clock changes", 4))
+def test_runs_on_the_days_of_the_clock_changes(row: list[str]) -> None:
+    rule = Rule.parse(spec(CODE.findall(row[0])[0], CODE.findall(row[1])))
+    for day, wanted in [("2026-03-29", row[2]), ("2026-10-25", row[3])]:
+        midnight = instant_ms(f"{day}T00:00:00Z")
+        found = rule.between(midnight - 1, midnight + 5 * limits.HOUR_MS // 2, 99)
+        minutes = [(run.due_ms - midnight) // limits.MINUTE_MS for run in found]
+        assert " ".join(f"{m // 60:02}:{m % 60:02}" for m in minutes) == wanted.replace("none", "")
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in rows("Differences from other schedulers", 3) if row[0].startswith("`")]
+)
+def test_forms_that_others_read_differently(row: list[str]) -> None:
+    (text,), wanted = CODE.findall(row[0]), row[2]
+    if wanted.startswith("refused: "):
+        with pytest.raises(InvalidDelay) as refused:
+            Rule.parse({"cron": text, "zone": "UTC"})
+        advice = CODE.findall(wanted) or [wanted.removeprefix("refused: ")]
+        assert advice[0] in str(refused.value)
+    else:
+        dates = re.findall(r"\d{4}-\d\d-\d\d", wanted)
+        runs = Rule.parse({"cron": text, "zone": "UTC"}).after(instant_ms("2026-01-01T00:00:00Z"), len(dates))
+        assert [run.local[:10] for run in runs] == dates != []
+
+
+def test_the_page_has_both_tables() -> None:
+    assert len(rows("Clock changes", 4)) == 8
+    assert sum(row[0].startswith("`") for row in rows("Differences from other schedulers", 3)) == 12
+
+
+def test_the_examples_of_forms_are_rules() -> None:
+    for key, example in re.findall(r"^\| `(\w+)` \| (.*?) \|", section(PAGE, "Forms"), re.MULTILINE)[:4]:
+        first = CODE.findall(example)[0]
+        value = first.strip('"').replace("\\n", "\n") if key != "at" else re.findall(r'"([^"]+)"', first)
+        assert Rule.parse({key: value, "zone": "UTC"}).after(0)
