@@ -179,6 +179,7 @@ REFUSED = [
     ("0 22-2 * * *", "write 22-23,0-2"),
     ("0 0 * NOV-FEB *", "write NOV-DEC,JAN-FEB"),
     ("0 22-2/2 * * *", "from the lower to the higher"),
+    ("9-9/2 * * * *", "write 9"),
     ("*,5 * * * *", "write it alone"),
     # Days and weekdays together: one of them, or both.
     ("0 0 */2 * 1", "list the days"),

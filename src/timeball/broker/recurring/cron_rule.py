@@ -287,6 +287,11 @@ def _term_values(text: str, field: _Field, term: str) -> range:
         )
     if low > high:
         _refuse(text, f"{field.name} {term}: a range goes from the lower to the higher value")
+    if low == high:
+        _refuse(
+            text,
+            f"{field.name} {term}: programs disagree about a step in a range of one value; write {first}",
+        )
     return values
 
 
