@@ -11,9 +11,11 @@ import pytest
 from tests.broker.recurring.clock_oracle import Case, Clock, at_time, cases, clocks, expected
 from tests.local_time_oracle import CHANGED_ZONES, distinct_zones
 
+from timeball.broker.recurring.cron_rule import parse_cron
+from timeball.broker.recurring.occurrences import ClockTimetable
 from timeball.broker.recurring.rule import Occurrence, Rule
 from timeball.model import limits
-from timeball.model.time_parsing import instant_ms
+from timeball.model.time_parsing import Period, Zone, instant_ms, load_zone
 
 HOUR_MS = limits.HOUR_MS
 
@@ -89,6 +91,30 @@ def test_other_gaps_and_folds_are_noticed() -> None:
     assert found(hourly, autumn) != expected(replace(hourly, follows_clock=False), autumn)
     late = Case(fixed[0].spec, at_time(datetime.fromisoformat("2026-03-29T02:31")))
     assert found(late, spring) != expected(late, spring)
+
+
+class ForgetfulZone(Zone):
+    """A zone whose periods begin as if no local time was shown or skipped before them."""
+
+    def __init__(self, zone: Zone) -> None:
+        vars(self).update(vars(zone))
+
+    def period(self, instant_us: int) -> Period:
+        period = super().period(instant_us)
+        return period._replace(reached_us=period.start_us + period.offset_us)
+
+
+def test_a_timetable_that_forgets_what_was_shown_is_noticed() -> None:
+    zone = ForgetfulZone(load_zone("Europe/Berlin"))
+    for clock in clocks("Europe/Berlin", 2026, 2027):
+        case = cases(clock)[3]
+        wrong = ClockTimetable(
+            parse_cron(case.spec["cron"]), zone, starts_ms=0, ends_ms=limits.INSTANT_MS_MAX
+        )
+        runs = wrong.occurrences(clock.from_ms, clock.until_ms, 10_000)
+        assert (
+            [(run.due_ms // 1_000, run.local) for run in runs] != expected(case, clock) == found(case, clock)
+        )
 
 
 # ---- the table of docs/recurring-rules.md -----------------------------------------------------------------------
