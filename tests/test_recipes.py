@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import types
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ def recipe(title: str, endpoint: str) -> Any:
 def test_every_recipe_has_a_test_here() -> None:
     titles = re.findall(r"^## (.+)$", page("docs/recipes.md"), re.M)
     here = Path(__file__).read_text("utf-8")
-    assert len(titles) == 3 and all(f'recipe("{title}"' in here for title in titles)
+    assert len(titles) == 2 and all(f'recipe("{title}"' in here for title in titles)
 
 
 def test_a_web_application(node: RunningNode) -> None:
@@ -61,30 +60,6 @@ def test_a_web_application(node: RunningNode) -> None:
             assert (await web.post("/orders/18", params={"pay_within": "soon"})).status_code == 422
 
     asyncio.run(ask())
-
-
-def test_django_sends_behind_the_commit(node: RunningNode, tmp_path: Path) -> None:
-    import django
-    from django.conf import settings
-    from django.db import transaction
-    from django.test import RequestFactory
-
-    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "orders.db")}
-    if not settings.configured:
-        settings.configure(DATABASES={"default": database}, USE_TZ=True)
-        django.setup()
-    shop = recipe("Django: a message goes when the transaction is committed", node.endpoint)
-    with shop.ball as ball:
-        answer = shop.place(RequestFactory().post("/"), 27)
-        assert (answer.status_code, json.loads(answer.content)) == (201, {"order": 27})
-        with pytest.raises(ValueError, match="rolled back"), transaction.atomic():
-            transaction.on_commit(lambda: shop.remind(28))
-            raise ValueError("rolled back")
-        assert [v.verdict for v in ball.cancel(key="order-27")] == ["cancelled"]
-        assert [v.verdict for v in ball.cancel(key="order-28")] == ["not_found"]
-    from django.db import connection
-
-    connection.close()
 
 
 def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""The folder in which Django looks for the commands of an application."""

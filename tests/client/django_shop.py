@@ -1,0 +1,77 @@
+"""Tasks for the tests of the backend."""
+
+import os
+import threading
+from typing import Any
+
+from timeball import Dead, Retry
+from timeball.client.django.tasks_api import task_backends
+
+try:
+    from django.tasks import task
+except ModuleNotFoundError:
+    from django_tasks import task
+
+RUNS: list[Any] = []
+HOLDING, MAY_END = threading.Event(), threading.Event()
+
+
+@task
+def note(*args: Any, **kwargs: Any) -> list[Any]:
+    """Note the arguments, and return them."""
+    RUNS.append((*args, kwargs))
+    return [*args]
+
+
+@task
+async def note_async(word: str) -> str:
+    RUNS.append(word)
+    return word.upper()
+
+
+@task(takes_context=True)
+def fail(context: Any, failures: int) -> int:
+    """Fail in the first `failures` attempts."""
+    if context.attempt <= failures:
+        raise ValueError(f"attempt {context.attempt}")
+    attempt: int = context.attempt
+    return attempt
+
+
+@task
+def give_up() -> None:
+    raise Dead("no such order")
+
+
+@task
+def ask_again() -> None:
+    raise Retry("1h")
+
+
+@task
+def hold() -> None:
+    """Run until the test lets it end."""
+    HOLDING.set()
+    MAY_END.wait()
+
+
+@task
+def forward(topic: str, word: str) -> None:
+    """Send a message: for tests whose worker is another process."""
+    task_backends["default"].ball.send(topic, word)
+
+
+@task
+def forward_or_die(topic: str, word: str) -> None:
+    """Send a message, and end the process with every tenth word that comes for the first time."""
+    ball = task_backends["default"].ball
+    if (
+        int(word) % 10 == 0
+        and ball.send(f"{topic}-dying", word, message_id=word, retry=True).outcome == "created"
+    ):
+        os._exit(9)
+    ball.send(topic, word)
+
+
+def no_task(*args: Any) -> None:
+    RUNS.append(("not a task", args))

@@ -1,0 +1,471 @@
+"""The backend of Django's Tasks framework against a real broker, whose clock the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, timedelta
+from itertools import count
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from django.apps import apps
+from django.conf import settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
+from django.db import transaction
+from django.test import override_settings
+from django.utils import timezone
+from tests.bounds import BOUND_S
+from tests.cli.processes import environment
+from tests.client.cutting_proxy import cutting_proxy
+from tests.client.django_project import shop
+from tests.client.django_settings import tasks
+from tests.node_fixture import RunningNode, eventually
+
+from timeball import Conflict, Timeball
+from timeball.client.django.backend import CLIENTS, TimeballBackend
+from timeball.client.django.tasks_api import (
+    BaseTaskBackend,
+    TaskResultDoesNotExist,
+    task_backends,
+    task_enqueued,
+    task_finished,
+    task_started,
+)
+from timeball.client.django.worker import make_workers
+from timeball.testing import TestBroker
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[TestBroker]:
+    with TestBroker() as broker:
+        yield broker
+
+
+NUMBERS = count(1)
+
+
+@pytest.fixture(autouse=True)
+def configured(broker: TestBroker) -> Iterator[None]:
+    """Topics of its own for each test."""
+    shop.RUNS.clear()
+    with override_settings(TASKS=tasks(broker.http_url, prefix=f"t{next(NUMBERS)}-", results="default")):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed() -> Iterator[None]:
+    """Close the clients, which the backends of all threads share."""
+    yield
+    while CLIENTS:
+        CLIENTS.popitem()[1].close()
+
+
+def backend() -> TimeballBackend:
+    found: TimeballBackend = task_backends["default"]
+    return found
+
+
+@contextmanager
+def working(queue: str = "default") -> Iterator[None]:
+    (worker,) = make_workers(backend(), [queue], 2, 0, "60s")
+    with worker:
+        yield
+
+
+def status_of(result: Any) -> str:
+    result.refresh()
+    return str(result.status)
+
+
+def wait_for(result: Any, status: str) -> None:
+    eventually(lambda: status_of(result) == status, status)
+
+
+@contextmanager
+def heard() -> Iterator[list[tuple[str, str, str]]]:
+    """The signals in this block: name, id of the result, status."""
+    found: list[tuple[str, str, str]] = []
+
+    def receiver(name: str) -> Any:
+        def hear(task_result: Any, **_: Any) -> None:
+            found.append((name, task_result.id, str(task_result.status)))
+
+        return hear
+
+    signals = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
+    receivers = {name: receiver(name) for name in signals}
+    for name, each in signals.items():
+        each.connect(receivers[name])
+    try:
+        yield found
+    finally:
+        for name, each in signals.items():
+            each.disconnect(receivers[name])
+
+
+# ---- enqueue ------------------------------------------------------------------------------------------------
+
+
+def test_a_task_runs_at_its_run_after_and_not_before(broker: TestBroker) -> None:
+    run_after = broker.clock.now + timedelta(days=40)
+    with working():
+        result = shop.note.using(run_after=run_after).enqueue("close", order=17)
+        assert result.enqueued_at == broker.clock.now
+        broker.assert_scheduled(backend().topic("default"), at=run_after)
+        broker.clock.advance("39d")
+        assert status_of(result) == "READY" and shop.RUNS == []
+        broker.clock.advance("1d")
+        wait_for(result, "SUCCESSFUL")
+    assert shop.RUNS == [("close", {"order": 17})]
+    assert result.return_value == ["close"] and result.attempts == 1 and result.is_finished
+    # A run_after is kept to the millisecond.
+    assert abs(backend().get_result(result.id).task.run_after - run_after) < timedelta(milliseconds=1)
+
+
+def test_a_task_without_run_after_runs_at_once_in_its_queue() -> None:
+    result = shop.note.using(queue_name="mail").enqueue(1, 2.5, None, [{"a": "ü"}], big=10**30)
+    with working("default"), working("mail"):
+        wait_for(result, "SUCCESSFUL")
+    assert shop.RUNS == [(1, 2.5, None, [{"a": "ü"}], {"big": 10**30})]
+    again = shop.note.get_result(result.id)
+    assert (again.args, again.task.queue_name) == ([1, 2.5, None, [{"a": "ü"}]], "mail")
+    assert again.enqueued_at == result.enqueued_at
+    assert again.started_at <= again.finished_at and len(again.worker_ids) == 1
+
+
+def test_coroutines_are_sent_and_run() -> None:
+    async def send() -> Any:
+        return await shop.note_async.aenqueue("later")
+
+    result = asyncio.run(send())
+    with working():
+        wait_for(result, "SUCCESSFUL")
+    assert result.return_value == "LATER" and shop.RUNS == ["later"]
+
+    async def look() -> Any:
+        return (await shop.note_async.aget_result(result.id)).return_value
+
+    assert asyncio.run(look()) == "LATER"
+
+
+def test_a_task_with_a_priority_is_refused() -> None:
+    with pytest.raises(Exception, match="priority") as refused:
+        shop.note.using(priority=5)
+    assert type(refused.value).__name__ in ("InvalidTask", "InvalidTaskError")
+
+
+def test_a_naive_run_after_is_in_the_zone_of_the_project(broker: TestBroker) -> None:
+    with override_settings(USE_TZ=False), timezone.override(ZoneInfo("Asia/Tokyo")):
+        wall = (broker.clock.now + timedelta(days=1, hours=9)).replace(tzinfo=None, microsecond=0)
+        result = shop.note.using(run_after=wall).enqueue()
+        assert backend().get_result(result.id).task.run_after == wall
+        assert result.enqueued_at.tzinfo is None
+    broker.assert_scheduled(backend().topic("default"), at=(wall - timedelta(hours=9)).replace(tzinfo=UTC))
+    assert backend().ball.cancel(result.id).verdict == "cancelled"
+
+
+def test_a_task_is_sent_when_the_transaction_is_committed() -> None:
+    with heard() as signals:
+        with transaction.atomic():
+            result = shop.note.enqueue("committed")
+            assert result.enqueued_at is None and signals == []
+            with pytest.raises(TaskResultDoesNotExist):
+                backend().get_result(result.id)
+        assert result.enqueued_at is not None
+        assert signals == [("enqueued", result.id, "READY")]
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            result = shop.note.enqueue("rolled back")
+            raise ZeroDivisionError
+        with pytest.raises(TaskResultDoesNotExist):
+            backend().get_result(result.id)
+
+
+def test_a_task_is_sent_in_the_transaction_if_the_project_says_so(broker: TestBroker) -> None:
+    with override_settings(TASKS=tasks(broker.http_url, prefix="own-", enqueue_on_commit=False)):
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            result = shop.note.enqueue("sent")
+            raise ZeroDivisionError
+        assert result.enqueued_at is not None
+        assert backend().get_result(result.id).status == "READY"
+
+
+def test_a_send_whose_answer_is_lost_is_one_task(broker: TestBroker) -> None:
+    with (
+        cutting_proxy(broker.http_url) as proxy,
+        override_settings(TASKS=tasks(proxy.endpoint, prefix="cut-")),
+    ):
+        shop.note.enqueue("the connection is made")
+        proxy.hold()
+        ids: list[str] = []
+        thread = threading.Thread(target=lambda: ids.append(shop.note.enqueue("once").id))
+        thread.start()
+        with Timeball(broker.http_url) as ball:
+            eventually(lambda: sum(q.max for q in ball.queues("cut-default").values()) == 2, "sent")
+            proxy.cut()
+            thread.join(BOUND_S)
+            assert len(ids) == 1
+            bodies = [json.loads(m.body)["args"] for m in ball.consume("cut-default", "g", until_idle="0.1s")]
+    assert sorted(bodies) == [["once"], ["the connection is made"]]
+
+
+def test_a_task_that_is_sent_again_under_its_id_is_one(broker: TestBroker) -> None:
+    run_after = broker.clock.now + timedelta(days=1)
+    task = shop.note.using(run_after=run_after)
+    first = backend().enqueue(task, [7], {}, result_id="order-7")
+    second = backend().enqueue(task, [7], {}, result_id="order-7")
+    assert first.id == second.id == broker.assert_scheduled(backend().topic("default"), at=run_after).id
+    with pytest.raises(Conflict):
+        backend().enqueue(task, [8], {}, result_id="order-7")
+    assert backend().ball.cancel("order-7").verdict == "cancelled"
+    with pytest.raises(TaskResultDoesNotExist):
+        task.get_result("order-7")
+
+
+# ---- attempts -----------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_fails_runs_again_by_the_retry_policy(broker: TestBroker) -> None:
+    with heard() as signals, working():
+        result = shop.fail.enqueue(2)
+        eventually(lambda: backend().get_result(result.id).errors, "the first attempt")
+        wait_for(result, "READY")
+        assert [error.exception_class for error in result.errors] == [ValueError]
+        assert "attempt 1" in result.errors[0].traceback and result.finished_at is None
+        broker.clock.advance("10s")
+        eventually(lambda: len(backend().get_result(result.id).errors) == 2, "the second attempt")
+        wait_for(result, "READY")
+        broker.clock.advance("30s")
+        wait_for(result, "SUCCESSFUL")
+    assert result.return_value == 3 and result.attempts == 3 and len(result.errors) == 2
+    assert [(name, status) for name, _, status in signals] == [
+        ("enqueued", "READY"), *[("started", "RUNNING")] * 3, ("finished", "SUCCESSFUL"),
+    ]  # fmt: skip
+
+
+def test_after_its_last_attempt_a_task_is_a_dead_letter(broker: TestBroker) -> None:
+    with (
+        override_settings(TASKS=tasks(broker.http_url, max_attempts=2, prefix="dead-", results="default")),
+        heard() as signals,
+        working(),
+    ):
+        result = shop.fail.enqueue(99)
+        eventually(lambda: backend().get_result(result.id).errors, "the first attempt")
+        wait_for(result, "READY")
+        broker.clock.advance("10s")
+        wait_for(result, "FAILED")
+        assert len(result.errors) == 2 and result.finished_at is not None
+        assert signals[-1] == ("finished", result.id, "FAILED")
+        (letter,) = backend().ball.dead_letters("dead-default").dead_letters
+        assert (letter.id, letter.reason) == (result.id, "Dead: ValueError: attempt 2")
+        with pytest.raises(ValueError, match="failed"):
+            _ = result.return_value
+
+
+def test_a_task_may_give_up_and_may_ask_for_a_later_attempt(broker: TestBroker) -> None:
+    with working():
+        given_up, asked = shop.give_up.enqueue(), shop.ask_again.enqueue()
+        wait_for(given_up, "FAILED")
+        eventually(lambda: backend().get_result(asked.id).errors, "the first attempt")
+        broker.clock.advance("59m")
+        wait_for(asked, "READY")
+        broker.clock.advance("1m")
+        eventually(lambda: len(backend().get_result(asked.id).errors) == 2, "the second attempt")
+    assert backend().ball.get(asked.id).groups[0].attempts >= 2
+
+
+def test_a_running_task_is_running(broker: TestBroker) -> None:
+    shop.HOLDING.clear()
+    shop.MAY_END.clear()
+    with working():
+        result = shop.hold.enqueue()
+        assert shop.HOLDING.wait(BOUND_S)
+        assert status_of(result) == "RUNNING"
+        with pytest.raises(ValueError, match="not finished"):
+            _ = result.return_value
+        shop.MAY_END.set()
+        wait_for(result, "SUCCESSFUL")
+
+
+def test_a_message_runs_nothing_but_tasks(broker: TestBroker, caplog: pytest.LogCaptureFixture) -> None:
+    paths = ["tests.client.django_shop.no_task", "os.system", "tests.client.django_shop.gone"]
+    bodies = [json.dumps({"task": path, "args": ["true"], "kwargs": {}}) for path in paths]
+    ball = backend().ball
+    ids = [ball.send(backend().topic("mail"), body).id for body in [*bodies, "no JSON", "{}"]]
+    with working("mail"):
+        for message_id in ids:
+            eventually(lambda message_id=message_id: _nacked(ball, message_id), "the attempt has failed")
+    assert shop.RUNS == [] and "is no task" in caplog.text
+    for message_id in ids[:2]:
+        with pytest.raises(ValueError, match="is no task"):
+            backend().get_result(message_id)
+
+
+def _nacked(ball: Timeball, message_id: str) -> bool:
+    return any(place.attempts and place.state == "waiting" for place in ball.get(message_id).groups)
+
+
+# ---- results ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_cache_a_result_has_its_status_and_no_return_value(broker: TestBroker) -> None:
+    with override_settings(TASKS=tasks(broker.http_url)), working():
+        result = shop.note.enqueue("x")
+        wait_for(result, "SUCCESSFUL")
+        assert result.started_at is None and result.attempts == 1
+        with pytest.raises(ValueError, match="not stored"):
+            _ = result.return_value
+
+
+def test_a_result_that_is_not_known_does_not_exist(broker: TestBroker) -> None:
+    with pytest.raises(TaskResultDoesNotExist):
+        backend().get_result("unknown")
+    other = broker.client().send("other-topic", b"{}").id
+    with pytest.raises(TaskResultDoesNotExist):
+        backend().get_result(other)
+    large = shop.note.enqueue("x" * 70_000)
+    with pytest.raises(TaskResultDoesNotExist):
+        large.refresh()
+
+
+# ---- checks -------------------------------------------------------------------------------------------------
+
+BACKEND = "timeball.client.django.backend.TimeballBackend"
+OTHER = BaseTaskBackend.__module__.removesuffix("base") + "dummy.DummyBackend"
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, []),
+        ({"OPTIONS": {"endpont": "http://h:1"}}, ["timeball.E001"]),
+        ({"OPTIONS": {"endpoint": 5}}, ["timeball.E001"]),
+        ({"OPTIONS": {"endpoint": "http:/h"}}, ["timeball.E001"]),
+        ({"OPTIONS": {"access_key": "a"}}, ["timeball.E001"]),
+        ({"OPTIONS": {"max_attempts": 0}}, ["timeball.E001"]),
+        ({"QUEUES": ["fine", "with.dot", "x" * 130]}, ["timeball.E002"] * 2),
+        ({"OPTIONS": {"results": "nowhere"}}, ["timeball.E004"]),
+        ({"OPTIONS": {"results": "default"}}, ["timeball.W001"]),
+    ],
+)
+def test_a_wrong_configuration_is_told(changed: dict[str, Any], found: list[str]) -> None:
+    with override_settings(TASKS={"default": {"BACKEND": BACKEND, "QUEUES": ["default"], **changed}}):
+        assert [message.id for message in checks.run_checks()] == found
+
+
+def test_a_setting_elsewhere_that_the_backend_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with override_settings(TASKS={"default": {"BACKEND": BACKEND}}), monkeypatch.context() as patch:
+        patch.setitem(settings.DATABASES, "default", {"ENGINE": "django.db.backends.dummy"})
+        assert [message.id for message in backend().check()] == ["timeball.E003"]
+    with override_settings(TASKS={"default": {"BACKEND": BACKEND}}):
+        others = [app.name for app in apps.get_app_configs() if app.name != "timeball.client.django"]
+        with override_settings(INSTALLED_APPS=others):
+            assert [message.id for message in backend().check()] == ["timeball.W002"]
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    with override_settings(TASKS={"default": {"BACKEND": BACKEND, "OPTIONS": {"endpont": "http://h:1"}}}):
+        with pytest.raises(ImproperlyConfigured, match=r"TASKS\['default'\].*did you mean 'endpoint'"):
+            shop.note.enqueue()
+
+
+# ---- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "text"),
+    [
+        (["--threads", "0"], {}, "threads=0"),
+        (["--lease", "soon"], {}, "soon"),
+        ([], {"QUEUES": []}, "name those to work on"),
+        ([], {"BACKEND": OTHER}, "is no TimeballBackend"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(
+    arguments: list[str], setting: dict[str, Any], text: str
+) -> None:
+    with (
+        override_settings(TASKS={"default": {"BACKEND": BACKEND, "OPTIONS": {}, **setting}}),
+        pytest.raises(CommandError, match=text),
+    ):
+        call_command("timeball_worker", *arguments)
+
+
+def worker_process(endpoint: str, *options: str) -> subprocess.Popen[str]:
+    """Start the command as a supervisor does; it is working when this returns."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "django", "timeball_worker", *options],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=environment(
+            DJANGO_SETTINGS_MODULE="tests.client.django_settings", SHOP_ENDPOINT=endpoint, PYTHONUNBUFFERED="1",
+            PYTHONPATH=os.pathsep.join(sys.path),
+        ),
+    )  # fmt: skip
+    assert process.stdout is not None and "working on" in process.stdout.readline()
+    return process
+
+
+def bodies(ball: Timeball, topic: str) -> Iterator[str]:
+    for message in ball.consume(topic, "looking"):
+        yield message.body.decode()
+
+
+def test_the_command_runs_tasks_until_it_is_stopped(http_node: RunningNode) -> None:
+    with override_settings(TASKS=tasks(http_node.endpoint)):
+        process = worker_process(http_node.endpoint, "--threads", "2")
+        try:
+            shop.forward.using(queue_name="mail").enqueue("forwarded", "a")
+            shop.forward.enqueue("forwarded", "b")
+            with Timeball(http_node.endpoint) as ball:
+                words = bodies(ball, "forwarded")
+                assert {next(words), next(words)} == {"a", "b"}
+                words.close()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            ended = process.wait(BOUND_S)
+            process.communicate()
+    assert ended == 0
+
+
+@pytest.mark.slow
+def test_tasks_whose_workers_are_killed_run_again(http_node: RunningNode) -> None:
+    """Processes end in the middle of every tenth task, and twice all of them at once with kill -9."""
+    words = [str(number) for number in range(200)]
+    with override_settings(TASKS=tasks(http_node.endpoint)), Timeball(http_node.endpoint) as ball:
+        for word in words:
+            shop.forward_or_die.enqueue("survived", word)
+        seen: Counter[str] = Counter()
+        arriving = bodies(ball, "survived")
+        for kill_at in (60, 130, None):
+            process = worker_process(
+                http_node.endpoint,
+                "--processes",
+                "2",
+                "--threads",
+                "2",
+                "--lease",
+                "2s",
+                "--queue",
+                "default",
+            )
+            try:
+                while len(seen) < (kill_at or len(words)):
+                    seen[next(arriving)] += 1
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(BOUND_S)
+                process.communicate()
+        arriving.close()
+        assert ball.dead_letters("django-default").dead_letters == []
+    assert set(seen) == set(words)

@@ -1,0 +1,114 @@
+"""The programs of docs/django.md, as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import django
+import pytest
+from tests.bounds import BOUND_S
+from tests.cli.processes import environment
+from tests.docs_pages import page
+from tests.node_fixture import eventually
+
+from timeball.testing import TestBroker
+
+ENDPOINT = "http://127.0.0.1:7480"
+
+
+@pytest.fixture
+def broker() -> Iterator[TestBroker]:
+    with TestBroker() as broker:
+        yield broker
+
+
+def write_programs(name: str, folder: Path, endpoint: str) -> None:
+    """Write the titled programs of a page to a folder, with the broker's address."""
+    found = re.findall(r'^```python title="([\w./]+)"\n(.*?)^```', page(name), re.M | re.S)
+    assert found
+    for title, code in found:
+        path = folder / title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code.replace(ENDPOINT, endpoint))
+
+
+# ---- Django -------------------------------------------------------------------------------------------------
+
+SETTINGS = """
+SECRET_KEY = "of the tests"
+INSTALLED_APPS = ["shop"]
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.db"}}
+
+"""
+# What the page does in a project, and what a relay does that has ended between its send and its delete.
+WALK = """
+import json
+from datetime import timedelta
+
+import django
+from django.core.management import call_command
+from django.utils import timezone
+
+django.setup()
+call_command("check", fail_level="WARNING")
+call_command("migrate", run_syncdb=True, verbosity=0)
+
+from shop import cancelling, ordering, views
+from shop.models import Order, Reminder
+
+placed = views.place(None, 17).content.decode()
+cancelled = views.place(None, 18).content.decode()
+verdict = cancelling.cancel(cancelled)
+ordering.place(19, timezone.now() + timedelta(days=40))
+(row,) = Reminder.objects.all()
+call_command("relay")
+assert not Reminder.objects.exists()
+Reminder.objects.create(id=row.id, number=row.number, run_after=row.run_after)
+call_command("relay")
+print(json.dumps({"placed": placed, "verdict": verdict, "relayed": str(row.id)}))
+"""
+
+
+def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
+    write_programs("docs/django.md", tmp_path, broker.http_url)
+    for folder in ("shop", "shop/management", "shop/management/commands"):
+        (tmp_path / folder / "__init__.py").touch()
+    settings = SETTINGS + (tmp_path / "settings.py").read_text()
+    if django.VERSION < (6,):  # as the page says
+        settings += '\nINSTALLED_APPS += ["django_tasks"]\n'
+        for path in (tmp_path / "shop").rglob("*.py"):
+            path.write_text(path.read_text().replace("django.tasks", "django_tasks"))
+    (tmp_path / "settings.py").write_text(settings)
+    (tmp_path / "walk.py").write_text(WALK)
+    more = {"DJANGO_SETTINGS_MODULE": "settings", "PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    walk = subprocess.run(
+        [sys.executable, "walk.py"],
+        cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert walk.returncode == 0, walk.stderr
+    told = json.loads(walk.stdout.splitlines()[-1])
+    assert told["verdict"] == "cancelled"
+    pending = broker.pending("django-default")
+    assert sorted(message.id or "" for message in pending) == sorted([told["placed"], told["relayed"]])
+
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", page("docs/django.md"), re.M | re.S)
+    work = commands.splitlines()[-1].replace("python manage.py", f"{sys.executable} -m django").split()
+    worker = subprocess.Popen(work, cwd=tmp_path, env=environment(**more), stdout=subprocess.DEVNULL)
+    try:
+        broker.clock.advance("41d")
+        with sqlite3.connect(tmp_path / "shop.db") as shop:
+            closed = "select number from shop_order where closed order by number"
+            eventually(lambda: shop.execute(closed).fetchall() == [(17,), (19,)], "closed after 40 days")
+        shop.close()
+    finally:
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(BOUND_S) == 0
