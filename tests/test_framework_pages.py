@@ -1,7 +1,8 @@
-"""The programs of docs/django.md, as they stand."""
+"""The programs of docs/django.md and docs/dramatiq.md, as they stand."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import django
+import dramatiq
 import pytest
 from tests.bounds import BOUND_S
 from tests.cli.processes import environment
@@ -37,6 +40,16 @@ def write_programs(name: str, folder: Path, endpoint: str) -> None:
         path = folder / title
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code.replace(ENDPOINT, endpoint))
+
+
+def load(folder: Path, name: str) -> Any:
+    """Import a program under its name. Each test has programs of other names, so they may stay."""
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- Django -------------------------------------------------------------------------------------------------
@@ -112,3 +125,28 @@ def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
     finally:
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(BOUND_S) == 0
+
+
+# ---- Dramatiq -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_dramatiq(
+    broker: TestBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_programs("docs/dramatiq.md", tmp_path, broker.http_url)
+    (tmp_path / "jobs.py").rename(tmp_path / "dramatiq_jobs.py")
+    jobs = load(tmp_path, "dramatiq_jobs")
+    monkeypatch.setitem(sys.modules, "jobs", jobs)
+    (tmp_path / "shop.py").rename(tmp_path / "dramatiq_shop.py")
+    shop = load(tmp_path, "dramatiq_shop")
+    shop.place(17)
+    assert shop.pay(shop.place(18)) == ["cancelled"]
+    worker = dramatiq.Worker(jobs.broker, worker_timeout=50, worker_threads=1)
+    worker.start()
+    try:
+        broker.clock.advance("40d")
+        jobs.broker.join("default", timeout=BOUND_S * 1000)
+    finally:
+        worker.stop()
+        jobs.broker.close()
+    assert capsys.readouterr().out == "closed 17\n"

@@ -1,0 +1,307 @@
+"""The broker for Dramatiq, with Dramatiq's own workers, against a real broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import dramatiq
+import pytest
+from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
+from dramatiq.middleware import Retries
+from tests.bounds import BOUND_S
+from tests.cli.processes import environment
+from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
+
+from timeball import InvalidName, RequestError, Timeball
+from timeball.client.dramatiq import TimeballBroker
+from timeball.testing import TestBroker
+
+NUMBERS = count(1)
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestBroker]:
+    with TestBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(node: TestBroker) -> Iterator[TimeballBroker]:
+    """Topics of its own for each test."""
+    found = TimeballBroker(Timeball(node.http_url), prefix=f"t{next(NUMBERS)}-")
+    yield found
+    found.close()
+
+
+@contextmanager
+def working(broker: TimeballBroker, threads: int = 2) -> Iterator[dramatiq.Worker]:
+    worker = dramatiq.Worker(broker, worker_timeout=50, worker_threads=threads)
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def actor(broker: TimeballBroker, function: Callable[..., Any], **options: Any) -> Any:
+    return dramatiq.actor(function, broker=broker, actor_name=function.__name__, **options)
+
+
+def in_group(broker: TimeballBroker, queue: str = "default") -> tuple[int, int]:
+    """The lag of the group, and its messages in flight."""
+    (group,) = broker.ball.groups(broker.topic(queue))
+    return group.lag, group.in_flight
+
+
+def test_a_message_with_a_delay_is_delivered_at_its_due_time(
+    broker: TimeballBroker, node: TestBroker
+) -> None:
+    seen: list[int] = []
+    run = actor(broker, seen.append)
+    with working(broker):
+        run.send_with_options(args=(17,), delay=timedelta(days=40))
+        node.assert_scheduled(broker.topic("default"), after="40d")
+        node.clock.advance("39d")
+        broker.join("default", timeout=BOUND_S * 1000)
+        assert seen == []
+        node.clock.advance("1d")
+        eventually(lambda: seen == [17], "delivered")
+        broker.join("default", timeout=BOUND_S * 1000)
+    assert in_group(broker) == (0, 0)
+
+
+def test_messages_are_processed_once_in_their_queues(broker: TimeballBroker) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def mail(number: int) -> None:
+        seen.append(("mail", number))
+
+    def other(number: int) -> None:
+        seen.append(("other", number))
+
+    actors = [actor(broker, mail, queue_name="mail"), actor(broker, other)]
+    for number in range(20):
+        actors[number % 2].send(number)
+    with working(broker, threads=4):
+        for queue in ("mail", "default"):
+            broker.join(queue, timeout=BOUND_S * 1000)
+    assert sorted(seen) == sorted((("mail", "other")[number % 2], number) for number in range(20))
+
+
+def test_a_message_is_cancelled_by_its_id(broker: TimeballBroker, node: TestBroker) -> None:
+    seen: list[int] = []
+    message = actor(broker, seen.append).send_with_options(args=(1,), delay=60_000)
+    assert [each.verdict for each in broker.ball.cancel(key=message.message_id)] == ["cancelled"]
+    assert node.pending(broker.topic("default")) == []
+
+
+def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, node: TestBroker) -> None:
+    attempts: list[int] = []
+
+    def fail_once() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise ValueError("a fault of the actor")
+
+    actor(broker, fail_once, min_backoff=3_600_000, max_backoff=3_600_000).send()
+    with working(broker):
+        eventually(lambda: node.pending(broker.topic("default")), "the retry is scheduled")
+        broker.join("default", timeout=BOUND_S * 1000)
+        node.clock.advance("2h")
+        eventually(lambda: len(attempts) == 2, "the retry has run")
+    assert broker.ball.dead_letters(broker.topic("default")).dead_letters == []
+
+
+def test_a_rejected_message_is_a_dead_letter_with_its_reason(broker: TimeballBroker) -> None:
+    def fail() -> None:
+        raise ValueError("a fault of the actor")
+
+    actor(broker, fail, max_retries=0).send()
+    with working(broker):
+        broker.join("default", timeout=BOUND_S * 1000)
+    (letter,) = broker.ball.dead_letters(broker.topic("default")).dead_letters
+    assert letter.reason == "ValueError: a fault of the actor"
+
+
+def test_a_message_that_is_not_of_dramatiq_is_a_dead_letter(broker: TimeballBroker) -> None:
+    seen: list[int] = []
+    run = actor(broker, seen.append)
+    for body in ("no JSON", "{}"):
+        broker.ball.send(broker.topic("default"), body)
+    run.send(1)
+    with working(broker):
+        broker.join("default", timeout=BOUND_S * 1000)
+    assert seen == [1]
+    letters = broker.ball.dead_letters(broker.topic("default")).dead_letters
+    assert sorted(letter.body for letter in letters) == [b"no JSON", b"{}"]
+
+
+def test_a_worker_holds_no_more_than_it_may_prefetch_and_gives_back_the_rest(broker: TimeballBroker) -> None:
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def hold(number: int) -> None:
+        begun.release()
+        may_end.wait(BOUND_S)
+
+    run = actor(broker, hold)
+    for number in range(20):
+        run.send(number)
+    worker = dramatiq.Worker(broker, worker_timeout=50, worker_threads=2)
+    worker.start()
+    for _ in range(2):
+        assert begun.acquire(timeout=BOUND_S)
+    eventually(lambda: in_group(broker)[1] == 4, "two for each thread")
+    stopping = threading.Thread(target=worker.stop)
+    stopping.start()
+    # Then they take no other message.
+    eventually(lambda: not any(thread.running for thread in worker.workers), "the threads are told to stop")
+    may_end.set()
+    stopping.join(BOUND_S)
+    topic = broker.topic("default")
+    assert in_group(broker)[1] == 0, "none is held"
+    left = broker.ball.pull(topic, topic, wait=0)
+    assert len(left) == 18 and {message.attempts for message in left} == {0}
+
+
+def test_a_flush_drops_what_is_due_and_what_is_scheduled(broker: TimeballBroker, node: TestBroker) -> None:
+    seen: list[int] = []
+    run = actor(broker, seen.append)
+    broker.declare_queue("unused")
+    broker.flush_all()  # no message has created the topics
+    for number in range(5):
+        run.send(number)
+        run.send_with_options(args=(number,), delay=60_000)
+    broker.flush_all()
+    assert node.pending(broker.topic("default")) == []
+    with working(broker):
+        run.send(99)
+        broker.join("default", timeout=BOUND_S * 1000)
+    assert seen == [99]
+
+
+def test_a_join_ends_after_its_time_or_when_nothing_was_sent(broker: TimeballBroker) -> None:
+    run = actor(broker, print)
+    broker.join("default", timeout=1_000)
+    run.send("x")
+    with pytest.raises(QueueJoinTimeout):
+        broker.join("default", timeout=1, interval=1)
+
+
+def test_what_cannot_be_is_refused_by_name(broker: TimeballBroker, node: TestBroker) -> None:
+    with pytest.raises(InvalidName, match=r"with\.dot"):
+        broker.declare_queue("with.dot")
+    with pytest.raises(QueueNotFound):
+        broker.consume("never declared")
+    with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="http://"):
+        TimeballBroker(ball)
+
+
+# ---- with the real clock ------------------------------------------------------------------------------------
+
+
+def test_an_actor_may_take_many_leases(http_node: RunningNode) -> None:
+    broker = TimeballBroker(Timeball(http_node.endpoint), prefix="leased-", lease="300ms")
+    attempts: list[int] = []
+    may_end = threading.Event()
+
+    def slow() -> None:
+        attempts.append(1)
+        may_end.wait(BOUND_S)
+
+    actor(broker, slow).send()
+    try:
+        with working(broker):
+            eventually(lambda: attempts, "begun")
+            (received,) = broker._held["default"]
+
+            def lease_end_ms() -> int:
+                return broker.ball.get(received.id or "").groups[0].until_ms or 0
+
+            first_ms = lease_end_ms()
+            eventually(lambda: lease_end_ms() > first_ms + 900, "renewed for three leases")
+            may_end.set()
+            broker.join("default", timeout=BOUND_S * 1000)
+    finally:
+        may_end.set()
+    assert len(attempts) == 1
+    broker.close()
+
+
+def test_a_retry_that_cannot_be_sent_does_not_lose_the_message(tmp_path: Path, no_pauses: None) -> None:
+    with running_node(tmp_path / "data", kind=HttpNode) as node:
+        broker = TimeballBroker(Timeball(node.endpoint), middleware=[Retries()])
+        message_id = actor(broker, print).send("x").message_id
+        consumer = broker.consume("default", timeout=1_000)
+        message = next(consumer)
+        assert message is not None and message.message_id == message_id
+        node.stop()
+        with pytest.raises(ConnectionClosed):
+            broker.enqueue(message, delay=1_000)
+        with pytest.raises(ConnectionClosed):
+            consumer.ack(message)  # Dramatiq repeats it
+        node.start()
+        consumer.ack(message)
+        consumer.close()
+        (place,) = broker.ball.get(message.received.id).groups
+        assert (place.state, place.attempts) == ("waiting", 1)
+        broker.close()
+
+
+def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:
+    with running_node(tmp_path / "data", kind=HttpNode) as node:
+        broker = TimeballBroker(Timeball(node.endpoint))
+        run = actor(broker, print)
+        run.send("x")
+        consumer = broker.consume("default", timeout=10)
+        node.stop()
+        assert next(consumer) is None
+        node.start()
+        message = next(consumer)
+        assert message is not None and message.args == ("x",)
+        consumer.requeue([message])
+        consumer.close()
+        topic = broker.topic("default")
+        assert [each.attempts for each in broker.ball.pull(topic, topic)] == [0]
+        broker.close()
+
+
+@pytest.mark.slow
+def test_messages_whose_workers_are_killed_run_again(http_node: RunningNode) -> None:
+    """Twice, kill -9 of all processes while they work."""
+    words, seen = [str(number) for number in range(200)], Counter[str]()
+    with Timeball(http_node.endpoint) as ball:
+        broker = TimeballBroker(ball)
+
+        def forward(topic: str, word: str) -> None:
+            raise AssertionError("runs in the workers")
+
+        run = actor(broker, forward, queue_name="forwarding")
+        for word in words:
+            run.send("survived-dramatiq", word)
+        arriving = ball.consume("survived-dramatiq", "looking")
+        for kill_at in (60, 130, len(words)):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dramatiq", "tests.client.dramatiq_actors", "--processes=2", "--threads=2"],
+                start_new_session=True, stderr=subprocess.DEVNULL,
+                env=environment(SHOP_ENDPOINT=http_node.endpoint, PYTHONPATH=os.pathsep.join(sys.path)),
+            )  # fmt: skip
+            try:
+                while len(seen) < kill_at:
+                    seen[next(arriving).body.decode()] += 1
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(BOUND_S)
+        arriving.close()
+        assert set(seen) == set(words)
+        assert ball.dead_letters("dramatiq-forwarding").dead_letters == []
