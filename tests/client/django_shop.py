@@ -62,6 +62,16 @@ def forward(topic: str, word: str) -> None:
 
 
 @task
+def begin_and_end(topic: str) -> None:
+    """Tell of the beginning, wait until the test lets the task go on, and tell of the end."""
+    ball = task_backends["default"].ball
+    ball.send(topic, "begun")
+    while not ball.pull(f"{topic}-go", "go", wait="10s"):
+        pass
+    ball.send(topic, "ended")
+
+
+@task
 def forward_or_die(topic: str, word: str) -> None:
     """Send a message, and end the process with every tenth word that comes for the first time."""
     ball = task_backends["default"].ball

@@ -11,8 +11,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, timedelta
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -402,18 +402,26 @@ def test_a_worker_that_cannot_start_says_why(
         call_command("timeball_worker", *arguments)
 
 
-def worker_process(endpoint: str, *options: str) -> subprocess.Popen[str]:
-    """Start the command as a supervisor does; it is working when this returns."""
-    process = subprocess.Popen(
+@contextmanager
+def worker_process(endpoint: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command as a supervisor does. It is working when the block begins, and killed when the block ends."""
+    with subprocess.Popen(
         [sys.executable, "-m", "django", "timeball_worker", *options],
         stdout=subprocess.PIPE, text=True, start_new_session=True,
         env=environment(
             DJANGO_SETTINGS_MODULE="tests.client.django_settings", SHOP_ENDPOINT=endpoint, PYTHONUNBUFFERED="1",
             PYTHONPATH=os.pathsep.join(sys.path),
         ),
-    )  # fmt: skip
-    assert process.stdout is not None and "working on" in process.stdout.readline()
-    return process
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None and "working on" in process.stdout.readline()
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+NEVER = datetime(2035, 1, 1, tzinfo=UTC)
 
 
 def bodies(ball: Timeball, topic: str) -> Iterator[str]:
@@ -422,20 +430,24 @@ def bodies(ball: Timeball, topic: str) -> Iterator[str]:
 
 
 def test_the_command_runs_tasks_until_it_is_stopped(http_node: RunningNode) -> None:
-    with override_settings(TASKS=tasks(http_node.endpoint)):
-        process = worker_process(http_node.endpoint, "--threads", "2")
-        try:
-            shop.forward.using(queue_name="mail").enqueue("forwarded", "a")
-            shop.forward.enqueue("forwarded", "b")
-            with Timeball(http_node.endpoint) as ball:
-                words = bodies(ball, "forwarded")
-                assert {next(words), next(words)} == {"a", "b"}
-                words.close()
-        finally:
-            process.send_signal(signal.SIGTERM)
-            ended = process.wait(BOUND_S)
-            process.communicate()
-    assert ended == 0
+    with (
+        override_settings(TASKS=tasks(http_node.endpoint)),
+        Timeball(http_node.endpoint) as ball,
+        worker_process(http_node.endpoint, "--threads", "2") as process,
+    ):
+        shop.forward.using(queue_name="mail").enqueue("forwarded", "a")
+        shop.forward.enqueue("forwarded", "b")
+        words = bodies(ball, "forwarded")
+        assert {next(words), next(words)} == {"a", "b"}
+        running = shop.begin_and_end.enqueue("forwarded")
+        waiting = shop.note.using(run_after=NEVER).enqueue()
+        assert next(words) == "begun"
+        process.send_signal(signal.SIGTERM)
+        ball.send("forwarded-go", "x")
+        assert next(words) == "ended"
+        words.close()
+        assert process.wait(BOUND_S) == 0
+        assert (status_of(running), status_of(waiting)) == ("SUCCESSFUL", "READY")
 
 
 @pytest.mark.slow
@@ -448,24 +460,10 @@ def test_tasks_whose_workers_are_killed_run_again(http_node: RunningNode) -> Non
         seen: Counter[str] = Counter()
         arriving = bodies(ball, "survived")
         for kill_at in (60, 130, None):
-            process = worker_process(
-                http_node.endpoint,
-                "--processes",
-                "2",
-                "--threads",
-                "2",
-                "--lease",
-                "2s",
-                "--queue",
-                "default",
-            )
-            try:
+            options = ("--processes=2", "--threads=2", "--lease=2s", "--queue=default")
+            with worker_process(http_node.endpoint, *options):
                 while len(seen) < (kill_at or len(words)):
                     seen[next(arriving)] += 1
-            finally:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(BOUND_S)
-                process.communicate()
         arriving.close()
         assert ball.dead_letters("django-default").dead_letters == []
     assert set(seen) == set(words)
