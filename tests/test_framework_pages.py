@@ -1,4 +1,4 @@
-"""The programs of docs/django.md and docs/dramatiq.md, as they stand."""
+"""The programs of docs/django.md, docs/dramatiq.md and docs/coming-from.md, as they stand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.cli.processes import environment
 from tests.docs_pages import page
 from tests.node_fixture import eventually
 
+from timeball import Timeball, Worker
 from timeball.testing import TestBroker
 
 ENDPOINT = "http://127.0.0.1:7480"
@@ -150,3 +152,22 @@ def test_the_page_of_dramatiq(
         worker.stop()
         jobs.broker.close()
     assert capsys.readouterr().out == "closed 17\n"
+
+
+# ---- coming from --------------------------------------------------------------------------------------------
+
+
+def test_the_program_for_those_who_come_from_elsewhere(
+    broker: TestBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_programs("docs/coming-from.md", tmp_path, broker.http_url)
+    (tmp_path / "jobs.py").rename(tmp_path / "own_jobs.py")
+    jobs = load(tmp_path, "own_jobs")
+    with Timeball(broker.http_url) as ball:
+        assert jobs.examples(ball, broker.clock.now + timedelta(hours=1)) == "cancelled"
+        for _ in range(2):  # two schedulers
+            jobs.daily(ball, "2027-01-01")
+        broker.clock.advance("40d")
+        with Worker(ball, "jobs", "jobs", jobs.run) as worker:
+            eventually(lambda: worker.counts.acknowledged == 2, "handled")
+    assert sorted(capsys.readouterr().out.splitlines()) == ["remind 5", "remind all"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bounds import BOUND_S
+from tests.cli.processes import environment
 from tests.docs_pages import page, section
 from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
 
@@ -25,18 +29,23 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield running
 
 
+def program(title: str, endpoint: str) -> str:
+    """Return a recipe's program, with the address of a broker."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", section(page("docs/recipes.md"), title), re.M | re.S)
+    return str(code).replace(ENDPOINT, endpoint)
+
+
 def recipe(title: str, endpoint: str) -> Any:
     """Return a recipe's program as a module, imported and not run."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", section(page("docs/recipes.md"), title), re.M | re.S)
     module = types.ModuleType("recipe")
-    exec(compile(code.replace(ENDPOINT, endpoint), "docs/recipes.md", "exec"), vars(module))
+    exec(compile(program(title, endpoint), "docs/recipes.md", "exec"), vars(module))
     return module
 
 
 def test_every_recipe_has_a_test_here() -> None:
     titles = re.findall(r"^## (.+)$", page("docs/recipes.md"), re.M)
     here = Path(__file__).read_text("utf-8")
-    assert len(titles) == 2 and all(f'recipe("{title}"' in here for title in titles)
+    assert len(titles) == 3 and all(f'("{title}"' in here for title in titles)
 
 
 def test_a_web_application(node: RunningNode) -> None:
@@ -60,6 +69,39 @@ def test_a_web_application(node: RunningNode) -> None:
             assert (await web.post("/orders/18", params={"pay_within": "soon"})).status_code == 422
 
     asyncio.run(ask())
+
+
+FORKING = """
+import os
+import wsgi
+
+def order(number):
+    (told,) = wsgi.application({"PATH_INFO": f"/{number}"}, lambda status, _: None)
+    print(told.decode(), flush=True)
+
+order(31)
+if not (child := os.fork()):
+    order(32)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+order(33)
+"""
+
+
+def test_a_web_server_that_forks(node: RunningNode, tmp_path: Path) -> None:
+    (tmp_path / "wsgi.py").write_text(program("A web server that forks (gunicorn)", node.endpoint))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with Timeball(node.endpoint) as ball:
+        told = [ball.get(message_id) for message_id in done.stdout.split()]
+    assert [place.content and place.content.keys for place in told] == [
+        ["order-31"],
+        ["order-32"],
+        ["order-33"],
+    ]
 
 
 def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
