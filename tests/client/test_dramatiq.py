@@ -118,8 +118,10 @@ def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, node: TestBro
     with working(broker):
         eventually(lambda: node.pending(broker.topic("default")), "the retry is scheduled")
         broker.join("default", timeout=BOUND_S * 1000)
-        node.clock.advance("2h")
+        # Not further: the lease of the retry would end.
+        node.clock.advance_to(node.assert_scheduled(broker.topic("default")).due)
         eventually(lambda: len(attempts) == 2, "the retry has run")
+        broker.join("default", timeout=BOUND_S * 1000)
     assert broker.ball.dead_letters(broker.topic("default")).dead_letters == []
 
 
@@ -145,6 +147,18 @@ def test_a_message_that_is_not_of_dramatiq_is_a_dead_letter(broker: TimeballBrok
     assert seen == [1]
     letters = broker.ball.dead_letters(broker.topic("default")).dead_letters
     assert sorted(letter.body for letter in letters) == [b"no JSON", b"{}"]
+
+
+def test_a_message_whose_workers_die_becomes_a_dead_letter(broker: TimeballBroker, node: TestBroker) -> None:
+    actor(broker, print).send("x")
+    attempts, letters, topic = 0, list[Any](), broker.topic("default")
+    while not letters:
+        if next(broker.consume("default", timeout=10)) is not None:
+            attempts += 1
+            broker._held.clear()  # as by kill -9: nobody answers
+        node.clock.advance("61s")
+        letters = broker.ball.dead_letters(topic).dead_letters
+    assert attempts == 17 and [letter.attempts for letter in letters] == [17]
 
 
 def test_a_worker_holds_no_more_than_it_may_prefetch_and_gives_back_the_rest(broker: TimeballBroker) -> None:
