@@ -9,6 +9,7 @@ selects. It imports only `model` and `io`, so a producer does not have to instal
     http_…                                       HTTP: connections, calls, sends, the codec
     calls, dialing, exchange, sender, outgoing, batch_rows, browser, source
                                                  Flight, which needs pyarrow
+    django, dramatiq                             backends of these frameworks, each in its extra
 """
 
 from timeball.client.timeball import Timeball
