@@ -111,7 +111,7 @@ JOBS_MAX = 100_000
 CAMPAIGNS_MAX = 1_000  # campaigns kept in the log; finished ones are dropped for new ones
 RULE_CHARACTERS_MAX = 20_000  # text of RFC 5545 with as many EXDATEs as may be listed
 RULE_LISTED_MAX = 1_000  # local times, or excluded dates, of a recurring rule
-RULE_COUNT_MAX = 10_000  # occurrences of a rule with `count`: the last is found in some tens of milliseconds
+RULE_COUNT_MAX = 1_000  # occurrences of a rule with `count`: the last is found in some milliseconds
 # Parsed rules that are kept: about a kilobyte each. Schedules that are due at the same time often have equal rules.
 RULES_KEPT = 16_384
 # Minimum time that a job is remembered, so that repeating yesterday's write does not write twice.

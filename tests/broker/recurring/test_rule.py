@@ -284,9 +284,9 @@ DAILY = {"cron": "0 9 * * *", "zone": "Europe/Berlin"}
         ({"every": "1h", "count": 3}, "needs starts_at"),
         (
             {"every": "1h", "count": 0, "anchor": "2026-01-01T00:00:00Z"},
-            "from 1 to 10000; for more, write ends_at",
+            "from 1 to 1000; for more, write ends_at",
         ),
-        ({**DAILY, "count": True, "starts_at": "2026-01-01T00:00"}, "from 1 to 10000"),
+        ({**DAILY, "count": True, "starts_at": "2026-01-01T00:00"}, "from 1 to 1000"),
         ({**DAILY, "exclude": "2030-12-25"}, "a list such as"),
         ({**DAILY, "exclude": ["25.12.2030"]}, "a date such as '2030-12-25'"),
         ({**DAILY, "exclude": [20301225]}, "text such as '2030-12-25'"),
@@ -309,5 +309,5 @@ def test_limits_are_those_of_the_tests_above() -> None:
     assert (limits.RULE_CHARACTERS_MAX, limits.RULE_LISTED_MAX, limits.RULE_COUNT_MAX) == (
         20_000,
         1_000,
-        10_000,
+        1_000,
     )

@@ -14,9 +14,11 @@ takes as long in the tenth year as in the first.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from calendar import isleap, monthrange
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import islice
@@ -44,12 +46,23 @@ _LINE = re.compile(r"([A-Z-]+)((?:;[A-Z-]+=[^:;]*)*):(.*)")
 _LOCAL_TIME = re.compile(r"(\d{8}T\d{6})(Z?)", re.ASCII)
 _BYDAY = re.compile(r"([+-]?\d{1,2})?(MO|TU|WE|TH|FR|SA|SU)", re.ASCII)
 
-# Years of a search. The rarest dates that an ordinary rule names are a 29 February on one weekday (40 years) and, of
-# rules by year or month, the same with an interval.
-_SEARCHED_YEARS = {_YEARLY: 400, _MONTHLY: 400}
-_SEARCHED_YEARS_OTHERWISE = 100
-# Local times that are computed at once: a search mostly takes as long as some tens of them.
+# Years of a search. The rarest date that an ordinary rule names is a 29 February on one weekday: it can take 40 years,
+# and longer with an interval.
+_SEARCHED_YEARS = 50
+_SEARCHED_YEARS_MAX = 400
+# An interval of a million days and more, so that the second period is after the year 9999.
+_ONE_PERIOD = {
+    _YEARLY: 10_000,
+    _MONTHLY: 120_000,
+    _WEEKLY: 600_000,
+    _DAILY: 4_000_000,
+    _HOURLY: 96_000_000,
+    _MINUTELY: 5_760_000_000,
+}
+# Local times that are computed at once, because a search mostly takes as long as some tens of them. A rare rule has
+# fewer: a search ends with the first one that is more than a year later.
 _TIMES_AT_ONCE = 32
+_TIMES_OF_DAY_MAX = 1_440  # dateutil makes a list of them for each search
 
 
 class _Found(NamedTuple):
@@ -68,8 +81,8 @@ class RruleTimes:
     """The local times of a recurrence rule. They can be computed in any order, but are fast to compute in theirs."""
 
     __slots__ = (
-        "_arguments", "_excluded", "_first_s", "_found", "_frequency", "_interval", "_last_s", "ends_ms",
-        "runs_every_hour", "text",
+        "_arguments", "_excluded", "_first_s", "_found", "_frequency", "_interval", "_last_s", "_years",
+        "ends_ms", "runs_every_hour", "text",
     )  # fmt: skip
 
     def __init__(self, text: str, first_s: int, parts: Mapping[str, str], excluded: frozenset[int]) -> None:
@@ -77,6 +90,9 @@ class RruleTimes:
         self._excluded: frozenset[int] = frozenset()  # COUNT includes them, so they are left out afterwards
         self._frequency = _FREQUENCIES.index(parts["FREQ"])
         self._interval = int(parts.get("INTERVAL", 1))
+        self._years = _SEARCHED_YEARS_MAX
+        if self._frequency > _MONTHLY:
+            self._years = min(_SEARCHED_YEARS * self._interval, _SEARCHED_YEARS_MAX)
         self._arguments = _arguments(parts, local_datetime(first_s))
         self.runs_every_hour = _runs_every_hour(parts, self._interval)
         until = parts.get("UNTIL", "")
@@ -85,10 +101,12 @@ class RruleTimes:
         if until and not until.endswith("Z"):
             self._last_s = local_seconds(datetime.fromisoformat(until))
         self._found: _Found | None = None
-        _check_first(self.at_or_after(first_s), first_s)
+        if self._last_s < first_s:
+            _refuse("UNTIL is before DTSTART, so there is no occurrence")
+        self._check_first(parts)
         if "COUNT" in parts:
             count = int(parts["COUNT"])
-            counted = tuple(islice(self._expand(first_s), count))
+            counted = tuple(islice(self._expand(first_s, self._years), count))
             if len(counted) < count:
                 _refuse(
                     f"COUNT: only {len(counted)} occurrences are found in the next centuries; leave COUNT out"
@@ -103,29 +121,56 @@ class RruleTimes:
             return None
         found = self._found
         if found is None or local_s < found.from_s or local_s > found.until_s:
-            times = tuple(islice(self._expand(local_s), _TIMES_AT_ONCE))
-            found = self._found = _Found(local_s, times)
+            found = self._found = _Found(local_s, tuple(self._next_times(local_s)))
         at = bisect_left(found.times, local_s)
         return found.times[at] if at < len(found.times) else None
 
-    def _expand(self, from_s: int) -> Iterator[int]:
-        """Yield the local times from `from_s` on."""
-        from dateutil.rrule import rrule  # slow to import, and few brokers have such rules
+    def _next_times(self, from_s: int) -> Iterator[int]:
+        for local_s in islice(self._expand(from_s, self._years), _TIMES_AT_ONCE):
+            yield local_s
+            if local_s > from_s + 366 * DAY_S:
+                break
 
-        years = _SEARCHED_YEARS.get(self._frequency, _SEARCHED_YEARS_OTHERWISE)
+    def _expand(self, from_s: int, years: int) -> Iterator[int]:
+        """Yield the local times of some years from `from_s` on."""
         last_s = min(self._last_s, from_s + years * 366 * DAY_S)
         begin = self._period_before(local_datetime(from_s))
-        for local in rrule(
-            self._frequency,
-            begin,
-            self._interval,
-            until=local_datetime(last_s),
-            cache=False,
-            **self._arguments,
-        ):
+        for local in self._rrule(begin, self._interval, last_s):
             local_s = local_seconds(local)
             if local_s >= from_s and local_s not in self._excluded:
                 yield local_s
+
+    def _rrule(self, begin: datetime, interval: int, last_s: int) -> Iterable[datetime]:
+        from dateutil.rrule import rrule  # slow to import, and few brokers have such rules
+
+        until = local_datetime(last_s)
+        expanded: Iterable[datetime] = rrule(
+            self._frequency, begin, interval, until=until, cache=False, **self._arguments
+        )
+        return expanded
+
+    def _check_first(self, parts: Mapping[str, str]) -> None:
+        """Check that DTSTART is an occurrence. Then the rule has later ones, so that no search runs into the void."""
+        first = local_datetime(self._first_s)
+        year_day, days = first.timetuple().tm_yday, 366 if isleap(first.year) else 365
+        own = {
+            "BYMONTH": {first.month}, "BYMONTHDAY": {first.day, first.day - monthrange(first.year, first.month)[1] - 1},
+            "BYYEARDAY": {year_day, year_day - days - 1}, "BYHOUR": {first.hour}, "BYMINUTE": {first.minute},
+            "BYSECOND": {first.second},
+        }  # fmt: skip
+        for name, values in own.items():
+            if name in parts and not values.intersection(_numbers(parts[name])):
+                _refuse_first(name)
+        weekdays = [day[-2:] for day in parts["BYDAY"].split(",")] if "BYDAY" in parts else _WEEKDAYS
+        if _WEEKDAYS[first.weekday()] not in weekdays:
+            _refuse_first("BYDAY")
+        # Numbered weekdays, weeks and BYSETPOS depend on the period, so the one of DTSTART is expanded alone.
+        if self._frequency in (_YEARLY, _MONTHLY) or "BYSETPOS" in parts:
+            period = self._rrule(self._period_before(first), _ONE_PERIOD[self._frequency], self._first_s)
+            if first not in list(period):
+                _refuse_first("the numbers of days and weeks")
+        if next(self._expand(self._first_s, self._years), None) != self._first_s:
+            _refuse_first("INTERVAL")
 
     def _period_before(self, asked: datetime) -> datetime:
         """Return the beginning of the last period of the rule (a year, a month, …) that begins before a local time."""
@@ -328,20 +373,24 @@ def _check_parts(parts: dict[str, str]) -> None:
         _refuse(f"BYYEARDAY is not for {frequency} rules; write FREQ=YEARLY")
     if "BYMONTHDAY" in parts and frequency == "WEEKLY":
         _refuse("BYMONTHDAY is not for WEEKLY rules; write FREQ=MONTHLY")
+    if "BYMONTHDAY" in parts and frequency == "DAILY" and parts.get("INTERVAL", "1") != "1":
+        _refuse("BYMONTHDAY is not for DAILY rules with INTERVAL; write FREQ=MONTHLY")
     if "BYSETPOS" in parts and not any(name.startswith("BY") and name != "BYSETPOS" for name in parts):
         _refuse("BYSETPOS selects from other BY parts; write one of them, such as BYDAY")
+    if frequency in ("HOURLY", "MINUTELY") and {"BYMONTH", "BYMONTHDAY", "BYYEARDAY", "BYDAY"} & parts.keys():
+        _refuse(f"{frequency} rules have no parts for dates; write FREQ=DAILY with BYHOUR and BYMINUTE")
+    times = (set(parts[name].split(",")) for name in ("BYHOUR", "BYMINUTE", "BYSECOND") if name in parts)
+    if math.prod(len(values) for values in times) > _TIMES_OF_DAY_MAX:
+        _refuse(f"names more than {_TIMES_OF_DAY_MAX} times of a day; write the rule every, such as '10s'")
     if frequency == "YEARLY" and int(parts.get("INTERVAL", 1)) > 100:
         _refuse("INTERVAL of a YEARLY rule is a number from 1 to 100")
 
 
-def _check_first(found_s: int | None, first_s: int) -> None:
-    if found_s is None:
-        _refuse("no local time matches it")
-    if found_s != first_s:
-        _refuse(
-            "DTSTART does not match the rule, and programs disagree whether it is an occurrence; "
-            f"write DTSTART:{_ical(found_s)}"
-        )
+def _refuse_first(part: str) -> NoReturn:
+    _refuse(
+        f"DTSTART does not match {part}, and programs disagree whether it is an occurrence; "
+        "write the first time that matches"
+    )
 
 
 def _refuse(advice: str) -> NoReturn:
