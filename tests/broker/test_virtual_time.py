@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.node_fixture import RunningNode, running_node
 
 from timeball import OutOfRange, Timeball
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.virtual_time import Step, VirtualTime
 from timeball.io.clock import ManualClock
-from timeball.model.limits import DAY_MS, DELAY_MS_MAX
+from timeball.model.config import STRATEGIES, StrategyName
+from timeball.model.limits import DAY_MS, DELAY_MS_MAX, HOUR_MS
+from timeball.model.time_parsing import delay_ms
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,8 @@ def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, t
         if step.released
     }
     assert released == {DAY_MS: [b"1d", b"1d"], 2 * DAY_MS: [b"2d"], 3 * DAY_MS: [b"3d"]}
+    # One step for each due time, and the last one to the target: none only to open or load messages ahead.
+    assert [step.now_ms - begin_ms for step in steps] == [DAY_MS, 2 * DAY_MS, 3 * DAY_MS, 4 * DAY_MS]
     assert [step.is_last for step in steps].count(True) == 1 and steps[-1].now_ms == begin_ms + 4 * DAY_MS
     assert node.broker.scheduling.scheduler.in_flight_rows == 0
 
@@ -74,6 +80,40 @@ def test_an_activity_of_an_edge_is_a_deadline_and_is_waited_for(node: RunningNod
     time.activities.remove(activity)
     assert (activity.looks, activity.done_ms) == (0, activity.due_ms)
     assert activity.due_ms in [step.now_ms for step in steps]
+
+
+def test_an_acknowledged_lease_is_no_deadline(node: RunningNode, time: VirtualTime) -> None:
+    async def receive() -> list[bool]:
+        received = await node.broker.consuming.receive(
+            ReceiveRequest("g", "acknowledged", invisible_ms=HOUR_MS), 0
+        )
+        return await node.broker.consuming.acknowledge(received.receipts)
+
+    with Timeball(node.endpoint) as ball:
+        ball.send("acknowledged", b"x")
+    assert node.run(receive()) == [True]
+    assert len(steps_to(node, time, time.now_ms + DAY_MS)) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_strategy_is_late_or_early(strategy: StrategyName, tmp_path: Path) -> None:
+    afters = [f"{days}d" for days in (1, 2, 9, 40)] + ["1s", "3s", "7s", "20s", "1h"]
+    with running_node(tmp_path / "data", ManualClock(), strategy=strategy) as node:
+        time = node.broker.virtual_time
+        assert time is not None
+        begin_ms = time.now_ms
+        with Timeball(node.endpoint) as ball:
+            for after in afters:
+                ball.send("steps", after.encode(), after=after)
+        steps = steps_to(node, time, begin_ms + 50 * DAY_MS)
+        released = [
+            (body.decode(), step.now_ms)
+            for step in steps
+            for rows in step.released
+            for body in rows.column("body").to_pylist()
+        ]
+    due_ms = sorted((begin_ms + delay_ms(after), after) for after in afters)
+    assert released == [(after, at_ms) for at_ms, after in due_ms]
 
 
 @pytest.mark.parametrize("ms", [-1, DELAY_MS_MAX + 1], ids=["past", "too far"])

@@ -23,12 +23,15 @@ from timeball.log.writer import LogWriter
 from timeball.model.errors import OutOfRange
 from timeball.model.limits import DELAY_MS_MAX
 from timeball.model.message import RETRY_PREFIX
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.scheduler import Scheduler
 from timeball.schedule.ticker import Ticker
 
 # Tasks that were woken get this many turns of the event loop before they are asked whether they have work.
-_TURNS = 8
-_PAUSE_S = 0.0005  # while the disk or a receiver of pushes works
+_TURNS = 4
+# Rounds of turns before a pause: work of the event loop alone is done by then.
+_ROUNDS_WITHOUT_PAUSE = 4
+_PAUSE_S = 0.0005  # while another thread or a receiver of pushes works
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class VirtualTime:
 
     def _on_released(self, rows: pa.RecordBatch, _now_ms: int) -> None:
         is_retry = pc.starts_with(rows.column("topic"), RETRY_PREFIX)
-        rows = rows.filter(pc.invert(is_retry))
+        if pc.any(is_retry).as_py():
+            rows = rows.filter(pc.invert(is_retry))
         if rows.num_rows:
             self._released.append(rows)
 
@@ -101,45 +105,54 @@ class VirtualTime:
                     f"the clock is at {now_ms}: advance to a time from then on, at most {DELAY_MS_MAX} ms away"
                 )
             self._released.clear()
-            deadline_ms = self._next_ms()
-            reached_ms = target_ms if deadline_ms is None else min(target_ms, max(now_ms, deadline_ms))
+            lease_end_ms = self._lease_end_ms()
+            deadline_ms = _earliest(self._scheduler.next_deadline_ms(), lease_end_ms, self._activity_ms())
+            reached_ms = min(target_ms, max(now_ms, deadline_ms))
             self._manual.advance(reached_ms - now_ms)
             self._ticker.wake()
-            self._consuming.wake()
+            if lease_end_ms is not None and lease_end_ms <= reached_ms:
+                self._consuming.wake()
             for activity in self.activities:
                 activity.wake()
             await self._finish_work()
             return Step(reached_ms, self._released.copy(), reached_ms == target_ms)
 
-    def _next_ms(self) -> int | None:
-        """Find the next deadline, or None if there is none."""
-        lease_end_ms, waits_ms = (
-            self._consuming.next_lease_end_ms,
-            (each.wait_ms() for each in self.activities),
-        )
-        deadlines_ms = [
-            self._scheduler.next_due_ms(),
-            None if lease_end_ms is None else self._clock.as_wall(lease_end_ms),
-            *(None if wait_ms is None else self.now_ms + wait_ms for wait_ms in waits_ms),
-        ]
-        return min((deadline_ms for deadline_ms in deadlines_ms if deadline_ms is not None), default=None)
+    def _lease_end_ms(self) -> int | None:
+        """Find the earliest end of a lease."""
+        elapsed_ms = self._consuming.next_lease_end_ms
+        return None if elapsed_ms is None else self._clock.as_wall(elapsed_ms)
+
+    def _activity_ms(self) -> int | None:
+        """Find the earliest time at which an edge has work."""
+        waits_ms = [wait_ms for each in self.activities if (wait_ms := each.wait_ms()) is not None]
+        return self.now_ms + min(waits_ms) if waits_ms else None
 
     async def _finish_work(self) -> None:
         """Wait until nothing is left to do at the present time."""
+        rounds = 0
         while True:
             await self._writer.flushed()
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
-            next_ms = self._next_ms()
-            is_due = next_ms is not None and next_ms <= self.now_ms
-            if not (
-                is_due
-                or self._scheduler.is_busy
-                or self._scheduler.in_flight_rows
-                or self._consuming.is_busy
-                or self._writer.is_writing
-                or any(activity.is_busy for activity in self.activities)
-            ):
+            if not self._is_busy():
                 return
             self._writer.check_admission()
-            await asyncio.sleep(_PAUSE_S)
+            rounds += 1
+            if rounds > _ROUNDS_WITHOUT_PAUSE:
+                await asyncio.sleep(_PAUSE_S)
+
+    def _is_busy(self) -> bool:
+        # Not the next deadline: what is opened and loaded ahead is finished, too, so that each run is the same.
+        return (
+            _earliest(self._scheduler.next_due_ms(), self._lease_end_ms(), self._activity_ms()) <= self.now_ms
+            or self._scheduler.is_busy
+            or self._scheduler.in_flight_rows > 0
+            or self._consuming.is_busy
+            or self._writer.is_writing
+            or any(activity.is_busy for activity in self.activities)
+        )
+
+
+def _earliest(*times_ms: int | None) -> int:
+    """Find the earliest of these times. FAR_MS if there is none."""
+    return min((time_ms for time_ms in times_ms if time_ms is not None), default=FAR_MS)

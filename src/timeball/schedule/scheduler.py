@@ -528,6 +528,18 @@ class Scheduler:
         next_ms = min(loads_ms, *map(self._next_open_ms, self.backlogs))
         return None if next_ms == FAR_MS else next_ms
 
+    def next_deadline_ms(self) -> int | None:
+        """Find a time before which nothing can be handed out, unless it is added or moved. None if nothing waits.
+
+        Opening and loading ahead of due times are no deadlines: a manual clock waits for them at the due time.
+        """
+        work_ms = self.next_due_ms()
+        if work_ms is None:
+            return None
+        first_ms = min(self._hand_out_bound_ms(), self.loaded.first_due_ms())
+        # A message that is left to a dispatcher is handed out later than it is due.
+        return work_ms if first_ms == FAR_MS else max(work_ms, first_ms)
+
     def fall_asleep(self, *, until_durable: bool = False) -> int | None:
         """Store and return the result of `next_due_ms`. A later change that makes it earlier calls `on_earlier`.
 

@@ -224,6 +224,20 @@ def test_the_earliest_deadline_is_told_to_whoever_adds_it() -> None:
     assert deadlines.next_ms() == 15
 
 
+def test_the_first_end_of_a_lease_is_not_that_of_an_acknowledged_one() -> None:
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    for offset, pop_ms in enumerate((1, 2, 3)):
+        take(w, [offset], pop_ms)
+        deadlines.add(w, [offset], pop_ms, pop_ms + 10)
+    w.done(0)
+    assert (deadlines.next_ms(), deadlines.first_lease_end_ms()) == (11, 12)
+    w.done(2)
+    assert deadlines.first_lease_end_ms() == 12
+    w.done(1)
+    assert deadlines.first_lease_end_ms() is None
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=20), st.integers(0, 50))
 def test_a_due_lease_is_returned_once_unless_it_is_done(pops: list[tuple[int, bool]], now_ms: int) -> None:
     w = leases_of_queue()

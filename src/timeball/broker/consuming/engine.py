@@ -269,7 +269,7 @@ class Consuming:
     @property
     def next_lease_end_ms(self) -> int | None:
         """The earliest end of a lease, in ms of `SchedulerClock.elapsed_ms`. None without leases."""
-        return self._redelivery.next_ms()
+        return self._redelivery.next_lease_end_ms()
 
     @property
     def is_busy(self) -> bool:

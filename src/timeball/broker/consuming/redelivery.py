@@ -121,6 +121,13 @@ class Deadlines:
         """Find the earliest deadline (ms). None if there is none."""
         return self._heap[0][0] if self._heap else None
 
+    def first_lease_end_ms(self) -> int | None:
+        """Find the earliest end of a lease (ms), without entries of acknowledged ones. None if there is none."""
+        # The task does not use this: with an empty heap, each receive of a fast consumer would wake it.
+        while self._heap and next(_live(self._heap[0]), None) is None:
+            heapq.heappop(self._heap)
+        return self.next_ms()
+
     def pop_due(self, now_ms: int) -> list[tuple[QueueLeases, list[int]]]:
         """Remove the positions whose leases have ended by `now_ms`, and return them, each position once."""
         due = []
@@ -176,9 +183,9 @@ class Redelivery:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
-    def next_ms(self) -> int | None:
+    def next_lease_end_ms(self) -> int | None:
         """Find the earliest end of a lease (ms). None if there is none."""
-        return self._deadlines.next_ms()
+        return self._deadlines.first_lease_end_ms()
 
     def wake(self) -> None:
         """Make the task read the clock again, and process the leases that have ended."""
