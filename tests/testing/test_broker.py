@@ -128,6 +128,19 @@ def test_a_push_and_its_retry_run_within_an_advance(broker: TestBroker) -> None:
         call(broker, "DELETE", "/v1/subscriptions/pushed")
 
 
+def test_a_push_comes_at_its_time_after_messages_that_the_filter_leaves_out(broker: TestBroker) -> None:
+    with receiver_of(lambda _: Reply()) as receiver:
+        subscription = {"topic": "filtered", "group": "filtered", "url": receiver.url, "filter": "red"}
+        call(broker, "PUT", "/v1/subscriptions/filtered", subscription)
+        begin_ms, client = broker.clock.now_ms, broker.client()
+        for minute in range(1, 11):
+            client.send("filtered", f"{minute}", after=f"{minute}m", tag="red" if minute % 2 else "blue")
+        broker.clock.advance("1h")
+        pushed = [(int(each.body), int(each.headers["webhook-timestamp"])) for each in receiver.requests]
+        assert pushed == [(minute, (begin_ms + minute * 60_000) // 1_000) for minute in (1, 3, 5, 7, 9)]
+        call(broker, "DELETE", "/v1/subscriptions/filtered")
+
+
 def test_two_runs_give_the_same_messages() -> None:
     def run() -> list[tuple[bytes, int]]:
         with TestBroker(start=START) as broker:
