@@ -461,6 +461,21 @@ def test_a_new_root_is_synced_into_its_parent(tmp_path: Path, monkeypatch: pytes
     assert {tmp_path.stat().st_ino, (tmp_path / "a").stat().st_ino} <= set(synced)
 
 
+def test_a_folder_without_syncs_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = watch_fsync(monkeypatch)
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    for syncs in (False, True):
+        files = RealFiles(tmp_path / str(syncs), syncs=syncs)
+        files.make_dir("log")
+        files.replace("log/a", b"x")
+        file = files.open("log/a")
+        file.sync()
+        file.close()
+        files.sync_file("log/a")
+        files.sync_dir("log")
+        assert content(files, "log/a") == b"x" and bool(synced) == syncs
+
+
 # ---- secret files -------------------------------------------------------------------------------------------
 
 

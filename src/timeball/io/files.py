@@ -193,9 +193,9 @@ def _open(path: Path, flags: int) -> int:
 class RealFile:
     """A file of the operating system."""
 
-    def __init__(self, path: Path, *, create: bool) -> None:
+    def __init__(self, path: Path, *, create: bool, syncs: bool = True) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
-        self.path = path
+        self.path, self._syncs = path, syncs
         with _typed_errors(f"opening {path.name}"):
             self._fd = _open(path, flags)
 
@@ -232,6 +232,8 @@ class RealFile:
 
     def sync(self) -> None:
         """See File. ENOSPC is not an OverLimit here: the written bytes are lost, so freeing space does not help."""
+        if not self._syncs:
+            return
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -274,7 +276,9 @@ class RealFiles:
 
     has_links = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, syncs: bool = True) -> None:
+        """Use the folder `root`. Without `syncs` nothing is synced: for a folder that is removed at the end."""
+        self._syncs = syncs
         # Absolute, because `external` paths go to other processes, which have other working folders.
         self.root = root.absolute()
         self._lock_fd: int | None = None
@@ -312,7 +316,7 @@ class RealFiles:
         # leaves a folder that processes see, but that a power cut removes with all its content.
         for folder in (path, *path.parents):
             if folder in new_folders or (folder != self.root and folder.is_relative_to(self.root)):
-                _sync_directory(folder.parent)
+                self._sync_directory(folder.parent)
 
     def list_dir(self, name: str) -> list[str]:
         """See Files."""
@@ -330,11 +334,11 @@ class RealFiles:
 
     def create(self, name: str) -> RealFile:
         """See Files."""
-        return RealFile(self.root / name, create=True)
+        return RealFile(self.root / name, create=True, syncs=self._syncs)
 
     def open(self, name: str) -> RealFile:
         """See Files."""
-        return RealFile(self.root / name, create=False)
+        return RealFile(self.root / name, create=False, syncs=self._syncs)
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         """See Files."""
@@ -381,7 +385,7 @@ class RealFiles:
         finally:
             file.close()
         self.rename(new_name, name)
-        _sync_directory((self.root / name).parent)
+        self._sync_directory((self.root / name).parent)
 
     def rename(self, name: str, to: str) -> None:
         """See Files."""
@@ -415,7 +419,7 @@ class RealFiles:
 
     def sync_dir(self, name: str) -> None:
         """See Files."""
-        _sync_directory(self.root / name)
+        self._sync_directory(self.root / name)
 
     def external(self, name: str) -> str:
         """See Files."""
@@ -424,17 +428,18 @@ class RealFiles:
     def absorb(self, name: str) -> None:
         """See Files. Nothing to do: the operating system sees every write."""
 
-
-def _sync_directory(path: Path) -> None:
-    """Make the names in a folder durable. Raises DiskFailed."""
-    with _typed_errors(f"opening folder {path.name}"):
-        fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise DiskFailed(f"fsync of folder {path} failed: {error.strerror}") from error
-    finally:
-        os.close(fd)
+    def _sync_directory(self, path: Path) -> None:
+        """Make the names in a folder durable. Raises DiskFailed."""
+        if not self._syncs:
+            return
+        with _typed_errors(f"opening folder {path.name}"):
+            fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise DiskFailed(f"fsync of folder {path} failed: {error.strerror}") from error
+        finally:
+            os.close(fd)
 
 
 def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:
