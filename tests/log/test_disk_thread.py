@@ -1,4 +1,4 @@
-"""The disk thread runs calls in order, reports each outcome to its caller, and loses no call at a shutdown."""
+"""A disk runs calls in order and reports each outcome to its caller. Its thread loses no call at a shutdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 import pytest
 from tests.bounds import BOUND_S
 
-from timeball.log.disk_thread import DiskThread
+from timeball.log.disk_thread import DiskThread, InlineDisk
 
 
 class Power(BaseException):
@@ -81,3 +81,17 @@ def test_thread_ends_when_the_disk_is_garbage_collected() -> None:
     gc.collect()
     thread.join(BOUND_S)
     assert not thread.is_alive()
+
+
+def test_calls_without_a_thread_have_run_when_they_are_submitted() -> None:
+    disk, seen = InlineDisk(), []
+
+    def fail() -> None:
+        raise Power
+
+    disk.post(lambda: seen.append(threading.get_ident()))
+    assert seen == [threading.get_ident()]
+    assert disk.submit(pow, 2, 3, mod=5).done()
+    failed = disk.submit(fail)
+    assert isinstance(failed.exception(), Power)
+    disk.shutdown()

@@ -141,15 +141,50 @@ def test_a_push_comes_at_its_time_after_messages_that_the_filter_leaves_out(brok
         call(broker, "DELETE", "/v1/subscriptions/filtered")
 
 
-def test_two_runs_give_the_same_messages() -> None:
-    def run() -> list[tuple[bytes, int]]:
-        with TestBroker(start=START) as broker:
-            client = broker.client()
-            for hours in range(50):
-                client.send("runs", str(hours).encode(), after=f"{hours * 7 % 50}h")
-            return [(message.body, message.due_ms) for message in broker.clock.advance("3d")]
+def trace_of_daily_runs(days: int) -> list[object]:
+    """Run a daily job that schedules its next run and fails at times, beside messages that are due together."""
+    trace: list[object] = []
+    with TestBroker(start=START) as broker:
+        client = broker.client()
 
-    assert run() == run()
+        def run(message: ReleasedMessage) -> None:
+            trace.append((broker.clock.now_ms, message.topic, message.id, message.attempt))
+            if len(trace) % 5 == 0:
+                raise ConnectionError("the bank does not answer")
+            if message.topic == "jobs":
+                client.send("jobs", b"next", after="1d", message_id=f"run-{len(trace)}")
+                client.send("mails", b"done", message_id=f"mail-{len(trace)}")
+
+        for topic in ("jobs", "mails"):
+            broker.handle(topic, run)
+        client.send("jobs", b"first", after="1d", message_id="run-0")
+        for number in range(2 * days):
+            client.send("others", b"x", after=f"{1 + number % days}d", message_id=f"other-{number}")
+        released = broker.clock.advance(f"{days}d")
+        trace += [(message.due_ms, message.topic, message.id, message.body) for message in released]
+    return trace
+
+
+def test_runs_with_handlers_give_the_same_trace() -> None:
+    trace = trace_of_daily_runs(10)
+    assert len(trace) > 40 and trace == trace_of_daily_runs(10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_runs_give_the_same_trace() -> None:
+    trace = trace_of_daily_runs(20)
+    for _ in range(99):
+        assert trace_of_daily_runs(20) == trace
+
+
+def test_a_handler_runs_at_the_time_of_a_visible_message(broker: TestBroker) -> None:
+    begin = broker.clock.now
+    seen: list[datetime] = []
+    broker.handle("visible", lambda message: seen.append(broker.clock.now), group="visible")
+    broker.client().send("visible", b"x")
+    assert broker.clock.advance("1d") == []
+    assert seen == [begin]
 
 
 def test_the_clock_goes_only_forward(broker: TestBroker) -> None:

@@ -1,4 +1,4 @@
-"""The disk thread of a broker, and the interfaces of the replication of its log and files.
+"""The disk thread of a broker, its substitute in tests, and the interfaces of the replication of its log and files.
 
 The thread runs calls from a queue, one after the other. It replaces a ThreadPoolExecutor of one thread, which costs
 more per call: a pool takes two locks, counts idle threads and makes a future with a lock of its own. For a commit of
@@ -72,6 +72,23 @@ def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
         del call  # otherwise its objects would stay in memory until the next call
+
+
+class InlineDisk(Disk):
+    """Runs each call at once, in the thread that submits it: for a broker that one test uses.
+
+    Its event loop waits for the disk instead of a switch to another thread and back, which costs more than the write.
+    """
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run a call. Returns the future of its result, which is done."""
+        call = _Call(partial(fn, *args, **kwargs))
+        call()
+        return call.future
+
+    def post(self, call: Callable[[], None]) -> None:
+        """See Disk."""
+        call()
 
 
 class _Call:

@@ -105,12 +105,12 @@ class Node:
         self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
         leading: Leading | None = None, replica: ReplicaReaders | None = None,
         load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
-        codec: Codec | None = None,
+        codec: Codec | None = None, executor: Disk | None = None,
     ) -> None:  # fmt: skip
         """Build on `files`, which are locked already, or on the folder of the settings.
 
         `leading` and `replica` are given in a cluster, whose log has other replicas. `codec` is RocketMQ's; None: the
-        compiled one, if it is installed.
+        compiled one, if it is installed. `executor` runs all blocking work; None: threads do.
         """
         self.settings, self._leading, self._replica = settings, leading, replica
         self._load_bounds, self._codec = load_bounds, codec
@@ -129,9 +129,10 @@ class Node:
         # In a cluster, a function that returns further fields of the status.
         self.cluster_status: Callable[[], dict[str, object]] = dict
         reader, background, lookup = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background", "lookup")
+            executor or ThreadPoolExecutor(1, thread_name_prefix=name)
+            for name in ("reader", "background", "lookup")
         )
-        disk = leading.disk if leading else DiskThread()
+        disk = leading.disk if leading else executor or DiskThread()
         self._threads: tuple[Disk, Executor, Executor, Executor] = disk, reader, background, lookup
         self._loop_lag = LoopLag(self.clock)
         self.metrics: Metrics

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ _LEASE_MS = limits.INVISIBLE_MS_MAX  # a handler acknowledges before the clock m
 _SETTINGS = {
     "port": 0, "http_port": 0, "name_server_port": 0, "remoting_port": 0, "grpc_port": 0,
     "segment_bytes": 4 * 1024 * 1024, "durability": "async", "clock": "manual", "retention_ms": 36_500 * limits.DAY_MS,
+    "ack_save_ms": 1_000,
 }  # fmt: skip
 
 
@@ -66,6 +67,14 @@ class ReleasedMessage(ScheduledMessage, frozen=True):
 
 
 Handler = Callable[[ReleasedMessage], object]
+
+
+class _Delivered(NamedTuple):
+    """A message that a handler has received."""
+
+    handler: Handler
+    message: ReleasedMessage
+    receipt: Receipt
 
 
 class VirtualClock:
@@ -121,10 +130,16 @@ class TestBroker:
         """Start the broker. Raises SetupError if the extra `timeball[broker]` is not installed."""
         try:
             from timeball.io.clock import ManualClock, SystemClock
+            from timeball.io.files import RealFiles
+            from timeball.log.disk_thread import InlineDisk
             from timeball.node.node import Node
+            from timeball.schedule.loaded import LoadBounds
         except ModuleNotFoundError as error:
             raise SetupError(f"{error}: a TestBroker needs the extra timeball[broker]") from error
-        folder = self._data or Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
+        files = None
+        if (folder := self._data) is None:
+            folder = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
+            files = RealFiles(folder, syncs=False)
         real = SystemClock()
         clock = ManualClock(
             self._start_ms or real.wall_ms(), real.boot_ms(), real.monotonic_ns() // 1_000_000
@@ -133,7 +148,10 @@ class TestBroker:
         thread = threading.Thread(target=self._loop.run_forever, name="timeball-test-broker", daemon=True)
         thread.start()
         self._resources.callback(self._end_loop, thread)
-        self._node: Node = Node(Settings(data=folder, **{**_SETTINGS, **self._settings}), clock)
+        settings = Settings(data=folder, **{**_SETTINGS, **self._settings})
+        # Bodies stay in memory until they are due, as in a broker those of the next seconds.
+        bounds = LoadBounds(ahead_ms=limits.DELAY_MS_MAX) if settings.strategy == "hour_log" else LoadBounds()
+        self._node: Node = Node(settings, clock, files, load_bounds=bounds, executor=InlineDisk())
         try:
             self._run(self._node.start())
         except BaseException:  # of any kind: neither the thread nor the folder may stay
@@ -167,7 +185,7 @@ class TestBroker:
 
     @property
     def endpoint(self) -> str:
-        """The address for `Timeball` and `AsyncTimeball`."""
+        """The Flight address: for a `Timeball` that sends or reads columns."""
         return f"grpc://127.0.0.1:{self._node.port}"
 
     @property
@@ -182,16 +200,16 @@ class TestBroker:
         return {} if edges is None else dict(edges.ports)
 
     def client(self) -> Timeball:
-        """Connect a client, which `stop` closes."""
+        """Connect a client over HTTP, which `stop` closes."""
         from timeball import Timeball
 
-        return self._resources.enter_context(Timeball(self.endpoint))
+        return self._resources.enter_context(Timeball(self.http_url))
 
     def async_client(self) -> AsyncTimeball:
-        """Make a client for asyncio. Use it by `async with`, which closes it."""
+        """Make a client for asyncio over HTTP. Use it by `async with`, which closes it."""
         from timeball import AsyncTimeball
 
-        return AsyncTimeball(self.endpoint)
+        return AsyncTimeball(self.http_url)
 
     # -- handlers and time -----------------------------------------------------------------------------------------
 
@@ -207,45 +225,54 @@ class TestBroker:
         self._handlers.append((request, handler))
 
     def _advance(self, target_ms: int) -> list[ReleasedMessage]:
-        released: list[ReleasedMessage] = []
-        while True:
-            step = self._run(self._virtual_time.step(target_ms))
-            for rows in step.released:
-                released += _messages_of(rows)
-            has_handled = self._call_handlers()
-            # A handler may have scheduled a message or a retry that is due now.
-            if step.is_last and not has_handled:
-                self._released += released
-                return released
+        first = len(self._released)
+        delivered = self._run(self._advance_to_handler(target_ms))
+        while delivered is not None:
+            failure = _failure_of(delivered)
+            delivered = self._run(self._settle_and_advance(delivered.receipt, failure, target_ms))
+        return self._released[first:]
 
-    def _call_handlers(self) -> bool:
-        """Call the handlers until none has a message left. Returns true if one was called."""
-        has_handled, is_done = False, False
-        while not is_done:
-            is_done = True
-            for request, handler in self._handlers:
-                while (received := self._run(self._receive(request))) is not None:
-                    has_handled, is_done = True, False
-                    self._handle(handler, *received)
-        return has_handled
+    # The coroutines below run on the broker's event loop. A handler runs in the thread of the test, and only for it
+    # the threads switch: a switch and back costs as much as a step of the clock.
 
-    async def _receive(self, request: ReceiveRequest) -> tuple[ReleasedMessage, Receipt] | None:
-        try:
-            received = await self._node.broker.consuming.receive(request, 0)
-        except NotFound:
-            return None  # the first message creates the topic
-        if not received.receipts:
-            return None
-        return _messages_of(received.rows)[0], received.receipts[0]
-
-    def _handle(self, handler: Handler, message: ReleasedMessage, receipt: Receipt) -> None:
+    async def _settle_and_advance(
+        self, receipt: Receipt, failure: str | None, target_ms: int
+    ) -> _Delivered | None:
         consuming = self._node.broker.consuming
-        try:
-            handler(message)
-        except Exception as error:  # a handler may fail in any way, as a consumer's does
-            self._run(consuming.nack(receipt, None, f"{type(error).__name__}: {error}"))
+        if failure is None:
+            await consuming.acknowledge([receipt])
         else:
-            self._run(consuming.acknowledge([receipt]))
+            await consuming.nack(receipt, None, failure)
+        return await self._advance_to_handler(target_ms)
+
+    async def _advance_to_handler(self, target_ms: int) -> _Delivered | None:
+        """Advance until a handler has a message, or to `target_ms`."""
+        is_last = False
+        # Before the first step, because a handler may have scheduled a message or a retry that is due now.
+        while (delivered := await self._receive_next()) is None and not is_last:
+            step = await self._virtual_time.step(target_ms)
+            is_last = step.is_last
+            for rows in step.released:
+                self._released += _messages_of(rows)
+        return delivered
+
+    async def _receive_next(self) -> _Delivered | None:
+        """Receive the next message for a handler. None if no handler has one."""
+        consuming = self._node.broker.consuming
+        for request, handler in self._handlers:
+            try:
+                # Cheaper than a receive, and most questions are asked for nothing.
+                if not await consuming.wait_for_rows(request, 0):
+                    continue
+                received = await consuming.receive(request, 0)
+            except NotFound:
+                continue  # the first message creates the topic
+            if received.receipts:
+                (message,) = _messages_of(received.rows)
+                # A repeated message comes from the retry topic of the group.
+                message = msgspec.structs.replace(message, topic=request.topic)
+                return _Delivered(handler, message, received.receipts[0])
+        return None
 
     # -- questions of a test ------------------------------------------------------------------------------------------
 
@@ -296,6 +323,15 @@ class TestBroker:
                 f"{len(found)} messages are scheduled with {', '.join(wanted)}; pending are:{listed or ' none'}"
             )
         return found[0]
+
+
+def _failure_of(delivered: _Delivered) -> str | None:
+    """Run the handler of a message. Returns the reason of its failure, or None."""
+    try:
+        delivered.handler(delivered.message)
+    except Exception as error:  # a handler may fail in any way, as a consumer's does
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _show(time_ms: int) -> str:
