@@ -231,7 +231,7 @@ def test_a_missing_last_segment_is_noticed_by_what_the_checkpoint_knows() -> Non
     at_most = reopened(files).segments.last.first_seq
     files.remove(segment_name(3))
     files.sync_dir(FOLDER)
-    with pytest.raises(Corrupt, match="checkpoint knows of"):
+    with pytest.raises(Corrupt, match="checkpoint covers"):
         reopened(files.crash(), durable_before_seq=at_most + 1)
     assert reopened(files, durable_before_seq=at_most).segments.next_seq == at_most
 

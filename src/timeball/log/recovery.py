@@ -164,7 +164,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_se
     # A checkpoint is written after the log is synced, so a log that ends before it has lost acknowledged rows.
     if begun[-1].next_seq < durable_before_seq:
         raise Corrupt(
-            f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of "
+            f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but the checkpoint covers "
             f"seq {durable_before_seq - 1}: {damage}; restore it from a copy, and "
             f"{segment_name(begun[-1].ordinal + 1)} if there was one"
         )

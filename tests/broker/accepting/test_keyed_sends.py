@@ -217,7 +217,7 @@ async def test_a_send_anew_is_appended_if_no_earlier_message_is_pending(world: W
         await client.put("a", others, attempt="r1", anew=True)
     await world.broker.cancel(seqs=[first_seq + 1])
     # Other messages may replace settled ones, but only on request.
-    with pytest.raises(Conflict, match="ask to send anew"):
+    with pytest.raises(Conflict, match="ask to send again"):
         client.put("a", others)
     assert await client.states("a", others, "r1") == "created"
     new_seq = (await client.send("a", others))[0]

@@ -426,7 +426,7 @@ async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> 
         # What a failed try has written is gone: on a full disk each try would leave more.
         known = {
             entry.path for entry in world.broker.scheduling.hour_log.pending.live_entries()
-        } | world.broker.pending_table.catalog._left.keys()
+        } | world.broker.pending_table.catalog._removed_ms.keys()
         pending = folder / "d" / "pending"
         assert {str(path.relative_to(pending)) for path in pending.glob("bucket=*/*")} <= known
         await world.compact()

@@ -91,7 +91,7 @@ def test_the_header_deliver_to_sets_the_topic() -> None:
     ("headers", "expected_text"),
     [
         ([], "exactly one header at or after is required; there are 0"),
-        ([("after", b"1s"), ("at", b"1795000600000")], "2 are there"),
+        ([("after", b"1s"), ("at", b"1795000600000")], "there are 2"),
         ([("after", b"soon")], "header after: 'soon': numbers with units"),
         ([("after", b"17")], "header after"),
         ([("at", b"1800000000")], "header at: at=1800000000: milliseconds since 1970 are meant"),
