@@ -98,6 +98,15 @@ PUSH_IN_FLIGHT_MAX = 1_000  # requests of one subscription; each uses a socket
 PUSH_RATE_PER_S_MAX = 100_000.0
 PUSH_TIMEOUT_MS_MAX = 5 * MINUTE_MS  # a receiver that needs longer answers 202 and then processes
 PUSH_RETRY_AFTER_MS_MAX = HOUR_MS  # a longer Retry-After of a receiver is cut to this
+# Rules and templates of schedules are in memory and in each snapshot, which is one frame.
+SCHEDULES_MAX = 1_000_000
+SCHEDULES_BYTES_MAX = 160 * 1024 * 1024  # rules, templates and progress of all schedules
+SCHEDULE_BODY_BYTES_MAX = 64 * 1024
+SCHEDULE_RULE_BYTES_MAX = 64 * 1024  # with RULE_LISTED_MAX local times and excluded dates
+# An occurrence that is released up to this time after its due time is late. Later it counts as missed.
+SCHEDULE_MISSED_MS = 10 * SECOND_MS
+SCHEDULE_ROWS_AT_ONCE = 1_024  # in one hand-out, because each needs its rule
+SCHEDULE_PREVIEW_MAX = 1_000  # occurrences in one answer
 INVISIBLE_MS_MAX = 12 * HOUR_MS  # RocketMQ's maxInvisibleTime
 CANCELS_PER_REQUEST_MAX = 10_000
 FORECAST_BUCKETS_MAX = 10_000  # per answer

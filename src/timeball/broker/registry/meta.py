@@ -8,6 +8,8 @@
     leases/<group>@<topic>@<queue>@<part>   SavedPart           tables.py
     campaign/<id>                      CampaignFacts            campaigns.py
     push/<name>                        PushSubscription         push_subscriptions.py
+    schedule/<name>                    ScheduleFacts            schedules.py
+    occurrence/<name>                  Progress                 schedules.py
     secret/receipts                    32 bytes, as base64      tables.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py

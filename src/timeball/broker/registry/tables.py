@@ -21,6 +21,7 @@ from timeball.broker.registry.groups import PREFIX, EpochFacts, Groups, Offsets,
 from timeball.broker.registry.idempotency import IdempotencyKeys, SourcePositions
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
+from timeball.broker.registry.schedules import Schedules
 from timeball.broker.registry.topics import Topics
 from timeball.io.files import Files
 from timeball.model.answers import HANDED
@@ -183,6 +184,7 @@ class Tables:
         self.idempotency_keys = IdempotencyKeys(meta)
         self.source_positions = SourcePositions(meta)
         self.push_subscriptions = PushSubscriptions(meta)
+        self.schedules = Schedules(meta)
         self.resolved_dead_letters = ResolvedDeadLetters(meta)
         # Dead letters whose rows in the queue retention has removed.
         self.repeated_dead_letters = RepeatedDeadLetters(meta)
