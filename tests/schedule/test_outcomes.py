@@ -81,14 +81,21 @@ class Machine(RuleBasedStateMachine):
             self.flights.append(flight)
             self.state.update(dict.fromkeys(flight, "in flight"))
 
-    @rule(count=st.integers(1, 6))
-    def release(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), missed=st.none() | st.integers(0, 63))
+    def release(self, count: int, missed: int | None) -> None:
+        """With `missed`, some of the messages have a CANCEL row instead: they are occurrences that were missed."""
         if self.flights:
             flight = self.flights.pop(0)
             done, left = flight[:count], flight[count:]
-            self.outcomes.released(columns(done)[1])
-            self.sent += [due for due, _ in done]
-            self.state.update(dict.fromkeys(done, "released"))
+            is_missed = [bool((missed or 0) >> i & 1) for i in range(len(done))]
+            self.outcomes.released(columns(done)[1], None if missed is None else np.array(is_missed))
+            self.sent += [due for (due, _), cancelled in zip(done, is_missed, strict=True) if not cancelled]
+            self.state.update(
+                {
+                    pair: "cancelled" if cancelled else "released"
+                    for pair, cancelled in zip(done, is_missed, strict=True)
+                }
+            )
             if left:
                 self.flights.insert(0, left)
 

@@ -24,6 +24,7 @@ from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.accepting.waiters import Gate, Waiters
 from timeball.broker.admin.administration import Administration, GroupStates, JobReports
 from timeball.broker.admin.campaign_changes import CampaignChanges, PushChanges
+from timeball.broker.admin.schedule_changes import ScheduleChanges
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.engine import Consuming, TracedConsuming
@@ -34,6 +35,7 @@ from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
 from timeball.broker.policy import Policy
+from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
@@ -124,19 +126,26 @@ class Broker:
         self, scheduled_since_watermark: int, file_replication: FileReplication | None
     ) -> None:
         settings, clock, scheduler = self.settings, self.clock, self.scheduling.scheduler
-        self.delivery = delivery.Delivery(
-            on_visible=self.waiters.wake_queues, lateness=self.lateness, clock=clock,
-            writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
-            rates=self.rates, observers=[] if self.traces is None else [self.traces.released],
-        )  # fmt: skip
-        self.ticker = Ticker(
-            scheduler, clock, self.delivery.release, self.delivery.rewrite, self.delivery.indexing
-        )
         self.mover = TableChanges(
             scheduled_since_watermark=scheduled_since_watermark, settings=settings, files=self.files, clock=clock,
             log=self.log, campaigns=self.tables.campaigns, attach_state=self.attach_state,
             scheduling=self.scheduling, pending_table=self.pending_table, threads=self.threads, gate=self.gate,
             file_replication=file_replication, on_failure=self.on_failure,
+        )  # fmt: skip
+        self.appender = Appender(
+            self.policy, self.waiters, self.mover.tail_count, settings=settings, clock=clock, writer=self.log.writer,
+            topics=self.tables.topics, scheduling=self.scheduling, rates=self.rates,
+        )  # fmt: skip
+        self.successors = Successors(self.tables.schedules, self.scheduling.backlog, settings.host)
+        self.delivery = delivery.Delivery(
+            on_visible=self.waiters.wake_queues, lateness=self.lateness, clock=clock,
+            writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
+            rates=self.rates, observers=[] if self.traces is None else [self.traces.released],
+            successors=self.successors, add_scheduled=self.appender.add_scheduled,
+        )  # fmt: skip
+        self.ticker = Ticker(
+            scheduler, clock, self.delivery.release, self.delivery.rewrite, self.delivery.indexing,
+            self.tables.schedules.occurrences,
         )  # fmt: skip
         self.campaign_changes = CampaignChanges(
             self.mover, self.cancel_ranges, clock=clock, writer=self.log.writer, campaigns=self.tables.campaigns,
@@ -145,10 +154,6 @@ class Broker:
 
     def _build_sends(self, halves: Iterable[Half]) -> None:
         settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
-        self.appender = Appender(
-            self.policy, self.waiters, self.mover.tail_count, settings=settings, clock=clock, writer=log.writer,
-            topics=tables.topics, scheduling=self.scheduling, rates=self.rates,
-        )  # fmt: skip
         # Half messages have their own ingress: they become scheduled messages without a due time, so they cannot share
         # a batch with sends.
         self.sends = Ingress(traced(self.appender.send, self.traces))
@@ -198,6 +203,10 @@ class Broker:
         self.push = PushChanges(
             self.policy, settings=settings, clock=clock, writer=log.writer,
             push_subscriptions=tables.push_subscriptions,
+        )  # fmt: skip
+        self.schedules = ScheduleChanges(
+            self.policy, self.appender, self.successors, lambda *names: self.find(*names), clock=clock, log=log,
+            schedules=tables.schedules, scheduler=self.scheduling.scheduler, rates=self.rates,
         )  # fmt: skip
         self.live_tail = LiveTail(
             self.policy, self.waiters, reader=log.reader, reader_thread=self.threads.reader, rates=self.rates
@@ -303,7 +312,7 @@ class Broker:
     def _cancel_for(self, caller: Caller) -> Act:
         return partial(
             cancel, self.appender, by=caller.name, clock=self.clock, redeliveries=self.redeliveries,
-            scheduler=self.scheduling.scheduler, rates=self.rates,
+            scheduler=self.scheduling.scheduler, successors=self.successors, rates=self.rates,
         )  # fmt: skip
 
     async def reschedule(
@@ -325,7 +334,7 @@ class Broker:
         return await reschedule(
             self.look_ups, self.appender, names, due_ms=due_ms, delay_ms=delay_ms, settings=self.settings,
             clock=self.clock, log=self.log, scheduling=self.scheduling, file_keys=self.pending_table.file_keys,
-            file_thread=self.threads.files, rates=self.rates,
+            file_thread=self.threads.files, successors=self.successors, rates=self.rates,
         )  # fmt: skip
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
@@ -364,7 +373,7 @@ class Broker:
         return await cancel_ranges(
             self.mover.lock, ranges, reason, clock=self.clock, log=self.log, attach_state=self.attach_state,
             scheduling=self.scheduling, pending_table=self.pending_table, threads=self.threads, rates=self.rates,
-            gate=self.gate,
+            gate=self.gate, schedules=self.tables.schedules,
         )  # fmt: skip
 
     # -- campaigns ---------------------------------------------------------------------------------------

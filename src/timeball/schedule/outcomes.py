@@ -353,8 +353,11 @@ class Outcomes:
         self.in_flight_rows += len(seq)
         self.in_flight_bytes += body_bytes
 
-    def released(self, seq: Int64Array) -> None:
-        """Count the oldest hand-out, or its first messages, as released, because their release records are durable."""
+    def released(self, seq: Int64Array, cancelled: npt.NDArray[np.bool_] | None = None) -> None:
+        """Count the oldest hand-out, or its first messages, as released, because their release records are durable.
+
+        `cancelled` is a mask of those that have a CANCEL row instead. None if there are none.
+        """
         in_flight_due, in_flight_seq, recorded_ms = self._in_flight.popleft()
         count = len(seq)
         # Another order is a bug. To go on would lose a message or release it twice.
@@ -367,8 +370,12 @@ class Outcomes:
             self.in_flight_bytes -= self._in_flight_sizes.popleft()
         self.in_flight_rows -= count
         self.waiting_rows -= count
-        self._released.add(in_flight_due[:count], seq)
-        self.cursor = self.cursor.after(recorded_ms[:count])
+        due_ms, recorded_ms = in_flight_due[:count], recorded_ms[:count]
+        if cancelled is not None and cancelled.any():
+            self._cancelled.add(due_ms[cancelled], seq[cancelled])
+            due_ms, seq, recorded_ms = due_ms[~cancelled], seq[~cancelled], recorded_ms[~cancelled]
+        self._released.add(due_ms, seq)
+        self.cursor = self.cursor.after(recorded_ms)
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Cancel these messages, as far as they are pending. Returns a mask of the cancelled ones."""

@@ -207,9 +207,12 @@ class Scheduler:
         self.outcomes.hand_out(run.due, run.seq, run.due)
         return run.rows
 
-    def released(self, seq: Int64Array) -> None:
-        """Count these messages of the oldest hand-out as released. Their release records are durable."""
-        self.outcomes.released(seq)
+    def released(self, seq: Int64Array, cancelled: Bools | None = None) -> None:
+        """Count these messages of the oldest hand-out as released. Their release records are durable.
+
+        `cancelled` is a mask of those that have a CANCEL row instead. None if there are none.
+        """
+        self.outcomes.released(seq, cancelled)
         if self._awaits_durable:
             self._awaits_durable = False
             self._wake_now()

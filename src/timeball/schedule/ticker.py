@@ -24,7 +24,7 @@ get the time before the step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -68,9 +68,11 @@ class Ticker:
         release: Release,
         rewrite: Rewrite,
         indexing: IndexingTime,
+        occurrences: Sized = (),
     ) -> None:
+        """Create the ticker. `occurrences`: the messages whose release costs more, because a schedule continues."""
         self._scheduler, self._clock = scheduler, clock
-        self._release, self._rewrite = release, rewrite
+        self._release, self._rewrite, self._occurrences = release, rewrite, occurrences
         self._indexing, self._indexed_ns = indexing, indexing.total_ns
         self._mean_ns = 0.0  # of a hand-out
         self._paused_until_ns = 0  # on the monotonic clock
@@ -92,7 +94,9 @@ class Ticker:
         now_ms = self._ticked_ms = self._clock.now_ms()
         in_flight_rows = scheduler.in_flight_rows
         # Handed-out messages cannot be cancelled any more, so no more are handed out than the disk can take.
-        free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, limits.FRAME_ROWS_MAX)
+        has_few = len(self._occurrences) <= limits.SCHEDULE_ROWS_AT_ONCE
+        rows_max = limits.FRAME_ROWS_MAX if has_few else limits.SCHEDULE_ROWS_AT_ONCE
+        free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, rows_max)
         if free_rows <= 0 or scheduler.is_full:
             return scheduler.fall_asleep(until_durable=True)
         # The ms that due messages may still wait for the few rows in flight. If it is more than SHARE_MS, the clock was

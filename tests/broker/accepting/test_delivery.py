@@ -30,6 +30,7 @@ from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 from timeball.model.limits import DAY_MS
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind, build_rows, lateness_ms, with_seq
+from timeball.schedule.backlog import Bools
 from timeball.schedule.locations import as_scheduled
 from timeball.schedule.outcomes import Outcomes
 
@@ -384,9 +385,9 @@ def test_the_first_bytes_are_visible_while_the_others_are_not_on_disk(
         outcomes, visible, in_flight = world.broker.scheduling.outcomes, list[int](), list[int]()
         count_released = type(outcomes).released
 
-        def noted(self: Outcomes, seq: Int64Array) -> None:
+        def noted(self: Outcomes, seq: Int64Array, cancelled: Bools | None) -> None:
             in_flight.append(self.in_flight_rows)
-            count_released(self, seq)
+            count_released(self, seq, cancelled)
             visible.append(sum(high for _, high in world.broker.queues("orders").values()))
 
         monkeypatch.setattr(type(outcomes), "released", noted)

@@ -27,6 +27,7 @@ from timeball.broker.accepting import admission, durations
 from timeball.broker.accepting.admission import ParsedSends, SendRuns
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.policy import Policy
+from timeball.broker.recurring.successors import Continuation
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import TIMER_TOPIC, Rates
@@ -352,12 +353,18 @@ class Appender:
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def append(
-        self, rows: pa.RecordBatch, then: Callable[[], None] | None = None, *, is_duration: bool = False
+        self,
+        rows: pa.RecordBatch,
+        then: Callable[[], None] | None = None,
+        *,
+        is_duration: bool = False,
+        continuation: Continuation | None = None,
     ) -> Appended:
         """Assign queue offsets to prepared rows (all or some of the rows of `prepare`), and append them.
 
         `then` is called in log order when the rows are durable and the caches are up to date. `is_duration` marks all
-        scheduled messages among them as due after a duration, although their rows do not show it.
+        scheduled messages among them as due after a duration, although their rows do not show it. The frame also
+        contains the rows of `continuation`, which continue the schedules of occurrences that `rows` end.
         """
         kinds = rows.column("kind").to_numpy()
         offsets = rows.column("queue_offset")
@@ -371,13 +378,19 @@ class Appender:
             rows, placement = self._assign_offsets(rows, with_offset)
         # No await between this line and the append: no other append may come between them.
         first_seq = self._writer.next_seq
+        added = None if continuation is None else continuation.rows(first_seq + rows.num_rows)
 
         def on_durable() -> None:
             self._index_and_schedule(rows, first_seq, with_offset, placement, is_duration=is_duration)
+            if added is not None:
+                self.add_scheduled(added, first_seq + rows.num_rows)
             if then is not None:
                 then()
 
-        _, durable = self._writer.append(rows, on_durable=on_durable)
+        frame_rows = rows if added is None else pa.concat_batches([rows, added])
+        _, durable = self._writer.append(frame_rows, on_durable=on_durable)
+        if continuation is not None:
+            continuation.keep()
         return Appended(first_seq, rows, durable)
 
     def append_few(self, values: list[LogRow]) -> asyncio.Future[int]:
@@ -445,6 +458,10 @@ class Appender:
         if placement is not None:
             placement.index(first_seq, first_seq + with_offset)
             self._announce(placement)
+        self.add_scheduled(rows, first_seq, is_duration=is_duration)
+
+    def add_scheduled(self, rows: pa.RecordBatch, first_seq: int, *, is_duration: bool = False) -> None:
+        """Add the scheduled messages among durable rows to the schedule. `is_duration`: as for `append`."""
         kinds = rows.column("kind").to_numpy()
         scheduled = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
         if scheduled.any():

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.broker.recurring.successors import MISSED, Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.redeliveries import Redeliveries
@@ -36,15 +37,19 @@ from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import (
+    CANCEL_REASON,
     LOG_SCHEMA,
     READ_SCHEMA,
     Int64Array,
     Kind,
     LogRow,
     ReadRow,
+    build_rows,
+    encode_properties,
     int64,
     release_row,
 )
+from timeball.schedule.backlog import Bools
 from timeball.schedule.hour_log import as_scheduled
 from timeball.schedule.level_cascade import NAME as TIMING_LIST
 from timeball.schedule.level_cascade import without_list
@@ -82,16 +87,21 @@ class Delivery:
         scheduler: Scheduler,
         rates: Rates,
         observers: list[Callable[[pa.RecordBatch, int], None]],
+        successors: Successors,
+        add_scheduled: Callable[[pa.RecordBatch, int], None],
     ) -> None:
         """Create the delivery.
 
         It calls `on_visible` with the queues that have new messages, as (topic, queue number). It calls the `observers`
-        with the rows that were released, and the time in ms.
+        with the rows that were released, and the time in ms. `successors` continues the schedules of released
+        occurrences, and `add_scheduled` adds their durable rows to the schedule (Appender.add_scheduled).
         """
         self._clock, self._writer, self._topics = clock, writer, topics
         self._redeliveries, self._scheduler = redeliveries, scheduler
         self._rates = rates
         self._on_visible, self._lateness, self.observers = on_visible, lateness, observers
+        self._successors, self._add_scheduled = successors, add_scheduled
+        self._occurrences = successors.occurrences
         self.indexing = IndexingTime()
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
@@ -99,9 +109,16 @@ class Delivery:
 
         The future is done when all are durable.
         """
+        pairs = pairs_of(scheduled_rows)
+        # No call if there are no schedules: each release takes this path.
+        if self._occurrences and not self._occurrences.keys().isdisjoint(pairs[1].tolist()):
+            # The successors in the same frame have the same bodies.
+            for frame_rows in split_into_frames(read_batch(scheduled_rows), parts=2):
+                durable = self._release_occurrences(frame_rows, now_ms)
+            return durable
         values = values_if_few(scheduled_rows)
         if values is not None:
-            return self._release_few(scheduled_rows, values, pairs_of(scheduled_rows), now_ms)
+            return self._release_few(scheduled_rows, values, pairs, now_ms)
         for frame_rows in split_into_frames(read_batch(scheduled_rows)):
             durable = self._release_frame(frame_rows, now_ms)
         return durable
@@ -126,6 +143,15 @@ class Delivery:
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+        rows, placement = self._place(scheduled_rows, now_ms)
+        first_seq, pairs = self._writer.next_seq, pairs_of(scheduled_rows)
+        begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
+        return self._writer.append(
+            rows, on_durable=lambda: self._on_durable(scheduled_rows, pairs, begin_ms, first_seq, placement)
+        )[1]
+
+    def _place(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, Placement]:
+        """Choose queue offsets, and build the release records."""
         # First, because the index and the rates count the bytes of the properties that a consumer gets.
         scheduled_rows = without_timing_lists(scheduled_rows)
         # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
@@ -133,11 +159,35 @@ class Delivery:
         rows = release_rows(
             scheduled_rows, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
-        first_seq, pairs = self._writer.next_seq, pairs_of(scheduled_rows)
-        begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
-        return self._writer.append(
-            rows, on_durable=lambda: self._on_durable(scheduled_rows, pairs, begin_ms, first_seq, placement)
-        )[1]
+        return rows, placement
+
+    def _release_occurrences(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+        """Append the releases of one frame, some of which are occurrences, and the rows that continue their schedules.
+
+        A missed occurrence is cancelled in place of its release.
+        """
+        seq = int64(scheduled_rows.column("seq"))
+        continuation = self._successors.after_release(seq, now_ms)
+        missed = continuation.missed
+        released, parts, placement = scheduled_rows, list[pa.RecordBatch](), None
+        if missed.any():
+            released = scheduled_rows.filter(pa.array(~missed))
+            parts.append(missed_rows(scheduled_rows.filter(pa.array(missed)), now_ms))
+        if released.num_rows:
+            rows, placement = self._place(released, now_ms)
+            parts.insert(0, rows)  # the queue index expects the released rows first
+        # After the topics of released messages, whose creation appends rows.
+        first_seq = self._writer.next_seq
+        added, added_seq = continuation.rows(first_seq + len(seq)), first_seq + len(seq)
+        begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
+
+        def on_durable() -> None:
+            self._on_durable(released, pairs_of(scheduled_rows), begin_ms, first_seq, placement, missed)
+            self._add_scheduled(added, added_seq)
+
+        durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
+        continuation.keep()
+        return durable
 
     def rewrite(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Append the rows of pending messages again, because the schedule needs newer rows. The ticker calls this."""
@@ -160,22 +210,26 @@ class Delivery:
         pairs: Pairs,
         begin_ms: Int64Array,
         first_seq: int,
-        placement: Placement | QueueOffsets,
+        placement: Placement | QueueOffsets | None,
+        missed: Bools | None = None,
     ) -> None:
+        """Update the caches: `scheduled_rows` are released, beside the messages in `missed`, a mask of `pairs`."""
         began_ns = self._clock.clock.monotonic_ns()
         seq = pairs[1]
-        placement.index(first_seq)
-        queues = placement.count(self._rates, released=True)
+        queues = list[tuple[str, int]]()
+        if placement is not None:
+            placement.index(first_seq)
+            queues = placement.count(self._rates, released=True)
         now_ms = self._clock.now_ms()
         # After the index: consumers must find the message before it counts as released.
-        self._scheduler.released(seq)
+        self._scheduler.released(seq, missed)
         if self._redeliveries.waiting_rows:
             # Rows that come as values were never moved, so `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
             self._redeliveries.end(numbers)
         self._on_visible(queues)
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
-        for observe in self.observers:
+        for observe in self.observers if placement is not None else ():
             observe(read_batch(scheduled_rows), now_ms)
         self.indexing.total_ns += self._clock.clock.monotonic_ns() - began_ns
 
@@ -214,19 +268,20 @@ class Delivery:
         return Brought(scheduled_rows.num_rows, rows.num_rows - scheduled_rows.num_rows)
 
 
-def split_into_frames(scheduled_rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield the rows in slices that each fit into a frame: a thousand large bodies may be due in one millisecond."""
+def split_into_frames(scheduled_rows: pa.RecordBatch, parts: int = 1) -> Iterator[pa.RecordBatch]:
+    """Yield the rows in slices that each fit into a frame: a thousand large bodies may be due in one millisecond.
+
+    With `parts`, that many times the bytes of a slice fit into a frame.
+    """
+    bytes_max = limits.REQUEST_BYTES_MAX // parts
     # Not `nbytes`, which reads each column and takes as long as releasing a row.
-    if (
-        scheduled_rows.num_rows == 1
-        or pa.ipc.get_record_batch_size(scheduled_rows) <= limits.REQUEST_BYTES_MAX
-    ):
+    if scheduled_rows.num_rows == 1 or pa.ipc.get_record_batch_size(scheduled_rows) <= bytes_max:
         yield scheduled_rows
         return
     # Halve by rows, and again while a half is too large. A single row always fits (limits.BODY_BYTES_MAX).
     half = scheduled_rows.num_rows // 2
-    yield from split_into_frames(scheduled_rows.slice(0, half))
-    yield from split_into_frames(scheduled_rows.slice(half))
+    yield from split_into_frames(scheduled_rows.slice(0, half), parts)
+    yield from split_into_frames(scheduled_rows.slice(half), parts)
 
 
 def names(scheduled_rows: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
@@ -277,6 +332,20 @@ def release_rows(
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, scheduled_rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def missed_rows(scheduled_rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    """Build CANCEL rows (LOG_SCHEMA) for occurrences of schedules that are due, but not delivered."""
+    return build_rows(
+        scheduled_rows.num_rows,
+        kind=int(Kind.CANCEL),
+        queue_id=-1,
+        store_ms=now_ms,
+        accepted_ms=scheduled_rows.column("store_ms"),
+        source_seq=scheduled_rows.column("seq"),
+        properties=encode_properties({CANCEL_REASON: MISSED}),
+        **{name: scheduled_rows.column(name) for name in ("topic", "unique_key", "keys", "due_ms")},
     )
 
 

@@ -188,6 +188,11 @@ class Draining:
         if held_campaigns:
             raise Conflict(f"campaign {held_campaigns[0]} is held: resume or cancel it first")
 
+        # A successor would be appended here, while its predecessor is pending at the heir.
+        active_schedule = next(iter(self._tables.schedules.occurrences.values()), None)
+        if active_schedule is not None:
+            raise Conflict(f"schedule {active_schedule!r} is active: pause it, and put it in group {heir}")
+
     def _close_if_drained(self) -> None:
         """Make the policy refuse new messages if this group is drained."""
         if (facts := self._tables.drains.out) is not None:

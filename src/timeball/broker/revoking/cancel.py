@@ -37,6 +37,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
+from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Drains
@@ -123,11 +124,13 @@ async def cancel(
     clock: SchedulerClock,
     redeliveries: Redeliveries,
     scheduler: Scheduler,
+    successors: Successors,
     rates: Rates,
 ) -> None:
     """Cancel those candidates that are pending, durably (an `Act`). The others get no verdict.
 
-    `by`: the account that requests the cancel. The CANCEL rows name it.
+    `by`: the account that requests the cancel. The CANCEL rows name it. If an occurrence of a schedule is cancelled,
+    the next one is in the same frame.
     """
     commits: deque[asyncio.Future[int]] = deque()
     # A request that is interrupted has cancelled its first slices, and may be repeated.
@@ -140,10 +143,11 @@ async def cancel(
         # An operator may name a retry topic. Its scheduled messages are counted.
         redeliveries.end(np.array([c.number for c in pending], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
+        continuation = successors.after_end([c.number for c in pending], now_ms)
         commits.append(
             appender.append_few(cancel_rows(pending, now_ms, by))
-            if len(pending) <= FEW_ROWS
-            else appender.append(cancel_columns(pending, now_ms, by)).durable
+            if len(pending) <= FEW_ROWS and continuation is None
+            else appender.append(cancel_columns(pending, now_ms, by), continuation=continuation).durable
         )
         rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in pending))
         verdicts.update((c.number, Verdict("", "cancelled", c.number, now_ms)) for c in pending)

@@ -24,6 +24,7 @@ import pyarrow as pa
 from timeball.broker.accepting.waiters import Gate
 from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.schedules import Schedules
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import Threads, in_thread
 from timeball.log.reader import LogReader
@@ -52,6 +53,7 @@ async def cancel_ranges(
     threads: Threads,
     rates: Rates,
     gate: Gate,
+    schedules: Schedules,
 ) -> RangesCancelled:
     """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
 
@@ -64,6 +66,10 @@ async def cancel_ranges(
         # During an attach the ranges count as attached, but the files are not part of the table yet.
         async with attaching:
             check_numbers(ranges, reader=log.reader, attach_state=attach_state)
+            # Their CANCEL rows would have to continue the schedules, and no bulk attach has these numbers.
+            occurrences = np.fromiter(schedules.occurrences, np.int64, len(schedules.occurrences))
+            if within(occurrences, ranges).any():
+                raise OutOfRange("the numbers include an occurrence of a schedule; cancel these by number")
             files = overlapping(scheduling.hour_log.pending.all(), ranges)
         if pending_table.cache is not None:  # the reader thread's files read only local copies
             files = [DataFile(pending_table.data_files, file.entry) for file in files]

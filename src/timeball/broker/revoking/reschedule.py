@@ -2,6 +2,8 @@
 
     MOVED    the same message with the same number and the new due time. It settles the old due time
 
+An occurrence of a recurring schedule leaves its schedule, whose next occurrence is in the same frame.
+
 One row does both, so after a power failure the message has either the old due time or the new one. The schedule needs
 no code for moves: for it, one scheduled message is settled and another one is added. The decision is the same as for a
 cancel: a message whose release has begun gets the verdict `released`, and is not moved.
@@ -31,6 +33,7 @@ import pyarrow as pa
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.delivery import as_moved_rows, split_into_frames
 from timeball.broker.consuming.retry import SPENT
+from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import FEW_ROWS, cancel_pending, settle
@@ -78,6 +81,7 @@ async def reschedule(
     scheduling: Scheduling,
     file_keys: TableKeys,
     file_thread: Executor,
+    successors: Successors,
     rates: Rates,
 ) -> list[Verdict]:
     """Move the pending messages with these names to `due_ms`, or to `delay_ms` from now. Return their verdicts.
@@ -99,6 +103,7 @@ async def reschedule(
             scheduling=scheduling,
             file_keys=file_keys,
             file_thread=file_thread,
+            successors=successors,
             rates=rates,
         ),
     )
@@ -136,6 +141,7 @@ async def _move(
     scheduling: Scheduling,
     file_keys: TableKeys,
     file_thread: Executor,
+    successors: Successors,
     rates: Rates,
 ) -> None:
     """Move those candidates that are pending, durably (an `Act`). The others get no verdict."""
@@ -143,7 +149,7 @@ async def _move(
     begin = 0
     while begin < len(candidates):
         part = candidates[begin : begin + SLICE_ROWS]
-        if appender.may_move_few and _are_few(part):
+        if appender.may_move_few and _are_few(part, successors):
             durable = _move_few(
                 appender, new_due_ms, part, verdicts, is_duration=is_duration, host=settings.host, clock=clock,
                 writer=log.writer, scheduling=scheduling, rates=rates,
@@ -163,7 +169,7 @@ async def _move(
                 appender, new_due_ms, frame, [by_version[seq] for seq in frame.column("seq").to_pylist()],
                 verdicts, is_duration=is_duration,
                 settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
-                outcomes=scheduling.outcomes, rates=rates,
+                outcomes=scheduling.outcomes, successors=successors, rates=rates,
             )  # fmt: skip
             if durable is not None:
                 commits.append(durable)
@@ -174,14 +180,18 @@ async def _move(
         await durable
 
 
-def _are_few(candidates: Sequence[Candidate]) -> bool:
+def _are_few(candidates: Sequence[Candidate], successors: Successors) -> bool:
     """Check whether the look-up has read these messages, and they may be moved as values."""
-    return len(candidates) <= FEW_ROWS and all(
-        # Messages of delay levels and those that return to a consumer have more to change.
-        candidate.row is not None
-        and not candidate.is_level
-        and not scheduled_lookup.is_on_its_way_back(candidate.topic)
-        for candidate in candidates
+    # Messages of delay levels, those that return to a consumer, and occurrences of schedules have more to change.
+    return (
+        len(candidates) <= FEW_ROWS
+        and all(
+            candidate.row is not None
+            and not candidate.is_level
+            and not scheduled_lookup.is_on_its_way_back(candidate.topic)
+            for candidate in candidates
+        )
+        and not successors.has_any([candidate.number for candidate in candidates])
     )
 
 
@@ -266,6 +276,7 @@ def _move_frame(
     writer: LogWriter,
     scheduler: Scheduler,
     outcomes: Outcomes,
+    successors: Successors,
     rates: Rates,
 ) -> asyncio.Future[int] | None:
     """Move the pending messages among `rows` (READ_SCHEMA, parallel to `candidates`) in one frame.
@@ -299,8 +310,9 @@ def _move_frame(
         moved_mask = pa.array(was_pending)
         scheduled_rows, rows = scheduled_rows.filter(moved_mask), rows.filter(moved_mask)
     appended = appender.append(
-        as_moved_rows(scheduled_rows, rows), lambda: outcomes.moved.add(moves), is_duration=is_duration
-    )
+        as_moved_rows(scheduled_rows, rows), lambda: outcomes.moved.add(moves), is_duration=is_duration,
+        continuation=successors.after_end([candidate.number for candidate in moved], now_ms),
+    )  # fmt: skip
     rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
     verdicts.update((c.number, Verdict("", REASON, c.number, now_ms, due_ms)) for c in moved)
     return appended.durable

@@ -1,0 +1,303 @@
+"""The operations on recurring schedules: put, pause, resume, run, delete, and queries.
+
+Each change is one frame, which also cancels the pending occurrence that it replaces. Accounts need no right of their
+own for schedules: who may send to the topic of the template may put, resume and run, and who may cancel its messages
+may pause and delete. These rights are checked with each command, and not when an occurrence is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.policy import Policy
+from timeball.broker.recurring.rule import Occurrence, Rule
+from timeball.broker.recurring.successors import (
+    Continuation,
+    Next,
+    Successors,
+    cancel_row_of,
+    first_after,
+    following,
+    last_until,
+    occurrence_id,
+    occurrence_properties,
+)
+from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.schedules import (
+    SCHEDULE,
+    SCHEDULED_MS,
+    Entry,
+    Progress,
+    ScheduleFacts,
+    Schedules,
+    State,
+)
+from timeball.io.clock import SchedulerClock
+from timeball.log.row_encoder import rows_of
+from timeball.log.writer import CommitLog
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import InvalidDelay, NotFound, OutOfRange
+from timeball.model.message import encode_properties, send_row
+from timeball.model.wire import MessagePlace
+from timeball.schedule.scheduler import Scheduler
+
+HISTORY_ROWS = 10
+HISTORY_MS = 366 * limits.DAY_MS
+NAMES_PER_PAGE_MAX = 10_000  # of which the caller may see a few
+NO_TIME_TEXT = "the rule has no time later than now"
+
+Outcome = Literal["created", "replaced", "unchanged"]
+
+
+class Shown(NamedTuple):
+    """A schedule as its users see it. `next_local` is the local time of the pending occurrence, or "".
+
+    Without `may_read` the caller may not see the body.
+    """
+
+    name: str
+    facts: ScheduleFacts
+    progress: Progress
+    next_local: str
+    may_read: bool
+
+
+class Page(NamedTuple):
+    """A page of schedules by name, and where the next page begins. None for the last page."""
+
+    schedules: list[Shown]
+    next_page: str | None
+
+
+class Past(NamedTuple):
+    """A past time of a rule, and the messages of this occurrence that the broker knows: none if it was missed."""
+
+    occurrence: Occurrence
+    message_id: str
+    places: list[MessagePlace]
+
+
+class ScheduleChanges:
+    """The operations on schedules. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        appender: Appender,
+        successors: Successors,
+        find: Callable[[str, str | None, Caller], Awaitable[list[MessagePlace]]],
+        *,
+        clock: SchedulerClock,
+        log: CommitLog,
+        schedules: Schedules,
+        scheduler: Scheduler,
+        rates: Rates,
+    ) -> None:
+        """Create the operations. `find` finds the messages with an id (Broker.find)."""
+        self._policy, self._appender, self._successors, self._find = policy, appender, successors, find
+        self._clock, self._log, self._schedules = clock, log, schedules
+        self._scheduler, self._rates = scheduler, rates
+
+    # -- queries -------------------------------------------------------------------------------------------------
+
+    def get(self, name: str, caller: Caller) -> Shown:
+        """Find a schedule. Raises NotFound, also if the caller may not look at its topic."""
+        self._policy.allow_somewhere(caller, Verb.LOOK)
+        facts, progress = self._schedules.get(name)
+        if not self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
+            raise NotFound(
+                f"no schedule {name!r}"
+            )  # the same error in both cases, so it does not reveal names
+        return self._show(name, facts, progress, caller)
+
+    def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
+        """List up to `rows` schedules whose names come after `after`. A page may be short, and another one follows."""
+        self._policy.allow_somewhere(caller, Verb.LOOK)
+        listed = list[Shown]()
+        for index, name in enumerate(self._schedules.names_after(after)):
+            if len(listed) == rows or index == NAMES_PER_PAGE_MAX:
+                return Page(listed, after)
+            after = name
+            facts, progress = self._schedules.get(name)
+            if topic in (None, facts.topic) and self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
+                listed.append(self._show(name, facts, progress, caller))
+        return Page(listed, None)
+
+    async def preview(
+        self, rule: Mapping[str, object], after_ms: int | None, number: int, caller: Caller
+    ) -> list[Occurrence]:
+        """Compute the next times of a rule, without storing it. Raises InvalidDelay and OutOfRange."""
+        self._policy.allow_somewhere(caller, Verb.LOOK)
+        if not 1 <= number <= limits.SCHEDULE_PREVIEW_MAX:
+            raise OutOfRange(f"{number} occurrences: 1 to {limits.SCHEDULE_PREVIEW_MAX}")
+        begin_ms = self._clock.now_ms() if after_ms is None else after_ms
+        # In a thread, because a rule with few days a year searches far ahead.
+        return await asyncio.to_thread(lambda: Rule.parse(rule).after(begin_ms, number))
+
+    async def history(self, name: str, caller: Caller) -> list[Past]:
+        """List the last times of a schedule's rule, the newest first, with the states of their messages."""
+        facts = self.get(name, caller).facts
+        until_ms = self._clock.now_ms()
+        oldest_ms, past = until_ms - HISTORY_MS, list[Past]()
+        while len(past) < HISTORY_ROWS:
+            occurrence = last_until(facts.rule_text, oldest_ms, until_ms)
+            if occurrence is None:
+                break
+            # The id follows from the time, so the log needs no index of the occurrences of a schedule.
+            message_id = occurrence_id(name, occurrence.due_ms)
+            past.append(Past(occurrence, message_id, await self._find(message_id, facts.topic, caller)))
+            until_ms = occurrence.due_ms - 1
+        return past
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    async def put(self, name: str, facts: ScheduleFacts, caller: Caller) -> tuple[Shown, Outcome]:
+        """Create or replace a schedule. With equal content nothing changes, so several programs may put it at once.
+
+        A replaced schedule stays paused, and with an equal rule it keeps its next time. Durable on return. Raises
+        InvalidName, InvalidMessage, InvalidDelay, OutOfRange, OverLimit, and the errors of a send.
+        """
+        self._policy.allow(caller, Verb.SEND, topic=facts.topic)
+        known = await self._find_durable(name)
+        if known is not None:
+            self._policy.allow(caller, Verb.CANCEL, topic=known[0].topic)
+            if known[0] == facts and known[1].state != State.FAILED:
+                await self._log.writer.flushed()  # the first copy of the request may not be durable yet
+                return self._show(name, *known, caller), "unchanged"
+        self._schedules.check_new(name, facts, None if known is None else known[0])
+        self._check_template(name, facts)
+        now_ms, before, after_ms = self._clock.now_ms(), None, None
+        if known is not None:
+            before = known[1]
+            # An equal rule continues, so that a change of the body neither skips nor repeats an occurrence.
+            after_ms = before.after_ms if known[0].rule == facts.rule else None
+        after = following(name, facts, before, now_ms if after_ms is None else after_ms, now_ms, is_put=True)
+        # A schedule without a next time is probably a mistake in the rule.
+        if after.occurrence is None:
+            raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
+        if before is not None and before.state == State.PAUSED:
+            paused = msgspec.structs.replace(after.progress, state=State.PAUSED)
+            after = Next(name, facts, before, paused, is_put=True)
+        # Last, because it may create the topic.
+        self._policy.admit([facts.topic], caller)
+        await self._append(after, now_ms, known)
+        # Another request may have changed or deleted it meanwhile.
+        current = self._schedules.find(name) or (facts, after.progress)
+        return self._show(name, *current, caller), "created" if known is None else "replaced"
+
+    async def pause(self, name: str, caller: Caller) -> Shown:
+        """Cancel the pending occurrence, and append no other until the schedule is resumed. Raises NotFound."""
+        facts, before = await self._get_durable(name, caller, Verb.CANCEL)
+        if before.state == State.ACTIVE:
+            # The occurrence itself is the first one that a resume may choose.
+            paused = Progress(
+                State.PAUSED, before.due_ms - 1, runs=before.runs, last_due_ms=before.last_due_ms,
+                last_ms=before.last_ms,
+            )  # fmt: skip
+            await self._append(Next(name, facts, before, paused), self._clock.now_ms(), (facts, before))
+        return self.get(name, caller)
+
+    async def resume(self, name: str, caller: Caller) -> Shown:
+        """Continue a paused or failed schedule. Its `catch_up` decides about the times meanwhile. Raises NotFound."""
+        facts, before = await self._get_durable(name, caller, Verb.SEND)
+        if before.state in (State.PAUSED, State.FAILED):
+            self._policy.admit([facts.topic], caller)
+            now_ms = self._clock.now_ms()
+            await self._append(following(name, facts, before, before.after_ms, now_ms), now_ms)
+        return self.get(name, caller)
+
+    async def delete(self, name: str, caller: Caller) -> None:
+        """Delete a schedule, and cancel its pending occurrence. Raises NotFound."""
+        facts, before = await self._get_durable(name, caller, Verb.CANCEL)
+        # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
+        change = self._schedules.changed([Entry(name, before, None)])
+        await self._append_rows(
+            name, Continuation(lambda _: (change.rows, change)), self._clock.now_ms(), (facts, before)
+        )
+
+    async def run(self, name: str, caller: Caller) -> str:
+        """Send a message of the template now. The next occurrence stays. Returns the id of the message."""
+        facts = self.get(name, caller).facts
+        self._policy.allow(caller, Verb.SEND, topic=facts.topic)
+        # The number of the next row, because several messages may be sent in one millisecond.
+        message_id = f"{name}.run-{self._log.writer.next_seq}"
+        properties = {**facts.properties, SCHEDULE: name, SCHEDULED_MS: str(self._clock.now_ms())}
+        row = send_row(
+            topic=facts.topic, body=facts.body, tag=facts.tag, keys=facts.keys, unique_key=message_id,
+            properties=encode_properties(properties),
+        )  # fmt: skip
+        await self._appender.send([row], caller)[1]
+        return message_id
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _show(self, name: str, facts: ScheduleFacts, progress: Progress, caller: Caller) -> Shown:
+        local = ""
+        if progress.number:
+            with suppress(InvalidDelay):  # its zone has left the time zone database
+                occurrence = first_after(facts.rule_text, progress.due_ms - 1)
+                local = "" if occurrence is None else occurrence.local
+        may_read = self._policy.allows(caller, Verb.RECEIVE, topic=facts.topic)
+        return Shown(name, facts, progress, local, may_read)
+
+    async def _find_durable(self, name: str) -> tuple[ScheduleFacts, Progress] | None:
+        """Find a schedule whose pending occurrence is durable, so that the scheduler knows it and can cancel it."""
+        # Each round, the schedule may have changed or been released meanwhile.
+        while (found := self._schedules.find(name)) is not None:
+            if found[1].number < self._log.reader.next_seq:
+                break
+            await self._log.writer.flushed()
+        return found
+
+    async def _get_durable(self, name: str, caller: Caller, verb: Verb) -> tuple[ScheduleFacts, Progress]:
+        self.get(name, caller)  # raises NotFound
+        found = await self._find_durable(name)
+        if found is None:
+            raise NotFound(f"no schedule {name!r}")
+        self._policy.allow(caller, verb, topic=found[0].topic)
+        return found
+
+    def _check_template(self, name: str, facts: ScheduleFacts) -> None:
+        """Raise InvalidMessage or OverLimit if a send would refuse an occurrence of this template."""
+        properties = occurrence_properties(name, facts, limits.INSTANT_MS_MAX, "9999-12-31T23:59:59+00:00")
+        row = send_row(
+            topic=facts.topic, body=facts.body, tag=facts.tag, keys=facts.keys,
+            unique_key=occurrence_id(name, limits.INSTANT_MS_MAX), properties=properties,
+        )  # fmt: skip
+        self._appender.admit([row])
+
+    async def _append(
+        self, after: Next, now_ms: int, replaced: tuple[ScheduleFacts, Progress] | None = None
+    ) -> None:
+        """Append the next state of a schedule, and cancel the occurrence of the `replaced` state. Durable on return."""
+        await self._append_rows(after.name, self._successors.continuation([after], now_ms), now_ms, replaced)
+
+    async def _append_rows(
+        self,
+        name: str,
+        continuation: Continuation,
+        now_ms: int,
+        replaced: tuple[ScheduleFacts, Progress] | None,
+    ) -> None:
+        self._log.writer.check_admission()
+        # No await until the append: the scheduler decides about the cancel now.
+        parts = list[pa.RecordBatch]()
+        if replaced is not None and replaced[1].number:
+            facts, before = replaced
+            was_pending = self._scheduler.cancel(np.array([before.due_ms]), np.array([before.number]))
+            if was_pending[0]:
+                parts.append(rows_of([cancel_row_of(name, facts, before, now_ms)]))
+                self._rates.add(Stat.CANCELLED_NUMS, facts.topic, 1)
+        parts.append(continuation.rows(self._log.writer.next_seq + len(parts)))
+        durable = self._appender.append(pa.concat_batches(parts)).durable
+        continuation.keep()
+        await durable

@@ -1,0 +1,314 @@
+"""The operations on schedules: what they append, what they refuse, and to whom; races between programs that put one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.broker.on_node import on_node
+from tests.broker.recurring.schedule_lives import (
+    EVERY_MS,
+    NAME,
+    TOPIC,
+    facts_of,
+    id_of,
+    progress,
+    put,
+    released,
+)
+from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.broker.registry.schedules import State
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Access, Account, Caller, Principal
+from timeball.model.errors import (
+    Conflict,
+    Forbidden,
+    InvalidDelay,
+    InvalidMessage,
+    InvalidName,
+    NotFound,
+    OutOfRange,
+    OverLimit,
+)
+from timeball.model.message import Kind, decode_properties
+
+DAILY = {"cron": "0 9 * * *", "zone": "Europe/Berlin"}
+
+
+def account(name: str, topics: dict[str, str]) -> Caller:
+    known = Account(access_key=name, secret_key="secret 12", topics=topics)
+    return Principal(Access({name: known}), known)
+
+
+def kinds_of_last_frame(world: World) -> list[int]:
+    reader = world.broker.log.reader
+    *_, (_, rows) = reader.frames(1, reader.next_seq)
+    return [Kind(kind) for kind in rows.column("kind").to_pylist()]
+
+
+# ---- put -----------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_an_equal_put_appends_nothing(world: World) -> None:
+    assert await put(world, properties={"a": "1", "b": "2"}) == "created"
+    before, next_seq = progress(world), world.broker.log.writer.next_seq
+    assert await put(world, properties={"b": "2", "a": "1"}) == "unchanged"
+    assert (progress(world), world.broker.log.writer.next_seq) == (before, next_seq)
+    await world.restart()
+    assert await put(world, properties={"a": "1", "b": "2"}) == "unchanged"
+    assert progress(world) == before
+
+
+@on_node()
+async def test_programs_that_put_at_once_create_one_schedule(world: World) -> None:
+    said = await asyncio.gather(*(put(world, body=b"mine") for _ in range(20)))
+    assert sorted(said) == ["created", *["unchanged"] * 19]
+    said = await asyncio.gather(*(put(world, body=b"%d" % number) for number in range(20)))
+    assert said == ["replaced"] * 20
+    assert world.broker.pending_messages == 1
+    await world.advance(EVERY_MS)
+    assert [row["body"] for row in await released(world)] == [b"19"]
+
+
+@on_node()
+async def test_a_new_body_keeps_the_next_time_and_a_new_rule_begins_now(world: World) -> None:
+    await put(world)
+    before = progress(world)
+    await world.advance(before.due_ms - world.clock.wall - SECOND_MS)
+    assert await put(world, body=b"new") == "replaced"
+    after = progress(world)
+    assert (after.due_ms, after.after_ms) == (before.due_ms, before.after_ms) and after.number > before.number
+    assert kinds_of_last_frame(world) == [Kind.CANCEL, Kind.SCHEDULED, Kind.META, Kind.META]
+    assert world.broker.pending_messages == 1
+    await world.broker.schedules.put(NAME, facts_of({"every": "7m"}), ANONYMOUS)
+    assert progress(world).due_ms == world.clock.wall // 420_000 * 420_000 + 420_000
+    assert world.broker.pending_messages == 1
+    await world.advance(EVERY_MS)
+    assert {row["body"] for row in await released(world)} == {b"tick"}
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (InvalidMessage, {"properties": {"schedule": "x"}}), (InvalidMessage, {"properties": {"occurrence": "x"}}),
+        (InvalidMessage, {"properties": {"long": "x" * limits.PROPERTIES_BYTES_MAX}}),
+        (InvalidMessage, {"tag": "x" * 300}), (OutOfRange, {"body": bytes(limits.SCHEDULE_BODY_BYTES_MAX + 1)}),
+        (OutOfRange, {"catch_up_within_ms": -1}), (InvalidName, {"topic": "a b"}), (InvalidName, {"name": "a.b"}),
+        (Forbidden, {"topic": "SCHEDULE_TOPIC_XXXX"}),
+        (InvalidDelay, {"rule": {"at": ["2020-01-01T00:00"], "zone": "UTC"}}),
+        (InvalidDelay, {"rule": {"at": ["2099-01-01T00:00"], "zone": "UTC"}}),
+    ],
+)  # fmt: skip
+@on_node()
+async def test_a_refused_put_changes_nothing(
+    world: World, error: type[Exception], changes: dict[str, Any]
+) -> None:
+    next_seq = world.broker.log.writer.next_seq
+    with pytest.raises(error):
+        await put(world, **{"name": NAME, **changes})
+    assert world.broker.log.writer.next_seq == next_seq and not len(world.broker.tables.schedules)
+
+
+@on_node()
+async def test_the_number_and_the_bytes_of_schedules_are_limited(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SCHEDULES_MAX", 2)
+    await put(world, "a")
+    await put(world, "b")
+    with pytest.raises(OverLimit, match="2 schedules exist"):
+        await put(world, "c")
+    await put(world, "b", body=b"changed")
+    schedules = world.broker.tables.schedules
+    size_bytes = schedules.size_bytes
+    await world.restart()
+    assert world.broker.tables.schedules.size_bytes == size_bytes
+    monkeypatch.setattr(limits, "SCHEDULES_BYTES_MAX", size_bytes)
+    with pytest.raises(OverLimit, match="bytes"):
+        await put(world, "b", body=b"changed again")
+    await world.broker.schedules.delete("a", ANONYMOUS)
+    assert world.broker.tables.schedules.size_bytes < size_bytes
+    await put(world, "b", body=b"changed again")
+
+
+# ---- pause, resume, delete, run --------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_pause_cancels_the_occurrence_and_a_resume_brings_it_back(world: World) -> None:
+    await put(world)
+    before = progress(world)
+    shown = await world.broker.schedules.pause(NAME, ANONYMOUS)
+    assert (shown.progress.state, shown.progress.number, shown.next_local) == (State.PAUSED, 0, "")
+    assert kinds_of_last_frame(world) == [Kind.CANCEL, Kind.META]
+    next_seq = world.broker.log.writer.next_seq
+    await world.broker.schedules.pause(NAME, ANONYMOUS)
+    assert world.broker.log.writer.next_seq == next_seq, "it is paused already"
+    assert await put(world, body=b"new") == "replaced"
+    assert progress(world).state == State.PAUSED and world.broker.pending_messages == 0
+    await world.restart()
+    shown = await world.broker.schedules.resume(NAME, ANONYMOUS)
+    assert (shown.progress.state, shown.progress.due_ms) == (State.ACTIVE, before.due_ms)
+    await world.advance(EVERY_MS)
+    assert [row["body"] for row in await released(world)] == [b"new"]
+    assert (await world.broker.schedules.resume(NAME, ANONYMOUS)).progress.state == State.ACTIVE
+    assert world.broker.pending_messages == 1
+
+
+@on_node()
+async def test_a_delete_cancels_the_occurrence_in_the_same_frame(world: World) -> None:
+    await put(world)
+    await world.broker.schedules.delete(NAME, ANONYMOUS)
+    assert kinds_of_last_frame(world) == [Kind.CANCEL, Kind.META, Kind.META]
+    for again in (False, True):
+        if again:
+            await world.restart()
+        assert world.broker.pending_messages == 0 and not len(world.broker.tables.schedules)
+        for call in ("delete", "pause", "resume", "run"):
+            with pytest.raises(NotFound):
+                await getattr(world.broker.schedules, call)(NAME, ANONYMOUS)
+    await world.advance(HOUR_MS)
+    assert await released(world) == []
+    assert await put(world) == "created" and progress(world).runs == 0
+
+
+@on_node()
+async def test_a_run_sends_the_template_now_and_changes_nothing_else(world: World) -> None:
+    await put(world, tag="t", properties={"a": "1"})
+    before = progress(world)
+    ids = await asyncio.gather(*(world.broker.schedules.run(NAME, ANONYMOUS) for _ in range(3)))
+    rows = await released(world)
+    assert sorted(row["unique_key"] for row in rows) == sorted(set(ids)) and len(set(ids)) == 3
+    assert {row["kind"] for row in rows} == {Kind.MESSAGE} and {row["tag"] for row in rows} == {"t"}
+    assert decode_properties(rows[0]["properties"]) == {
+        "a": "1", "schedule": NAME, "scheduled_ms": str(world.clock.wall),
+    }  # fmt: skip
+    assert progress(world) == before
+
+
+@on_node()
+async def test_changes_while_an_occurrence_is_being_written(world: World) -> None:
+    for _ in range(5):
+        await asyncio.gather(
+            put(world, body=b"1"), put(world, body=b"2"), world.broker.schedules.run(NAME, ANONYMOUS)
+            if NAME in list(world.broker.tables.schedules.names_after("")) else put(world, body=b"3"),
+        )  # fmt: skip
+        world.clock.advance(EVERY_MS)
+        world.broker.ticker.wake()
+        await asyncio.gather(
+            world.broker.schedules.pause(NAME, ANONYMOUS), world.broker.schedules.resume(NAME, ANONYMOUS)
+        )
+        await world.settled()
+        if progress(world).state == State.PAUSED:
+            await world.broker.schedules.resume(NAME, ANONYMOUS)
+        await world.settled()
+        assert world.broker.pending_messages == 1
+    keys = [row["unique_key"] for row in await released(world) if row["kind"] == Kind.RELEASE]
+    assert len(keys) == len(set(keys)) == 5
+
+
+# ---- queries -------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_pages_of_schedules(world: World) -> None:
+    for number in range(7):
+        await put(world, f"s{number}", topic="even" if number % 2 == 0 else "odd")
+    schedules = world.broker.schedules
+    first = schedules.page(3, "", None, ANONYMOUS)
+    assert [shown.name for shown in first.schedules] == ["s0", "s1", "s2"] and first.next_page == "s2"
+    rest = schedules.page(10, first.next_page, None, ANONYMOUS)
+    assert [shown.name for shown in rest.schedules] == ["s3", "s4", "s5", "s6"] and rest.next_page is None
+    odd = schedules.page(10, "", "odd", ANONYMOUS)
+    assert [shown.name for shown in odd.schedules] == ["s1", "s3", "s5"]
+    await schedules.delete("s3", ANONYMOUS)
+    assert [shown.name for shown in schedules.page(10, "s1", None, ANONYMOUS).schedules] == [
+        "s2",
+        "s4",
+        "s5",
+        "s6",
+    ]
+
+
+@on_node()
+async def test_a_preview_stores_nothing(world: World) -> None:
+    next_seq = world.broker.log.writer.next_seq
+    times = await world.broker.schedules.preview(DAILY, None, 3, ANONYMOUS)
+    assert [time.local[:16] for time in times] == ["2023-11-15T09:00", "2023-11-16T09:00", "2023-11-17T09:00"]
+    [later] = await world.broker.schedules.preview(DAILY, times[-1].due_ms, 1, ANONYMOUS)
+    assert later.due_ms == times[-1].due_ms + limits.DAY_MS
+    assert world.broker.log.writer.next_seq == next_seq
+    for count in (0, limits.SCHEDULE_PREVIEW_MAX + 1):
+        with pytest.raises(OutOfRange):
+            await world.broker.schedules.preview(DAILY, None, count, ANONYMOUS)
+    with pytest.raises(InvalidDelay):
+        await world.broker.schedules.preview({"cron": "61 * * * *", "zone": "UTC"}, None, 3, ANONYMOUS)
+
+
+@on_node()
+async def test_the_history_has_what_became_of_the_last_times(world: World) -> None:
+    await put(world)
+    await world.advance(EVERY_MS)
+    await world.broker.cancel(ids=[id_of(progress(world).due_ms)])
+    await world.advance(2 * EVERY_MS)
+    past = await world.broker.schedules.history(NAME, ANONYMOUS)
+    states = [each.places[0].state if each.places else "none" for each in past]
+    # Newest first. The times before the put have no messages.
+    assert states[:4] == ["visible", "cancelled", "visible", "none"]
+    assert past[0].message_id == (await released(world))[-1]["unique_key"]
+
+
+# ---- permissions ---------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_schedule_needs_the_right_to_send_to_its_topic(world: World) -> None:
+    shop, other = account("shop", {TOPIC: "PUB"}), account("other", {"news": "PUB|SUB"})
+    reader = account("reader", {TOPIC: "SUB"})
+    schedules = world.broker.schedules
+    for caller in (other, reader):
+        with pytest.raises(Forbidden):
+            await put(world, caller=caller)
+    assert await put(world, caller=shop) == "created"
+    with pytest.raises(Forbidden):
+        await put(world, caller=other, topic="news")  # it would end the occurrence of another topic
+    assert [shown.name for shown in schedules.page(9, "", None, reader).schedules] == [NAME]
+    assert schedules.page(9, "", None, other).schedules == []
+    with pytest.raises(NotFound):
+        schedules.get(NAME, other)
+    for call in ("pause", "resume", "run", "delete"):
+        with pytest.raises(NotFound):
+            await getattr(schedules, call)(NAME, other)
+        with pytest.raises(Forbidden):
+            await getattr(schedules, call)(NAME, reader)
+    for call in ("run", "pause", "resume", "delete"):
+        await getattr(schedules, call)(NAME, shop)
+
+
+# ---- other operations on pending messages ----------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_range_with_an_occurrence_is_refused(world: World) -> None:
+    await put(world)
+    number = progress(world).number
+    with pytest.raises(OutOfRange, match="schedule"):
+        await world.broker.cancel_ranges([(number - 1, 3)])
+    assert world.broker.pending_messages == 1
+
+
+@in_two_groups
+async def test_a_group_with_active_schedules_is_not_drained(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    await two.broker.schedules.put(NAME, facts_of(), ANONYMOUS)
+    with pytest.raises(Conflict, match="schedule 'tick' is active"):
+        await two.broker.drain("g1")
+    await two.broker.schedules.pause(NAME, ANONYMOUS)
+    await two.broker.drain("g1")
+    with pytest.raises(Forbidden, match="drained"):
+        await two.broker.schedules.resume(NAME, ANONYMOUS)

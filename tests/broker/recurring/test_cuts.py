@@ -1,0 +1,110 @@
+"""The power goes around the frames that end an occurrence, and each time of the schedule is still delivered once.
+
+The chain of occurrences is as long as the log is kept: a frame that lacked the successor would end it for good.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.broker.recurring.schedule_lives import EVERY_MS, LIFE, SETTINGS, Step, faults_after, live
+from tests.crash_files import Survival
+from tests.rounds import rounds
+
+from timeball.broker.accepting.delivery import Delivery
+from timeball.broker.recurring.successors import Continuation
+
+SEED = int(os.environ.get("CUT_SEED", "1"))
+
+# A release from the log's tail, a cancel, a move, a pause and a resume, with nothing else in between.
+SHORT: list[Step] = [
+    lambda w: w.start(),
+    lambda w: w.put(),
+    lambda w: w.advance(EVERY_MS),
+    lambda w: w.advance(EVERY_MS),
+    lambda w: w.cancel_next(),
+    lambda w: w.move_next(EVERY_MS // 2),
+    lambda w: w.pause(),
+    lambda w: w.resume(),
+    lambda w: w.advance(2 * EVERY_MS),
+]
+
+
+def images(call: int) -> list[tuple[int, Survival]]:
+    return [(0, "nothing"), (0, "everything"), (SEED * 1_000_003 + call, "random")]
+
+
+def faults(settings: dict[str, Any], steps: list[Step], calls: Iterable[int]) -> list[str]:
+    """What is wrong after a cut at each of these calls."""
+    wrong = []
+    for call in calls:
+        cut = live(settings, call, steps)
+        for seed, survival in images(call):
+            found = faults_after(cut, cut.files.crash(seed, survival))
+            wrong += [f"{cut.at}, seed={seed} survival={survival!r}: {found[:5]}"] if found else []
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_a_life_without_a_cut_delivers_each_time_once(strategy: str) -> None:
+    cut = live(SETTINGS[strategy])
+    assert faults_after(cut, cut.files.crash(survival="nothing")) == []
+
+
+def test_every_cut_around_a_release_a_cancel_a_move_and_a_pause() -> None:
+    settings = SETTINGS["hour_log"]
+    calls = live(settings, steps=SHORT).files.calls
+    wrong = faults(settings, SHORT, range(1, calls + 1))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_some_cuts_of_a_whole_life(strategy: str) -> None:
+    settings = SETTINGS[strategy]
+    calls = live(settings).files.calls
+    rng = np.random.default_rng(SEED)
+    chosen = sorted(rng.choice(np.arange(1, calls + 1), 8, replace=False).tolist())
+    wrong = faults(settings, LIFE, chosen)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.siege
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_every_cut_of_a_whole_life(strategy: str) -> None:
+    settings, step = SETTINGS[strategy], 4 * rounds(4, 1)
+    wrong = faults(settings, LIFE, range(1 + SEED % step, live(settings).files.calls + 1, step))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, release = Continuation.rows, Delivery._release_occurrences
+    apart: list[pa.RecordBatch] = []
+
+    def build_apart(continuation: Continuation, first_seq: int) -> pa.RecordBatch:
+        apart.append(build(continuation, first_seq))
+        return apart[-1].slice(0, 0)
+
+    def release_apart(self: Delivery, scheduled_rows: pa.RecordBatch, now_ms: int) -> Any:
+        """Append the releases, and the rows of the schedules only when these are durable."""
+        schedule = self.__dict__.setdefault("_schedule", self._add_scheduled)
+
+        def append_apart(_: pa.RecordBatch, first_seq: int) -> None:
+            rows = apart.pop()
+            self._writer.append(rows, on_durable=lambda: schedule(rows, first_seq))
+
+        self._add_scheduled = append_apart
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Continuation, "rows", build_apart)
+            return release(self, scheduled_rows, now_ms)
+
+    monkeypatch.setattr(Delivery, "_release_occurrences", release_apart)
+    settings, steps = SETTINGS["hour_log"], SHORT[:4]
+    calls = live(settings, steps=steps).files.calls
+    assert any("lost" in wrong for wrong in faults(settings, steps, range(1, calls + 1))), "went unnoticed"

@@ -1,0 +1,87 @@
+"""A follower of the log, and any broker that starts on it, continue a schedule in the same way."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from tests.broker.recovery.test_applying import applied
+from tests.broker.recurring.schedule_lives import EVERY_MS, LIFE, NAME, SETTINGS, Known, OneSchedule, live
+from tests.crash.lives import run
+from tests.crash_files import CrashFiles
+
+from timeball.broker.registry.schedules import Progress
+
+STEPS: dict[str, list[float]] = {
+    "one": [],
+    "some": [0.2, 0.5, 0.9],
+    "many": [step / 40 for step in range(40)],
+}
+# Without the snapshot of retention: its life ends before that.
+WITHOUT_RETENTION = LIFE[: len(LIFE) - 8]
+
+
+@functools.cache
+def disk(strategy: str, *, is_whole: bool) -> Any:
+    return live(SETTINGS[strategy], steps=LIFE if is_whole else WITHOUT_RETENTION)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_steps_of_any_size_give_the_same_schedule_and_its_pending_occurrence(
+    strategy: str, *, is_whole: bool
+) -> None:
+    files: CrashFiles = disk(strategy, is_whole=is_whole).files
+    found = {
+        name: applied(
+            files.crash(survival="everything"), steps, from_checkpoint=False, resumes=False, tail_after=None
+        )
+        for name, steps in STEPS.items()
+    }
+    assert found["one"]["meta"] == found["some"]["meta"] == found["many"]["meta"]
+    assert found["one"]["waiting"] == found["some"]["waiting"] == found["many"]["waiting"]
+    with_checkpoint = applied(
+        files.crash(survival="everything"), [], from_checkpoint=True, resumes=False, tail_after=None
+    )
+    assert with_checkpoint["meta"] == found["one"]["meta"]
+    progress = msgspec.json.decode(found["one"]["meta"][f"occurrence/{NAME}"], type=Progress)
+    _, seqs, _ = found["one"]["waiting"]
+    assert seqs.count(progress.number) == 1 or (strategy == "hour_log" and not seqs), "or it is in the table"
+    assert found["one"]["waiting_rows"] == 1
+
+
+def next_rows(strategy: str, *, with_checkpoint: bool) -> list[tuple[Any, ...]]:
+    """The rows that a broker appends in the next hour, after a start on the disk of a life."""
+    cut = disk(strategy, is_whole=True)
+    files = cut.files.crash(survival="everything")
+    if not with_checkpoint:
+        files.remove("checkpoint")
+    world = OneSchedule.on(files, replace(cut.clock), Known(), **SETTINGS[strategy])
+
+    async def main() -> list[tuple[Any, ...]]:
+        await world.start()
+        first_seq = world.broker.log.reader.next_seq
+        for _ in range(6):
+            await world.advance(EVERY_MS)
+        names = ["kind", "topic", "unique_key", "body", "properties", "due_ms", "source_seq", "store_ms"]
+        reader = world.broker.log.reader
+        rows = [
+            row
+            for batch in reader.rows(first_seq, reader.next_seq)
+            for row in zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+        ]
+        await world.stop()
+        return rows
+
+    return run(main())
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_each_broker_appends_the_same_rows(strategy: str) -> None:
+    first = next_rows(strategy, with_checkpoint=True)
+    assert len(first) == 18, "each time has a release, a successor and the progress"
+    assert next_rows(strategy, with_checkpoint=True) == first
+    assert next_rows(strategy, with_checkpoint=False) == first
