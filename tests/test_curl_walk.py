@@ -13,6 +13,8 @@ from tests.docs_pages import page
 from tests.edges.push.receiver import receiver_of
 from tests.node_fixture import eventually, running_node
 
+from timeball.io.clock import ManualClock
+
 
 def steps(text: str) -> list[tuple[str, str]]:
     """Return (commands, what they print) of each block of commands that is followed by an answer."""
@@ -34,6 +36,16 @@ def check_step(commands: str, shown: str, folder: Path, replaced: dict[str, str]
     )  # fmt: skip
     assert ran.returncode == 0, f"{commands}{ran.stderr}"
     assert re.fullmatch(pattern(shown), ran.stdout), f"{commands}\nprinted {ran.stdout}\nshown   {shown}"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_schedules_of_the_page_can_be_made(tmp_path: Path) -> None:
+    found = steps(page("docs/recurring.md"))
+    assert len(found) >= 5
+    with running_node(tmp_path / "data", ManualClock(), http_port=0) as node:
+        replaced = {"localhost:7480": f"127.0.0.1:{node.node.http_port}"}
+        for commands, shown in found:
+            check_step(commands, shown, tmp_path, replaced)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -13,7 +13,7 @@ import msgspec
 
 from timeball import __version__
 from timeball.broker.revoking import group_questions
-from timeball.edges.http import answers_codec, codec, send_codec, subscription_codec
+from timeball.edges.http import answers_codec, codec, schedule_codec, send_codec, subscription_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.model.answers import GroupState
 
@@ -50,6 +50,12 @@ _REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "RecallHere": {"ask": "recall", "topic": "orders", "handle": "HANDLE"},
     "RouteHere": {"ask": "route", "topic": "orders"},
     "Subscribing": {"topic": "orders", "group": "billing", "url": "https://billing.example/hooks/orders"},
+    "SchedulePut": {
+        "rule": {"cron": "0 9 * * 1-5", "zone": "Europe/Berlin"},
+        "topic": "orders",
+        "body": "close open orders",
+    },
+    "Previewing": {"rule": {"every": "15m"}, "count": 3},
 }
 _SEND_HEADERS = {
     "Idempotency-Key": "A repeated key sends nothing. The answer has the states of the earlier messages.",
@@ -73,9 +79,14 @@ _PARAMETER_EXAMPLES = {
     "to": "2027-02-01T00:00:00Z",
 }
 # by struct: exactly one of these fields is required, which the type of a struct cannot express
-_EXACTLY_ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("at", "after")}
+_EXACTLY_ONE_OF = {
+    "Message": ("body", "json", "base64"),
+    "SchedulePut": ("body", "json", "base64"),
+    "Moving": ("at", "after"),
+}
 _SUBSCRIBED = (subscription_codec.Subscribed,)
 _UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
+_SCHEDULE = (schedule_codec.ScheduleShown,)
 _DURATION_SCHEMA = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|0|PT[0-9]+[HMS])$"}
 _TIME_SCHEMA = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
 _QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
@@ -333,6 +344,37 @@ OPERATIONS = (
             ("post", "/pause", "pause_subscription", "Pause a push subscription.", _SUBSCRIBED),
             ("post", "/resume", "resume_subscription", "Resume a push subscription at once.", _SUBSCRIBED),
         )
+    ),
+    Operation(
+        "get", "/v1/schedules", "schedules", "The recurring schedules, by name.",
+        (
+            ("topic", "Only schedules of this topic.", False),
+            ("max", "The maximum number of schedules, 1 to 1000; default 100. A page may be shorter.", False),
+            ("page", "The next_page of the previous page.", False),
+        ), (), (schedule_codec.SchedulesShown,),
+    ),
+    Operation(
+        "put", "/v1/schedules/{name}", "put_schedule",
+        "Create or replace a schedule (a new one: 201). With equal content nothing changes.",
+        (), (schedule_codec.SchedulePut,), _SCHEDULE,
+    ),
+    *(
+        Operation(method, f"/v1/schedules/{{name}}{path}", name, summary, (), (), answer, status)
+        for method, path, name, summary, answer, status in (
+            ("get", "", "schedule", "A schedule and its progress.", _SCHEDULE, 200),
+            ("delete", "", "delete_schedule", "Delete a schedule, and cancel its pending occurrence.",
+             (schedule_codec.ScheduleDeleted,), 200),
+            ("post", "/pause", "pause_schedule", "Pause a schedule: cancel its pending occurrence.", _SCHEDULE, 200),
+            ("post", "/resume", "resume_schedule", "Resume a paused or failed schedule.", _SCHEDULE, 200),
+            ("post", "/run", "run_schedule", "Send a message of the template now.",
+             (schedule_codec.ScheduleRun,), 201),
+            ("get", "/history", "schedule_history", "The last times of a schedule, and the states of their messages.",
+             (schedule_codec.History,), 200),
+        )
+    ),
+    Operation(
+        "post", "/v1/preview", "preview", "The next times of a rule. Nothing is stored.",
+        (), (schedule_codec.Previewing,), (schedule_codec.Times,),
     ),
     Operation(
         "get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format.",

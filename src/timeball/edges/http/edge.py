@@ -36,6 +36,7 @@ from timeball.edges.http.handlers.operators import (
     Subscriptions,
 )
 from timeball.edges.http.handlers.receives import Events, Receives
+from timeball.edges.http.handlers.schedules import Schedules
 from timeball.edges.http.handlers.sends import PendingMessages, Scheduled, Sends
 from timeball.edges.http.recovering import BACKLOG, listen
 from timeball.edges.http.requests import (
@@ -320,6 +321,7 @@ def collect_routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
         Groups(broker),
         GroupQuestions(broker),
         Subscriptions(broker, metrics.push),
+        Schedules(broker),
     )
     for handler in handlers:
         for path, methods in handler.paths.items():

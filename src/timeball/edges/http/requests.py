@@ -43,7 +43,7 @@ from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.addresses import host_names
 from timeball.model.config import Settings
-from timeball.model.errors import Forbidden, OverLimit, RequestError
+from timeball.model.errors import Forbidden, OutOfRange, OverLimit, RequestError
 from timeball.model.rules import valid
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,14 @@ async def check_no_body(
             raise Refused(415, f"{error}, or nothing: the request needs no body") from error
     if data := await call.read_body():
         decode(Nothing, data)
+
+
+def parse_row_count(call: Call, default: int, rows_max: int) -> int:
+    """Parse the query parameter `max`, the number of rows of a page. Raises OutOfRange."""
+    text = call.query.get("max", str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= rows_max):
+        raise OutOfRange(f"max={text[:20]}: 1 to {rows_max}")
+    return int(text)
 
 
 class Endpoint:

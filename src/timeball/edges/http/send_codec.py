@@ -389,6 +389,13 @@ def _body(index: int, message: Message) -> bytes:
     return message.base64 if message.base64 is not None else bytes(message.json)
 
 
+def template_fields(message: Message) -> tuple[bytes, str | None, str | None]:
+    """Extract body, tag and keys of a message that is a template. Raises InvalidMessage."""
+    tag = None if message.tag is None else check_label("tag", message.tag)
+    properties_text(message.properties)  # refuses names and values that the log cannot store
+    return _body(0, message), tag, _keys(0, message)
+
+
 # ---- Arrow ------------------------------------------------------------------------------------------------------
 
 

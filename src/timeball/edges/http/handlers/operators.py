@@ -23,7 +23,7 @@ from timeball.edges.http.answers_codec import (
     TopicSize,
 )
 from timeball.edges.http.codec import Answer
-from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, read_request
+from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, parse_row_count, read_request
 from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
@@ -190,7 +190,7 @@ class Groups:
         }
 
     async def _list(self, call: Call) -> Answer:
-        rows = _parse_row_count(call, limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
+        rows = parse_row_count(call, limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
         page = await self._broker.groups.page(rows, call.query.get("page"), call.caller)
         return Answer(200, answers_codec.Groups(page.groups, page.next_page))
 
@@ -215,7 +215,7 @@ class Groups:
         return Answer(200, GroupOffsets(group, topic, self._broker.offsets(group, topic, call.caller)))
 
     async def _list_dead_letters(self, call: Call) -> Answer:
-        rows = _parse_row_count(call, DEAD_LETTERS_PER_PAGE, limits.DEAD_LETTERS_PER_REQUEST_MAX)
+        rows = parse_row_count(call, DEAD_LETTERS_PER_PAGE, limits.DEAD_LETTERS_PER_REQUEST_MAX)
         page = await self._broker.dead_letters.page(
             call.path["group"], rows, call.query.get("page"), call.caller
         )
@@ -243,14 +243,6 @@ def _group_of(call: Call) -> str:
     if not group:
         raise InvalidMessage("group: name the consumer group, as in ?group=workers")
     return group
-
-
-def _parse_row_count(call: Call, default: int, rows_max: int) -> int:
-    """Parse the query parameter `max`, the number of rows of a page. Raises OutOfRange."""
-    text = call.query.get("max", str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= rows_max):
-        raise OutOfRange(f"max={text[:20]}: 1 to {rows_max}")
-    return int(text)
 
 
 def _named_dead_letters(request: codec.Resolving) -> list[str] | None:

@@ -1,0 +1,123 @@
+"""The paths of recurring schedules: what they answer, what they refuse, and to whom."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.accounts import SECRETS, guarded_node
+from tests.edges.http.client import Client, Reply, client_of
+
+PATH = "/v1/schedules"
+RULE = {"cron": "0 9 * * 1", "zone": "UTC"}
+WANTED = {"rule": RULE, "topic": "orders", "body": "close"}
+
+
+def put(client: Client, name: str, **fields: Any) -> Reply:
+    wanted = {**WANTED, **fields}
+    return client.ask(
+        "PUT", f"{PATH}/{name}", {key: value for key, value in wanted.items() if value is not None}
+    )
+
+
+def test_a_schedule_is_created_shown_changed_and_deleted(client: Client) -> None:
+    created = put(client, "a", keys=["k1", "k2"], tag="t", properties={"p": "1"}, catch_up_within="90m")
+    assert created.status == 201
+    pending = created.value.pop("next")
+    assert pending["id"] == f"a.{pending['due_ms']}" and pending["local"].endswith("T09:00:00")
+    assert created.value == {
+        "name": "a", "state": "active", "topic": "orders", "rule": created.value["rule"], "body": "close",
+        "tag": "t", "keys": ["k1", "k2"], "properties": {"p": "1"}, "catch_up": "latest", "catch_up_within": "90m",
+        "runs": 0, "outcome": "created",
+    }  # fmt: skip
+    again = put(client, "a", keys=["k1", "k2"], tag="t", properties={"p": "1"}, catch_up_within="90m")
+    assert (again.status, again.value["outcome"], again.value["next"]) == (200, "unchanged", pending)
+    changed = put(client, "a", body=None, base64=base64.b64encode(b"\xff").decode(), key="k")
+    assert (changed.status, changed.value["outcome"]) == (200, "replaced")
+    assert (
+        changed.value["base64"] == "/w==" and changed.value["keys"] == ["k"] and "body" not in changed.value
+    )
+    assert changed.value["next"] == pending, "an equal rule keeps its next time"
+    waiting = client.ask("GET", f"/v1/messages/{pending['id']}").value["messages"]
+    assert [message["state"] for message in waiting] == ["waiting", "cancelled"]
+
+    paused = client.ask("POST", f"{PATH}/a/pause").value
+    assert paused["state"] == "paused" and "next" not in paused
+    resumed = client.ask("POST", f"{PATH}/a/resume").value
+    assert (resumed["state"], resumed["next"]) == ("active", pending)
+    run = client.ask("POST", f"{PATH}/a/run")
+    assert run.status == 201 and run.value["id"].startswith("a.run-")
+    [sent] = client.ask("GET", f"/v1/messages/{run.value['id']}").value["messages"]
+    assert (sent["state"], sent["topic"]) == ("visible", "orders")
+    history = client.ask("GET", f"{PATH}/a/history").value
+    assert history["name"] == "a" and history["occurrences"][0]["state"] == "unknown"
+
+    assert [each["name"] for each in client.ask("GET", PATH).value["schedules"]] == ["a"]
+    assert client.ask("DELETE", f"{PATH}/a").value == {"name": "a", "verdict": "deleted"}
+    assert client.ask("GET", PATH).value == {"schedules": [], "next_page": None}
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/pause"), ("POST", "/resume"), ("POST", "/run"),
+                         ("GET", "/history")):  # fmt: skip
+        answer = client.ask(method, f"{PATH}/a{path}")
+        assert (answer.status, answer.value["code"]) == (404, "not_found")
+
+
+def test_pages(client: Client) -> None:
+    for name in ("p1", "p2", "p3"):
+        put(client, name, topic="paged")
+    first = client.ask("GET", PATH, query={"max": 2, "topic": "paged"}).value
+    assert [each["name"] for each in first["schedules"]] == ["p1", "p2"]
+    rest = client.ask("GET", PATH, query={"page": first["next_page"], "topic": "paged"}).value
+    assert [each["name"] for each in rest["schedules"]] == ["p3"] and rest["next_page"] is None
+    assert client.ask("GET", PATH, query={"max": 0}).value["code"] == "out_of_range"
+
+
+def test_a_preview(client: Client) -> None:
+    asked = {"rule": {"every": "90m"}, "from": "2030-01-01T00:00:00Z", "count": 2}
+    times = client.ask("POST", "/v1/preview", asked).value["times"]
+    assert [time["due"] for time in times] == ["2030-01-01T01:30:00.000Z", "2030-01-01T03:00:00.000Z"]
+    assert len(client.ask("POST", "/v1/preview", {"rule": RULE}).value["times"]) == 10
+    ended = client.ask("POST", "/v1/preview", {"rule": {"at": ["2020-01-01T00:00"], "zone": "UTC"}})
+    assert ended.value == {"times": []}
+    refused = client.ask("POST", "/v1/preview", {"rule": {"cron": "nonsense", "zone": "UTC"}})
+    assert (refused.status, refused.value["code"]) == (400, "invalid_delay")
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("invalid_message", {"body": None}), ("invalid_message", {"json": {"a": 1}}),
+        ("invalid_message", {"surprise": 1}), ("invalid_message", {"catch_up": "some"}),
+        ("invalid_message", {"keys": ["a b"]}), ("invalid_message", {"properties": {"schedule": "x"}}),
+        ("invalid_message", {"properties": {"": "x"}}), ("invalid_message", {"rule": 7}),
+        ("invalid_delay", {"rule": {"cron": "61 * * * *", "zone": "UTC"}}), ("invalid_delay", {"rule": {}}),
+        ("invalid_delay", {"rule": {"cron": "0 9 * * *"}}), ("invalid_delay", {"catch_up_within": "soon"}),
+        ("invalid_name", {"topic": "a b"}), ("out_of_range", {"body": "x" * 65_537}),
+    ],
+)  # fmt: skip
+def test_a_refused_request_creates_no_schedule(client: Client, code: str, wrong: dict[str, Any]) -> None:
+    answer = put(client, "wrong", **wrong)
+    assert (answer.status // 100, answer.value["code"]) == (4, code)
+    assert client.ask("GET", f"{PATH}/wrong").status == 404
+
+
+def test_only_json_is_accepted(client: Client) -> None:
+    assert client.ask("PUT", f"{PATH}/a", b"{}", content_type="text/plain").status == 415
+
+
+def test_the_rights_of_the_topic_decide(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+
+        def client(name: str) -> Any:
+            return client_of(node, f"Bearer {name}:{SECRETS[name]}")
+
+        with client("shop") as shop, client("other") as other:
+            assert put(shop, "a").status == 201
+            assert put(other, "b").status == 403
+            assert put(other, "a", topic="news").status == 403
+            assert other.ask("GET", PATH).value["schedules"] == []
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/pause"), ("POST", "/run")):
+                assert other.ask(method, f"{PATH}/a{path}").status == 404
+            assert shop.ask("GET", f"{PATH}/a").value["body"] == "close"
+            assert shop.ask("DELETE", f"{PATH}/a").status == 200
