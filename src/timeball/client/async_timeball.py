@@ -39,6 +39,8 @@ CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from timeball.client.schedules import AsyncSchedules
+
 P = ParamSpec("P")
 T = TypeVar("T")
 RunInThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
@@ -190,6 +192,13 @@ class AsyncTimeball:
     attach = _as_awaitable(Timeball.attach)
     compact = _as_awaitable(Timeball.compact)
     lease_compaction = _as_awaitable(Timeball.lease_compaction)
+
+    @property
+    def schedules(self) -> AsyncSchedules:
+        """The recurring schedules of the broker. See `Timeball.schedules`."""
+        from timeball.client.schedules import AsyncSchedules  # most programs have none
+
+        return AsyncSchedules(self._ball.schedules, self._run)
 
     # ---- methods that return messages or wait for them --------------------------------------------------
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from timeball.client.calls import Calls
     from timeball.client.http_calls import HttpCalls
     from timeball.client.outgoing import Rows
+    from timeball.client.schedules import Schedules
 
 ENDPOINT = "http://127.0.0.1:7480"
 WINDOW = 32  # the default number of batches of a send_many that may wait for their answers
@@ -129,12 +130,14 @@ class Timeball(Reader):
         clock, who = SystemClock(), credentials(access_key, secret_key, tls_roots)
         self._sender: Sends
         self._connection: Calls | HttpCalls
+        self._http_calls: HttpCalls | None = None
         if endpoint.startswith(("http://", "https://")):
             from timeball.client.http_calls import HttpCalls  # each protocol's own libraries
             from timeball.client.http_sender import HttpSender
 
             http_calls = HttpCalls(endpoint, timeout_ms, who)
-            self._connection, self._sender = http_calls, HttpSender(http_calls)
+            self._connection = self._http_calls = http_calls
+            self._sender = HttpSender(http_calls)
             super().__init__(http_calls, None, clock)
         else:
             from timeball.client.calls import Calls  # needs pyarrow
@@ -592,6 +595,19 @@ class Timeball(Reader):
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
         return positions.queues(self._calls, topic)
+
+    @property
+    def schedules(self) -> Schedules:
+        """The recurring schedules of the broker: put, get, all, pause, resume, delete, run, preview, history.
+
+        Raises:
+            RequestError: The endpoint is one of Flight.
+        """
+        if self._http_calls is None:
+            raise RequestError("schedules need an endpoint of HTTP, such as http://127.0.0.1:7480")
+        from timeball.client.schedules import Schedules  # most programs have none
+
+        return Schedules(self._http_calls)
 
     # ---- for programs that build the pending table --------------------------------------------------------
 

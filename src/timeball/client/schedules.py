@@ -1,0 +1,226 @@
+"""Recurring schedules over the HTTP API: `Timeball.schedules` and `AsyncTimeball.schedules`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from timeball.client.http_codec import JSON, encode, path
+from timeball.client.http_connection import Request
+from timeball.model.time_parsing import due_ms
+
+if TYPE_CHECKING:
+    from timeball.client.http_calls import HttpCalls
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Time(msgspec.Struct, frozen=True):
+    """A time of a rule, in milliseconds since 1970, and the same time in the zone of the rule."""
+
+    due_ms: int
+    local: str
+
+
+class NextOccurrence(msgspec.Struct, frozen=True):
+    """The pending occurrence of a schedule. You can cancel and reschedule it by its message id."""
+
+    id: str
+    due_ms: int
+    local: str
+
+
+class PastOccurrence(msgspec.Struct, frozen=True):
+    """A past time of a rule, and the state of its message: visible, waiting, cancelled, expired or unknown."""
+
+    id: str
+    due_ms: int
+    local: str
+    state: str
+    at: str | None = None
+    reason: str | None = None
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """A recurring schedule: its rule, the template of its messages, and its progress.
+
+    `state` is active, paused, ended or failed. `outcome` is only in the result of `put`: created, replaced or
+    unchanged. A body that is not UTF-8 is in `base64`.
+    """
+
+    name: str
+    state: str
+    topic: str
+    rule: dict[str, Any]
+    body: str | None = None
+    base64: bytes | None = None
+    tag: str | None = None
+    keys: list[str] = []
+    properties: dict[str, str] = {}
+    catch_up: str
+    catch_up_within: str
+    next: NextOccurrence | None = None
+    runs: int
+    last_due: str | None = None
+    last: str | None = None
+    error: str | None = None
+    outcome: str | None = None
+
+
+class _Page(msgspec.Struct):
+    schedules: list[Schedule]
+    next_page: str | None
+
+
+class _Run(msgspec.Struct):
+    id: str
+
+
+class _Times(msgspec.Struct):
+    times: list[Time]
+
+
+class _History(msgspec.Struct):
+    occurrences: list[PastOccurrence]
+
+
+class Schedules:
+    """The recurring schedules of a broker. All methods may raise NotFound for an unknown name."""
+
+    def __init__(self, calls: HttpCalls) -> None:
+        """See `Timeball.schedules`."""
+        self._calls = calls
+
+    def put(
+        self,
+        name: str,
+        rule: Mapping[str, object],
+        *,
+        topic: str,
+        body: str | bytes,
+        tag: str | None = None,
+        keys: Iterable[str] = (),
+        properties: Mapping[str, str] | None = None,
+        catch_up: str = "latest",
+        catch_up_within: str = "1d",
+    ) -> Schedule:
+        """Create or replace a schedule. With equal content nothing changes, so each of your processes may call it.
+
+        Args:
+            name: The name, 1 to 120 of the characters letters, digits, % | _ and -.
+            rule: The rule, such as {"cron": "0 9 * * 1-5", "zone": "Europe/Berlin"}. See docs/recurring.md.
+            topic: The topic of the messages.
+            body: The body of each message, at most 64 KiB.
+            tag: The tag of each message.
+            keys: The business keys of each message.
+            properties: The properties of each message. The broker adds `schedule`, `occurrence` and `scheduled_ms`.
+            catch_up: The times that were missed and are still delivered: "latest", "all" or "none".
+            catch_up_within: The longest time for which a missed time is delivered.
+
+        Raises:
+            InvalidDelay: The rule is invalid, or has no time later than now.
+            InvalidMessage: A send would refuse such a message.
+            OverLimit: There are too many schedules.
+        """
+        wanted: dict[str, Any] = {
+            "rule": dict(rule), "topic": topic, "keys": [*keys], "properties": dict(properties or {}),
+            "catch_up": catch_up, "catch_up_within": catch_up_within,
+        }  # fmt: skip
+        if tag is not None:
+            wanted["tag"] = tag
+        # msgspec encodes bytes as base64.
+        wanted["body" if isinstance(body, str) else "base64"] = body
+        return self._ask(Request("PUT", path("schedules", name), encode(wanted), JSON), Schedule)
+
+    def get(self, name: str) -> Schedule:
+        """Read a schedule and its progress."""
+        return self._ask(Request("GET", path("schedules", name)), Schedule)
+
+    def all(self, topic: str | None = None) -> list[Schedule]:
+        """Read all schedules that you may see, ordered by name. With `topic`, only those of this topic."""
+        page = self._ask(Request("GET", path("schedules", topic=topic)), _Page)
+        schedules = page.schedules
+        while page.next_page is not None:
+            page = self._ask(Request("GET", path("schedules", topic=topic, page=page.next_page)), _Page)
+            schedules += page.schedules
+        return schedules
+
+    def pause(self, name: str) -> Schedule:
+        """Cancel the pending occurrence, and deliver nothing until `resume`."""
+        return self._ask(Request("POST", path("schedules", name, "pause")), Schedule)
+
+    def resume(self, name: str) -> Schedule:
+        """Continue a paused or failed schedule. `catch_up` decides about the times that were missed."""
+        return self._ask(Request("POST", path("schedules", name, "resume")), Schedule)
+
+    def delete(self, name: str) -> None:
+        """Delete a schedule, and cancel its pending occurrence."""
+        self._ask(Request("DELETE", path("schedules", name)), dict[str, Any])
+
+    def run(self, name: str) -> str:
+        """Send a message of the template now. Returns its id. A repeated call sends another message."""
+        return self._ask(Request("POST", path("schedules", name, "run")), _Run, is_repeatable=False).id
+
+    def preview(
+        self, rule: Mapping[str, object], *, count: int = 10, after: str | int | None = None
+    ) -> list[Time]:
+        """Compute the next times of a rule. Nothing is stored.
+
+        Args:
+            rule: The rule.
+            count: The number of times, at most 1,000. The result is shorter if the rule ends.
+            after: The times are later than this one: RFC 3339 with a zone, or milliseconds since 1970. Default: now.
+
+        Raises:
+            InvalidDelay: The rule or `after` is invalid.
+        """
+        wanted: dict[str, Any] = {"rule": dict(rule), "count": count}
+        if after is not None:
+            wanted["from"] = due_ms(after)
+        return self._ask(Request("POST", path("preview"), encode(wanted), JSON), _Times).times
+
+    def history(self, name: str) -> list[PastOccurrence]:
+        """Read what became of the last ten times of the rule, the newest first."""
+        return self._ask(Request("GET", path("schedules", name, "history")), _History).occurrences
+
+    def _ask(self, request: Request, kind: type[T], *, is_repeatable: bool = True) -> T:
+        def decode(data: bytes) -> T:
+            return msgspec.json.decode(data, type=kind)
+
+        return self._calls.ask(request, decode, is_repeatable=is_repeatable)
+
+
+def _as_awaitable(
+    method: Callable[Concatenate[Schedules, P], T],
+) -> Callable[Concatenate[AsyncSchedules, P], Coroutine[Any, Any, T]]:
+    """Turn a method of `Schedules` into an awaitable one with the same name, signature and docstring."""
+
+    @functools.wraps(method)
+    async def call_in_thread(self: AsyncSchedules, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(functools.partial(method, self._schedules, *args, **kwargs))  # type: ignore[no-any-return]
+
+    return call_in_thread  # type: ignore[return-value]  # the type of `wraps` names the first argument
+
+
+class AsyncSchedules:
+    """The methods of `Schedules`, awaitable."""
+
+    def __init__(
+        self, schedules: Schedules, run: Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """See `AsyncTimeball.schedules`. `run` runs a call in a thread."""
+        self._schedules, self._run = schedules, run
+
+    put = _as_awaitable(Schedules.put)
+    get = _as_awaitable(Schedules.get)
+    all = _as_awaitable(Schedules.all)
+    pause = _as_awaitable(Schedules.pause)
+    resume = _as_awaitable(Schedules.resume)
+    delete = _as_awaitable(Schedules.delete)
+    run = _as_awaitable(Schedules.run)
+    preview = _as_awaitable(Schedules.preview)
+    history = _as_awaitable(Schedules.history)

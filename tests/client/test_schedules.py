@@ -1,0 +1,77 @@
+"""`ball.schedules`, blocking and awaitable, against a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+from tests.node_fixture import RunningNode
+
+from timeball import AsyncTimeball, InvalidDelay, NotFound, RequestError, Timeball
+from timeball.client.schedules import AsyncSchedules, Schedules
+
+RULE = {"cron": "0 9 * * 1", "zone": "Europe/Berlin"}
+
+
+def test_a_schedule_from_its_put_to_its_end(http_node: RunningNode) -> None:
+    with Timeball(http_node.endpoint) as ball:
+        schedules = ball.schedules
+        made = schedules.put(
+            "client", RULE, topic="orders", body=b"\xff", tag="t", keys=["k"], properties={"p": "1"},
+            catch_up="none", catch_up_within="1h",
+        )  # fmt: skip
+        assert (made.outcome, made.state, made.base64, made.tag) == ("created", "active", b"\xff", "t")
+        assert made.next is not None and made.next.local.endswith("T09:00:00")
+        assert (made.keys, made.properties, made.catch_up, made.catch_up_within) == (
+            ["k"],
+            {"p": "1"},
+            "none",
+            "1h",
+        )
+        assert ball.get(made.next.id).state == "waiting"
+        again = schedules.put("client", RULE, topic="orders", body="text")
+        assert (again.outcome, again.body) == ("replaced", "text")
+        assert schedules.get("client").next == made.next
+        assert [each.name for each in schedules.all("orders")] == ["client"] and schedules.all("others") == []
+        assert schedules.pause("client").state == "paused" and schedules.resume("client").state == "active"
+        assert ball.get(schedules.run("client")).state == "visible"
+        assert {past.state for past in schedules.history("client")} == {"unknown"}
+        schedules.delete("client")
+        with pytest.raises(NotFound):
+            schedules.get("client")
+
+
+def test_a_preview_and_a_refused_rule(http_node: RunningNode) -> None:
+    with Timeball(http_node.endpoint) as ball:
+        times = ball.schedules.preview({"every": "90m"}, count=2, after="2030-01-01T00:00:00Z")
+        assert [time.due_ms % 86_400_000 // 60_000 for time in times] == [90, 180]
+        with pytest.raises(InvalidDelay):
+            ball.schedules.preview({"every": "soon"})
+
+
+def test_all_pages_are_read(http_node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.edges.http.handlers.schedules.PAGE_ROWS", 2)
+    with Timeball(http_node.endpoint) as ball:
+        for name in ("p1", "p2", "p3", "p4", "p5"):
+            ball.schedules.put(name, RULE, topic="pages", body="x")
+        assert [each.name for each in ball.schedules.all("pages")] == ["p1", "p2", "p3", "p4", "p5"]
+
+
+def test_schedules_need_http(flight_node: RunningNode) -> None:
+    with Timeball(flight_node.endpoint) as ball, pytest.raises(RequestError, match="http://"):
+        _ = ball.schedules
+
+
+def test_the_awaitable_methods_are_the_same(http_node: RunningNode) -> None:
+    names = {name for name in dir(Schedules) if not name.startswith("_")}
+    assert names == {name for name in dir(AsyncSchedules) if not name.startswith("_")}
+    assert all(inspect.iscoroutinefunction(getattr(AsyncSchedules, name)) for name in names)
+
+    async def main() -> None:
+        async with AsyncTimeball(http_node.endpoint) as ball:
+            made = await ball.schedules.put("awaited", RULE, topic="orders", body="x")
+            assert (await ball.schedules.get("awaited")).next == made.next
+            await ball.schedules.delete("awaited")
+
+    asyncio.run(main())
