@@ -10,8 +10,9 @@ from tests.cli.processes import environment, timeball
 
 from timeball.cli.main import COMMANDS as ALL
 
-GROUPS = {"pipeline", "campaign", "dead-letters", "cluster"}
+GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules"}
 OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "drain", "force")
+OF_SCHEDULES = ("put", "preview", "list", "show", "history", "pause", "resume", "run", "delete")
 COMMANDS = sorted(set(ALL) - GROUPS)
 NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 
@@ -51,7 +52,12 @@ def test_a_command_loads_no_other_one() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [*([name] for name in COMMANDS), ["pipeline", "run"], *(["cluster", name] for name in OF_CLUSTER)],
+    [
+        *([name] for name in COMMANDS),
+        ["pipeline", "run"],
+        *(["cluster", name] for name in OF_CLUSTER),
+        *(["schedules", name] for name in OF_SCHEDULES),
+    ],
     ids="-".join,
 )
 def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -> None:

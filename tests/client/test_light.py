@@ -143,6 +143,7 @@ NEED = {
     ),
     "audit": (["audit"], "spark"),
 }
+OVER_HTTP = {"schedules": ["schedules", "list"]}  # as TALK, but not over Flight
 OF_A_CHECKOUT = {"bench"}
 
 
@@ -236,7 +237,7 @@ def test_the_command_line_says_what_to_install() -> None:
 
 
 def test_every_command_is_in_one_of_the_tables() -> None:
-    assert {*TALK, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
+    assert {*TALK, *OVER_HTTP, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("protocol", ["flight", "http"])
@@ -244,10 +245,11 @@ def test_commands_that_talk_to_a_broker_need_nothing_more(
     request: pytest.FixtureRequest, protocol: str
 ) -> None:
     endpoint = request.getfixturevalue(f"{protocol}_node").endpoint
-    asked = [[*words, "--endpoint", endpoint, "--json"] for words in TALK.values()]
+    commands = TALK | OVER_HTTP if protocol == "http" else TALK
+    asked = [[*words, "--endpoint", endpoint, "--json"] for words in commands.values()]
     ran = run(COMMANDS_IN_A_ROW, endpoint, json.dumps(asked), extras=["cli"])
     ended = [line for line in ran.stderr.splitlines() if line.startswith("ended")]
-    assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
+    assert ended == [f"ended {name} 0" for name in commands], ran.stderr
 
 
 def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:

@@ -31,7 +31,18 @@ EPILOG = (
 # another one. A group of subcommands is a variable, such as `campaign_app`.
 SECTIONS = {
     "Run a broker": ["up", "serve", "name-server", "cluster", "pipeline", "kafka", "backup", "restore"],
-    "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
+    "Messages": [
+        "send",
+        "schedule",
+        "schedules",
+        "get",
+        "cancel",
+        "reschedule",
+        "pull",
+        "bulk",
+        "campaign",
+        "replay",
+    ],
     "Look and check": [
         "topics",
         "groups",

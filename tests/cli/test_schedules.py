@@ -1,0 +1,57 @@
+"""`timeball schedules`: what its commands print, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.cli.in_process import run_here
+from tests.node_fixture import HttpNode, running_node
+
+
+@pytest.fixture(scope="module")
+def http_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_node(tmp_path_factory.mktemp("schedules") / "data", kind=HttpNode) as node:
+        yield node.endpoint
+
+
+def test_a_schedule_from_its_put_to_its_end(http_endpoint: str) -> None:
+    def said(*arguments: str) -> str:
+        ended = run_here("schedules", *arguments, "--endpoint", http_endpoint)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    def document(*arguments: str) -> Any:
+        return json.loads(said(*arguments, "--json"))
+
+    made = said("put", "report", "reports", "make it", "--cron", "0 9 * * 1", "--zone", "Europe/Berlin")
+    assert made.startswith("report: created, next at ") and made.endswith(", 0 runs")
+    assert document("show", "report")["body"] == "make it"
+    assert [line.split(":")[0] for line in said("list").splitlines()] == ["report"]
+    assert said("list", "--topic", "others") == ""
+    assert said("pause", "report") == "report: paused, 0 runs"
+    assert document("resume", "report")["state"] == "active"
+    assert said("run", "report").startswith("report: sent report.run-")
+    assert said("history", "report").splitlines()[0].endswith("  unknown")
+    assert said("delete", "report") == "report: deleted"
+    assert document("preview", "--every", "90m", "--count", "1", "--after", "2030-01-01T00:00:00Z") == {
+        "due_ms": 1_893_461_400_000, "local": "2030-01-01T01:30:00Z",
+    }  # fmt: skip
+    rule = '{"at": ["2030-01-31T09:00"]}'
+    assert said("preview", "--rule", rule, "--zone", "UTC") == "2030-01-31T09:00:00"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--rule", "x"], "--rule"), (["--rule", "[]"], "--rule"), (["--cron", "x", "--zone", "UTC"], "cron")],
+)
+def test_a_rule_that_cannot_be_read_is_refused(http_endpoint: str, arguments: list[str], named: str) -> None:
+    ended = run_here("schedules", "preview", *arguments, "--endpoint", http_endpoint)
+    assert ended.returncode == 2 and named in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_an_endpoint_of_flight_is_refused() -> None:
+    ended = run_here("schedules", "list", "--endpoint", "grpc://127.0.0.1:1")
+    assert ended.returncode == 2 and "http://" in ended.stderr
