@@ -72,7 +72,10 @@ def test_the_answer_to_a_repeated_send_has_states() -> None:
     data = b'{"id":"a","seq":5,"durable":true,"outcome":"exists","state":"waiting","due_ms":9,"store_ms":7}'
     sent = decode_sent(data, 1)
     assert sent.ack == wire.SendAck(5, 1, 7, "exists", [wire.SentState("waiting", 9)])
-    data = b'{"messages":[{"seq":5,"past_ms":3},{"seq":6,"past_ms":8}],"store_ms":7}'
+    data = (
+        b'{"messages":[{"id":"a","seq":5,"durable":true,"past_ms":3},'
+        b'{"id":"b","seq":6,"durable":true,"past_ms":8}],"store_ms":7}'
+    )
     assert decode_sent(data, 2) == (wire.SendAck(5, 2, 7), 2, 8, None)
 
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
+from msgspec import UNSET
 
 from timeball.client.attempts import Lost, refusal
 from timeball.client.http_connection import Reply, Request
 from timeball.client.rows import Outgoing
-from timeball.model import limits, wire
+from timeball.model import http_api, limits, wire
 from timeball.model.answers import EXISTS, SendAck, SentState
 from timeball.model.errors import InvalidMessage, InvalidName, TimeballError
 from timeball.model.values import decode_properties, shown
@@ -89,38 +90,7 @@ def decoded(decode: Callable[[bytes], T], data: bytes, endpoint: str, *, is_read
 # ---- sends ----------------------------------------------------------------------------------------------------
 
 
-class _Message(msgspec.Struct, omit_defaults=True):
-    """A message to send. `base64` is encoded as such."""
-
-    id: str
-    body: str | None = None
-    base64: bytes | None = None
-    keys: list[str] = []
-    tag: str | None = None
-    properties: dict[str, str] = {}
-    at: int | None = None
-    after: str | None = None
-
-
-class _Sent(msgspec.Struct):
-    """The answer to one message."""
-
-    seq: int
-    due_ms: int | None = None
-    outcome: str | None = None
-    state: str = ""
-    past_ms: int = 0
-    store_ms: int = 0
-
-
-class _SentMany(msgspec.Struct):
-    """The answer to several messages."""
-
-    messages: list[_Sent]
-    store_ms: int
-
-
-class Sent(NamedTuple):
+class SentRows(NamedTuple):
     """A decoded answer to a send. `past_rows` and `past_ms` are those of SendSummary.
 
     `due_ms` is the due time of the first message, which the broker counts from when it read the request.
@@ -132,7 +102,7 @@ class Sent(NamedTuple):
     due_ms: int | None
 
 
-_SENT, _SENT_MANY = msgspec.json.Decoder(_Sent), msgspec.json.Decoder(_SentMany)
+_SENT, _SENT_MANY = msgspec.json.Decoder(http_api.Sent), msgspec.json.Decoder(http_api.SentMany)
 
 
 def send_request(
@@ -161,7 +131,7 @@ def _encode_messages(messages: Sequence[Outgoing], *, as_text: bool) -> bytes:
     return b"\n".join([encode(_to_json(message, as_text)) for message in messages])
 
 
-def _to_json(message: Outgoing, as_text: bool) -> _Message:
+def _to_json(message: Outgoing, as_text: bool) -> http_api.Message:
     text, not_text = None, None
     try:
         text = message.body.decode() if as_text else None
@@ -169,14 +139,15 @@ def _to_json(message: Outgoing, as_text: bool) -> _Message:
         pass
     if text is None:
         not_text = message.body
-    return _Message(
-        message.id, text, not_text, message.keys.split(" ") if message.keys else [], message.tag,
-        decode_properties(message.properties or ""), message.due_ms,
-        None if message.delay_ms is None else f"{message.delay_ms}ms",
+    return http_api.Message(
+        id=message.id, body=text, base64=not_text, keys=message.keys.split(" ") if message.keys else [],
+        tag=message.tag, properties=decode_properties(message.properties or ""),
+        at=UNSET if message.due_ms is None else message.due_ms,
+        after=UNSET if message.delay_ms is None else f"{message.delay_ms}ms",
     )  # fmt: skip
 
 
-def decode_sent(data: bytes, rows: int) -> Sent:
+def decode_sent(data: bytes, rows: int) -> SentRows:
     """Decode the answer to a send of `rows` messages."""
     if rows == 1:
         sent = _SENT.decode(data)
@@ -185,40 +156,31 @@ def decode_sent(data: bytes, rows: int) -> Sent:
         answer = _SENT_MANY.decode(data)
         messages, store_ms = answer.messages, answer.store_ms
     first = messages[0]
-    states = (
-        [SentState(message.state, message.due_ms) for message in messages] if first.outcome == EXISTS else []
-    )
+    states = []
+    if first.outcome == EXISTS:
+        states = [SentState(message.state or "", message.due_ms) for message in messages]
     past = [message.past_ms for message in messages if message.past_ms]
     ack = SendAck(first.seq, len(messages), store_ms, first.outcome or "created", states)
-    return Sent(ack, len(past), max(past, default=0), first.due_ms)
+    return SentRows(ack, len(past), max(past, default=0), first.due_ms)
 
 
 # ---- received messages ----------------------------------------------------------------------------------------
 
 
-class Received(msgspec.Struct):
-    """A received message. A ReceivedRow: see `Leased` for its fields."""
-
-    receipt: str
-    topic: str
-    attempt: int
-    seq: int
-    queue_id: int = msgspec.field(name="queue")
-    queue_offset: int = msgspec.field(name="offset")
-    released: datetime
-    id: str | None = None
-    text: str | None = msgspec.field(default=None, name="body")
-    base64: bytes | None = None
-    tag: str | None = None
-    keys: list[str] = []
-    properties: dict[str, str] = {}
-    due: datetime | None = None
-    lateness_ms: int | None = None
-    scheduled_seq: int | None = None
+class Received(http_api.Leased):
+    """A received message. A ReceivedRow: see `Leased` of messages.py for its fields."""
 
     @property
     def body(self) -> bytes:
-        return self.base64 or b"" if self.text is None else self.text.encode()
+        return _body(self.text, self.base64)
+
+    @property
+    def queue_id(self) -> int:
+        return self.queue
+
+    @property
+    def queue_offset(self) -> int:
+        return self.offset
 
     @property
     def born_ms(self) -> int | None:
@@ -244,8 +206,12 @@ class _ReceivedMany(msgspec.Struct):
 _RECEIVED, _RECEIVED_MANY = msgspec.json.Decoder(Received), msgspec.json.Decoder(_ReceivedMany)
 
 
-def _to_ms(time: datetime) -> int:
-    return round(time.timestamp() * 1000)
+def _body(text: str | None, base64: bytes | None) -> bytes:
+    return (base64 or b"") if text is None else text.encode()
+
+
+def _to_ms(time: str) -> int:
+    return round(datetime.fromisoformat(time).timestamp() * 1000)
 
 
 def receive_target(request: wire.Receive, credit: int | None = None) -> str:
@@ -279,112 +245,20 @@ class Action(NamedTuple):
     decode: Callable[[bytes], Any]
 
 
-class _Answered(msgspec.Struct):
-    receipt: str
-    valid: bool
-
-
-class _AnsweredMany(msgspec.Struct):
-    results: list[_Answered]
-
-
-class _Verdict(msgspec.Struct):
-    id: str
-    verdict: str
-    seq: int | None = None
-    at_ms: int | None = None
-    due_ms: int | None = None
-
-
-class _Verdicts(msgspec.Struct):
-    verdicts: list[_Verdict]
-
-
-class _Place(msgspec.Struct):
-    state: str
-    seq: int
-    topic: str | None = None
-    queue_id: int | None = None
-    queue_offset: int | None = None
-    at_ms: int | None = None
-    due_ms: int | None = None
-    keys: list[str] | None = None
-    properties: dict[str, str] | None = None
-    tag: str | None = None
-    size_bytes: int | None = None
-    body: str | None = None
-    base64: bytes | None = None
-    groups: list[GroupPlace] = []
-    by: str | None = None
-    reason: str | None = None
-
-
-class _Places(msgspec.Struct):
-    messages: list[_Place]
-
-
-class _Topic(msgspec.Struct):
-    topic: str
-    queues: int
-
-
-class _Topics(msgspec.Struct):
-    topics: list[_Topic]
-
-
-class _Queues(msgspec.Struct):
-    queues: dict[int, QueueRange]
-
-
-class _Offsets(msgspec.Struct):
-    offsets: dict[int, int]
-
-
-class _DeadLetter(msgspec.Struct, kw_only=True):
-    dead_letter: str
-    id: str | None = None
-    topic: str
-    died_ms: int
-    attempts: int
-    tag: str | None = None
-    keys: list[str]
-    properties: dict[str, str]
-    reason: str | None = None
-    size_bytes: int
-    body: str | None = None
-    base64: bytes | None = None
-
-
-class _DeadLetters(msgspec.Struct):
-    dead_letters: list[_DeadLetter]
-    next_page: str | None = None
-
-
-class _Dealt(msgspec.Struct):
-    verdict: str
-
-
-class _DealtMany(msgspec.Struct):
-    count: int
-    results: list[_Dealt]
-
-
 def _post(target: str, body: object) -> Request:
     return Request("POST", target, encode(body), JSON)
 
 
-def _body(text: str | None, base64: bytes | None) -> bytes:
-    return (base64 or b"") if text is None else text.encode()
-
-
 def _get(body: wire.Get) -> Action:
     def decode(data: bytes) -> dict[str, list[MessagePlace]]:
-        return {"messages": [_place(place) for place in msgspec.json.decode(data, type=_Places).messages]}
+        return {
+            "messages": [_place(place) for place in msgspec.json.decode(data, type=http_api.Places).messages]
+        }
 
     return Action(Request("GET", path("messages", body.id, topic=body.topic)), decode)
 
 
-def _place(place: _Place) -> MessagePlace:
+def _place(place: http_api.Place) -> MessagePlace:
     content = None
     if place.size_bytes is not None:
         content = Content(
@@ -396,13 +270,14 @@ def _place(place: _Place) -> MessagePlace:
         )
     return MessagePlace(
         place.state, place.seq, place.topic, place.queue_id, place.queue_offset, place.at_ms, place.due_ms, content,
-        place.groups, place.by, place.reason,
+        [GroupPlace(each.group, each.state, each.attempts, each.until_ms) for each in place.groups], place.by,
+        place.reason,
     )  # fmt: skip
 
 
 def _settle(verb: str) -> Callable[[wire.Cancel | wire.Reschedule], Action]:
     def decode(data: bytes) -> dict[str, list[Verdict]]:
-        verdicts = msgspec.json.decode(data, type=_Verdicts).verdicts
+        verdicts = msgspec.json.decode(data, type=http_api.SettledMany).verdicts
         return {
             "verdicts": [
                 Verdict(each.id, each.verdict, each.seq, each.at_ms, each.due_ms) for each in verdicts
@@ -410,16 +285,20 @@ def _settle(verb: str) -> Callable[[wire.Cancel | wire.Reschedule], Action]:
         }
 
     def build(body: wire.Cancel | wire.Reschedule) -> Action:
-        fields: dict[str, Any] = {"keys": body.keys} if body.keys else {"ids": body.ids}
+        request: object = http_api.CancellingMany(body.ids, body.keys)
         if isinstance(body, wire.Reschedule):
-            fields |= {"after": f"{body.delay_ms}ms"} if body.due_ms is None else {"at": body.due_ms}
-        return Action(_post(path(verb), fields), decode)
+            request = http_api.ReschedulingMany(
+                body.ids, body.keys,
+                UNSET if body.due_ms is None else body.due_ms,
+                UNSET if body.delay_ms is None else f"{body.delay_ms}ms",
+            )  # fmt: skip
+        return Action(_post(path(verb), request), decode)
 
     return build
 
 
-def _answered(data: bytes) -> list[_Answered]:
-    return msgspec.json.decode(data, type=_AnsweredMany).results
+def _answered(data: bytes) -> list[http_api.Answered]:
+    return msgspec.json.decode(data, type=http_api.AnsweredMany).results
 
 
 def _valid(data: bytes) -> dict[str, list[bool]]:
@@ -427,31 +306,29 @@ def _valid(data: bytes) -> dict[str, list[bool]]:
 
 
 def _acknowledge(body: wire.Acknowledge) -> Action:
-    return Action(
-        _post(path("topics", body.topic, "ack", group=body.group), {"receipts": body.receipts}), _valid
-    )
+    target = path("topics", body.topic, "ack", group=body.group)
+    return Action(_post(target, http_api.Answering(body.receipts)), _valid)
 
 
 def _dead_letter(body: wire.DeadLetter) -> Action:
-    fields = {"receipts": body.receipts, "reason": body.reason}
-    return Action(_post(path("topics", body.topic, "dead-letter", group=body.group), fields), _valid)
+    target = path("topics", body.topic, "dead-letter", group=body.group)
+    return Action(_post(target, http_api.GivingUp(body.receipts, body.reason)), _valid)
 
 
 def _change(body: wire.ChangeInvisibleTime) -> Action:
     """A nack, or an extension. A lease that ends at once without a nack is given back."""
-    fields: dict[str, Any] = {"receipts": body.receipts, "counts": body.counts}
+    lease = None if body.invisible_ms is None else f"{body.invisible_ms}ms"
+    request: object
     if body.nack:
-        verb = "nack"
-        fields |= {"reason": body.reason}
-        fields |= {} if body.invisible_ms is None else {"after": f"{body.invisible_ms}ms"}
+        verb, after = "nack", UNSET if lease is None else lease
+        request = http_api.GivingBack(body.receipts, after, body.reason, body.counts)
     else:
-        verb = "extend"
-        fields |= {"lease": f"{body.invisible_ms}ms"}
+        verb, request = "extend", http_api.Extending(body.receipts, lease or "0", body.counts)
 
     def decode(data: bytes) -> dict[str, list[str | None]]:
         return {"receipts": [each.receipt if each.valid else None for each in _answered(data)]}
 
-    return Action(_post(path("topics", body.topic, verb, group=body.group), fields), decode)
+    return Action(_post(path("topics", body.topic, verb, group=body.group), request), decode)
 
 
 def _groups(body: wire.Groups) -> Action:
@@ -466,12 +343,15 @@ def _groups(body: wire.Groups) -> Action:
 
 def _list_dead_letters(body: wire.DeadLetters) -> Action:
     def decode(data: bytes) -> DeadLetterPage:
-        page = msgspec.json.decode(data, type=_DeadLetters)
-        rows = []
-        for each in page.dead_letters:
-            fields = msgspec.structs.asdict(each)
-            body = _body(fields.pop("body"), fields.pop("base64"))
-            rows.append(DeadLetterRow(body=body, **fields))
+        page = msgspec.json.decode(data, type=http_api.DeadLetters)
+        rows = [
+            DeadLetterRow(
+                dead_letter=each.dead_letter, id=each.id, topic=each.topic, died_ms=each.died_ms,
+                attempts=each.attempts, body=_body(each.body, each.base64), size_bytes=each.size_bytes,
+                tag=each.tag, keys=each.keys, properties=each.properties, reason=each.reason,
+            )
+            for each in page.dead_letters
+        ]  # fmt: skip
         return DeadLetterPage(rows, page.next_page)
 
     return Action(
@@ -481,24 +361,24 @@ def _list_dead_letters(body: wire.DeadLetters) -> Action:
 
 def _resolve(verb: str) -> Callable[[wire.ResolveDeadLetters], Action]:
     def decode(data: bytes) -> Resolved:
-        dealt = msgspec.json.decode(data, type=_DealtMany)
+        dealt = msgspec.json.decode(data, type=http_api.DealtMany)
         return Resolved(dealt.count, [each.verdict != "not_found" for each in dealt.results])
 
     def build(body: wire.ResolveDeadLetters) -> Action:
-        fields = {"all": True} if body.dead_letters is None else {"dead_letters": body.dead_letters}
-        return Action(_post(path("groups", body.group, "dead-letters", verb), fields), decode)
+        request = http_api.Resolving(body.dead_letters, body.dead_letters is None)
+        return Action(_post(path("groups", body.group, "dead-letters", verb), request), decode)
 
     return build
 
 
 def _create_topic(body: wire.CreateTopic) -> Action:
-    request = Request("PUT", path("topics", body.topic), encode({"queues": body.queues}), JSON)
+    request = Request("PUT", path("topics", body.topic), encode(http_api.TopicMade(body.queues)), JSON)
     return Action(request, msgspec.json.decode)
 
 
 def _topics(_: object) -> Action:
     def decode(data: bytes) -> dict[str, dict[str, dict[str, int]]]:
-        topics = msgspec.json.decode(data, type=_Topics).topics
+        topics = msgspec.json.decode(data, type=http_api.Topics).topics
         return {"topics": {each.topic: {"queues": each.queues} for each in topics}}
 
     return Action(Request("GET", path("topics")), decode)
@@ -506,21 +386,23 @@ def _topics(_: object) -> Action:
 
 def _queues(body: wire.Queues) -> Action:
     def decode(data: bytes) -> dict[str, dict[int, QueueRange]]:
-        return {"queues": msgspec.json.decode(data, type=_Queues).queues}
+        return {"queues": msgspec.json.decode(data, type=http_api.TopicQueues).queues}
 
     return Action(Request("GET", path("topics", body.topic)), decode)
 
 
 def _read_offsets(body: wire.GetOffsets) -> Action:
     def decode(data: bytes) -> dict[str, dict[int, int]]:
-        return {"offsets": msgspec.json.decode(data, type=_Offsets).offsets}
+        return {"offsets": msgspec.json.decode(data, type=http_api.GroupOffsets).offsets}
 
     return Action(Request("GET", path("topics", body.topic, "offsets", group=body.group)), decode)
 
 
 def _commit(body: wire.Commit) -> Action:
     target = path("topics", body.topic, "offsets", group=body.group)
-    return Action(Request("PUT", target, encode({"offsets": body.offsets}), JSON), msgspec.json.decode)
+    return Action(
+        Request("PUT", target, encode(http_api.Committing(body.offsets)), JSON), msgspec.json.decode
+    )
 
 
 ACTIONS: dict[str, Callable[[Any], Action]] = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from timeball.client.http_calls import HttpCalls
-from timeball.client.http_codec import Sent, decode_sent, send_request
+from timeball.client.http_codec import SentRows, decode_sent, send_request
 from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, SendSummary, receipt
 from timeball.client.rows import Outgoing, outgoing_row
 from timeball.client.tracing import current_context
@@ -83,7 +83,7 @@ class HttpSender:
             raise outcomes.error(error, ids) from error
         return outcomes.summary(ids)
 
-    def _send(self, messages: list[Outgoing], keys: SendKeys) -> Sent:
+    def _send(self, messages: list[Outgoing], keys: SendKeys) -> SentRows:
         """Send messages of one topic in one request."""
         key = keys.key_for(messages[0].topic, messages[0].id)
         return self._calls.ask(

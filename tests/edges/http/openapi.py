@@ -15,6 +15,7 @@ from timeball import __version__
 from timeball.broker.revoking import group_questions
 from timeball.edges.http import answers_codec, codec, schedule_codec, send_codec, subscription_codec
 from timeball.edges.http.codec import JSON, NDJSON
+from timeball.model import http_api
 from timeball.model.answers import GroupState
 
 FILE = Path(__file__).parents[3] / "src/timeball/edges/http/openapi.json"
@@ -147,25 +148,25 @@ OPERATIONS = (
         "get", "/v1/cluster", "cluster", "The groups of the cluster: leaders, replicas and problems.",
         answer=(answers_codec.ReplicaGroups,),
     ),
-    Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (codec.Topics,)),
+    Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (http_api.Topics,)),
     Operation(
         "get", "/v1/topics/{topic}", "queues", "The offsets that the queues of a topic keep.",
-        answer=(answers_codec.TopicQueues,),
+        answer=(http_api.TopicQueues,),
     ),
     Operation(
         "get", "/v1/topics/{topic}/offsets", "offsets", "The offsets that a group has committed in a topic.",
         (_GROUP_PARAMETER,),
-        answer=(answers_codec.GroupOffsets,),
+        answer=(http_api.GroupOffsets,),
     ),
     Operation(
         "put", "/v1/topics/{topic}", "create_topic", "Create a topic, or give it more queues.",
-        (), (codec.TopicMade,),
+        (), (http_api.TopicMade,),
         answer=(answers_codec.TopicSize,),
     ),
     Operation(
         "put", "/v1/topics/{topic}/offsets", "commit", "Set the offsets at which a group goes on in a topic.",
-        (_GROUP_PARAMETER,), (codec.Committing,),
-        answer=(answers_codec.GroupOffsets,),
+        (_GROUP_PARAMETER,), (http_api.Committing,),
+        answer=(http_api.GroupOffsets,),
     ),
     Operation(
         "delete", "/v1/topics/{topic}", "delete_topic", "Delete a topic with its messages.",
@@ -173,8 +174,8 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/topics/{topic}/messages", "send", "Send one or several messages, with or without a delay.",
-        (), (send_codec.Message, list[send_codec.Message]),
-        (send_codec.Sent, send_codec.SentMany, send_codec.SentRows), 201,
+        (), (http_api.Message, list[http_api.Message]),
+        (http_api.Sent, http_api.SentMany, send_codec.SentRows), 201,
     ),
     Operation(
         "post", "/v1/topics/{topic}/receive", "receive", "Receive messages as a consumer group, each with a lease.",
@@ -186,7 +187,7 @@ OPERATIONS = (
             ("start", "Where a new group begins: earliest (the default), latest, or a time.", False),
             ("tag", "Only messages with one of these tags, as in red || blue. The group skips the others.", False),
             ("sql", "Only messages whose properties fulfil this SQL condition; instead of tag.", False),
-        ), (), (codec.LeasedMany,),
+        ), (), (http_api.LeasedMany,),
     ),
     Operation(
         "post", "/v1/topics/{topic}/stream", "stream",
@@ -198,7 +199,7 @@ OPERATIONS = (
             ("start", "Where a new group begins: earliest (the default), latest, or a time.", False),
             ("tag", "Only messages with one of these tags, as in red || blue. The group skips the others.", False),
             ("sql", "Only messages whose properties fulfil this SQL condition; instead of tag.", False),
-        ), (), (codec.Leased,), media_type=NDJSON,
+        ), (), (http_api.Leased,), media_type=NDJSON,
     ),
     Operation(
         "get", "/v1/topics/{topic}/events", "events", "A live tail of visible messages, as server-sent events.",
@@ -207,19 +208,19 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/topics/{topic}/ack", "ack", "Acknowledge messages.", (_GROUP_PARAMETER,),
-        (codec.Answering,), (codec.AnsweredMany,),
+        (http_api.Answering,), (http_api.AnsweredMany,),
     ),
     Operation(
         "post", "/v1/topics/{topic}/nack", "nack", "Give messages back as failed attempts.", (_GROUP_PARAMETER,),
-        (codec.GivingBack,), (codec.AnsweredMany,),
+        (http_api.GivingBack,), (http_api.AnsweredMany,),
     ),
     Operation(
         "post", "/v1/topics/{topic}/dead-letter", "dead_letter", "Move messages to the dead letters of the group.",
-        (_GROUP_PARAMETER,), (codec.GivingUp,), (codec.AnsweredMany,),
+        (_GROUP_PARAMETER,), (http_api.GivingUp,), (http_api.AnsweredMany,),
     ),
     Operation(
         "post", "/v1/topics/{topic}/extend", "extend", "Extend the leases of messages.", (_GROUP_PARAMETER,),
-        (codec.Extending,), (codec.AnsweredMany,),
+        (http_api.Extending,), (http_api.AnsweredMany,),
     ),
     Operation(
         "get", "/v1/messages", "list", "Pending messages, by due time.",
@@ -241,7 +242,7 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/v1/messages/{id}", "get", "The state of a message, and its location.", (_TOPIC_PARAMETER,),
-        answer=(answers_codec.Places,),
+        answer=(http_api.Places,),
     ),
     Operation(
         "patch", "/v1/messages/{id}", "reschedule", "Change the due time of a scheduled message.",
@@ -254,34 +255,34 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/cancel", "cancel_many", "Cancel scheduled messages, by their ids or by keys.", (),
-        (codec.CancellingMany,),
-        answer=(answers_codec.SettledMany,),
+        (http_api.CancellingMany,),
+        answer=(http_api.SettledMany,),
     ),
     Operation(
         "post", "/v1/reschedule", "reschedule_many",
-        "Change the due time of scheduled messages, by their ids or by keys.", (), (codec.ReschedulingMany,),
-        answer=(answers_codec.SettledMany,),
+        "Change the due time of scheduled messages, by their ids or by keys.", (), (http_api.ReschedulingMany,),
+        answer=(http_api.SettledMany,),
     ),
     Operation(
         "get", "/v1/groups", "groups", "The consumer groups, by name: lags, leased messages, dead letters.",
         (("max", "The maximum number of groups; default 1000.", False), ("page", "The next_page of an answer.", False)),
-        answer=(answers_codec.Groups,),
+        answer=(http_api.Groups,),
     ),
     Operation("get", "/v1/groups/{group}", "group", "One consumer group.", answer=(GroupState,)),
     Operation(
         "get", "/v1/groups/{group}/dead-letters", "dead_letters", "The dead letters of a group.",
         (("max", "The maximum number; default 50.", False), ("page", "The next_page of an answer.", False)),
-        answer=(answers_codec.DeadLetters,),
+        answer=(http_api.DeadLetters,),
     ),
     Operation(
         "post", "/v1/groups/{group}/dead-letters/resend", "resend_dead_letters", "Deliver dead letters again.",
-        (), (codec.Resolving,),
-        answer=(answers_codec.DealtMany,),
+        (), (http_api.Resolving,),
+        answer=(http_api.DealtMany,),
     ),
     Operation(
         "post", "/v1/groups/{group}/dead-letters/delete", "delete_dead_letters", "Delete dead letters.", (),
-        (codec.Resolving,),
-        answer=(answers_codec.DealtMany,),
+        (http_api.Resolving,),
+        answer=(http_api.DealtMany,),
     ),
     Operation(
         "get", "/v1/campaigns", "campaigns", "The campaigns (bulk writes) and their states.",

@@ -12,6 +12,7 @@ from timeball.edges.http import codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.edges.shared.error_codes import Refused
 from timeball.log.row_encoder import NumberedRows
+from timeball.model import http_api
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 from timeball.model.message import READ_SCHEMA
 
@@ -88,14 +89,14 @@ def test_a_message_is_the_same_for_each_group_but_for_its_receipt() -> None:
     for receipts in (["r-1", "r-2", "r-3"], ["s-1", "s-2", "s-3"]):
         encoded = encoder.encode(values, "t", receipts)
         assert encoded == codec.LeasedEncoder().encode(batch, "t", receipts)
-        messages = [codec.decode(codec.Leased, each) for each in encoded]
+        messages = [codec.decode(http_api.Leased, each) for each in encoded]
         assert [each.receipt for each in messages] == receipts
         assert [each.attempt for each in messages] == [1, 4, 1]
         assert messages[0].keys == ["k", "l"] and messages[0].lateness_ms == 1
-        assert messages[1].base64 == b"\xff" and messages[2].body == "L" * 4_000
+        assert messages[1].base64 == b"\xff" and messages[2].text == "L" * 4_000
     # By the requested topic, as a group may receive from a retry topic by its own name.
     (other,) = encoder.encode(NumberedRows([tuple(rows[0].values())]), "u", ["r"])
-    assert codec.decode(codec.Leased, other).topic == "u"
+    assert codec.decode(http_api.Leased, other).topic == "u"
 
 
 def test_a_limited_number_of_messages_is_kept_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +104,7 @@ def test_a_limited_number_of_messages_is_kept_encoded(monkeypatch: pytest.Monkey
     encoder = codec.LeasedEncoder()
     for seq in (1, 2, 3, 2):
         (encoded,) = encoder.encode(NumberedRows([tuple(_row(seq, topic="t").values())]), "t", ["r"])
-        assert codec.decode(codec.Leased, encoded).seq == seq
+        assert codec.decode(http_api.Leased, encoded).seq == seq
     assert [seq for _, seq in encoder._encoded] == [2, 3]
 
 

@@ -13,7 +13,7 @@ from timeball.broker.accepting import admission
 from timeball.edges.http import codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.edges.http.send_codec import ARROW, DecodedSend
-from timeball.model import limits
+from timeball.model import http_api, limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
 
 NOW_MS = 1_800_000_000_000
@@ -87,7 +87,7 @@ def test_small_sends_become_rows_and_large_sends_columns() -> None:
     many = read(b'{"body": "a", "after": "5ms"}\n' * (send_codec.SMALL_BATCH_ROWS + 1), NDJSON, now_ms=NOW_MS)
     assert isinstance(many.rows, pa.RecordBatch)
     sent = send_codec.build_answer(many, 7, NOW_MS, durable=True)
-    assert isinstance(sent, send_codec.SentMany)
+    assert isinstance(sent, http_api.SentMany)
     assert {(item.seq, item.due_ms) for item in sent.messages} == {
         (7 + at, NOW_MS + 5) for at in range(send_codec.SMALL_BATCH_ROWS + 1)
     }

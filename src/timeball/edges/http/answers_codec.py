@@ -1,8 +1,7 @@
 """Codec of the HTTP answers: structs for JSON, server-sent events, and pages and forecasts of pending messages. No I/O.
 
-The structs are built from the results of the broker's verbs. Times are given twice, as text and as a number, and bodies
-as text or base64. The OpenAPI document is made from the same structs, so it always agrees with the answers. Empty
-fields are left out.
+The structs are built from the results of the broker's verbs. model/http_api.py has those that clients use, too, and the
+rules for all of them.
 
 The ids of events and the queries for pending messages are parsed here, too.
 """
@@ -25,65 +24,26 @@ from timeball.model.answers import (
     DeadLetterRow,
     DueCounts,
     GroupPlace,
-    GroupState,
     MessagePlace,
     PageRequest,
     PendingPage,
-    QueueRange,
     Verdict,
 )
 from timeball.model.errors import InvalidMessage, OutOfRange
+from timeball.model.http_api import (
+    DeadLetter,
+    DeadLetters,
+    Dealt,
+    DealtMany,
+    GroupAt,
+    Place,
+    Settled,
+    SettledMany,
+)
 from timeball.model.message import decode_properties, lateness_ms
 from timeball.monitoring.figures import ReplicaGroup
 
 # ---- structs of the answers ----------------------------------------------------------------------------------
-
-
-class GroupAt(msgspec.Struct, omit_defaults=True):
-    """A consumer group, and the state of a message in it: waiting, leased, done or dead.
-
-    `attempts` is left out if their number is not known.
-    """
-
-    group: str
-    state: str
-    attempts: int = 0
-    until: str | None = None
-    until_ms: int | None = None
-
-
-class Place(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The state of a message (waiting, visible, cancelled or expired) and its location.
-
-    `body` has at most the first 64 KiB.
-    """
-
-    state: str
-    seq: int
-    topic: str | None = None
-    queue_id: int | None = None
-    queue_offset: int | None = None
-    at_ms: int | None = None
-    due_ms: int | None = None
-    keys: list[str] | None = None
-    properties: dict[str, str] | None = None
-    tag: str | None = None
-    size_bytes: int | None = None
-    body: str | None = None
-    base64: bytes | None = None
-    body_cut: bool = False
-    at: str | None = None
-    due: str | None = None
-    groups: list[GroupAt] = []
-    by: str | None = None
-    reason: str | None = None
-
-
-class Places(msgspec.Struct):
-    """The messages with an id, the newest first."""
-
-    id: str
-    messages: list[Place]
 
 
 class Granted(msgspec.Struct, omit_defaults=True):
@@ -95,71 +55,6 @@ class Granted(msgspec.Struct, omit_defaults=True):
     at: str | None = None
     due: str | None = None
     due_ms: int | None = None
-
-
-class Settled(msgspec.Struct, omit_defaults=True):
-    """The outcome for one message of a cancel or reschedule of several. `verdict`: see docs/cancel.md."""
-
-    id: str
-    verdict: str
-    seq: int | None = None
-    at: str | None = None
-    at_ms: int | None = None
-    due: str | None = None
-    due_ms: int | None = None
-
-
-class SettledMany(msgspec.Struct):
-    """The outcomes of a cancel or reschedule: one for each id, or one for each message that has a key."""
-
-    verdicts: list[Settled]
-
-
-class Groups(msgspec.Struct, omit_defaults=True):
-    """Consumer groups by name. `next_page`, as ?page=, leads to the next ones; the last page has none."""
-
-    groups: list[GroupState]
-    next_page: str | None = None
-
-
-class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A dead letter of a group. `dead_letter` is its handle. `body` has at most the first 64 KiB."""
-
-    dead_letter: str
-    id: str | None = None
-    topic: str
-    died_ms: int
-    attempts: int
-    tag: str | None = None
-    keys: list[str]
-    properties: dict[str, str]
-    reason: str | None = None
-    died: str
-    size_bytes: int
-    body: str | None = None
-    base64: bytes | None = None
-    body_cut: bool = False
-
-
-class DeadLetters(msgspec.Struct, omit_defaults=True):
-    """Dead letters of a group. `next_page`, as ?page=, leads to the next ones; the last page has none."""
-
-    dead_letters: list[DeadLetter]
-    next_page: str | None = None
-
-
-class Dealt(msgspec.Struct):
-    """A dead letter of the request, and its outcome: resent, deleted or not_found."""
-
-    dead_letter: str
-    verdict: str
-
-
-class DealtMany(msgspec.Struct):
-    """The number of dead letters that were resent or deleted, and the outcome of each one in the request."""
-
-    count: int
-    results: list[Dealt]
 
 
 class CampaignShown(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -204,21 +99,6 @@ class TopicSize(msgspec.Struct):
 
     topic: str
     queues: int
-
-
-class TopicQueues(msgspec.Struct):
-    """A topic, and the offsets that each of its queues keeps, by its number."""
-
-    topic: str
-    queues: dict[int, QueueRange]
-
-
-class GroupOffsets(msgspec.Struct):
-    """The next offset of each queue at which a group goes on. Queues without one are left out."""
-
-    group: str
-    topic: str
-    offsets: dict[int, int]
 
 
 class TopicDeleted(msgspec.Struct):

@@ -26,6 +26,7 @@ from timeball.model.errors import (
     TimeballError,
     Unauthorized,
 )
+from timeball.model.http_api import At, Leased
 from timeball.model.message import READ_SCHEMA, decode_properties, lateness_ms
 from timeball.model.rules import with_valid_fields
 
@@ -33,7 +34,6 @@ from timeball.model.rules import with_valid_fields
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 
-At = int | str
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # field names of older versions: their new names
 _RENAMED_FIELDS = {"delay": "after", "deliver_at": "at"}
@@ -42,85 +42,6 @@ _TIME_FORM = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
 _HINT_SEND_AT_ONCE = "; leave it out to deliver at once"
 _TIME_FIELD = re.compile(r"`\$[^`]*\.(after|at|lease|timeout)`")
 _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
-
-
-class Leased(msgspec.Struct, omit_defaults=True):
-    """A message leased to a group, and its receipt. `base64` holds a body that is not UTF-8.
-
-    `scheduled_seq` is the `seq` in the answer to the send, for a scheduled message.
-    """
-
-    receipt: str
-    topic: str
-    attempt: int
-    seq: int
-    queue: int
-    offset: int
-    released: str
-    id: str | None = None
-    body: str | None = None
-    base64: bytes | None = None
-    tag: str | None = None
-    keys: list[str] = []
-    properties: dict[str, str] = {}
-    due: str | None = None
-    lateness_ms: int | None = None
-    scheduled_seq: int | None = None
-
-
-class LeasedMany(msgspec.Struct):
-    """The messages of a receive. The list may be empty."""
-
-    messages: list[Leased]
-
-
-class Answering(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts to acknowledge."""
-
-    receipts: list[str]
-
-
-class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again.
-
-    With `counts` false, no attempt is counted, for messages that no handler has seen.
-    """
-
-    receipts: list[str]
-    after: str | msgspec.UnsetType = msgspec.UNSET
-    reason: str = ""
-    counts: bool = True
-
-
-class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of messages to move to the group's dead letters."""
-
-    receipts: list[str]
-    reason: str = ""
-
-
-class Extending(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of leases that shall last for the duration `lease` from now on. 0 gives the messages back.
-
-    With `counts` false, a lease that ends without an answer counts no attempt.
-    """
-
-    receipts: list[str]
-    lease: str
-    counts: bool = True
-
-
-class Answered(msgspec.Struct):
-    """A receipt, and whether its lease was still valid. The next request for this message must use this receipt."""
-
-    receipt: str
-    valid: bool
-
-
-class AnsweredMany(msgspec.Struct):
-    """The results for the receipts of a request, in the same order."""
-
-    results: list[Answered]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,58 +55,6 @@ class Resuming(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     shift: bool = False
-
-
-class Resolving(msgspec.Struct, forbid_unknown_fields=True):
-    """Dead letters to resend or to delete: those in `dead_letters`, or all of the group."""
-
-    dead_letters: list[str] | None = None
-    all: bool = False
-
-
-class Topic(msgspec.Struct):
-    """A topic: the number of its queues, and of the visible messages that they keep."""
-
-    topic: str
-    queues: int
-    messages: int
-
-
-class Topics(msgspec.Struct):
-    """Topics, ordered by name."""
-
-    topics: list[Topic]
-
-
-class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
-    """A topic to create. An existing topic keeps its queues or gains some.
-
-    Without `queues`, the broker's setting applies.
-    """
-
-    queues: int | None = None
-
-
-class CancellingMany(msgspec.Struct, forbid_unknown_fields=True):
-    """Scheduled messages to cancel: those with these ids, or those with these keys."""
-
-    ids: list[str] = []
-    keys: list[str] = []
-
-
-class ReschedulingMany(msgspec.Struct, forbid_unknown_fields=True):
-    """Scheduled messages to reschedule, as for CancellingMany, to exactly one of `at` and `after`."""
-
-    ids: list[str] = []
-    keys: list[str] = []
-    at: At | msgspec.UnsetType = msgspec.UNSET
-    after: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class Committing(msgspec.Struct, forbid_unknown_fields=True):
-    """The next offset of each queue, by its number, at which a group goes on."""
-
-    offsets: dict[int, int]
 
 
 class Moving(msgspec.Struct, forbid_unknown_fields=True):

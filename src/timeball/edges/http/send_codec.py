@@ -23,12 +23,13 @@ from urllib.parse import unquote
 import msgspec
 import pyarrow as pa
 
-from timeball.edges.http.codec import JSON, NDJSON, At, decoding_error, due_and_delay_ms, format_time
+from timeball.edges.http.codec import JSON, NDJSON, decoding_error, due_and_delay_ms, format_time
 from timeball.edges.shared import arrow_ipc
 from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
 from timeball.model import limits
 from timeball.model.answers import SentState
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
+from timeball.model.http_api import Message, Sent, SentMany
 from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow, send_row
 from timeball.model.rules import (
     TIMES,
@@ -56,47 +57,6 @@ _TYPES_WITHOUT_PREFLIGHT = ("text/plain", "application/x-www-form-urlencoded", "
 
 _NAMES = ("topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms")
 _SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message to send: exactly one of body, json and base64, and at most one of at and after."""
-
-    body: str | None = None
-    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    base64: bytes | None = None
-    id: str | None = None
-    key: str | None = None
-    keys: list[str] = []
-    tag: str | None = None
-    properties: dict[str, str] = {}
-    at: At | msgspec.UnsetType = msgspec.UNSET
-    after: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class Sent(msgspec.Struct, omit_defaults=True):
-    """The answer to one accepted message. Without `due`, the message is already in its queue.
-
-    With an idempotency key, `outcome` is "created", or "exists" if the message was sent before. For a message that was
-    sent before, `state` and `due` are its current state and due time. `past_ms` is the time by which `due` had passed
-    when the message was accepted. `store_ms` is the time of acceptance, if this is the whole answer.
-    """
-
-    id: str
-    seq: int
-    durable: bool
-    due: str | None = None
-    due_ms: int | None = None
-    outcome: str | None = None
-    state: str | None = None
-    past_ms: int = 0
-    store_ms: int = 0
-
-
-class SentMany(msgspec.Struct):
-    """The answers to many messages, in their order. `store_ms` is the time of acceptance."""
-
-    messages: list[Sent]
-    store_ms: int
 
 
 class SentRows(msgspec.Struct, omit_defaults=True):
@@ -379,14 +339,15 @@ def _keys(index: int, message: Message) -> str | None:
 
 def _body(index: int, message: Message) -> bytes:
     """Extract the body of a message from the one field that has it. Raises InvalidMessage."""
-    given_count = (message.body is not None) + bool(message.json) + (message.base64 is not None)
-    if given_count != 1:
-        raise InvalidMessage(
-            f"message {index}: give one of body (text), json and base64; this has {given_count}"
-        )
-    if message.body is not None:
+    json = None if message.json is msgspec.UNSET else message.json
+    given_count = (message.body is not None) + (json is not None) + (message.base64 is not None)
+    if message.body is not None and given_count == 1:
         return message.body.encode("utf-8", "strict")
-    return message.base64 if message.base64 is not None else bytes(message.json)
+    if message.base64 is not None and given_count == 1:
+        return message.base64
+    if json is not None and given_count == 1:
+        return bytes(json)
+    raise InvalidMessage(f"message {index}: give one of body (text), json and base64; this has {given_count}")
 
 
 def template_fields(message: Message) -> tuple[bytes, str | None, str | None]:

@@ -12,23 +12,22 @@ from timeball.broker.service import Broker
 from timeball.broker.virtual_time import VirtualTime
 from timeball.edges.http import answers_codec, codec
 from timeball.edges.http.answers_codec import (
-    GroupOffsets,
     Health,
     Jobs,
     Leads,
     ReplicaGroups,
     SubscriptionDeleted,
     TopicDeleted,
-    TopicQueues,
     TopicSize,
 )
 from timeball.edges.http.codec import Answer
 from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, parse_row_count, read_request
 from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
-from timeball.model import limits
+from timeball.model import http_api, limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import QueueRange
 from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRange, Unavailable
+from timeball.model.http_api import GroupOffsets, TopicQueues
 from timeball.model.wire import CampaignChange
 from timeball.monitoring.figures import PushFigures
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
@@ -82,8 +81,8 @@ class Operators:
             ):  # None if the topic was deleted meanwhile
                 ranges = self._broker.queues(topic.name, call.caller).values()
                 rows = sum(end - begin for begin, end in ranges)
-                topics.append(codec.Topic(topic.name, len(ranges), rows))
-        return Answer(200, codec.Topics(topics))
+                topics.append(http_api.Topic(topic.name, len(ranges), rows))
+        return Answer(200, http_api.Topics(topics))
 
     async def _get_queues(self, call: Call) -> Answer:
         """Show the offsets that the queues of a topic keep."""
@@ -92,7 +91,9 @@ class Operators:
         return Answer(200, TopicQueues(call.path["topic"], queues))
 
     async def _create_topic(self, call: Call) -> Answer:
-        request: codec.TopicMade = await read_request(call, codec.TopicMade, self._broker.policy, Verb.ADMIN)
+        request: http_api.TopicMade = await read_request(
+            call, http_api.TopicMade, self._broker.policy, Verb.ADMIN
+        )
         await self._broker.create_topic(call.path["topic"], request.queues, call.caller)
         queues = self._broker.queues(call.path["topic"], call.caller)
         return Answer(200, TopicSize(call.path["topic"], len(queues)))
@@ -192,7 +193,7 @@ class Groups:
     async def _list(self, call: Call) -> Answer:
         rows = parse_row_count(call, limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
         page = await self._broker.groups.page(rows, call.query.get("page"), call.caller)
-        return Answer(200, answers_codec.Groups(page.groups, page.next_page))
+        return Answer(200, http_api.Groups(page.groups, page.next_page))
 
     async def _get_group(self, call: Call) -> Answer:
         return Answer(200, await self._broker.groups.one(call.path["group"], call.caller))
@@ -206,8 +207,8 @@ class Groups:
 
     async def _commit_offsets(self, call: Call) -> Answer:
         topic, group = call.path["topic"], _group_of(call)
-        request: codec.Committing = await read_request(
-            call, codec.Committing, self._broker.policy, Verb.RECEIVE, topic=topic, group=group
+        request: http_api.Committing = await read_request(
+            call, http_api.Committing, self._broker.policy, Verb.RECEIVE, topic=topic, group=group
         )
         if any(number < 0 for pair in request.offsets.items() for number in pair):
             raise OutOfRange("queues and offsets are not negative")
@@ -224,14 +225,14 @@ class Groups:
 
     async def _resend_dead_letters(self, call: Call) -> Answer:
         handles = _named_dead_letters(
-            await read_request(call, codec.Resolving, self._broker.policy, Verb.ADMIN)
+            await read_request(call, http_api.Resolving, self._broker.policy, Verb.ADMIN)
         )
         result = await self._broker.dead_letters.resend(call.path["group"], handles, call.caller)
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
 
     async def _delete_dead_letters(self, call: Call) -> Answer:
         handles = _named_dead_letters(
-            await read_request(call, codec.Resolving, self._broker.policy, Verb.ADMIN)
+            await read_request(call, http_api.Resolving, self._broker.policy, Verb.ADMIN)
         )
         result = await self._broker.dead_letters.delete(call.path["group"], handles, call.caller)
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "deleted"))
@@ -245,7 +246,7 @@ def _group_of(call: Call) -> str:
     return group
 
 
-def _named_dead_letters(request: codec.Resolving) -> list[str] | None:
+def _named_dead_letters(request: http_api.Resolving) -> list[str] | None:
     """Extract the handles of dead letters from a request, None for all. Raises InvalidMessage and OutOfRange."""
     if (request.dead_letters is None) != request.all:
         raise InvalidMessage('name "dead_letters", or "all": true')

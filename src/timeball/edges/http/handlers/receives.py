@@ -24,10 +24,10 @@ from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec
-from timeball.edges.http.codec import NDJSON, Answer, Answered, AnsweredMany
+from timeball.edges.http.codec import NDJSON, Answer
 from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream, check_no_body, read_request
 from timeball.edges.shared.receipt_handles import ReceiptHandles
-from timeball.model import limits
+from timeball.model import http_api, limits
 from timeball.model.access import Verb
 from timeball.model.errors import (
     Forbidden,
@@ -39,6 +39,7 @@ from timeball.model.errors import (
     TimeballError,
     Unauthorized,
 )
+from timeball.model.http_api import Answered, AnsweredMany
 from timeball.model.message import RETRY_PREFIX
 from timeball.model.time_parsing import delay_ms
 
@@ -221,7 +222,7 @@ class Receives:
         return self._filters.get(tag or sql, SQL92 if sql else TAG, bit_mask=bit_mask)
 
     async def _ack(self, call: Call) -> Answer:
-        request: codec.Answering = await self._read_for_group(call, codec.Answering)
+        request: http_api.Answering = await self._read_for_group(call, http_api.Answering)
         receipts = self._decode_receipts(call, request.receipts)
         valid_receipts = [receipt for receipt in receipts if receipt is not None]
         # one result for each valid receipt, in order
@@ -235,7 +236,7 @@ class Receives:
 
     async def _dead_letter(self, call: Call) -> Answer:
         """Move leased messages to the dead letters of the group."""
-        request: codec.GivingUp = await self._read_for_group(call, codec.GivingUp)
+        request: http_api.GivingUp = await self._read_for_group(call, http_api.GivingUp)
         move_to_dead_letters = self._broker.consuming.dead_letter
 
         async def move_one(text: str, receipt: Receipt | None) -> Answered:
@@ -246,7 +247,7 @@ class Receives:
 
     async def _nack(self, call: Call) -> Answer:
         """Give leased messages back as failed attempts. They are redelivered after `after`, or by the retry policy."""
-        request: codec.GivingBack = await self._read_for_group(call, codec.GivingBack)
+        request: http_api.GivingBack = await self._read_for_group(call, http_api.GivingBack)
         after_ms = None if request.after is UNSET else delay_ms(request.after)
         nack = self._broker.consuming.nack
         return await self._change_leases(
@@ -256,7 +257,7 @@ class Receives:
         )
 
     async def _extend(self, call: Call) -> Answer:
-        request: codec.Extending = await self._read_for_group(call, codec.Extending)
+        request: http_api.Extending = await self._read_for_group(call, http_api.Extending)
         lease_ms, change = codec.lease_ms(request.lease, 0), self._broker.consuming.change_invisible_time
         return await self._change_leases(
             call, request.receipts, lambda receipt: change(receipt, lease_ms, counts=request.counts)

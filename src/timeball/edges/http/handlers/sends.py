@@ -20,7 +20,7 @@ from timeball.edges.http.codec import Answer, problem
 from timeball.edges.http.requests import Call, DirectHandler, Paths, Respond, read_request
 from timeball.edges.http.send_codec import DecodedSend
 from timeball.edges.shared.error_codes import Refused
-from timeball.model import limits
+from timeball.model import http_api, limits
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS
 from timeball.model.errors import InvalidMessage, OutOfRange
@@ -226,7 +226,7 @@ class Scheduled:
             return problem(
                 404, "not_found", "no message has this id, or the broker no longer keeps its outcome"
             )
-        answer = answers_codec.Places(
+        answer = http_api.Places(
             call.path["id"], [answers_codec.show_message(message) for message in messages]
         )
         return Answer(
@@ -253,16 +253,16 @@ class Scheduled:
         )
 
     async def _cancel_many(self, call: Call) -> Answer:
-        request: codec.CancellingMany = await read_request(
-            call, codec.CancellingMany, self._broker.policy, Verb.LOOK
+        request: http_api.CancellingMany = await read_request(
+            call, http_api.CancellingMany, self._broker.policy, Verb.LOOK
         )
         _check_names(request.ids, request.keys)
         verdicts = await self._broker.cancel(ids=request.ids, keys=request.keys, caller=call.caller)
         return Answer(200, answers_codec.show_verdicts(verdicts), size_bytes=100 * len(verdicts))
 
     async def _reschedule_many(self, call: Call) -> Answer:
-        request: codec.ReschedulingMany = await read_request(
-            call, codec.ReschedulingMany, self._broker.policy, Verb.LOOK
+        request: http_api.ReschedulingMany = await read_request(
+            call, http_api.ReschedulingMany, self._broker.policy, Verb.LOOK
         )
         _check_names(request.ids, request.keys)
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)

@@ -1,0 +1,324 @@
+"""Requests and answers of the HTTP API that both the edge and the Python client use: the structs of their JSON. No I/O.
+
+A request refuses an unknown field. An answer ignores unknown fields, so a client accepts the answers of newer brokers.
+Times are given twice in answers, as text and as a number (milliseconds since 1970 UTC), and bodies as text or base64.
+Empty fields are left out. The OpenAPI document is made from the same structs, so it always agrees with them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball.model.answers import GroupState, QueueRange
+
+At = int | str
+
+# ---- sends ---------------------------------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A message to send: exactly one of body, json and base64, and at most one of at and after."""
+
+    body: str | None = None
+    json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    base64: bytes | None = None
+    id: str | None = None
+    key: str | None = None
+    keys: list[str] = []
+    tag: str | None = None
+    properties: dict[str, str] = {}
+    at: At | msgspec.UnsetType = msgspec.UNSET
+    after: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Sent(msgspec.Struct, omit_defaults=True):
+    """The answer to one accepted message. Without `due`, the message is already in its queue.
+
+    With an idempotency key, `outcome` is "created", or "exists" if the message was sent before. For a message that was
+    sent before, `state` and `due` are its current state and due time. `past_ms` is the time by which `due` had passed
+    when the message was accepted. `store_ms` is the time of acceptance, if this is the whole answer.
+    """
+
+    id: str
+    seq: int
+    durable: bool
+    due: str | None = None
+    due_ms: int | None = None
+    outcome: str | None = None
+    state: str | None = None
+    past_ms: int = 0
+    store_ms: int = 0
+
+
+class SentMany(msgspec.Struct):
+    """The answers to many messages, in their order. `store_ms` is the time of acceptance."""
+
+    messages: list[Sent]
+    store_ms: int
+
+
+# ---- received messages, and their receipts -------------------------------------------------------------------
+
+
+class Leased(msgspec.Struct, omit_defaults=True):
+    """A message leased to a group, and its receipt. `base64` holds a body that is not UTF-8.
+
+    `scheduled_seq` is the `seq` in the answer to the send, for a scheduled message.
+    """
+
+    receipt: str
+    topic: str
+    attempt: int
+    seq: int
+    queue: int
+    offset: int
+    released: str
+    id: str | None = None
+    text: str | None = msgspec.field(default=None, name="body")
+    base64: bytes | None = None
+    tag: str | None = None
+    keys: list[str] = []
+    properties: dict[str, str] = {}
+    due: str | None = None
+    lateness_ms: int | None = None
+    scheduled_seq: int | None = None
+
+
+class LeasedMany(msgspec.Struct):
+    """The messages of a receive. The list may be empty."""
+
+    messages: list[Leased]
+
+
+class Answering(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts to acknowledge."""
+
+    receipts: list[str]
+
+
+class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again.
+
+    With `counts` false, no attempt is counted, for messages that no handler has seen.
+    """
+
+    receipts: list[str]
+    after: str | msgspec.UnsetType = msgspec.UNSET
+    reason: str = ""
+    counts: bool = True
+
+
+class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts of messages to move to the group's dead letters."""
+
+    receipts: list[str]
+    reason: str = ""
+
+
+class Extending(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts of leases that shall last for the duration `lease` from now on. 0 gives the messages back.
+
+    With `counts` false, a lease that ends without an answer counts no attempt.
+    """
+
+    receipts: list[str]
+    lease: str
+    counts: bool = True
+
+
+class Answered(msgspec.Struct):
+    """A receipt, and whether its lease was still valid. The next request for this message must use this receipt."""
+
+    receipt: str
+    valid: bool
+
+
+class AnsweredMany(msgspec.Struct):
+    """The results for the receipts of a request, in the same order."""
+
+    results: list[Answered]
+
+
+# ---- messages by id and key ----------------------------------------------------------------------------------
+
+
+class GroupAt(msgspec.Struct, omit_defaults=True):
+    """A consumer group, and the state of a message in it: waiting, leased, done or dead.
+
+    `attempts` is left out if their number is not known.
+    """
+
+    group: str
+    state: str
+    attempts: int = 0
+    until: str | None = None
+    until_ms: int | None = None
+
+
+class Place(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The state of a message (waiting, visible, cancelled or expired) and its location.
+
+    `body` has at most the first 64 KiB.
+    """
+
+    state: str
+    seq: int
+    topic: str | None = None
+    queue_id: int | None = None
+    queue_offset: int | None = None
+    at_ms: int | None = None
+    due_ms: int | None = None
+    keys: list[str] | None = None
+    properties: dict[str, str] | None = None
+    tag: str | None = None
+    size_bytes: int | None = None
+    body: str | None = None
+    base64: bytes | None = None
+    body_cut: bool = False
+    at: str | None = None
+    due: str | None = None
+    groups: list[GroupAt] = []
+    by: str | None = None
+    reason: str | None = None
+
+
+class Places(msgspec.Struct):
+    """The messages with an id, the newest first."""
+
+    id: str
+    messages: list[Place]
+
+
+class CancellingMany(msgspec.Struct, forbid_unknown_fields=True):
+    """Scheduled messages to cancel: those with these ids, or those with these keys."""
+
+    ids: list[str] = []
+    keys: list[str] = []
+
+
+class ReschedulingMany(msgspec.Struct, forbid_unknown_fields=True):
+    """Scheduled messages to reschedule, as for CancellingMany, to exactly one of `at` and `after`."""
+
+    ids: list[str] = []
+    keys: list[str] = []
+    at: At | msgspec.UnsetType = msgspec.UNSET
+    after: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Settled(msgspec.Struct, omit_defaults=True):
+    """The outcome for one message of a cancel or reschedule of several. `verdict`: see docs/cancel.md."""
+
+    id: str
+    verdict: str
+    seq: int | None = None
+    at: str | None = None
+    at_ms: int | None = None
+    due: str | None = None
+    due_ms: int | None = None
+
+
+class SettledMany(msgspec.Struct):
+    """The outcomes of a cancel or reschedule: one for each id, or one for each message that has a key."""
+
+    verdicts: list[Settled]
+
+
+# ---- topics, groups and dead letters -------------------------------------------------------------------------
+
+
+class Topic(msgspec.Struct):
+    """A topic: the number of its queues, and of the visible messages that they keep."""
+
+    topic: str
+    queues: int
+    messages: int
+
+
+class Topics(msgspec.Struct):
+    """Topics, ordered by name."""
+
+    topics: list[Topic]
+
+
+class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
+    """A topic to create. An existing topic keeps its queues or gains some.
+
+    Without `queues`, the broker's setting applies.
+    """
+
+    queues: int | None = None
+
+
+class TopicQueues(msgspec.Struct):
+    """A topic, and the offsets that each of its queues keeps, by its number."""
+
+    topic: str
+    queues: dict[int, QueueRange]
+
+
+class Committing(msgspec.Struct, forbid_unknown_fields=True):
+    """The next offset of each queue, by its number, at which a group goes on."""
+
+    offsets: dict[int, int]
+
+
+class GroupOffsets(msgspec.Struct):
+    """The next offset of each queue at which a group goes on. Queues without one are left out."""
+
+    group: str
+    topic: str
+    offsets: dict[int, int]
+
+
+class Groups(msgspec.Struct, omit_defaults=True):
+    """Consumer groups by name. `next_page`, as ?page=, leads to the next ones; the last page has none."""
+
+    groups: list[GroupState]
+    next_page: str | None = None
+
+
+class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """A dead letter of a group. `dead_letter` is its handle. `body` has at most the first 64 KiB."""
+
+    dead_letter: str
+    id: str | None = None
+    topic: str
+    died_ms: int
+    attempts: int
+    tag: str | None = None
+    keys: list[str]
+    properties: dict[str, str]
+    reason: str | None = None
+    died: str
+    size_bytes: int
+    body: str | None = None
+    base64: bytes | None = None
+    body_cut: bool = False
+
+
+class DeadLetters(msgspec.Struct, omit_defaults=True):
+    """Dead letters of a group. `next_page`, as ?page=, leads to the next ones; the last page has none."""
+
+    dead_letters: list[DeadLetter]
+    next_page: str | None = None
+
+
+class Resolving(msgspec.Struct, forbid_unknown_fields=True):
+    """Dead letters to resend or to delete: those in `dead_letters`, or all of the group."""
+
+    dead_letters: list[str] | None = None
+    all: bool = False
+
+
+class Dealt(msgspec.Struct):
+    """A dead letter of the request, and its outcome: resent, deleted or not_found."""
+
+    dead_letter: str
+    verdict: str
+
+
+class DealtMany(msgspec.Struct):
+    """The number of dead letters that were resent or deleted, and the outcome of each one in the request."""
+
+    count: int
+    results: list[Dealt]
