@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` su
     from timeball.client.receipts import AcceptedRows, ExistingRows, Receipt, RefusedRows, SendSummary
     from timeball.client.timeball import Timeball
     from timeball.client.worker import Dead, Retry, Worker
-    from timeball.model.wire import (
+    from timeball.model.answers import (
         Attached,
         Content,
         DeadLetterPage,
@@ -126,25 +126,25 @@ _PLACES = {
     "AcceptedRows": "timeball.client.receipts",
     "AsyncMessage": "timeball.client.async_timeball",
     "AsyncTimeball": "timeball.client.async_timeball",
-    "Attached": "timeball.model.wire",
-    "Content": "timeball.model.wire",
+    "Attached": "timeball.model.answers",
+    "Content": "timeball.model.answers",
     "Dead": "timeball.client.worker",
-    "DeadLetterPage": "timeball.model.wire",
-    "DeadLetterRow": "timeball.model.wire",
+    "DeadLetterPage": "timeball.model.answers",
+    "DeadLetterRow": "timeball.model.answers",
     "ExistingRows": "timeball.client.receipts",
-    "GroupPlace": "timeball.model.wire",
-    "GroupState": "timeball.model.wire",
+    "GroupPlace": "timeball.model.answers",
+    "GroupState": "timeball.model.answers",
     "Message": "timeball.client.messages",
-    "MessagePlace": "timeball.model.wire",
-    "QueueRange": "timeball.model.wire",
+    "MessagePlace": "timeball.model.answers",
+    "QueueRange": "timeball.model.answers",
     "Receipt": "timeball.client.receipts",
     "RefusedRows": "timeball.client.receipts",
-    "Resolved": "timeball.model.wire",
+    "Resolved": "timeball.model.answers",
     "Retry": "timeball.client.worker",
     "SendSummary": "timeball.client.receipts",
     "Timeball": "timeball.client.timeball",
-    "TopicState": "timeball.model.wire",
-    "Verdict": "timeball.model.wire",
+    "TopicState": "timeball.model.answers",
+    "Verdict": "timeball.model.answers",
     "Worker": "timeball.client.worker",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cli.in_process import run_here
 
 from timeball.cli.cluster import _drain_sentence
-from timeball.model.wire import Drained
+from timeball.model.answers import Drained
 
 
 def test_a_broker_that_is_in_no_cluster_is_not_drained(endpoint: str) -> None:

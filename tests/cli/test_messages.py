@@ -18,9 +18,9 @@ from timeball import Timeball
 from timeball.cli.messages import SENTENCES, parse_due, report_ends, sentence
 from timeball.cli.options import show_wait
 from timeball.cli.output import ExitCode
+from timeball.model.answers import VERDICTS, Verdict
 from timeball.model.errors import RequestError
 from timeball.model.limits import HOUR_MS
-from timeball.model.wire import VERDICTS, Verdict
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:

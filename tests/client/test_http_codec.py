@@ -18,7 +18,7 @@ from timeball.client.http_codec import (
 )
 from timeball.client.http_connection import Reply
 from timeball.client.rows import outgoing
-from timeball.model import wire
+from timeball.model import answers, wire
 
 
 def test_names_and_parameters_are_escaped() -> None:
@@ -71,12 +71,12 @@ def test_a_message_is_one_object_and_several_are_lines() -> None:
 def test_the_answer_to_a_repeated_send_has_states() -> None:
     data = b'{"id":"a","seq":5,"durable":true,"outcome":"exists","state":"waiting","due_ms":9,"store_ms":7}'
     sent = decode_sent(data, 1)
-    assert sent.ack == wire.SendAck(5, 1, 7, "exists", [wire.SentState("waiting", 9)])
+    assert sent.ack == answers.SendAck(5, 1, 7, "exists", [answers.SentState("waiting", 9)])
     data = (
         b'{"messages":[{"id":"a","seq":5,"durable":true,"past_ms":3},'
         b'{"id":"b","seq":6,"durable":true,"past_ms":8}],"store_ms":7}'
     )
-    assert decode_sent(data, 2) == (wire.SendAck(5, 2, 7), 2, 8, None)
+    assert decode_sent(data, 2) == (answers.SendAck(5, 2, 7), 2, 8, None)
 
 
 def test_lines_are_messages_and_empty_ones_are_none() -> None:

@@ -17,8 +17,8 @@ from timeball import AsyncTimeball, Timeball
 from timeball.client.attempts import Lost, NotNow
 from timeball.client.receipts import Receipt
 from timeball.client.sender import wait_for_ack
+from timeball.model.answers import SendAck
 from timeball.model.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
-from timeball.model.wire import SendAck
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,8 @@ from tests.races import COLUMNS, KINDS, Recorder
 from timeball import Timeball
 from timeball.broker.revoking.cancel import encode_handle
 from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.model.answers import Verdict
 from timeball.model.message import Int64Array, Kind
-from timeball.model.wire import Verdict
 from timeball.schedule.scheduler import Scheduler
 
 TOPIC = "races"

@@ -28,9 +28,9 @@ from timeball.log.segment import (
     segment_name,
     starts,
 )
+from timeball.model.answers import Start
 from timeball.model.errors import Corrupt, DiskFailed, OutOfRange, OverLimit
 from timeball.model.message import Kind, build_rows
-from timeball.model.wire import Start
 
 BLANK = pa.py_buffer(bytes(64))
 

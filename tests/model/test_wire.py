@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.edges.flight import codec
-from timeball.model import wire
+from timeball.model import answers, wire
 
 OFFSETS = st.dictionaries(
     st.integers(0, wire.QUEUE_ID_MAX), st.integers(0, wire.INT64_MAX), min_size=1, max_size=3
@@ -71,16 +71,18 @@ def test_a_ticket_is_decoded_as_it_was_made(ticket: wire.Ticket) -> None:
 
 
 def test_an_acknowledgement_and_a_refusal_are_told_apart() -> None:
-    ack = msgspec.json.decode(codec.encode(wire.SendAck(5, 2, 7)), type=wire.SendAnswer)
-    assert ack == wire.SendAnswer(5, 2, 7) and ack.error is None
-    refused = msgspec.json.decode(codec.encode(wire.SendRefusal("over_limit", "later")), type=wire.SendAnswer)
+    ack = msgspec.json.decode(codec.encode(answers.SendAck(5, 2, 7)), type=answers.SendAnswer)
+    assert ack == answers.SendAnswer(5, 2, 7) and ack.error is None
+    refused = msgspec.json.decode(
+        codec.encode(answers.SendRefusal("over_limit", "later")), type=answers.SendAnswer
+    )
     assert (refused.error, refused.text) == ("over_limit", "later")
-    brought = msgspec.json.decode(codec.encode(wire.ReleaseAck(3, 1)), type=wire.ReleaseAnswer)
-    assert brought == wire.ReleaseAnswer(3, 1)
+    brought = msgspec.json.decode(codec.encode(answers.ReleaseAck(3, 1)), type=answers.ReleaseAnswer)
+    assert brought == answers.ReleaseAnswer(3, 1)
 
 
 def test_a_verdict_says_whether_the_message_will_not_be_delivered() -> None:
-    made = codec.encode([wire.Verdict("a", "cancelled", 5, 7), wire.Verdict("b", "not_found")])
-    cancelled, missing = msgspec.json.decode(made, type=list[wire.Verdict])
-    assert cancelled == wire.Verdict("a", "cancelled", 5, 7) and cancelled.cancelled
-    assert missing == wire.Verdict("b", "not_found") and not missing.cancelled
+    made = codec.encode([answers.Verdict("a", "cancelled", 5, 7), answers.Verdict("b", "not_found")])
+    cancelled, missing = msgspec.json.decode(made, type=list[answers.Verdict])
+    assert cancelled == answers.Verdict("a", "cancelled", 5, 7) and cancelled.cancelled
+    assert missing == answers.Verdict("b", "not_found") and not missing.cancelled

@@ -9,9 +9,9 @@ from tests.node_fixture import RunningNode
 from tests.spark.traffic import send, send_due_now
 from tests.table.small_table import table_rows
 
+from timeball.model.answers import RangesCancelled
 from timeball.model.errors import NotFound, OutOfRange, Unavailable
 from timeball.model.message import READ_SCHEMA, Kind
-from timeball.model.wire import RangesCancelled
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import Store
 from timeball.table.attachment import Attachment

@@ -12,9 +12,8 @@ from tests.spark.traffic import send
 from tests.spark.two_groups import two_groups
 
 from timeball.cluster.protocol.replica import Record
-from timeball.model.answers import ClusterGroup, LogStatus, TableStatus
+from timeball.model.answers import ClusterGroup, LogStatus, Status, TableStatus
 from timeball.model.errors import NotFound, SetupError, Unavailable
-from timeball.model.wire import Status
 from timeball.spark.endpoint import (
     Endpoint,
     Group,

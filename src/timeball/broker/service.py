@@ -54,21 +54,22 @@ from timeball.io.threads import Threads, in_thread
 from timeball.log.disk_thread import FileReplication
 from timeball.log.segment import starts
 from timeball.log.writer import CommitLog
-from timeball.model import limits, time_parsing, wire
+from timeball.model import limits, time_parsing
 from timeball.model.access import ANONYMOUS, Caller, Verb
-from timeball.model.answers import SentState
-from timeball.model.config import Settings
-from timeball.model.errors import NotFound, OutOfRange, OverLimit
-from timeball.model.message import READ_SCHEMA, Kind, codes_of, without_secrets
-from timeball.model.wire import (
+from timeball.model.answers import (
     Attached,
     Campaign,
     CampaignChange,
+    Drained,
     MessagePlace,
     RangesCancelled,
+    SentState,
     Start,
     Verdict,
 )
+from timeball.model.config import Settings
+from timeball.model.errors import NotFound, OutOfRange, OverLimit
+from timeball.model.message import READ_SCHEMA, Kind, codes_of, without_secrets
 from timeball.schedule.scheduler import Scheduling
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
@@ -563,7 +564,7 @@ class Broker:
 
     # -- changes of the pending table (see table_changes.py) -------------------------------------------------------
 
-    async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> wire.Drained:
+    async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> Drained:
         """Hand over all pending messages to another group of the cluster.
 
         Only a broker of a cluster can do this (groups/grouped.py): this class raises NotFound.

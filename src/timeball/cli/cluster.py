@@ -39,7 +39,7 @@ from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 if TYPE_CHECKING:
     from timeball.cluster.coordination.coordinator import Coordinator, GroupView, OperatorRequest
     from timeball.cluster.operations import Operations
-    from timeball.model.wire import Drained
+    from timeball.model.answers import Drained
 
 POLL_S = 0.5
 

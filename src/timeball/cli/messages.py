@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from timeball.client import Timeball
     from timeball.client.messages import Message
     from timeball.client.receipts import Receipt
-    from timeball.model.wire import GroupPlace, MessagePlace, Verdict
+    from timeball.model.answers import GroupPlace, MessagePlace, Verdict
 
 # ---- send and schedule ----------------------------------------------------------------------------------------
 # The body comes from an argument or from stdin. With --lines, each line of a file is a message. Lines are sent as

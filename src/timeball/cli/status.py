@@ -31,7 +31,7 @@ from timeball.cli.output import ExitCode, out, print_json, print_line, print_not
 from timeball.model.errors import RequestError
 
 if TYPE_CHECKING:
-    from timeball.model.wire import DeadLetterRow, GroupState, Resolved
+    from timeball.model.answers import DeadLetterRow, GroupState, Resolved
 
 
 # ---- timeball status ------------------------------------------------------------------------------------------

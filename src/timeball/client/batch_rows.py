@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from timeball.client.messages import Member, Message
-from timeball.model import wire
 from timeball.model.message import decode_properties, lateness_ms
+from timeball.model.values import RECEIPT
 
 
 class BatchRow:
@@ -94,7 +94,7 @@ class BatchRow:
 
     @property
     def receipt(self) -> str:
-        return str(self._value(wire.RECEIPT))
+        return str(self._value(RECEIPT))
 
 
 def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:

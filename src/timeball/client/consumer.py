@@ -21,7 +21,7 @@ from timeball.io.clock import Clock
 from timeball.model import limits, wire
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After, delay_ms
-from timeball.model.values import valid
+from timeball.model.values import RECEIPT, valid
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -193,11 +193,11 @@ class Consumer:
     ) -> list[tuple[Member, list[str]]]:
         """Group the receipts of these messages by topic and group. A batch needs its `group`."""
         if is_batch(messages):
-            if group is None or wire.RECEIPT not in messages.schema.names:
+            if group is None or RECEIPT not in messages.schema.names:
                 raise RequestError(
                     "ack of a batch: give the batch that pull_batch has returned, and its group"
                 )
-            topics, receipts = (messages.column(name).to_pylist() for name in ("topic", wire.RECEIPT))
+            topics, receipts = (messages.column(name).to_pylist() for name in ("topic", RECEIPT))
             by_topic: dict[str, list[str]] = {}
             for topic, receipt in zip(topics, receipts, strict=True):
                 by_topic.setdefault(topic, []).append(receipt)

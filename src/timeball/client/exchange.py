@@ -26,8 +26,9 @@ import pyarrow.flight as flight
 from timeball.client.attempts import Lost, NotSent, refusal
 from timeball.client.calls import translate
 from timeball.model import limits, rules
+from timeball.model.answers import SendAck, SendAnswer
 from timeball.model.errors import InvalidMessage, TimeballError, Unavailable
-from timeball.model.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
+from timeball.model.wire import END_OF_STREAM, SEND_PATH
 
 _CLOSE_WAIT_S = 5.0  # for the last answers
 

@@ -18,10 +18,8 @@ from timeball.client.attempts import Lost, refusal
 from timeball.client.http_connection import Reply, Request
 from timeball.client.rows import Outgoing
 from timeball.model import http_api, limits, wire
-from timeball.model.answers import EXISTS, SendAck, SentState
-from timeball.model.errors import InvalidMessage, InvalidName, TimeballError
-from timeball.model.values import decode_properties, shown
-from timeball.model.wire import (
+from timeball.model.answers import (
+    EXISTS,
     Content,
     DeadLetterPage,
     DeadLetterRow,
@@ -31,8 +29,12 @@ from timeball.model.wire import (
     MessagePlace,
     QueueRange,
     Resolved,
+    SendAck,
+    SentState,
     Verdict,
 )
+from timeball.model.errors import InvalidMessage, InvalidName, TimeballError
+from timeball.model.values import decode_properties, shown
 
 JSON, NDJSON = (("content-type", "application/json"),), (("content-type", "application/x-ndjson"),)
 REQUEST_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # the broker's limit

@@ -38,10 +38,7 @@ from timeball.client.receipts import IfSettled, Receipt, SendSummary
 from timeball.client.rows import Body, Outgoing, outgoing
 from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
-from timeball.model.errors import InvalidDelay, NotFound, RequestError
-from timeball.model.time_parsing import After, At, when
-from timeball.model.values import Keys
-from timeball.model.wire import (
+from timeball.model.answers import (
     Attached,
     DeadLetterPage,
     GroupPage,
@@ -51,6 +48,9 @@ from timeball.model.wire import (
     Resolved,
     Verdict,
 )
+from timeball.model.errors import InvalidDelay, NotFound, RequestError
+from timeball.model.time_parsing import After, At, when
+from timeball.model.values import Keys
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -34,9 +34,9 @@ import pyarrow as pa
 
 from timeball.io.files import File, Files
 from timeball.log import format as fmt
+from timeball.model.answers import Start
 from timeball.model.errors import Corrupt, OutOfRange
 from timeball.model.message import Int64Array
-from timeball.model.wire import Start
 
 FOLDER = "log"
 SUFFIX = ".log"

@@ -1,4 +1,4 @@
-"""Answers of the Flight edge: JSON, with times in milliseconds since 1970 UTC. wire.py re-exports all of them.
+"""Results of the operations of the broker. Times are in milliseconds since 1970 UTC. Flight sends them as JSON.
 
 The last section has the pages and counts of pending messages, which the HTTP edge converts to JSON.
 """
@@ -269,6 +269,9 @@ class RangesCancelled(msgspec.Struct, frozen=True):
     cancelled: int
     already_cancelled: int
     settled: int
+
+
+CampaignChange = Literal["plan", "pause", "resume", "cancel"]
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The requests of the Flight protocol, shared by the server, the client and the pipeline. Re-exports the answers.
+"""The requests of the Flight protocol, shared by the server, the client and the pipeline.
 
 The types contain the bounds of the fields. The server checks them when it decodes a request (edges/flight/codec.py). A
 client can build a request that breaks a bound, and the broker refuses it. Bodies are JSON. Times are milliseconds since
@@ -13,100 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from timeball.model import limits
-from timeball.model.answers import (
-    EXISTS as EXISTS,
-)
-from timeball.model.answers import (
-    HANDED as HANDED,
-)
-from timeball.model.answers import (
-    UNAVAILABLE as UNAVAILABLE,
-)
-from timeball.model.answers import (
-    VERDICTS as VERDICTS,
-)
-from timeball.model.answers import (
-    Attached as Attached,
-)
-from timeball.model.answers import (
-    Campaign as Campaign,
-)
-from timeball.model.answers import (
-    ClusterGroup as ClusterGroup,
-)
-from timeball.model.answers import (
-    Conflict as Conflict,
-)
-from timeball.model.answers import (
-    Content as Content,
-)
-from timeball.model.answers import (
-    DeadLetterPage as DeadLetterPage,
-)
-from timeball.model.answers import (
-    DeadLetterRow as DeadLetterRow,
-)
-from timeball.model.answers import (
-    Drained as Drained,
-)
-from timeball.model.answers import (
-    GroupPage as GroupPage,
-)
-from timeball.model.answers import (
-    GroupPlace as GroupPlace,
-)
-from timeball.model.answers import (
-    GroupState as GroupState,
-)
-from timeball.model.answers import (
-    LogStatus as LogStatus,
-)
-from timeball.model.answers import (
-    MessagePlace as MessagePlace,
-)
-from timeball.model.answers import (
-    QueueRange as QueueRange,
-)
-from timeball.model.answers import (
-    RangesCancelled as RangesCancelled,
-)
-from timeball.model.answers import (
-    ReleaseAck as ReleaseAck,
-)
-from timeball.model.answers import (
-    ReleaseAnswer as ReleaseAnswer,
-)
-from timeball.model.answers import (
-    Resolved as Resolved,
-)
-from timeball.model.answers import (
-    SendAck as SendAck,
-)
-from timeball.model.answers import (
-    SendAnswer as SendAnswer,
-)
-from timeball.model.answers import (
-    SendRefusal as SendRefusal,
-)
-from timeball.model.answers import (
-    SentState as SentState,
-)
-from timeball.model.answers import (
-    Start as Start,
-)
-from timeball.model.answers import (
-    Status as Status,
-)
-from timeball.model.answers import (
-    TableStatus as TableStatus,
-)
-from timeball.model.answers import (
-    TopicState as TopicState,
-)
-from timeball.model.answers import (
-    Verdict as Verdict,
-)
-from timeball.model.values import RECEIPT as RECEIPT
+from timeball.model.answers import CampaignChange
 
 INT64_MAX = 2**63 - 1
 QUEUE_ID_MAX = limits.QUEUES_PER_TOPIC_MAX - 1
@@ -280,7 +187,6 @@ class CancelRange(Request, frozen=True):
     reason: Annotated[str, Meta(max_length=limits.CANCEL_REASON_CHARACTERS_MAX)] = ""
 
 
-CampaignChange = Literal["plan", "pause", "resume", "cancel"]
 ClusterGroupName = Annotated[str, Meta(min_length=1, max_length=64)]
 CampaignId = Annotated[str, Meta(min_length=1, max_length=100)]
 

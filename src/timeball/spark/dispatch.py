@@ -45,9 +45,9 @@ from pyspark.sql.types import StructType
 from timeball.client.outgoing import halves
 from timeball.io.clock import Clock, SystemClock
 from timeball.model import limits, storage_uris
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound, OutOfRange, SetupError, from_code
 from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
-from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint, Lease, query_name
 from timeball.spark.source import options as values
 from timeball.spark.source.options import DEFAULT_ENDPOINT, SPARK_OPTIONS

@@ -6,7 +6,7 @@ An endpoint is the address that the user gives. The pipeline reads all groups of
     grpc://a:7400,b:7400        the same, through any of these nodes that answers
     grpc://a:7400#g2            only the group g2, on any node (the option `group` produces this form)
 
-The status of a node lists the cluster's groups and the nodes of each (wire.Status.groups), so each query includes
+The status of a node lists the cluster's groups and the nodes of each (answers.Status.groups), so each query includes
 groups that were added since the last one. Each group is read from its leader, to which followers forward requests.
 Each group has its own row numbers, table and versions, so a row number or version is meaningful only together with
 its group. If there is only one group, or if the broker is in no cluster, groups appear neither in columns nor in names.
@@ -30,11 +30,11 @@ import pyarrow.flight as flight
 
 from timeball.client.calls import Calls, translated
 from timeball.io.clock import Clock
-from timeball.model import wire
+from timeball.model import answers, wire
+from timeball.model.answers import ClusterGroup, Status
 from timeball.model.errors import NotFound, OutOfRange, SetupError, TimeballError, Unavailable
 from timeball.model.limits import PULL_ROWS_MAX
 from timeball.model.message import TABLE_SCHEMA
-from timeball.model.wire import ClusterGroup, Status
 from timeball.table import attachment as att
 
 LOG = logging.getLogger("timeball.spark")
@@ -90,45 +90,45 @@ class Endpoint:
         """Close the connection."""
         self._connection.close()
 
-    def status(self) -> wire.Status:
+    def status(self) -> answers.Status:
         """Read the broker's status, such as the ends of its log, its watermark and the version of its table."""
         return self._ask_status(self._calls)
 
     @staticmethod
-    def _ask_status(calls: Calls) -> wire.Status:
-        return calls.action("status", wire.Nothing(), wire.Status)
+    def _ask_status(calls: Calls) -> answers.Status:
+        return calls.action("status", wire.Nothing(), answers.Status)
 
     def reserve(self, rows: int) -> int:
         """Reserve `rows` consecutive sequence numbers. Returns the first."""
         return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
-    def attach(self, attachment: att.Attachment) -> wire.Attached:
+    def attach(self, attachment: att.Attachment) -> answers.Attached:
         """Add files to the pending table. The answer to a repeated attach has `repeated` set."""
-        return self._calls.action("attach", attachment, wire.Attached)
+        return self._calls.action("attach", attachment, answers.Attached)
 
-    def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> wire.RangesCancelled:
+    def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> answers.RangesCancelled:
         """Cancel the pending messages in these ranges (first_seq, rows) of a bulk job. Safe to repeat.
 
         The broker cancels some hundred thousand messages per second, so this may take minutes.
         """
         body = wire.CancelRange(ranges=list(ranges), reason=reason)
-        return self._calls.action("cancel_range", body, wire.RangesCancelled, LONG_CALL_TIMEOUT_MS)
+        return self._calls.action("cancel_range", body, answers.RangesCancelled, LONG_CALL_TIMEOUT_MS)
 
-    def campaigns(self, campaign: str | None = None) -> list[wire.Campaign]:
+    def campaigns(self, campaign: str | None = None) -> list[answers.Campaign]:
         """Read one campaign with its ranges, or all campaigns without ranges. Raises NotFound for an unknown id."""
         body = wire.Campaigns(campaign=campaign)
-        return self._calls.action("campaigns", body, dict[str, list[wire.Campaign]])["campaigns"]
+        return self._calls.action("campaigns", body, dict[str, list[answers.Campaign]])["campaigns"]
 
     def change_campaign(
         self,
         campaign: str,
-        change: wire.CampaignChange,
+        change: answers.CampaignChange,
         *,
         rows: int = 0,
         at_ms: int | None = None,
         shift: bool = False,
         groups: Sequence[str] = (),
-    ) -> wire.Campaign:
+    ) -> answers.Campaign:
         """Plan, pause, resume or cancel a campaign. Safe to repeat.
 
         A resume writes all messages again that the pause holds back, so it may take minutes.
@@ -136,16 +136,16 @@ class Endpoint:
         body = wire.ChangeCampaign(
             campaign=campaign, change=change, rows=rows, at_ms=at_ms, shift=shift, groups=list(groups)
         )
-        return self._calls.action("campaign", body, wire.Campaign, LONG_CALL_TIMEOUT_MS)
+        return self._calls.action("campaign", body, answers.Campaign, LONG_CALL_TIMEOUT_MS)
 
-    def drain(self, heir: str, *, dry_run: bool = False) -> wire.Drained:
+    def drain(self, heir: str, *, dry_run: bool = False) -> answers.Drained:
         """Move all pending messages of this group to the group `heir`. Returns the progress. Safe to repeat."""
-        return self._calls.action("drain", wire.Drain(heir=heir, dry_run=dry_run), wire.Drained)
+        return self._calls.action("drain", wire.Drain(heir=heir, dry_run=dry_run), answers.Drained)
 
-    def starts(self, from_seq: int, to_seq: int) -> list[wire.Start]:
+    def starts(self, from_seq: int, to_seq: int) -> list[answers.Start]:
         """List the starts of the broker whose first row is in from_seq <= seq < to_seq, with their times."""
         body = wire.Starts(from_seq=from_seq, to_seq=to_seq)
-        return self._calls.action("starts", body, dict[str, list[wire.Start]])["starts"]
+        return self._calls.action("starts", body, dict[str, list[answers.Start]])["starts"]
 
     def lease_dispatcher(self, lease_ms: int) -> None:
         """Announce to the broker that a dispatcher delivers due messages for the next `lease_ms`. 0 ends the lease."""
@@ -155,12 +155,12 @@ class Endpoint:
         """Announce to the broker that an external compactor runs for the next `lease_ms`."""
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
-    def release(self, batches: Iterable[pa.RecordBatch]) -> list[wire.ReleaseAnswer]:
+    def release(self, batches: Iterable[pa.RecordBatch]) -> list[answers.ReleaseAnswer]:
         """Send batches of due rows (TABLE_SCHEMA) for release. Returns one answer per batch.
 
         The stream stays open while `batches` waits before it yields the next batch.
         """
-        answers: list[wire.ReleaseAnswer] = []
+        released: list[answers.ReleaseAnswer] = []
         with translated(self.uri):
             descriptor = flight.FlightDescriptor.for_path(*wire.RELEASE_PATH)
             writer, reader = self._calls.flight.do_exchange(descriptor)
@@ -171,8 +171,8 @@ class Endpoint:
                 writer.done_writing()
                 for chunk in reader:
                     metadata = chunk.app_metadata.to_pybytes()
-                    answers.append(msgspec.json.decode(metadata, type=wire.ReleaseAnswer))
-        return answers
+                    released.append(msgspec.json.decode(metadata, type=answers.ReleaseAnswer))
+        return released
 
     def read_log(
         self,
@@ -201,7 +201,7 @@ class Endpoint:
     def queues(self, topic: str) -> dict[int, tuple[int, int]]:
         """Read {queue: (first kept offset, next offset)} of a topic. Raises NotFound for an unknown topic."""
         body = wire.Queues(topic=topic)
-        ranges = self._calls.action("queues", body, dict[str, dict[int, wire.QueueRange]])["queues"]
+        ranges = self._calls.action("queues", body, dict[str, dict[int, answers.QueueRange]])["queues"]
         return {queue: (offsets.min, offsets.max) for queue, offsets in ranges.items()}
 
     def read_queue(self, topic: str, queue_id: int, begin: int, end: int) -> Iterator[pa.RecordBatch]:
@@ -224,7 +224,7 @@ class Endpoint:
                 yield batch
 
 
-def group_statuses(endpoint: str, *, patience_s: float = PATIENCE_S) -> list[tuple[Group, wire.Status]]:
+def group_statuses(endpoint: str, *, patience_s: float = PATIENCE_S) -> list[tuple[Group, answers.Status]]:
     """Read the groups at an endpoint with the status of each. A single group costs only one call."""
     with Endpoint(endpoint, patience_s=patience_s) as broker:
         status = broker.status()
@@ -317,7 +317,7 @@ class Connections:
             self._opened[uri] = Endpoint(uri)
         return self._opened[uri]
 
-    def statuses(self) -> list[tuple[Group, wire.Status]]:
+    def statuses(self) -> list[tuple[Group, answers.Status]]:
         """Read the current groups with the status of each. A single group costs only one call."""
         status = self.broker().status()
         groups = self._groups_of(status)
@@ -329,7 +329,7 @@ class Connections:
         """Read the current groups."""
         return self._groups_of(self.broker().status())
 
-    def _groups_of(self, status: wire.Status) -> list[Group]:
+    def _groups_of(self, status: answers.Status) -> list[Group]:
         """List the groups in a status, and close connections to endpoints that no group has any more."""
         groups = groups_of(status, self._uri)
         for uri in self._opened.keys() - {self._uri, *(group.endpoint for group in groups)}:

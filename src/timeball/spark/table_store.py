@@ -26,10 +26,10 @@ from deltalake.transaction import AddAction
 
 from timeball.io.clock import SystemClock
 from timeball.model import storage_uris
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
 from timeball.model.limits import SECOND_MS
 from timeball.model.message import TABLE_SCHEMA
-from timeball.model.wire import Status
 from timeball.spark.endpoint import group_table_uri
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import FileKeys, run_path

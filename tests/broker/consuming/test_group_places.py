@@ -18,8 +18,8 @@ from tests.broker.on_node import on_node
 from tests.crash.world import World
 
 from timeball.broker.consuming.group_places import Copy, copies_by_message
+from timeball.model.answers import GroupPlace, MessagePlace
 from timeball.model.message import Kind
-from timeball.model.wire import GroupPlace, MessagePlace
 
 ID = "id-1"
 

@@ -27,9 +27,9 @@ from timeball.broker.revoking.cancel import RecallRefused, encode_handle
 from timeball.broker.revoking.group_questions import AdoptHere, RouteHere
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS, Access, parse
+from timeball.model.answers import Verdict
 from timeball.model.errors import Conflict, Forbidden, InvalidMessage, NotFound, Unavailable
 from timeball.model.message import Kind
-from timeball.model.wire import Verdict
 
 ACCOUNTS = b"""
 [[accounts]]

@@ -12,8 +12,8 @@ from tests.crash.scenarios import FAR_MS
 from timeball.broker.revoking.cancel import RecallRefused, encode_handle
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupRoute, RecallHere, RouteHere
 from timeball.model.access import Access, Principal, parse
+from timeball.model.answers import Verdict
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, Unavailable
-from timeball.model.wire import Verdict
 
 ACCOUNTS = b"""
 [[accounts]]

@@ -30,9 +30,9 @@ from timeball.broker.revoking.scheduled_lookup import Candidate, LookupResult
 from timeball.io.clock import ManualClock
 from timeball.log.row_encoder import rows_of
 from timeball.model import limits
+from timeball.model.answers import Verdict
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Int64Array, Kind
-from timeball.model.wire import Verdict
 from timeball.schedule.scheduler import Scheduler
 
 SOON_MS = 2 * SECOND_MS

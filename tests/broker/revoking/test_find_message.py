@@ -15,7 +15,7 @@ from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.revoking.find_message import MayRead, find_message
 from timeball.broker.revoking.scheduled_lookup import Names
 from timeball.model.access import Caller
-from timeball.model.wire import MessagePlace
+from timeball.model.answers import MessagePlace
 
 
 @pytest.mark.parametrize("place", PLACES)

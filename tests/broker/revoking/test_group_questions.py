@@ -15,7 +15,7 @@ from timeball.broker.revoking.group_questions import (
     RescheduleHere,
     RouteHere,
 )
-from timeball.model.wire import MessagePlace, Verdict
+from timeball.model.answers import MessagePlace, Verdict
 
 
 @pytest.mark.parametrize(

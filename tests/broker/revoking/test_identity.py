@@ -15,8 +15,8 @@ from timeball.broker.revoking.cancel import encode_handle
 from timeball.broker.revoking.scheduled_lookup import Names
 from timeball.broker.tables import compact
 from timeball.log import checkpoint
+from timeball.model.answers import Verdict
 from timeball.model.message import Kind
-from timeball.model.wire import Verdict
 from timeball.schedule.outcomes import Moved
 
 STRATEGIES = ("hour_log", "timer_wheel", "level_cascade")

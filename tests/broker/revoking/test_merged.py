@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.broker.revoking.group_questions import merge_places, merge_verdicts
+from timeball.model.answers import HANDED, UNAVAILABLE, VERDICTS, MessagePlace, Verdict
 from timeball.model.errors import Unavailable
-from timeball.model.wire import HANDED, UNAVAILABLE, VERDICTS, MessagePlace, Verdict
 
 SUBJECTS = ("x", "y")
 KNOWN = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE, HANDED)]

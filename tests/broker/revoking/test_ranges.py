@@ -21,9 +21,9 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from timeball.broker.revoking import ranges
 from timeball.broker.revoking.ranges import check_numbers
 from timeball.model import limits
+from timeball.model.answers import RangesCancelled
 from timeball.model.errors import NotFound, OutOfRange, RequestError
 from timeball.model.message import CANCEL_REASON, Kind, decode_properties
-from timeball.model.wire import RangesCancelled
 from timeball.table.attachment import overlap, within
 from timeball.table.data_file import DataFile, overlapping
 

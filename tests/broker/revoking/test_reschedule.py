@@ -43,10 +43,10 @@ from timeball.log.row_encoder import as_batch
 from timeball.log.segment import segment_name
 from timeball.log.writer import Commit, Entry, LogWriter
 from timeball.model import limits
+from timeball.model.answers import Verdict
 from timeball.model.config import MIB
 from timeball.model.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
 from timeball.model.message import Int64Array, Kind, decode_properties, encode_properties
-from timeball.model.wire import Verdict
 from timeball.schedule.scheduler import Scheduler
 
 LATER_MS = 2 * HOUR_MS

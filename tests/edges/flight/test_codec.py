@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.edges.flight import codec
-from timeball.model import limits, wire
+from timeball.model import answers, limits, wire
 from timeball.model.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
 from timeball.table.attachment import Attachment
 
@@ -207,7 +207,7 @@ def test_an_encoded_ticket_decodes_to_the_same_ticket(ticket: wire.Pull) -> None
 
 
 def test_acknowledgement_and_refusal_are_the_documented_json() -> None:
-    assert json.loads(codec.encode(wire.SendAck(5, 2, 1000))) == {
+    assert json.loads(codec.encode(answers.SendAck(5, 2, 1000))) == {
         "first_seq": 5,
         "rows": 2,
         "store_ms": 1000,

@@ -17,9 +17,10 @@ from timeball import Timeball
 from timeball.edges.flight import codec
 from timeball.edges.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge, encode_answer
 from timeball.io.threads import SLICE_ROWS
+from timeball.model.answers import Verdict
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import READ_SCHEMA
-from timeball.model.wire import BODY_BYTES_MAX, Verdict
+from timeball.model.wire import BODY_BYTES_MAX
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:

@@ -12,8 +12,8 @@ from tests.node_fixture import RunningNode, eventually
 from tests.spark.traffic import send
 from tests.spark.two_groups import two_groups
 
+from timeball.model.answers import LogStatus
 from timeball.model.errors import OutOfRange, SetupError, Unavailable
-from timeball.model.wire import LogStatus
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import ledger
 from timeball.spark.jobs.marked import InProcessEngine, Sinks, check_mark

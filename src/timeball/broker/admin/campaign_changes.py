@@ -40,9 +40,9 @@ from timeball.io.clock import SchedulerClock
 from timeball.log.writer import LogWriter
 from timeball.model.access import Caller, Verb
 from timeball.model.addresses import Allowed
+from timeball.model.answers import Campaign, RangesCancelled
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, NotFound, OutOfRange, RequestError
-from timeball.model.wire import Campaign, RangesCancelled
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 

@@ -46,7 +46,7 @@ from timeball.log.row_encoder import pairs_of
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
-from timeball.model.answers import LAST_POSITION, PagePosition
+from timeball.model.answers import LAST_POSITION, Drained, PagePosition
 from timeball.model.config import Settings
 from timeball.model.errors import (
     Conflict,
@@ -60,7 +60,6 @@ from timeball.model.errors import (
     from_code,
 )
 from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
-from timeball.model.wire import Drained
 from timeball.schedule.delay_levels import with_original_topics
 from timeball.schedule.hour_log import as_scheduled as scheduled_of_table
 from timeball.schedule.locations import as_scheduled, with_column

@@ -40,9 +40,7 @@ from timeball.broker.revoking.group_questions import (
 )
 from timeball.broker.service import Broker
 from timeball.model.access import ANONYMOUS, Caller, Verb
-from timeball.model.answers import SentState
-from timeball.model.errors import StorageError, TimeballError, Unavailable, from_code
-from timeball.model.wire import (
+from timeball.model.answers import (
     HANDED,
     UNAVAILABLE,
     Attached,
@@ -51,8 +49,10 @@ from timeball.model.wire import (
     Drained,
     MessagePlace,
     RangesCancelled,
+    SentState,
     Verdict,
 )
+from timeball.model.errors import StorageError, TimeballError, Unavailable, from_code
 from timeball.table.attachment import Attachment
 
 T = TypeVar("T")

@@ -54,10 +54,10 @@ from timeball.io.clock import SchedulerClock
 from timeball.io.threads import SLICE_ROWS, in_slices, in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
+from timeball.model.answers import HANDED, Verdict
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage, NotFound
 from timeball.model.message import CANCELLED_BY, Kind, LogRow, build_rows, cancel_row, encode_properties
-from timeball.model.wire import HANDED, Verdict
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 

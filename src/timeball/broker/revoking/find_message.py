@@ -1,6 +1,6 @@
 """Find the messages with an id, and the states of the messages of a send that is repeated.
 
-`find_message` returns states, queue positions and, if permitted, the content. A `MessagePlace` (model/wire.py)
+`find_message` returns states, queue positions and, if permitted, the content. A `MessagePlace` (model/answers.py)
 describes one message. Copies that return to a consumer after a failed delivery are left out unless the caller names
 their topic (scheduled_lookup.py). `sent_states` returns only states.
 
@@ -34,10 +34,9 @@ from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import CommitLog
 from timeball.model import limits
-from timeball.model.answers import SentState
+from timeball.model.answers import Content, MessagePlace, SentState, Verdict
 from timeball.model.key_hash import hash_text
 from timeball.model.message import CANCEL_REASON, CANCELLED_BY, READ_SCHEMA, Kind, decode_properties
-from timeball.model.wire import Content, MessagePlace, Verdict
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduling

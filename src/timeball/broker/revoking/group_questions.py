@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 
 from timeball.model.access import Caller
+from timeball.model.answers import HANDED, UNAVAILABLE, MessagePlace, Verdict
 from timeball.model.errors import Unavailable
-from timeball.model.wire import HANDED, UNAVAILABLE, MessagePlace, Verdict
 
 ASK_S = 3.0  # time limit for an answer, long enough for a change of leader
 

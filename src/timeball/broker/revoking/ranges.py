@@ -30,9 +30,9 @@ from timeball.io.threads import Threads, in_thread
 from timeball.log.reader import LogReader
 from timeball.log.row_encoder import pairs_of
 from timeball.log.writer import CommitLog, LogWriter
+from timeball.model.answers import RangesCancelled
 from timeball.model.errors import NotFound, OutOfRange, RequestError
 from timeball.model.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
-from timeball.model.wire import RangesCancelled
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table.attachment import Ranges, overlap, within

@@ -43,6 +43,7 @@ from timeball.io.threads import SLICE_ROWS, in_thread
 from timeball.log.reader import LogReader
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
+from timeball.model.answers import Verdict
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.message import (
@@ -53,7 +54,6 @@ from timeball.model.message import (
     decode_properties,
     encode_properties,
 )
-from timeball.model.wire import Verdict
 from timeball.schedule.delay_levels import REAL_QUEUE
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling

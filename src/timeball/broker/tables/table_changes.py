@@ -33,10 +33,10 @@ from timeball.io.threads import Threads, in_thread
 from timeball.log.disk_thread import FileReplication
 from timeball.log.writer import CommitLog
 from timeball.model import limits
+from timeball.model.answers import Attached
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, NotFound, OverLimit, RequestError, Unavailable
 from timeball.model.message import Int64Array, Kind, build_rows
-from timeball.model.wire import Attached
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.loaded import AHEAD_MS
 from timeball.schedule.locations import Waiting, take_scheduled

@@ -22,7 +22,7 @@ import msgspec
 
 from timeball.edges.http2.frames import literal
 from timeball.edges.shared.error_codes import sentence
-from timeball.model import wire
+from timeball.model import answers, wire
 from timeball.model.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
 from timeball.model.message import READ_SCHEMA
 from timeball.model.rules import with_valid_fields
@@ -190,7 +190,7 @@ def encode(answer: object) -> bytes:
 
 def encode_refusal(error: BaseException) -> bytes:
     """Encode the answer to a refused batch: the error's code and text."""
-    return _encoder.encode(wire.SendRefusal(_code(error), sentence(error)))
+    return _encoder.encode(answers.SendRefusal(_code(error), sentence(error)))
 
 
 def status_text(error: BaseException) -> str:

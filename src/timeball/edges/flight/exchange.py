@@ -46,7 +46,7 @@ from timeball.edges.shared import arrow_ipc as ipc
 from timeball.edges.shared.arrow_ipc import Allow, ReleaseColumns, SendColumns, size_of
 from timeball.edges.shared.error_codes import log_failure
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
-from timeball.model import wire
+from timeball.model import answers
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import InvalidMessage, OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.message import SendBatch
@@ -162,7 +162,7 @@ class Sends:
         """Settle the slots of batches that the broker has accepted."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
-            ack = wire.SendAck(first_seq, piece.count, accepted.store_ms, *(accepted.sent or ()))
+            ack = answers.SendAck(first_seq, piece.count, accepted.store_ms, *(accepted.sent or ()))
             piece.slot.settle(codec.encode(ack))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
@@ -201,7 +201,7 @@ class Releases:
 
     async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
         result = await self._broker.release(batch, caller)
-        return codec.encode(wire.ReleaseAck(result.released, result.left))
+        return codec.encode(answers.ReleaseAck(result.released, result.left))
 
     def _answer(self, slot: Slot, task: asyncio.Task[bytes]) -> None:
         """Settle the slot of a batch with the result of its release."""

@@ -24,7 +24,7 @@ from timeball.broker.service import Broker
 from timeball.edges.flight import codec
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.log.row_encoder import NumberedRows, encoder_of
-from timeball.model import time_parsing, wire
+from timeball.model import answers, time_parsing, wire
 from timeball.model.access import Caller, Verb
 from timeball.model.message import READ_SCHEMA, RECEIVED_SCHEMA, RETRY_PREFIX
 from timeball.table.attachment import Attachment
@@ -133,7 +133,7 @@ async def _perform_for_groups(
     if isinstance(request, wire.Groups):
         if request.group is None:
             return await broker.groups.page(request.rows, request.after, caller)
-        return wire.GroupPage([await broker.groups.one(request.group, caller)])
+        return answers.GroupPage([await broker.groups.one(request.group, caller)])
     dead_letters = broker.dead_letters
     if isinstance(request, wire.DeadLetters):
         return await dead_letters.page(request.group, request.rows, request.after, caller)

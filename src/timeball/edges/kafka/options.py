@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from timeball.client.calls import Calls
 from timeball.io.clock import Clock
-from timeball.model import limits, wire
+from timeball.model import answers, limits, wire
 from timeball.model.errors import SetupError
 
 # ---- settings ------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class BridgeQueue:
                 f"--name: Timeball's topic {self.topic!r} has {len(queues)} queues, a bridge's one: choose another name"
             )
 
-    def span(self) -> wire.QueueRange:
+    def span(self) -> answers.QueueRange:
         """Ask for the offset of the first stored message (`min`) and the next offset to be assigned (`max`)."""
         return self._queues()[QUEUE]
 
@@ -225,10 +225,10 @@ class BridgeQueue:
         cancelled_count = 0
         for start in range(0, len(keys), limits.CANCELS_PER_REQUEST_MAX):
             request = wire.Cancel(keys=list(keys[start : start + limits.CANCELS_PER_REQUEST_MAX]))
-            verdicts = self._calls.action("cancel", request, dict[str, list[wire.Verdict]])["verdicts"]
+            verdicts = self._calls.action("cancel", request, dict[str, list[answers.Verdict]])["verdicts"]
             cancelled_count += sum(verdict.verdict == "cancelled" for verdict in verdicts)
         return cancelled_count
 
-    def _queues(self) -> dict[int, wire.QueueRange]:
+    def _queues(self) -> dict[int, answers.QueueRange]:
         request = wire.Queues(topic=self.topic)
-        return self._calls.action("queues", request, dict[str, dict[int, wire.QueueRange]])["queues"]
+        return self._calls.action("queues", request, dict[str, dict[int, answers.QueueRange]])["queues"]

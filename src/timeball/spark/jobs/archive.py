@@ -37,10 +37,10 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from timeball.io.clock import SystemClock
 from timeball.model import storage_uris
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import DAY_MS
 from timeball.model.message import READ_SCHEMA, Kind, int64
-from timeball.model.wire import Status
 from timeball.spark.endpoint import PLACEHOLDER, Endpoint, group_statuses
 from timeball.spark.jobs import marked
 from timeball.spark.jobs.marked import Engine, MarkedJob

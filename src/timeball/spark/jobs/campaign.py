@@ -25,11 +25,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from timeball.model.answers import Campaign as CampaignState
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound
 from timeball.model.message import Int64Array, Kind, int64
 from timeball.model.rules import check_campaign
-from timeball.model.wire import Campaign as CampaignState
-from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint, Group, group_table_uri, read_groups
 from timeball.spark.table_store import TableFile, read_files, table_files
 from timeball.spark.views.snapshot import status_with_all_attaches

@@ -23,8 +23,8 @@ import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import DeltaError
 
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound, StorageError
-from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import marked
 from timeball.spark.jobs.marked import Engine, MarkedJob, Piece

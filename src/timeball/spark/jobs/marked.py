@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from timeball.io.clock import Clock, SystemClock
+from timeball.model.answers import LogStatus, Status
 from timeball.model.errors import OutOfRange, SetupError, TimeballError, Unavailable
-from timeball.model.wire import LogStatus, Status
 from timeball.spark.endpoint import Connections, Endpoint, Group, group_statuses, group_table_uri, query_name
 from timeball.spark.source.options import Pace, ReadOptions, divide_rows, read_options
 

@@ -32,11 +32,11 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from timeball.model import limits
+from timeball.model.answers import Campaign as CampaignState
+from timeball.model.answers import Status
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
 from timeball.model.rules import check_campaign
-from timeball.model.wire import Campaign as CampaignState
-from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint, Group, group_table_uri, read_groups
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import PASSED

@@ -30,9 +30,9 @@ from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 
 from timeball.io.clock import Clock
+from timeball.model.answers import Status
 from timeball.model.errors import OutOfRange, SetupError
 from timeball.model.message import READ_SCHEMA
-from timeball.model.wire import Status
 from timeball.spark.endpoint import GROUP, Endpoint, Group, after_last_seq, group_statuses, retrying_read
 from timeball.spark.log_events import read_events
 from timeball.spark.source.options import GROUP_FIELD, ReadOptions, divide_rows, split_range

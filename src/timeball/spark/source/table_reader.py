@@ -27,8 +27,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 
 from timeball.model import storage_uris
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound, SetupError, StorageError
-from timeball.model.wire import Status
 from timeball.spark.endpoint import GROUP, PLACEHOLDER, Group, group_statuses, group_table_uri
 from timeball.spark.source.log_reader import piece_rows
 from timeball.spark.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema

@@ -31,9 +31,9 @@ import msgspec
 from deltalake import DeltaTable
 from msgspec import UNSET, UnsetType
 
+from timeball.model.answers import Status
 from timeball.model.errors import NotFound, RequestError, Unavailable
 from timeball.model.message import Kind
-from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import default_table_uri, open_table, open_version
 from timeball.table import attachment as att

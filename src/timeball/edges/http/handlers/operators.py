@@ -25,10 +25,9 @@ from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, pa
 from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
 from timeball.model import http_api, limits
 from timeball.model.access import Caller, Verb
-from timeball.model.answers import QueueRange
+from timeball.model.answers import CampaignChange, QueueRange
 from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRange, Unavailable
 from timeball.model.http_api import GroupOffsets, TopicQueues
-from timeball.model.wire import CampaignChange
 from timeball.monitoring.figures import PushFigures
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 

@@ -22,11 +22,10 @@ from timeball.edges.http.send_codec import DecodedSend
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import http_api, limits
 from timeball.model.access import Verb
-from timeball.model.answers import CREATED, EXISTS
+from timeball.model.answers import CREATED, EXISTS, UNAVAILABLE, Verdict
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.trace_context import context_from_headers, with_contexts
 from timeball.model.values import size_bytes
-from timeball.model.wire import UNAVAILABLE, Verdict
 
 # ---- sends ---------------------------------------------------------------------------------------------------
 
