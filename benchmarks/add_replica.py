@@ -28,7 +28,6 @@ import pyarrow.compute as pc
 
 from benchmarks.cluster import cpu_s
 from benchmarks.report import Report
-from timeball import Timeball
 from timeball.model.errors import SetupError, TimeballError
 from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import Endpoint
@@ -69,7 +68,7 @@ def run(*, small: bool) -> Report:
         report.add("to write and attach them", time.monotonic() - began_s, "s")
         report.add("data folder of the leader", size_bytes(leader.data) / 1e6, "MB")
         report.add("load average at the begin", os.getloadavg()[0], "processes")
-        steady = Steady([node.endpoint for node in cluster.nodes.values()])
+        steady = Steady([*cluster.nodes.values()])
         with steady.sending("before"):
             time.sleep(BEFORE_S_SMALL if small else BEFORE_S)
         lost = next(node for node in cluster.nodes.values() if node is not leader)
@@ -163,7 +162,7 @@ def write(folder: Path, rows: pa.Table, now_ms: int) -> list[FileEntry]:
 
 def waiting(leader: NodeProcess) -> int:
     """Return how many messages the group says are waiting."""
-    with Timeball(leader.endpoint) as ball:
+    with leader.client() as ball:
         return int(json.loads(json.dumps(ball.status()))["waiting_messages"])
 
 
@@ -184,8 +183,8 @@ def size_bytes(folder: Path) -> int:
 class Steady:
     """A client that schedules a message every few milliseconds, one after the other."""
 
-    def __init__(self, endpoints: list[str]) -> None:
-        self._endpoint = "grpc://" + ",".join(each.removeprefix("grpc://") for each in endpoints)
+    def __init__(self, nodes: list[NodeProcess]) -> None:
+        self._nodes = nodes
         self._acks_ms: dict[str, list[float]] = {}
         self._spans_ms: dict[str, tuple[int, int]] = {}
         self._failed: dict[str, int] = {}
@@ -206,7 +205,9 @@ class Steady:
             self._spans_ms[phase] = begun_ms, time.time_ns() // 1_000_000
 
     def _send(self, phase: str, acks_ms: list[float], ended: threading.Event) -> None:
-        with Timeball(self._endpoint) as ball:
+        from tests.cluster.processes import client_of
+
+        with client_of(self._nodes) as ball:
             while not ended.wait(EVERY_S):
                 began_s = time.monotonic()
                 try:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from benchmarks.harness import TOPIC, Server
 from benchmarks.remoting import QUEUES
 from benchmarks.report import Report
-from timeball import Timeball
 from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def group_of(cluster: Cluster) -> Loaded:
     for node in cluster.nodes.values():
         assert node.process is not None
         pids["leader" if node is leader else f"follower {node.name}"] = node.process.pid
-    with Timeball(leader.endpoint) as ball:
+    with leader.client() as ball:
         ball.create_topic(TOPIC, QUEUES)
     return Loaded("majority", f"127.0.0.1:{leader.ports['remoting-port']}", pids)
 
@@ -102,7 +101,7 @@ def run(*, small: bool) -> Report:
         folder = Path(name)
         load = Generator(folder)
         with Server(folder / "alone") as server, running_cluster(folder, net=None, **OPTIONS) as cluster:
-            with Timeball(server.endpoint) as ball:
+            with server.client() as ball:
                 ball.create_topic(TOPIC, QUEUES)
             alone = Loaded("one machine", server.remoting, {"broker": server.process.pid})
             loaded = [alone, group_of(cluster)]

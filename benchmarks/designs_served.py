@@ -114,7 +114,7 @@ class Bench:
             last_ms = max(int(due.max()), now_ms() + delay_ms)
             wait_until(lambda: now_ms() > last_ms, 3 * delay_ms / 1_000, "all to be overdue")
             server.start()
-            with Timeball(server.endpoint) as fresh:
+            with server.client() as fresh:
                 done_ms = _all_released(fresh, rows)
                 used_s = server.cpu_s()
                 ledger = self._check("overdue", fresh, rows, done_ms)
@@ -162,7 +162,7 @@ class Bench:
             )
             server.kill()
             server.start()
-            with Timeball(server.endpoint) as fresh:
+            with server.client() as fresh:
                 due_ms, stamp_ms = self._first_on_time(server, fresh, near_seq, window_ms)
                 used_s = server.cpu_s()
                 # In the order of their instants: all that was due before it has been released before it.

@@ -1,9 +1,10 @@
-"""Flight's small calls and its long answers: sends, calls and pulls of one, a trickle, and the log read as a stream.
+"""The Python client: small calls over Flight and HTTP, a trickle, and the log read as a stream over Flight.
 
-One client makes one call after the other: a send of one row on an open stream, the same with a delay, a call that does
-nothing (`queues`), a read of one row, and a pull of one row with its acknowledgement (two calls, two commits). The
-trickle is 400 delayed messages a second in twos, due within a second, shared out among four consumers of one group that
-pull 32 at most and acknowledge each pull. The log is read whole in batches of the broker's own size.
+One client makes one call after the other. Over Flight: a batch of one row on an open stream, the same with a delay, and
+a read of one row. Over HTTP: a call that does nothing (`queues`), and a pull of one message with its acknowledgement
+(two calls, two commits). The trickle is 400 delayed messages a second in twos over Flight, due within a second, shared
+out among four consumers of one group over HTTP that pull 32 at most and acknowledge each pull. The log is read whole in
+batches of the broker's own size.
 
 Not measured: the network (loopback), other disks, TLS, new connections, many clients at once. The clients share the
 machine with the broker; their CPU is not in CPU per message.
@@ -88,7 +89,7 @@ def _trickle(report: Report, server: Server, ball: Timeball, seconds: int) -> No
     arrived: list[int] = []
     stopping = threading.Event()
     consumers = [
-        threading.Thread(target=_consume, args=(server.endpoint, arrived, stopping)) for _ in range(CONSUMERS)
+        threading.Thread(target=_consume, args=(server, arrived, stopping)) for _ in range(CONSUMERS)
     ]
     rng = np.random.default_rng(7)
     ball.send_many(messages(1))
@@ -118,15 +119,14 @@ def _trickle(report: Report, server: Server, ball: Timeball, seconds: int) -> No
     report.add_cost(spent, wanted, BARS_US[label])
 
 
-def _consume(endpoint: str, arrived: list[int], stopping: threading.Event) -> None:
+def _consume(server: Server, arrived: list[int], stopping: threading.Event) -> None:
     """Pull and acknowledge; note how late each message came."""
-    with Timeball(endpoint) as ball:
+    with server.client() as ball:
         while not stopping.is_set():
-            batch = ball.pull_batch(TOPIC, "trickle", max_messages=PULL_ROWS, wait="0.5s")
-            if batch.num_rows:
-                due_ms = batch.column("due_ms").fill_null(0)
-                arrived += (now_ms() - np.asarray(due_ms, dtype=np.int64)).tolist()
-                ball.ack(batch, "trickle")
+            pulled = ball.pull(TOPIC, "trickle", max_messages=PULL_ROWS, wait="0.5s")
+            if pulled:
+                arrived += [now_ms() - (message.due_ms or 0) for message in pulled]
+                ball.ack(pulled)
 
 
 def _log(report: Report, server: Server, ball: Timeball, rows: int) -> None:

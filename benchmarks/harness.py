@@ -69,6 +69,10 @@ class Server:
         self.http: str = ready["http"]
         self.process = psutil.Process(self._process.pid)
 
+    def client(self) -> Timeball:
+        """A client with columns."""
+        return Timeball(f"http://{self.http}", flight=self.endpoint)
+
     def cpu_s(self) -> float:
         """CPU time that the server's process has used, user and system, all threads, to the nanosecond.
 
@@ -147,7 +151,7 @@ def serving(*options: str, **environment: str) -> Iterator[tuple[Server, Timebal
     with (
         tempfile.TemporaryDirectory(prefix="timeball-bench-") as folder,
         Server(Path(folder) / "data", *options, **environment) as server,
-        Timeball(server.endpoint) as ball,
+        server.client() as ball,
     ):
         yield server, ball
 

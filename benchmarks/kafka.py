@@ -112,7 +112,8 @@ class _Bridge:
 
     def __init__(self, kafka: KafkaServer, server: Server, topic: str, out: str) -> None:
         command = [sys.executable, "-m", "timeball", "kafka", "--in", topic, "--out", out, "--json"]
-        command += ["--bootstrap", kafka.bootstrap, "--endpoint", server.endpoint, "--status-every", "1s"]
+        command += ["--bootstrap", kafka.bootstrap, "--status-every", "1s"]
+        command += ["--endpoint", f"http://{server.http}", "--flight", server.endpoint]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         self.status: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def run(small: bool = False) -> Report:
         for at, clients in enumerate(CLIENTS, 1):
             _at_once(report, server, picked[at * count : (at + 1) * count], clients)
         _restart(report, server, int(picked[-1]))
-        with Timeball(server.endpoint) as fresh:
+        with server.client() as fresh:
             _burst(report, fresh, 2_000 if small else 1_000_000, seconds=2 if small else 100)
     return report
 
@@ -141,7 +141,7 @@ def _at_once(report: Report, server: Server, picked: np.ndarray, clients: int) -
     took: list[float] = []
 
     def cancel(numbers: list[int]) -> None:
-        with Timeball(server.endpoint) as ball:
+        with server.client() as ball:
             for number in numbers:
                 at = time.perf_counter()
                 [verdict] = ball.cancel(key=f"k{number}")
@@ -177,7 +177,7 @@ def _restart(report: Report, server: Server, number: int) -> None:
     server.kill()
     server.start()
     report.add("kill -9 to ready", (now_ms() - server.started_ms) / 1e3, "s", START_BAR_S, "lower")
-    with Timeball(server.endpoint) as fresh:
+    with server.client() as fresh:
         [verdict] = fresh.cancel(key=f"k{number}")
         assert verdict.verdict == "cancelled", verdict
         report.add(

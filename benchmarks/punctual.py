@@ -78,7 +78,7 @@ class _Consumer:
         self._late: list[npt.NDArray[np.int64]] = []
         self._count = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._pull, args=(server.endpoint,), daemon=True)
+        self._thread = threading.Thread(target=self._pull, args=(server,), daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
@@ -93,8 +93,8 @@ class _Consumer:
         """Arrival minus due, for each message."""
         return np.concatenate(self._late)
 
-    def _pull(self, endpoint: str) -> None:
-        with Timeball(endpoint) as ball:
+    def _pull(self, server: Server) -> None:
+        with server.client() as ball:
             while not self._stopping.is_set():
                 batch = ball.browse_batch(TOPIC, "bench", max_messages=4_096, wait="0.5s")
                 if batch.num_rows:

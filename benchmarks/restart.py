@@ -14,7 +14,6 @@ import numpy as np
 
 from benchmarks.harness import now_ms, releases, send_scheduled, serving, wait_until
 from benchmarks.report import Report
-from timeball import Timeball
 
 BAR_S = 2.0
 ON_TIME_MS = 20
@@ -35,7 +34,7 @@ def run(small: bool = False) -> Report:
         wait_until(lambda: now_ms() > near[0] + 200, 10, "the first scheduled messages to fall due")
         server.kill()
         server.start()
-        with Timeball(server.endpoint) as fresh:
+        with server.client() as fresh:
             bound_s = window_ms / 1_000 + 30
             wait_until(lambda: len(releases(fresh)["due_ms"]) >= window_ms, bound_s, "all that were due")
             found = releases(fresh)

@@ -130,7 +130,7 @@ def run(seconds: int, rows_per_s: int = ROWS_PER_S, burst_rows: int = BURST_ROWS
     with serving() as (server, ball), scraping(server) as prometheus:
         ball.create_topic(TOPIC, 8)
         ended = threading.Event()
-        consumer = threading.Thread(target=_consume, args=(server.endpoint, ended))
+        consumer = threading.Thread(target=_consume, args=(server, ended))
         consumer.start()
         begin_s = time.time()
         try:
@@ -158,9 +158,9 @@ def _load(ball: Timeball, seconds: int, rows_per_s: int, burst_rows: int) -> Non
         time.sleep(max(0.0, begun + tick + 1 - time.monotonic()))
 
 
-def _consume(endpoint: str, ended: threading.Event) -> None:
+def _consume(server: Server, ended: threading.Event) -> None:
     """Take what is there as a group, until told to end."""
-    with Timeball(endpoint) as ball:
+    with server.client() as ball:
         while not ended.is_set():
             for _ in ball.consume(TOPIC, GROUP, until_idle="1s"):
                 if ended.is_set():

@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 
 from benchmarks.harness import Server
 from benchmarks.stored_message import decode_stored
-from timeball import Timeball
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.edges.grpc.dispatch import SERVICE_NAME
@@ -62,7 +61,7 @@ class FlightClient:
     delays_together = True
 
     def __init__(self, server: Server) -> None:
-        self._ball = Timeball(server.endpoint)
+        self._ball = server.client()
 
     def send(self, topic: str, parcel: Parcel) -> None:
         """See Client."""

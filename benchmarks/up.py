@@ -83,7 +83,7 @@ def _measure(
     report: Report, pid: int, ready: dict[str, str], data: Path, rows: int, rest_s: float, begun: float
 ) -> None:
     tree = Tree(pid)
-    with Timeball(ready["endpoint"]) as ball:
+    with Timeball(f"http://{ready['http']}", flight=ready["endpoint"]) as ball:
         # Before the pipeline has its lease, the broker would compact the first messages.
         wait_until(
             lambda: _is_leased(ready["http"]), LONGEST_S, "the pipeline compacts in place of the broker"

@@ -14,7 +14,6 @@ from pyspark import SparkContext
 from tests.java_options import FAST_START
 from tests.node_fixture import running_node
 
-from timeball import Timeball
 from timeball.spark.run.session import build_session
 
 
@@ -31,7 +30,7 @@ def write(path: Path) -> None:
         stream = spark.readStream.schema(read.schema).parquet(f"{folder}/rows")
         query = stream.writeStream.foreachBatch(_count).option("checkpointLocation", f"{folder}/at")
         query.trigger(availableNow=True).start().awaitTermination()
-        with running_node(Path(folder) / "data") as node, Timeball(node.endpoint) as ball:
+        with running_node(Path(folder) / "data") as node, node.client() as ball:
             ball.send_many([{"body": b"x", "after": "3600s"} for _ in range(10)], topic="orders")
             rows = spark.read.format("timeball").option("endpoint", node.endpoint).load()
             rows.groupBy("topic").count().collect()

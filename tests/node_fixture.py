@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from tests.bounds import BOUND_S
 
+from timeball import Timeball
 from timeball.broker import transacting
 from timeball.broker.service import Broker
 from timeball.edges.grpc.handlers import receipts
@@ -80,7 +81,7 @@ class RunningNode:
                 "name_server_port": 0,
                 "remoting_port": 0,
                 "grpc_port": 0,
-                "http_port": -1,  # its server takes a tenth of a second to stop
+                "http_port": 0,
                 "segment_bytes": SEGMENT_BYTES,
                 **settings,
             },
@@ -97,7 +98,7 @@ class RunningNode:
         self._thread.start()
         self.node = Node(self.settings, self._clock, load_bounds=self._load_bounds, codec=self._codec)
         self.run(self.node.start())
-        self.settings = replace(self.settings, port=self.node.port)
+        self.settings = replace(self.settings, port=self.node.port, http_port=self.node.http_port)
 
     def stop(self) -> None:
         try:
@@ -119,34 +120,22 @@ class RunningNode:
 
     @property
     def endpoint(self) -> str:
-        return self.flight_endpoint
-
-    @property
-    def flight_endpoint(self) -> str:
         return f"grpc://127.0.0.1:{self.settings.port}"
 
-
-class HttpNode(RunningNode):
-    """A node with the HTTP API, whose address is its endpoint. Keeps its port when it is started again."""
-
-    def __init__(self, data: Path, clock: Clock | None = None, **settings: Any) -> None:
-        super().__init__(data, clock, **{"http_port": 0, **settings})
-
-    def start(self) -> None:
-        super().start()
-        self.settings = replace(self.settings, http_port=self.node.http_port)
-
     @property
-    def endpoint(self) -> str:
+    def http_endpoint(self) -> str:
         scheme = "https" if self.settings.tls_cert else "http"
         return f"{scheme}://127.0.0.1:{self.settings.http_port}"
 
+    def client(self, **options: Any) -> Timeball:
+        """A client with columns."""
+        flight = self.endpoint.replace("grpc:", "grpc+tls:") if self.settings.tls_cert else self.endpoint
+        return Timeball(self.http_endpoint, flight=flight, **options)
+
 
 @contextmanager
-def running_node(
-    data: Path, clock: Clock | None = None, kind: type[RunningNode] = RunningNode, **settings: Any
-) -> Iterator[RunningNode]:
-    running = kind(data, clock, **settings)
+def running_node(data: Path, clock: Clock | None = None, **settings: Any) -> Iterator[RunningNode]:
+    running = RunningNode(data, clock, **settings)
     running.start()
     try:
         yield running

@@ -144,9 +144,8 @@ def test_every_field_of_the_status(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", config.STRATEGIES)
 def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
-    from timeball import Timeball
 
-    with running_node(tmp_path / "data", strategy=schedule) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", strategy=schedule) as node, node.client() as ball:
         ball.send("orders", "now")
         ball.send("orders", "later", after="2d", keys="a")
         if schedule == "hour_log":

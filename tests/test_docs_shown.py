@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from tests.cli.in_process import run_here
 from tests.docs_pages import page
-from tests.node_fixture import HttpNode, running_node
+from tests.node_fixture import running_node
 
 from timeball.log import checkpoint, queue_index
 from timeball.log import format as fmt
@@ -150,8 +150,8 @@ def run_example(code: str, endpoint: str) -> str:
 
 def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
     code = next(example for example in python_examples(page("README.md")) if "from timeball" in example)
-    with running_node(tmp_path / "data", kind=HttpNode) as node:
-        printed = run_example(code, node.endpoint).splitlines()
+    with running_node(tmp_path / "data") as node:
+        printed = run_example(code, node.http_endpoint).splitlines()
     promised = re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)
     assert printed[: len(promised)] == promised
     assert [line.split("'")[1] for line in printed[len(promised) :]] == [
@@ -167,21 +167,22 @@ def test_the_first_steps_can_be_gone(tmp_path: Path) -> None:
     (code,) = python_examples(text)
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("timeball ")]
-    with running_node(tmp_path / "data", kind=HttpNode) as node:
+    with running_node(tmp_path / "data") as node:
         for command in commands:
             words = shlex.split(command)[1:]
             if words[0] != "serve":
-                ran = run_here(*words, "--endpoint", node.flight_endpoint)
+                ran = run_here(*words, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
                 assert ran.returncode == 0, f"{command}: {ran.stderr}"
         assert len(commands) > 4
-        printed = run_example(code, node.endpoint).splitlines()
+        printed = run_example(code, node.http_endpoint).splitlines()
     assert printed == re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)
 
 
 def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode) as node, pytest.raises(errors.InvalidDelay):
+    with running_node(tmp_path / "data") as node, pytest.raises(errors.InvalidDelay):
         run_example(
-            f'from timeball import Timeball\nTimeball("{ENDPOINT}").send("a", "b", after=-1)', node.endpoint
+            f'from timeball import Timeball\nTimeball("{ENDPOINT}").send("a", "b", after=-1)',
+            node.http_endpoint,
         )
 
 

@@ -94,7 +94,7 @@ print(json.dumps({"placed": placed, "verdict": verdict, "relayed": str(row.id)})
 
 
 def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
-    write_programs("docs/django.md", tmp_path, broker.http_url)
+    write_programs("docs/django.md", tmp_path, broker.endpoint)
     for folder in ("shop", "shop/management", "shop/management/commands"):
         (tmp_path / folder / "__init__.py").touch()
     settings = SETTINGS + (tmp_path / "settings.py").read_text()
@@ -135,7 +135,7 @@ def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
 def test_the_page_of_dramatiq(
     broker: TestBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_programs("docs/dramatiq.md", tmp_path, broker.http_url)
+    write_programs("docs/dramatiq.md", tmp_path, broker.endpoint)
     (tmp_path / "jobs.py").rename(tmp_path / "dramatiq_jobs.py")
     jobs = load(tmp_path, "dramatiq_jobs")
     monkeypatch.setitem(sys.modules, "jobs", jobs)
@@ -160,10 +160,10 @@ def test_the_page_of_dramatiq(
 def test_the_program_for_those_who_come_from_elsewhere(
     broker: TestBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_programs("docs/coming-from.md", tmp_path, broker.http_url)
+    write_programs("docs/coming-from.md", tmp_path, broker.endpoint)
     (tmp_path / "jobs.py").rename(tmp_path / "own_jobs.py")
     jobs = load(tmp_path, "own_jobs")
-    with Timeball(broker.http_url) as ball:
+    with Timeball(broker.endpoint) as ball:
         assert jobs.examples(ball, broker.clock.now + timedelta(hours=1)) == "cancelled"
         for _ in range(2):  # two schedulers
             jobs.daily(ball, "2027-01-01")

@@ -15,9 +15,9 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cli.processes import environment
 from tests.docs_pages import page, section
-from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball, Worker
+from timeball import Worker
 
 WEB = "http://shop"  # no port is listened on
 ENDPOINT = "http://127.0.0.1:7480"
@@ -25,7 +25,7 @@ ENDPOINT = "http://127.0.0.1:7480"
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    with running_node(tmp_path_factory.mktemp("recipes") / "data", kind=HttpNode) as running:
+    with running_node(tmp_path_factory.mktemp("recipes") / "data") as running:
         yield running
 
 
@@ -51,7 +51,7 @@ def test_every_recipe_has_a_test_here() -> None:
 def test_a_web_application(node: RunningNode) -> None:
     import httpx
 
-    app = recipe("A web application (FastAPI)", node.endpoint).app
+    app = recipe("A web application (FastAPI)", node.http_endpoint).app
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app)
@@ -89,13 +89,13 @@ order(33)
 
 
 def test_a_web_server_that_forks(node: RunningNode, tmp_path: Path) -> None:
-    (tmp_path / "wsgi.py").write_text(program("A web server that forks (gunicorn)", node.endpoint))
+    (tmp_path / "wsgi.py").write_text(program("A web server that forks (gunicorn)", node.http_endpoint))
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=BOUND_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         told = [ball.get(message_id) for message_id in done.stdout.split()]
     assert [place.content and place.content.keys for place in told] == [
         ["order-31"],
@@ -105,8 +105,8 @@ def test_a_web_server_that_forks(node: RunningNode, tmp_path: Path) -> None:
 
 
 def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
-    handler = recipe("A worker", node.endpoint).close_if_unpaid
-    with Timeball(node.endpoint) as ball:
+    handler = recipe("A worker", node.http_endpoint).close_if_unpaid
+    with node.client() as ball:
         ball.send_many([{"body": f"close order {name}"} for name in ("17", "18", "?")], topic="orders-due")
         with Worker(ball, "billing", "orders-due", handler, threads=4) as worker:
             eventually(lambda: worker.counts.acknowledged == 2 and worker.counts.dead == 1, "handled")

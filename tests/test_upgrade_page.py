@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import parsed, run_here
 from tests.docs_pages import DOCS, page, section
-from tests.node_fixture import running_node
+from tests.node_fixture import RunningNode, running_node
 
-from timeball import Timeball
 from timeball.log.format import FORMAT_VERSION
 
 UPGRADE, VERSIONING = page("docs/upgrade.md"), page("docs/versioning.md")
@@ -50,28 +49,28 @@ def test_the_commands_around_an_upgrade_run_on_one_machine(tmp_path: Path) -> No
     """Before, after and back: a folder, its backup, and a broker on what was restored."""
     here = str(tmp_path)
 
-    def run(heading: str, endpoint: str, *leave_out: str) -> list[str]:
+    def run(heading: str, node: RunningNode, *leave_out: str) -> list[str]:
         said = []
         for words in command_lines(section(UPGRADE, heading)):
             if words[0] in leave_out:
                 continue
             own = [word.replace("/var/lib", here).replace("/backups", f"{here}/backups") for word in words]
-            ran = run_here(*own, TIMEBALL_ENDPOINT=endpoint)
+            ran = run_here(*own, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
             assert ran.returncode == 0, (own, ran.stdout, ran.stderr)
             said.append(ran.stdout)
         return said
 
     (tmp_path / "backups").mkdir()
-    with running_node(tmp_path / "timeball") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "timeball") as node, node.client() as ball:
         ball.send("orders", "kept", after="2h", message_id="17")
-        before = run("Before", node.endpoint)
+        before = run("Before", node)
         assert len(before) == 4 and json.loads(before[0])["format"] == FORMAT_VERSION
     with running_node(tmp_path / "timeball") as node:
-        after = run("After", node.endpoint, "audit")  # it wants the pipeline: tests/spark
+        after = run("After", node, "audit")  # it wants the pipeline: tests/spark
         assert json.loads(after[0])["waiting_messages"] == json.loads(before[0])["waiting_messages"] == 1
-        run("Back to the older version", node.endpoint, "serve")
+        run("Back to the older version", node, "serve")
     with running_node(tmp_path / "timeball-before") as node:
-        found = run_here("get", "17", "--json", TIMEBALL_ENDPOINT=node.endpoint)
+        found = run_here("get", "17", "--json", TIMEBALL_ENDPOINT=node.http_endpoint)
         assert found.returncode == 0 and "waiting" in found.stdout
 
 

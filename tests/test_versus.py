@@ -163,7 +163,7 @@ def test_a_run_of_deliveries_alone_has_a_table_a_page_and_a_document() -> None:
         {"CPU": "A CPU"}, "2026-11-29", 1, False, 0, False, (0.2, 1.9), "Not measured: the network."
     )
     ours = ConsumerPeer("Timeball, HTTP", "Timeball 0.1.0, sync", True)
-    for name in ("Timeball, HTTP", "Timeball, Flight"):
+    for name in ("Timeball, HTTP", "Timeball, Python client"):
         found.at_consumer.add(
             ConsumerPeer(name, ours.settings, True), Row("burst", "s", "lower"), Sample(math.nan)
         )

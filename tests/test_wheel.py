@@ -20,7 +20,7 @@ from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import Running, serving
+from tests.cli.processes import Running, http_endpoint_of, serving
 from tests.client.test_light import NEED, TALK, arguments
 from tests.rounds import only_in_a_siege, rounds
 
@@ -187,14 +187,15 @@ def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"pip install '\.\[cli\]'"):
         run(timeball, "topics")
     run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/cli.txt")
-    with serving(tmp_path / "data") as endpoint:
+    with serving(tmp_path / "data") as ready:
+        endpoint, where = http_endpoint_of(ready), {"TIMEBALL_FLIGHT": ready["endpoint"]}
         sent = run(timeball, "schedule", "light", "first", "--after", "1h", "--json", "--endpoint", endpoint)
         for words in TALK.values():
             words = [json.loads(sent)["id"] if word == "ID" else word for word in words]
-            run(timeball, *words, "--endpoint", endpoint)
+            run(timeball, *words, TIMEBALL_ENDPOINT=endpoint, **where)
         for words, extra in NEED.values():
             with pytest.raises(AssertionError, match=rf"pip install '\.\[{extra}\]'"):
-                run(timeball, *arguments(words, tmp_path), TIMEBALL_ENDPOINT=endpoint)
+                run(timeball, *arguments(words, tmp_path), **where)
 
 
 @contextmanager
@@ -206,6 +207,6 @@ def served(timeball: Path, data: Path) -> Iterator[tuple[str, object]]:
     )
     code: list[int] = []
     try:
-        yield str(running.wait_line(event="ready")["endpoint"]), lambda: code[0]
+        yield http_endpoint_of(running.wait_line(event="ready")), lambda: code[0]
     finally:
         code.append(running.end())

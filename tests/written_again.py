@@ -10,7 +10,6 @@ import asyncio
 import numpy as np
 from tests.node_fixture import RunningNode
 
-from timeball import Timeball
 from timeball.broker.accepting.delivery import moved_rows
 from timeball.schedule.locations import as_scheduled
 
@@ -32,7 +31,7 @@ def write_again(node: RunningNode, *places: int) -> list[int]:
 def fill_segment(node: RunningNode) -> None:
     """Messages, until the log has begun another segment: retention takes whole ones."""
     ordinal, body = node.broker.log.reader.segments.last.ordinal, b"." * 1_000_000
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         for _ in range(2 + node.settings.segment_bytes // len(body)):
             ball.send("filler", body)
     assert node.broker.log.reader.segments.last.ordinal > ordinal

@@ -7,8 +7,8 @@ written on sockets, so that each costs about the same and leaves the cores to th
                  do. An acknowledgement removes the member from that set. The consumer polls every 2 ms.
     beanstalkd   put with a delay in whole seconds, reserve, delete
     NATS         JetStream with scheduled messages (a stream with `allow_msg_schedules`), pull consumer, explicit ack
-    Timeball     HTTP: send, receive with a lease, ack; or a stream with credit in place of the receives. Flight: the
-                 Python client, with the operations of the former. Remoting: RocketMQ's requests
+    Timeball     HTTP: send, receive with a lease, ack; or a stream with credit in place of the receives. Python: the
+                 Python client over HTTP. Remoting: RocketMQ's requests
 """
 
 from __future__ import annotations
@@ -451,7 +451,7 @@ class HttpStreamQueue(HttpQueue):
         return found
 
 
-class FlightQueue(DelayedQueue):
+class PythonQueue(DelayedQueue):
     """See the module."""
 
     def __init__(self, endpoint: str) -> None:
@@ -570,5 +570,5 @@ def _text_of(due_ms: int) -> str:
 
 CLIENTS: dict[str, Callable[[str], DelayedQueue]] = {
     "redis": RedisQueue, "beanstalkd": BeanstalkQueue, "nats": NatsQueue, "http": HttpQueue,
-    "http stream": HttpStreamQueue, "flight": FlightQueue, "remoting": RemotingQueue,
+    "http stream": HttpStreamQueue, "python": PythonQueue, "remoting": RemotingQueue,
 }  # fmt: skip

@@ -29,7 +29,7 @@ from benchmarks.harness import BODY_BYTES, now_ms, quantiles
 from benchmarks.versus import groups, small_calls
 from benchmarks.versus.delayed_queues import CLIENTS, DelayedQueue
 from benchmarks.versus.other_peers import BeanstalkdPeer, NatsPeer, RedisPeer
-from benchmarks.versus.peers import DELIVERY, FLIGHT, HTTP, REMOTING, Flush, Peer, TimeballPeer
+from benchmarks.versus.peers import DELIVERY, HTTP, PYTHON, REMOTING, Flush, Peer, TimeballPeer
 from benchmarks.versus.work import Bench, Row, Sample
 
 RATE, CALL_ROWS = 2_000, 20
@@ -173,7 +173,7 @@ def burst(client: str, peer: Peer, bench: Bench) -> Sample:
 
 
 def _address(client: str, peer: Peer) -> str:
-    wires = {"http": HTTP, "http stream": HTTP, "flight": FLIGHT, "remoting": REMOTING}
+    wires = {"http": HTTP, "http stream": HTTP, "python": PYTHON, "remoting": REMOTING}
     return peer.addresses[wires.get(client, DELIVERY)]
 
 
@@ -254,7 +254,7 @@ STARTS = [
     Start("beanstalkd", "beanstalkd", lambda folder, _: BeanstalkdPeer(folder)),
     Start("Timeball, HTTP", "http", TimeballPeer),
     Start("Timeball, HTTP stream", "http stream", TimeballPeer),
-    Start("Timeball, Flight", "flight", TimeballPeer),
+    Start("Timeball, Python client", "python", TimeballPeer),
     Start("Timeball, remoting", "remoting", TimeballPeer),
 ]
 ROWS = [

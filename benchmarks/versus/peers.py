@@ -17,7 +17,7 @@ from timeball import __version__
 
 Flush = Literal["sync", "async"]
 REMOTING, GRPC, NAME_SERVER = "remoting", "grpc", "name server"
-HTTP, FLIGHT = "http", "flight"
+HTTP, PYTHON = "http", "python"
 DELIVERY = "delivery"  # the wire of another broker's client in delayed_queues.py
 
 
@@ -94,7 +94,7 @@ class TimeballPeer(Peer):
         server = self._server
         self.addresses = {
             REMOTING: server.remoting, GRPC: server.grpc, NAME_SERVER: server.name_server, HTTP: server.http,
-            FLIGHT: server.endpoint,
+            PYTHON: f"http://{server.http}",
         }  # fmt: skip
 
     def stop(self) -> None:

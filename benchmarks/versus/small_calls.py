@@ -1,7 +1,7 @@
 """Small calls beside other brokers: one delayed message a request, cancels by id, and the size of a pending message.
 
 64 connections, each with one request in flight, in one process that waits for all of them at once. The requests are
-bytes of each broker's own protocol, so the client costs about the same everywhere. Flight is left out: its client
+bytes of each broker's own protocol, so the client costs about the same everywhere. The Python client is left out: it
 is a library.
 
     single sends   messages that are due in an hour, for some seconds

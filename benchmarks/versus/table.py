@@ -33,7 +33,7 @@ AT_CONSUMER_HEAD = "## At the consumer"
 AT_CONSUMER = """\
 Each cell is the median of {rounds}. Here lateness is the time at which a consumer holds the message, minus its due
 time. The consumer leases each message and acknowledges it. Producer and consumer are processes of their own, written
-on sockets (over Flight: the Python client), and share the machine with the broker. Each broker runs alone, and the
+on sockets (except for the Python client), and share the machine with the broker. Each broker runs alone, and the
 order changes in each round. A broker that is not durable acknowledges a message before the disk has it. beanstalkd
 delays by whole seconds.
 

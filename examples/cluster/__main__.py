@@ -78,7 +78,7 @@ def _lines(cluster: LocalCluster) -> Iterator[str]:
     yield f"leader  {cluster.leader()}, logs in {cluster.folder}"
     yield "In another terminal:"
     yield f"  export TIMEBALL_CLUSTER={CLUSTER} TIMEBALL_ETCD={etcd}"
-    yield f"  export TIMEBALL_ENDPOINT={cluster.endpoint}"
+    yield f"  export TIMEBALL_ENDPOINT={cluster.http_endpoint} TIMEBALL_FLIGHT={cluster.endpoint}"
     timeball = os.path.relpath(Path(sys.executable).with_name("timeball"))
     yield f"  {timeball} cluster status"
     yield f"  {timeball} schedule orders 'hello' --after 10s && {timeball} pull orders --follow"

@@ -84,9 +84,17 @@ class LocalCluster:
 
     @property
     def endpoint(self) -> str:
-        """Return the addresses of all nodes, as clients take them."""
-        addresses = ",".join(self.url(name, "--port", "").removeprefix("://") for name in NAMES)
-        return f"grpc://{addresses}"
+        """Return the Flight addresses of all nodes."""
+        return self._addresses("--port", "grpc")
+
+    @property
+    def http_endpoint(self) -> str:
+        """Return the HTTP addresses of all nodes."""
+        return self._addresses("--http-port", "http")
+
+    def _addresses(self, option: str, scheme: str) -> str:
+        addresses = ",".join(self.url(name, option, "").removeprefix("://") for name in NAMES)
+        return f"{scheme}://{addresses}"
 
     def leader(self) -> str:
         """Return the node that says that it leads; empty when none does."""

@@ -15,6 +15,7 @@ from typing import IO, Any
 import msgspec
 from examples.time_limits import limit_s
 
+from timeball import Timeball
 from timeball.cli.spark import kill_children_on_failure
 from timeball.model.config import StrategyName
 from timeball.model.errors import SetupError
@@ -24,14 +25,15 @@ KEPT_LINES = 20
 
 
 class Broker:
-    """A running `timeball up`. `endpoint` is where it serves, once `await_ready` has returned."""
+    """A running `timeball up`. `endpoint` is its Flight address, once `await_ready` has returned."""
 
     endpoint: str
+    http_endpoint: str
 
     def __init__(self, data: Path, strategy: StrategyName = "hour_log") -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--data", str(data)]
         command += ["--strategy", strategy, "--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
-        command += ["--grpc-port", "0", "--http-port", "-1"]
+        command += ["--grpc-port", "0", "--http-port", "0"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
         # What malloc keeps for each thread would hide what a scheduled message costs: tens of megabytes, at random.
@@ -47,6 +49,10 @@ class Broker:
         self._threads: list[threading.Thread] = []
         self._follow(self._process.stdout, self._note_event)
         self._follow(self._process.stderr, self._note_line)
+
+    def client(self) -> Timeball:
+        """Return a client with columns."""
+        return Timeball(self.http_endpoint, flight=self.endpoint)
 
     def pipeline_state(self) -> str:
         """The last thing said about the pipeline (see cli/serve.py, cli/up.py); '' before the first."""
@@ -76,6 +82,7 @@ class Broker:
             self._changed.wait_for(lambda: self._events or self._process.poll() is not None, limit_s(READY_S))
             if self._events:
                 self.endpoint = str(self._events[0]["endpoint"])
+                self.http_endpoint = f"http://{self._events[0]['http']}"
                 return
         self._process.kill()
         code = self._process.wait()

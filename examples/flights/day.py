@@ -62,7 +62,7 @@ class DayRun:
 
 
 def live_through(
-    endpoint: str,
+    connect: Callable[[], Timeball],
     flights: Flights,
     day: CompressedDay,
     clock: Clock,
@@ -70,15 +70,17 @@ def live_through(
     *,
     asks_again: bool = False,
 ) -> DayRun:
-    """Run the day to its end; `show` gets (departures received, cancellations) several times a second.
+    """Run the day to its end. `connect` opens a client with columns.
+
+    `show` gets (departures received, cancellations) several times a second.
 
     `asks_again`: for what a broker has not answered, as another one soon leads in its place.
     """
     due_ms = day.due_ms(flights.minutes)
     run = DayRun(flights, due_ms, day, Arrivals())
-    with Timeball(endpoint) as ball:
+    with connect() as ball:
         ball.send_many(flights.messages(TOPIC, due_ms))
-        consumer = _Consumer(endpoint, run.arrivals, clock)
+        consumer = _Consumer(connect, run.arrivals, clock)
         try:
             _cancel_as_it_goes(ball, run, clock, show, asks_again=asks_again)
             expected = len(flights) - len(run.said("cancelled"))
@@ -127,8 +129,8 @@ def _cancel_as_it_goes(
 class _Consumer:
     """Pulls the day's topic in a thread until told to stop."""
 
-    def __init__(self, endpoint: str, arrivals: Arrivals, clock: Clock) -> None:
-        self._endpoint = endpoint
+    def __init__(self, connect: Callable[[], Timeball], arrivals: Arrivals, clock: Clock) -> None:
+        self._connect = connect
         self._arrivals = arrivals
         self._clock = clock
         self._more = threading.Condition()
@@ -158,7 +160,7 @@ class _Consumer:
                 self._more.notify_all()
 
     def _pull(self) -> None:
-        with Timeball(self._endpoint) as ball:
+        with self._connect() as ball:
             while not self._stopping:
                 batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait="0.5s")
                 if batch.num_rows == 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from examples.cluster.machines import NAMES, LocalCluster, local_cluster
 
+from timeball import Timeball
 from timeball.model.config import StrategyName
 
 # As the broker's of `broker.py`: a node at work compacts once a minute.
@@ -16,11 +17,15 @@ OPTIONS = ("--compact-interval-ms", "3s")
 
 
 class Group:
-    """The group, as the demo's steps see it. `endpoint` has the addresses of all nodes."""
+    """The group, as the demo's steps see it. Its endpoints have the addresses of all nodes."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
-        self.endpoint = cluster.endpoint
+        self.endpoint, self.http_endpoint = cluster.endpoint, cluster.http_endpoint
+
+    def client(self) -> Timeball:
+        """Return a client with columns."""
+        return Timeball(self.http_endpoint, flight=self.endpoint)
 
     def pipeline_state(self) -> str:
         """Say that the leader compacts by itself: no pipeline runs beside a node."""

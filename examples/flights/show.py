@@ -125,7 +125,7 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
     flights = year.on(chosen.month, chosen.day)
     day_name = f"{chosen:%A}, {chosen.day} {chosen:%B %Y}"
     steps.done(f"{len(year):,} flights of 2013 read; {day_name}: {len(flights)} departures")
-    with _served(data, work) as broker, Timeball(broker.endpoint) as ball:
+    with _served(data, work) as broker, broker.client() as ball:
         steps.done(_greeting(broker, work))
         out_folder.mkdir(parents=True, exist_ok=True)
         with steps.busy("the demo's own Spark session starts"):
@@ -285,7 +285,7 @@ def _live(broker: Broker | Group, flights: Flights, length_ms: int, steps: Steps
         show = _shower(progress, task, day, steps.clock, day_name)
         killed = pool.submit(_kill_at_noon, broker, day, steps.clock) if isinstance(broker, Group) else None
         run = live_through(
-            broker.endpoint, flights, day, steps.clock, show, asks_again=isinstance(broker, Group)
+            broker.client, flights, day, steps.clock, show, asks_again=isinstance(broker, Group)
         )
     if killed is not None:
         steps.done(killed.result())

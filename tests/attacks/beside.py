@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -89,6 +89,10 @@ class AttackedBroker:
     def bearer(self) -> str:
         """The authorization header of the steady stream's account."""
         return f"Bearer {self.account}:{SECRETS[self.account]}"
+
+    def client(self, **options: Any) -> Timeball:
+        """A client of this broker, for operations and columns."""
+        return Timeball(f"http://{self.http}", flight=self.endpoint, **options)
 
 
 @contextmanager
@@ -203,10 +207,14 @@ def steady_stream(
 ) -> Iterator[Figures]:
     """Send a steady stream over these edges during a block. Its figures are complete after the block."""
     figures, lock = Figures(), threading.Lock()
-    with Timeball(broker.endpoint, **keys(broker.account)) as ball, Peak(broker.process.pid) as peak:
+    with broker.client(**keys(broker.account)) as ball, Peak(broker.process.pid) as peak:
         first_seq = ball.status()["log"]["next_seq"]
         begin_s = time.perf_counter()
-        clients = {"flight": _FlightClient(ball), "http": _HttpClient(broker), "grpc": _GrpcClient(broker)}
+        clients: dict[str, Any] = {
+            "flight": _FlightClient(ball),
+            "http": _HttpClient(broker),
+            "grpc": _GrpcClient(broker),
+        }
         senders = [_Sender(edge, clients[edge], figures, lock) for edge in edges]
         try:
             eventually(lambda: len(figures.calls) == len(senders), "every client has made a call")

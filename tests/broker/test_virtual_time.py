@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.node_fixture import RunningNode, running_node
 
-from timeball import OutOfRange, Timeball
+from timeball import OutOfRange
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.virtual_time import Step, VirtualTime
 from timeball.io.clock import ManualClock
@@ -38,7 +38,7 @@ def steps_to(node: RunningNode, time: VirtualTime, target_ms: int) -> list[Step]
 
 def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, time: VirtualTime) -> None:
     begin_ms = time.now_ms
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         for after in ("3d", "1d", "1d", "2d"):
             ball.send("steps", after.encode(), after=after)
     steps = steps_to(node, time, begin_ms + 4 * DAY_MS)
@@ -89,7 +89,7 @@ def test_an_acknowledged_lease_is_no_deadline(node: RunningNode, time: VirtualTi
         )
         return await node.broker.consuming.acknowledge(received.receipts)
 
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send("acknowledged", b"x")
     assert node.run(receive()) == [True]
     assert len(steps_to(node, time, time.now_ms + DAY_MS)) == 1
@@ -102,7 +102,7 @@ def test_no_strategy_is_late_or_early(strategy: StrategyName, tmp_path: Path) ->
         time = node.broker.virtual_time
         assert time is not None
         begin_ms = time.now_ms
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             for after in afters:
                 ball.send("steps", after.encode(), after=after)
         steps = steps_to(node, time, begin_ms + 50 * DAY_MS)

@@ -3,16 +3,28 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.node_fixture import running_node
+from tests.node_fixture import RunningNode, running_node
 
 from timeball.client import attempts
 
 
 @pytest.fixture(scope="session")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """A broker of this process; tests use topics of their own."""
     with running_node(tmp_path_factory.mktemp("broker") / "data") as node:
-        yield node.endpoint
+        yield node
+
+
+@pytest.fixture(scope="session")
+def endpoint(broker: RunningNode) -> str:
+    """The HTTP address of the broker."""
+    return broker.http_endpoint
+
+
+@pytest.fixture(scope="session")
+def flight(broker: RunningNode) -> str:
+    """Its Flight address."""
+    return broker.endpoint
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.bounds import BOUND_S
+
+from timeball import Timeball
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 COMMAND = [sys.executable, "-m", "timeball"]
@@ -137,7 +139,18 @@ def running(*arguments: str, command: list[str] | None = None, **more: str) -> I
 
 
 @contextmanager
-def serving(data: Path, *options: str) -> Iterator[str]:
-    """A broker; yields its endpoint."""
+def serving(data: Path, *options: str) -> Iterator[dict[str, Any]]:
+    """A broker; yields its ready line."""
     with running("serve", "--json", "--port", "0", "--data", str(data), *options) as server:
-        yield server.wait_line(event="ready")["endpoint"]
+        yield server.wait_line(event="ready")
+
+
+def http_endpoint_of(ready: Mapping[str, Any]) -> str:
+    """The HTTP address in a broker's ready line."""
+    scheme = "https" if ready["endpoint"].startswith("grpc+tls") else "http"
+    return f"{scheme}://{ready['http']}"
+
+
+def client_of(ready: Mapping[str, Any]) -> Timeball:
+    """A client with columns of the broker that has printed this ready line."""
+    return Timeball(http_endpoint_of(ready), flight=ready["endpoint"])

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.cli.in_process import run_here
-from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.cli.unreachable import NO_FLIGHT, assert_says_how_to_reach_one
 from tests.node_fixture import running_node
 from tests.spark.campaigning import attach, campaign_of
 from tests.spark.two_groups import two_groups
 
-from timeball import Timeball
 from timeball.cli.bulk import (
     Format,
     absolute_uri,
@@ -138,14 +137,15 @@ def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> Non
     ],
 )
 def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
-    refused = run_here("bulk", *arguments, "--endpoint", NOWHERE, "--master", "spark://127.0.0.1:1")
+    refused = run_here("bulk", *arguments, "--endpoint", NO_FLIGHT, "--master", "spark://127.0.0.1:1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert named in refused.stderr
 
 
 def test_no_broker_is_told_without_waiting_for_spark() -> None:
     assert_says_how_to_reach_one(
-        run_here("bulk", "s3://b/a.csv", "--topic", "t", "--endpoint", NOWHERE, "--master", "spark://a:1")
+        run_here("bulk", "s3://b/a.csv", "--topic", "t", "--endpoint", NO_FLIGHT, "--master", "spark://a:1"),
+        NO_FLIGHT,
     )
 
 
@@ -154,7 +154,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 @pytest.mark.timeout(600)
 def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
     """The steps of a user: dry run, schedule, repeat, status, pause, resume, cancel. Three bulks use two JVMs."""
-    with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as node, node.client() as ball:
         due_ms = ball.status()["now_ms"] // DAY_MS * DAY_MS + 30 * DAY_MS
         days = np.datetime_as_string(
             np.datetime64(due_ms, "ms") + np.arange(50) * np.timedelta64(1, "m"), "s"
@@ -239,7 +239,9 @@ def test_an_unknown_campaign_is_a_usage_error(tmp_path: Path, command: str) -> N
 @pytest.mark.parametrize("command", ["list", *COMMANDS])
 def test_no_broker_is_told(command: str) -> None:
     arguments = [] if command == "list" else ["spring"]
-    assert_says_how_to_reach_one(run_here("campaign", command, *arguments, "--endpoint", NOWHERE))
+    assert_says_how_to_reach_one(
+        run_here("campaign", command, *arguments, "--endpoint", NO_FLIGHT), NO_FLIGHT
+    )
     assert f"timeball campaign {command}" in run_here("campaign", command, "--help").stdout
 
 

@@ -12,8 +12,6 @@ from tests.cli.in_process import run_here
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.processes import CLUSTER, GROUP, Cluster, NodeProcess
 
-from timeball.client import Timeball
-
 pytestmark = pytest.mark.xdist_group("etcd")
 
 
@@ -85,7 +83,7 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     first = cluster.leader()
     group = without_problems(cluster)
     assert group["leader"] == first.name
-    with Timeball(first.endpoint) as ball:
+    with first.client() as ball:
         ball.send("orders", "kept", after="1h")
         assert ball.status()["replica"]["role"] == "leader"
     others = [node for node in cluster.nodes.values() if node is not first]
@@ -125,7 +123,7 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     assert nodes_of(command(cluster, "force", "d", "--lose-acknowledged")) == ["d"]
     last = cluster.leader(epoch + 1)
     assert last.name == "d"
-    with Timeball(last.endpoint) as ball:
+    with last.client() as ball:
         assert ball.status()["waiting_messages"] == 1
     assert shown(cluster)["problems"] == [
         "replicas: 1; with fewer than three the loss of one stops the group"

@@ -8,10 +8,10 @@ from timeball.cli.cluster import _drain_sentence
 from timeball.model.answers import Drained
 
 
-def test_a_broker_that_is_in_no_cluster_is_not_drained(endpoint: str) -> None:
-    refused = run_here("cluster", "drain", "--group", "g2", "--to", "g1", "--endpoint", endpoint)
+def test_a_broker_that_is_in_no_cluster_is_not_drained(flight: str) -> None:
+    refused = run_here("cluster", "drain", "--group", "g2", "--to", "g1", "--endpoint", flight)
     assert refused.returncode == 2 and "belongs to no cluster" in refused.stderr
-    assert run_here("cluster", "drain", "--group", "g2", "--endpoint", endpoint).returncode == 2, "no heir"
+    assert run_here("cluster", "drain", "--group", "g2", "--endpoint", flight).returncode == 2, "no heir"
 
 
 def test_the_outcome_is_a_sentence() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.cli.processes import serving
+from tests.cli.processes import client_of, serving
 from tests.node_fixture import RunningNode, running_node
 from tests.written_again import fill_segment, write_again
 
-from timeball import Timeball
 from timeball.model.config import MIB
 
 
@@ -23,7 +22,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a broker that took messages, scheduled messages and a cancel, and was stopped."""
     folder = tmp_path_factory.mktemp("dump") / "data"
     node = running_node(folder, queues_per_topic=2, segment_bytes=MIB)  # small, because tests copy them
-    with node as running, Timeball(running.endpoint) as ball:
+    with node as running, running.client() as ball:
         ball.send_many([{"topic": "orders", "body": f"{n}".encode()} for n in range(5)])
         ball.send("orders", b"\xff", after="1h", message_id="later", keys="order-17")
         ball.send("orders", b"never", after="2h", message_id="never")
@@ -130,7 +129,7 @@ async def _secret_made(node: RunningNode) -> None:
 def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:
     """It is a kind like any other, in the log and in its caches."""
     folder = tmp_path / "data"
-    with running_node(folder, segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
+    with running_node(folder, segment_bytes=MIB) as node, node.client() as ball:
         promised = ball.send("orders", b"later", after="1d", keys="order-17")
         fill_segment(node)
         first, second = write_again(node, promised.seq), write_again(node, promised.seq)
@@ -149,7 +148,7 @@ def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows
 
 def test_a_dump_beside_a_running_broker_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    with serving(folder) as endpoint, Timeball(endpoint) as ball:
+    with serving(folder) as ready, client_of(ready) as ball:
         for n in range(3):
             receipt = ball.send("orders", f"{n}".encode())
             assert [row["seq"] for row in documents(folder, "--rows")][-1] == receipt.seq
@@ -231,7 +230,7 @@ def test_contradictory_options_are_refused_and_named(data: Path, options: list[s
 
 def test_a_folder_in_use_is_copied_and_restored(tmp_path: Path) -> None:
     data, copy, back = tmp_path / "data", tmp_path / "copy", tmp_path / "back"
-    with running_node(data) as node, Timeball(node.endpoint) as ball:
+    with running_node(data) as node, node.client() as ball:
         receipt = ball.send("kept", "x", after="1h")
         made = run_here("backup", str(copy), "--data", str(data), "--json")
         assert made.returncode == 0, made.stderr
@@ -239,7 +238,7 @@ def test_a_folder_in_use_is_copied_and_restored(tmp_path: Path) -> None:
         assert found["row"] > receipt.seq and found["files"] >= 2 and found["first_row"] == 1
     told = run_here("restore", str(copy), "--data", str(back))
     assert (told.returncode, "restored into" in told.stdout) == (0, True)
-    with running_node(back) as node, Timeball(node.endpoint) as ball:
+    with running_node(back) as node, node.client() as ball:
         assert ball.get(receipt.id).due_ms == receipt.due_ms
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.cli.unreachable import NO_FLIGHT, assert_says_how_to_reach_one
 from tests.node_fixture import RunningNode, running_node
 from tests.spark.traffic import send
 
@@ -80,14 +80,15 @@ def test_an_option_that_cannot_be_read_is_named(node: RunningNode) -> None:
 
 
 def test_no_broker() -> None:
-    assert_says_how_to_reach_one(run_here("forecast", "--endpoint", NOWHERE))
+    assert_says_how_to_reach_one(run_here("forecast", "--endpoint", NO_FLIGHT), NO_FLIGHT)
     assert_says_how_to_reach_one(
-        run_here("forecast", "--endpoint", NOWHERE, "--master", "spark://127.0.0.1:1")
+        run_here("forecast", "--endpoint", NO_FLIGHT, "--master", "spark://127.0.0.1:1"),
+        NO_FLIGHT,
     )
 
 
 def test_conf_without_master_is_refused() -> None:
-    refused = run_here("forecast", "--endpoint", NOWHERE, "--conf", "spark.ui.enabled=true")
+    refused = run_here("forecast", "--endpoint", NO_FLIGHT, "--conf", "spark.ui.enabled=true")
     assert refused.returncode == 2 and "have no effect without --master" in refused.stderr
 
 

@@ -14,7 +14,8 @@ GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules"}
 OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "drain", "force")
 OF_SCHEDULES = ("put", "preview", "list", "show", "history", "pause", "resume", "run", "delete")
 COMMANDS = sorted(set(ALL) - GROUPS)
-NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+NOWHERE = "http://127.0.0.1:1"  # a port that nothing may listen on
+NO_FLIGHT = "grpc://127.0.0.1:1"
 
 
 def test_the_commands_are_those_of_the_design() -> None:
@@ -107,11 +108,12 @@ def test_the_version_is_shown() -> None:
 )
 def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
     """Exit code 3, the endpoint, and how to start one."""
-    ended = run_here(*command, "--endpoint", NOWHERE)
+    endpoint = NO_FLIGHT if command == ["pending"] else NOWHERE
+    ended = run_here(*command, "--endpoint", endpoint)
     assert ended.returncode == 3
     assert ended.stdout == ""
     assert len(ended.stderr.strip().splitlines()) == 1
-    assert NOWHERE in ended.stderr and "timeball up" in ended.stderr
+    assert endpoint in ended.stderr and "timeball up" in ended.stderr
 
 
 def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:

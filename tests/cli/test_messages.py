@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 from tests.cli.in_process import run_here
-from tests.cli.processes import COMMAND, running
+from tests.cli.processes import COMMAND, http_endpoint_of, running
 from tests.cli.small_disk import on_small_disk
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
@@ -53,10 +53,10 @@ def test_a_message_comes_out_as_it_went_in(endpoint: str) -> None:
     assert _json("pull", "whole", "--endpoint", endpoint) == []
 
 
-def test_peeking_leaves_the_group_where_it_was(endpoint: str) -> None:
+def test_peeking_leaves_the_group_where_it_was(endpoint: str, flight: str) -> None:
     """Twice the same message, and then once more for real."""
     run_here("send", "peeked", "x", "--endpoint", endpoint)
-    for more in (["--peek"], ["--peek"], []):
+    for more in (["--peek", "--flight", flight], ["--peek", "--flight", flight], []):
         assert [m["body"] for m in _json("pull", "peeked", *more, "--endpoint", endpoint)] == ["x"]
 
 
@@ -189,7 +189,7 @@ def test_each_state_of_a_message_has_a_line(endpoint: str) -> None:
 
 def test_an_unknown_id_is_a_fault_of_usage(endpoint: str) -> None:
     missing = run_here("get", "nobody", "--endpoint", endpoint)
-    assert missing.returncode == 2 and "nobody" in missing.stderr
+    assert missing.returncode == 2 and "no message has this id" in missing.stderr
 
 
 def test_pulled_messages_are_acknowledged_for_their_group_only(endpoint: str) -> None:
@@ -212,13 +212,13 @@ def test_a_delayed_message_shows_how_late_it_was(endpoint: str) -> None:
     assert late.startswith("+") and int(late) >= 0
 
 
-def test_a_body_that_is_no_text_is_shown_all_the_same(endpoint: str) -> None:
+def test_a_body_that_is_no_text_is_shown_all_the_same(endpoint: str, flight: str) -> None:
     """In JSON as base64."""
     from timeball import Timeball
 
     with Timeball(endpoint) as ball:
         ball.send("binary", b"\xff\x00")
-    shown = run_here("pull", "binary", "--peek", "--json", "--endpoint", endpoint)
+    shown = run_here("pull", "binary", "--peek", "--json", "--endpoint", endpoint, "--flight", flight)
     assert json.loads(shown.stdout)["body_base64"] == "/wA="
     assert r"b'\xff\x00'" in run_here("pull", "binary", "--endpoint", endpoint).stdout
 
@@ -386,9 +386,9 @@ def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], name
 
 def test_an_invalid_endpoint_is_refused() -> None:
     """With the form that is wanted."""
-    ended = run_here("send", "t", "x", "--endpoint", "localhost:7400")
+    ended = run_here("send", "t", "x", "--endpoint", "localhost:7480")
     assert ended.returncode == 2
-    assert "grpc://host:port" in ended.stderr
+    assert "http://host:port" in ended.stderr
 
 
 def test_the_endpoint_may_come_from_the_environment(endpoint: str) -> None:
@@ -397,7 +397,7 @@ def test_the_endpoint_may_come_from_the_environment(endpoint: str) -> None:
 
 
 def test_lines_that_are_refused_say_which_ones_were_sent(endpoint: str, tmp_path: Path) -> None:
-    """The lines of a file are sent in parts of 50,000; a part is accepted whole or not at all."""
+    """The lines of a file are sent in parts of 10,000; a part is accepted whole or not at all."""
     file = tmp_path / "lines.txt"
     file.write_bytes(b"x\n" * 50_010 + b"y" * 5_000_000 + b"\n")
     ended = run_here("send", "parts", "--lines", str(file), "--endpoint", endpoint)
@@ -413,7 +413,8 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     command = on_small_disk(tmp_path / "disk", 16, [*serve, "--segment-bytes", "4MiB"])
     with running(command=command) as server:
-        uri = server.wait_line(event="ready")["endpoint"]
+        ready = server.wait_line(event="ready")
+        uri, flight = http_endpoint_of(ready), ready["endpoint"]
         body = "x" * 1_000_000
         codes = []
         for _ in range(30):
@@ -426,7 +427,8 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
         assert "NEW MESSAGES ARE REFUSED" in run_here("status", "--endpoint", uri, COLUMNS="500").stdout
         disk = json.loads(run_here("status", "--json", "--endpoint", uri).stdout)["disk"]
         assert "disk full" in disk["no_room"] and disk["free_bytes"] < 4 << 20
-        pulled = run_here("pull", "big", "--peek", "--max", "1", "--json", "--endpoint", uri)
+        options = ["--max", "1", "--json", "--endpoint", uri, "--flight", flight]
+        pulled = run_here("pull", "big", "--peek", *options)
         assert json.loads(pulled.stdout)["body"] == body
 
 

@@ -30,6 +30,7 @@ from timeball.cli.options import (
     parse_property,
     parse_setting_ms,
     parse_size_bytes,
+    reach,
     settings_options,
     show_bytes,
     show_ms,
@@ -131,7 +132,7 @@ def test_a_boolean_option_can_be_switched_on_and_off(name: str, value: bool) -> 
     assert [getattr(settings, name) for settings in found] == [value]
 
 
-NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+NOWHERE = "http://127.0.0.1:1"  # a port that nothing may listen on
 
 
 def test_an_unreachable_broker_is_named_with_advice() -> None:
@@ -141,6 +142,8 @@ def test_an_unreachable_broker_is_named_with_advice() -> None:
         connect(NOWHERE) as ball,
     ):
         ball.status()
+    with pytest.raises(Unavailable, match=r"grpc://127\.0\.0\.1:1: start one with"):
+        reach("grpc://127.0.0.1:1")
 
 
 def test_another_error_passes_as_it_is(endpoint: str) -> None:
@@ -158,10 +161,17 @@ def test_a_broker_that_speaks_tls_is_not_called_absent(
     monkeypatch.delenv("TIMEBALL_TLS_ROOTS", raising=False)
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
-        with pytest.raises(Unavailable, match=r"write grpc\+tls://"), connect(node.endpoint) as ball:
+        with pytest.raises(Unavailable, match=r"write grpc\+tls://"):
+            reach(node.endpoint)
+        with pytest.raises(Unavailable, match="certificate verify failed"):
+            reach(node.endpoint.replace("grpc:", "grpc+tls:"))
+        plain = node.http_endpoint.replace("https:", "http:")
+        with pytest.raises(Unavailable, match="write https://"), connect(plain) as ball:
             ball.create_topic("orders")
-        secure = node.endpoint.replace("grpc:", "grpc+tls:")
-        with pytest.raises(Unavailable, match="certificate verify failed"), connect(secure) as ball:
+        with (
+            pytest.raises(Unavailable, match="certificate verify failed"),
+            connect(node.http_endpoint) as ball,
+        ):
             ball.create_topic("orders")
 
 

@@ -14,12 +14,11 @@ import msgspec
 import pytest
 from deltalake import DeltaTable
 from tests.cli.in_process import run_here
-from tests.cli.processes import SRC, serving, timeball
-from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.cli.processes import SRC, client_of, serving, timeball
+from tests.cli.unreachable import NO_FLIGHT, assert_says_how_to_reach_one
 from tests.node_fixture import BOUND_S, eventually, running_node
 from tests.spark.traffic import send
 
-from timeball import Timeball
 from timeball.cli.pipeline import OFFENDERS_SHOWN, Job, _stop_on_eof, describe_audit, parse_job_options
 from timeball.io.clock import SystemClock
 from timeball.model.errors import RequestError
@@ -64,7 +63,7 @@ def test_a_job_option_of_another_form_is_refused_and_quoted(text: str) -> None:
 )
 def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
     """A master that cannot be reached is never asked."""
-    options = ["--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE]
+    options = ["--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT]
     refused = run_here("pipeline", "run", *arguments, *options)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert named in refused.stderr
@@ -100,10 +99,10 @@ def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.spark
 def test_no_broker_is_one_sentence_with_the_endpoint() -> None:
     """Not Spark's stack traces, although Spark has started by then; log lines tell of the attempts."""
-    ended = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NOWHERE)
+    ended = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NO_FLIGHT)
     assert (ended.returncode, ended.stdout) == (3, "")
     [told] = [line for line in ended.stderr.splitlines() if " WARNING timeball." not in line]
-    assert NOWHERE in told
+    assert NO_FLIGHT in told
 
 
 @pytest.mark.smoke
@@ -134,15 +133,22 @@ def test_without_spark_dispatch_is_refused_and_the_ledger_is_kept(tmp_path: Path
 @pytest.mark.timeout(600)
 def test_once_catches_up_and_ends(tmp_path: Path) -> None:
     """Both jobs; then the scheduled messages lie in the table, the events in the ledger, and the audit balances."""
-    with serving(tmp_path / "d", "--compact-rows", "0") as uri, Timeball(uri) as ball:
+    with serving(tmp_path / "d", "--compact-rows", "0") as ready, client_of(ready) as ball:
         ball.send_many([{"body": "x", "after": "3600s"} for _ in range(20)], topic="orders")
         ended = timeball(
-            "pipeline", "run", "compact", "ledger", "--once", "--log-level=warning", "--endpoint", uri
+            "pipeline",
+            "run",
+            "compact",
+            "ledger",
+            "--once",
+            "--log-level=warning",
+            "--endpoint",
+            ready["endpoint"],
         )
         assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
         assert ball.status()["schedule"]["table_rows"] == 20
         assert (tmp_path / "d" / "ledger").is_dir()
-        audited = timeball("audit", "--json", "--endpoint", uri)
+        audited = timeball("audit", "--json", "--endpoint", ready["endpoint"])
     assert json.loads(audited.stdout)["pending"] == 20
 
 
@@ -195,9 +201,9 @@ def test_compact_stands_where_the_watermark_does(tmp_path: Path) -> None:
 
 def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:
     leave(tmp_path, updated_ms=0)
-    away = run_here("pipeline", "status", "--endpoint", NOWHERE)
+    away = run_here("pipeline", "status", "--endpoint", NO_FLIGHT)
     assert (away.returncode, away.stdout) == (3, "")
-    named = run_here("pipeline", "status", "--endpoint", NOWHERE, "--checkpoint", str(tmp_path), "--json")
+    named = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path), "--json")
     assert named.returncode == 0
     document = json.loads(named.stdout)
     assert document["state"].startswith("silent for ")
@@ -206,7 +212,7 @@ def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:
 
 def test_a_clock_has_milliseconds_behind(tmp_path: Path) -> None:
     leave(tmp_path, job="dispatch", last=Epoch(3, "due_ms", 1_000, 90, 140))
-    shown = run_here("pipeline", "status", "--endpoint", NOWHERE, "--checkpoint", str(tmp_path))
+    shown = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path))
     assert shown.stdout.splitlines()[1].split() == [
         "dispatch",
         "running",
@@ -264,7 +270,9 @@ def test_a_breach_names_some_of_its_scheduled_messages_and_the_verdict_comes_las
 
 def test_no_broker_is_told_without_waiting_for_spark() -> None:
     """A master that cannot be reached is never asked."""
-    assert_says_how_to_reach_one(run_here("audit", "--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE))
+    assert_says_how_to_reach_one(
+        run_here("audit", "--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT), NO_FLIGHT
+    )
 
 
 def test_help_names_the_exit_code_of_a_breach() -> None:
@@ -280,7 +288,7 @@ def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) ->
     """Exit code 0, and 1 when the ledger forgets what it had accepted; one Java for four commands."""
     with (
         running_node(tmp_path / "data", compact_rows=0) as node,
-        Timeball(node.endpoint) as ball,
+        node.client() as ball,
     ):
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1, "unique_key": f"m{n}"} for n in range(5)])
         kept = [ball.send("t", b"y", after="1d").id for _ in range(3)]

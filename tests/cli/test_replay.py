@@ -9,11 +9,10 @@ import msgspec
 import pytest
 from deltalake import DeltaTable
 from tests.cli.in_process import run_here
-from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.cli.unreachable import NO_FLIGHT, assert_says_how_to_reach_one
 from tests.node_fixture import eventually, running_node
 from tests.rounds import only_in_a_siege
 
-from timeball import Timeball
 from timeball.cli.replay import confirm, describe_plan, find_start_ms, print_report, show_time
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.limits import DAY_MS, HOUR_MS
@@ -113,14 +112,14 @@ def test_a_repeated_replay_is_reported(capsys: pytest.CaptureFixture[str]) -> No
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
-    refused = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE)
+    refused = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert named in refused.stderr
 
 
 def test_no_broker_is_told_without_waiting_for_spark() -> None:
-    arguments = [*WINDOW, "--shift", "1d", "--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE]
-    assert_says_how_to_reach_one(run_here("replay", *arguments))
+    arguments = [*WINDOW, "--shift", "1d", "--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT]
+    assert_says_how_to_reach_one(run_here("replay", *arguments), NO_FLIGHT)
 
 
 @pytest.mark.siege
@@ -129,7 +128,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_a_window_from_the_first_look_to_a_second_run(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as node, node.client() as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1} for _ in range(5)])
         eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         now_ms = ball.status()["now_ms"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.node_fixture import HttpNode, running_node
+from tests.node_fixture import running_node
 
 
 @pytest.fixture(scope="module")
 def http_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_node(tmp_path_factory.mktemp("schedules") / "data", kind=HttpNode) as node:
-        yield node.endpoint
+    with running_node(tmp_path_factory.mktemp("schedules") / "data") as node:
+        yield node.http_endpoint
 
 
 def test_a_schedule_from_its_put_to_its_end(http_endpoint: str) -> None:

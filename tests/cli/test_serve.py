@@ -10,6 +10,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,14 +19,14 @@ from tests.accounts import ACCESS_FILE, access_file
 from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.cli.in_process import run_here
-from tests.cli.processes import COMMAND, running, serving
+from tests.cli.processes import COMMAND, client_of, http_endpoint_of, running, serving
 from tests.cli.supervised import Supervised, blocks_of_ports, run_cluster
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.cluster.written_log import opened
 from tests.node_fixture import eventually, running_node
 from tests.ports import free_ports
 
-from timeball import Timeball, __version__
+from timeball import __version__
 from timeball.cli import serve
 from timeball.cli.main import main
 from timeball.cli.output import ExitCode
@@ -44,13 +45,13 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> No
         ready = server.wait_line(event="ready")
         assert (ready["pid"], ready["version"], ready["data"]) == (server.pid, __version__, data)
         assert ready["endpoint"].endswith(f":{ready['port']}")
-        with Timeball(ready["endpoint"]) as ball:
+        with client_of(ready) as ball:
             assert ball.topics() == {}
-        assert run_here("send", "orders", "kept", "--endpoint", ready["endpoint"]).returncode == 0
+        assert run_here("send", "orders", "kept", "--endpoint", http_endpoint_of(ready)).returncode == 0
         assert server.end(number) == 0
         assert server.errors == []
     with running_node(Path(data)) as node:
-        pulled = run_here("pull", "orders", "--json", "--endpoint", node.endpoint)
+        pulled = run_here("pull", "orders", "--json", "--endpoint", node.http_endpoint)
         assert json.loads(pulled.stdout)["body"] == "kept"
 
 
@@ -67,10 +68,10 @@ def test_the_ready_line_names_the_dashboard_if_there_is_one(
 def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two brokers on one log would destroy it, and gRPC would share the port silently."""
     monkeypatch.chdir(tmp_path)
-    with serving(Path("d")) as uri, Timeball(uri) as ball:
+    with serving(Path("d")) as ready, client_of(ready) as ball:
         told = ball.status()["table"]["uri"]
         assert told == str(tmp_path / "d" / "pending"), "Spark's workers have a working folder of their own"
-        port = uri.rpartition(":")[2]
+        port = str(ready["port"])
         for options, words in (
             (["--port", port, "--data", "other"], f"--port {port}"),
             (["--port", "0", "--data", str(tmp_path / "d")], f"{tmp_path / 'd'} is in use"),
@@ -144,9 +145,9 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
     options = ["--tls-cert", issued.cert, "--tls-key", issued.key, "--access-file", str(path)]
     options += ["--log-level", "info", "--log-format", "json"]
     with running("serve", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as server:
-        uri = server.wait_line(event="ready")["endpoint"]
-        assert uri.startswith("grpc+tls://")
-        known = {"TIMEBALL_ENDPOINT": uri, "TIMEBALL_TLS_ROOTS": issued.roots}
+        ready = server.wait_line(event="ready")
+        assert ready["endpoint"].startswith("grpc+tls://")
+        known = {"TIMEBALL_ENDPOINT": http_endpoint_of(ready), "TIMEBALL_TLS_ROOTS": issued.roots}
         shop = {**known, "TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": "shop secret 1"}
         assert run_here("send", "orders", "x", **shop).returncode == 0
         for refused in (known, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
@@ -176,7 +177,7 @@ def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) ->
         host, _, port = ready["remoting"].rpartition(":")
         for _ in range(300):
             strangers.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
-        with Timeball(ready["endpoint"]) as ball:
+        with client_of(ready) as ball:
             assert ball.send("orders", "x").seq == 2
             assert ball.compact() is None
         assert server.end() == 0
@@ -195,9 +196,9 @@ def test_too_few_descriptors_are_refused_in_a_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def gets_in(endpoint: str) -> bool:
+def gets_in(ready: dict[str, Any]) -> bool:
     try:
-        with Timeball(endpoint) as new:
+        with client_of(ready) as new:
             new.send("orders", "last")
     except Unavailable:
         return False
@@ -212,7 +213,7 @@ def test_strangers_who_only_connect_stop_neither_the_log_nor_those_who_come_late
         server = stack.enter_context(running(command=limited(256, *options)))
         ready = server.wait_line(event="ready")
         ports = [ready["port"], *(int(ready[edge].rpartition(":")[2]) for edge in ("remoting", "grpc"))]
-        known = stack.enter_context(Timeball(ready["endpoint"]))
+        known = stack.enter_context(client_of(ready))
         known.send("orders", "first")
         for number in range(750):
             stranger = stack.enter_context(socket.socket())
@@ -221,7 +222,7 @@ def test_strangers_who_only_connect_stop_neither_the_log_nor_those_who_come_late
             if number % 50 == 0:
                 known.send("orders", bytes(300_000))
         assert known.status()["log"]["bytes"] > 3 * 1_048_576, "segments have begun meanwhile"
-        eventually(lambda: gets_in(ready["endpoint"]), "one who comes later stands in line, and gets in")
+        eventually(lambda: gets_in(ready), "one who comes later stands in line, and gets in")
         assert server.end(signal.SIGTERM) == 0
 
 

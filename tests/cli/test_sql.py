@@ -14,7 +14,6 @@ from tests.cli.in_process import run_here
 from tests.node_fixture import RunningNode, running_node
 from tests.written_again import fill_segment, let_go, write_again
 
-from timeball import Timeball
 from timeball.cli.output import ExitCode
 from timeball.cli.sql import BARS_MAX, BarWidth, PendingCounts, count_waiting, lines, plain
 from timeball.io.clock import ManualClock
@@ -26,7 +25,7 @@ BY_TOPIC = "select topic, count(*) as waiting, min(due) as first from pending gr
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     with running_node(tmp_path_factory.mktemp("sql") / "d", compact_rows=0) as running:
-        with Timeball(running.endpoint) as ball:
+        with running.client() as ball:
             ball.send_many([{"topic": "mail", "body": f"m{i}", "after": "10000s"} for i in range(3)])
             ball.compact()
             ball.send("bills", b"\xff\x00", after="1d")
@@ -143,7 +142,8 @@ def _pending(endpoint: str, *options: str) -> dict[str, Any]:
 
 def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -> None:
     """Before and after compaction the same scheduled messages wait."""
-    with running_node(tmp_path / "d") as node, Timeball(endpoint := node.endpoint) as ball:
+    with running_node(tmp_path / "d") as node, node.client() as ball:
+        endpoint = node.endpoint
         assert _pending(endpoint)["waiting"] == 0
         now_ms = ball.status()["now_ms"]
         # In the middle of hours, so that none of them ends while this runs.
@@ -169,7 +169,7 @@ def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -
 
 def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_lies(tmp_path: Path) -> None:
     """In two rows, in three, and in the last alone when retention has let the others go."""
-    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, node.client() as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
         places = write_again(node, 2, 3, 4)
         write_again(node, places[2])
@@ -184,7 +184,7 @@ def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_
 
 
 def test_a_moved_row_is_ignored_once_the_table_has_the_message(tmp_path: Path) -> None:
-    with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d") as node, node.client() as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
         write_again(node, 2, 3)
         ball.compact()
@@ -194,7 +194,7 @@ def test_a_moved_row_is_ignored_once_the_table_has_the_message(tmp_path: Path) -
 def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
     """Only what is due after the broker's now is counted, in the tail as in the table."""
     clock = ManualClock()
-    with running_node(tmp_path / "d", clock, compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", clock, compact_rows=0) as node, node.client() as ball:
         due = [clock.wall + delay_ms for delay_ms in (999, 1_000, 1_001)]
         ball.send_many([{"topic": "t", "body": b"x", "due_ms": due_ms} for due_ms in due])
         assert sum(count_waiting(node.endpoint).hours.values()) == 3

@@ -16,7 +16,7 @@ from deltalake.exceptions import TableNotFoundError
 from tests.accounts import SECRETS, access_file
 from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
-from tests.cli.processes import running, timeball
+from tests.cli.processes import client_of, running, timeball
 from tests.node_fixture import eventually
 from tests.rounds import only_in_a_siege
 
@@ -96,7 +96,7 @@ def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, s
         ready = up.wait_line(event="ready")
         said = up.wait_line(event="pipeline", state="given_up")
         assert "compacts by itself" in said["text"] and "--no-spark" in said["text"]
-        with Timeball(ready["endpoint"]) as ball:
+        with client_of(ready) as ball:
             ball.send("orders", "x", after="1h")
             assert ball.compact() is not None
         assert any("Java" in line for line in up.errors)
@@ -108,8 +108,8 @@ def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare
     """By one child, which looks for no Java; the broker compacts."""
     options = ["--no-spark", "--archive", "--compact-rows", "10", "--compact-interval-ms", "100ms"]
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options, **bare) as up:
-        uri = up.wait_line(event="ready")["endpoint"]
-        with Timeball(uri) as ball:
+        ready = up.wait_line(event="ready")
+        with client_of(ready) as ball:
             ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
             ball.send("orders", "at once")
             _await_table(ball, 50)
@@ -132,9 +132,9 @@ def reached(folder: Path, app_id: str) -> int:
         return 0
 
 
-def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint: str) -> None:
+def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, flight: str) -> None:
     """Exit code 4, naming the option."""
-    port = endpoint.rpartition(":")[2]
+    port = flight.rpartition(":")[2]
     ended = run_here("up", "--port", port, "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
     assert f"--port {port}" in ended.stderr and "pipeline" not in ended.stderr
@@ -147,12 +147,12 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
     rows = Settings().compact_early_rows  # the job's own default, since the broker is not to compact
     options = ["--compact-rows", "0", "--compact-interval-ms", "1s"]
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
-        uri = up.wait_line(event="ready")["endpoint"]
+        ready = up.wait_line(event="ready")
         up.wait_line(event="pipeline", state="started")
-        with Timeball(uri) as ball:
+        with client_of(ready) as ball:
             ball.send_many([{"body": "x", "after": "3600s"} for _ in range(rows)], topic="orders")
             _await_table(ball, rows)
-        audited = timeball("audit", "--json", "--endpoint", uri)
+        audited = timeball("audit", "--json", "--endpoint", ready["endpoint"])
         report = json.loads(audited.stdout)
         assert (audited.returncode, report["ok"], report["accepted"]) == (0, True, rows)
         family = psutil.Process(up.pid).children(recursive=True)
@@ -170,11 +170,11 @@ def test_after_a_kill_of_the_jvm_the_ledger_goes_on(tmp_path: Path) -> None:
     """In a new process; meanwhile the job says that it failed, and why."""
     options = ["--compact-rows", "1000", "--compact-interval-ms", "1s"]
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
-        uri = up.wait_line(event="ready")["endpoint"]
+        ready = up.wait_line(event="ready")
         for life in (1, 2):
-            with Timeball(uri) as ball:
+            with client_of(ready) as ball:
                 ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
-                _await_ledger(uri, ball.status()["log"]["durable_seq"])
+                _await_ledger(ready["endpoint"], ball.status()["log"]["durable_seq"])
             if life == 1:
                 [jvm] = [p for p in psutil.Process(up.pid).children(recursive=True) if "java" in p.name()]
                 jvm.kill()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 
-NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+NOWHERE = "http://127.0.0.1:1"  # a port that nothing may listen on
+NO_FLIGHT = "grpc://127.0.0.1:1"
 
 
 def assert_says_how_to_reach_one(ended: subprocess.CompletedProcess[str], endpoint: str = NOWHERE) -> None:

@@ -1,5 +1,7 @@
 """A client and a fork, in separate processes: `python forked.py ENDPOINT CASE`. Prints a line for each child's call.
 
+The endpoint is an HTTP address, for operations, or one of Flight, for columns.
+
 made      the parent makes a client, the child uses it
 used      the parent uses it, the child as well, and makes a new one
 pool      the same with multiprocessing's own way to fork
@@ -17,25 +19,35 @@ import threading
 import time
 from collections.abc import Callable
 
+import pyarrow as pa
+
 from timeball import AsyncTimeball, Timeball, Worker
 from timeball.spark.endpoint import Endpoint
 
 TIMEOUT_MS = 2_000
 
 
-# Flight's clients also have columns.
-COLUMNS = ("pull_batch", "commit", "read_log", "read_queue", "reserve", "compact", "a new endpoint")
-
-
 def calls(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
     """Every call of a client of this protocol."""
-    found = every_call(ball, endpoint)
-    return (
-        found if endpoint.startswith("grpc") else {name: found[name] for name in found if name not in COLUMNS}
-    )
+    return {**(columns if endpoint.startswith("grpc") else operations)(ball, endpoint), "close": ball.close}
 
 
-def every_call(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
+def columns(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
+    table = pa.table({"topic": ["forked"], "body": [b"x"]})
+    return {
+        "send_many": lambda: ball.send_many(table),
+        "browse": lambda: ball.browse("forked"),
+        "read_log": lambda: ball.read_log(1, 2).read_all(),
+        "read_queue": lambda: ball.read_queue("forked", 0, 0, 1).read_all(),
+        "reserve": lambda: ball.reserve(1),
+        "compact": ball.compact,
+        "asyncio": lambda: asyncio.run(ask(endpoint)),
+        "a new client": lambda: Timeball(endpoint, timeout_ms=TIMEOUT_MS).reserve(1),
+        "a new endpoint": lambda: Endpoint(endpoint, patience_s=1).status(),
+    }
+
+
+def operations(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
     return {
         "status": ball.status,
         "topics": ball.topics,
@@ -46,20 +58,13 @@ def every_call(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]
         "cancel": lambda: ball.cancel("nobody"),
         "reschedule": lambda: ball.reschedule("nobody", after="1s"),
         "pull": lambda: ball.pull("forked", "g", wait=0),
-        "pull_batch": lambda: ball.pull_batch("forked", "g", wait=0),
-        "commit": lambda: ball.commit("forked", "g"),
-        "ack": lambda: ball.ack(ball.pull("forked", "h", wait=0), "h"),
+        "ack": lambda: ball.ack(ball.pull("forked", "h", wait=0)),
         "consume": lambda: list(ball.consume("forked", "i", until_idle="0.01s")),
         "offsets": lambda: ball.offsets("g", "forked"),
-        "read_log": lambda: ball.read_log(1, 2).read_all(),
-        "read_queue": lambda: ball.read_queue("forked", 0, 0, 1).read_all(),
-        "reserve": lambda: ball.reserve(1),
-        "compact": ball.compact,
+        "commit": lambda: ball.commit("forked", "g", {}),
         "worker": lambda: work(ball),
         "asyncio": lambda: asyncio.run(ask(endpoint)),
         "a new client": lambda: Timeball(endpoint, timeout_ms=TIMEOUT_MS).status(),
-        "a new endpoint": lambda: Endpoint(endpoint, patience_s=1).status(),
-        "close": ball.close,
     }
 
 
@@ -77,7 +82,7 @@ def work(ball: Timeball) -> None:
 async def ask(endpoint: str) -> None:
     """Make a call of an asynchronous client."""
     async with AsyncTimeball(endpoint, timeout_ms=TIMEOUT_MS) as ball:
-        await ball.status()
+        await (ball.reserve(1) if endpoint.startswith("grpc") else ball.status())
 
 
 def child(ball: Timeball, endpoint: str) -> None:
@@ -127,6 +132,13 @@ def load(ball: Timeball) -> None:
     sys.exit(max(ended))
 
 
+def use(ball: Timeball, endpoint: str) -> bool:
+    """Send a message, so that the client has a connection."""
+    if endpoint.startswith("grpc"):
+        return ball.send_many(pa.table({"topic": ["forked"], "body": [b"x"]})).rows == 1
+    return ball.send("forked", "x").seq > 0
+
+
 def main(endpoint: str, case: str) -> None:
     """Fork as the case says."""
     ball = Timeball(endpoint, timeout_ms=30_000 if case == "load" else TIMEOUT_MS)
@@ -134,10 +146,14 @@ def main(endpoint: str, case: str) -> None:
         ball.create_topic("forked-idle")
         load(ball)
     if case != "made":
-        ball.send("forked", "of the parent")
+        use(ball, endpoint)
     if case == "polling":
-        threading.Thread(target=lambda: ball.pull("forked", "p", wait="30s"), daemon=True).start()
-        ball.pull("forked", "g", wait=0)
+        read = ball.browse if endpoint.startswith("grpc") else ball.pull
+        group = "" if endpoint.startswith("grpc") else "p"
+        threading.Thread(
+            target=lambda: [read("forked", group, wait="30s") for _ in range(2)], daemon=True
+        ).start()
+        use(ball, endpoint)
     if case == "pool":
         process = multiprocessing.get_context("fork").Process(target=child, args=(ball, endpoint))
         process.start()
@@ -149,7 +165,7 @@ def main(endpoint: str, case: str) -> None:
     else:
         child(ball, endpoint)
         sys.exit()  # as a worker of gunicorn ends: all objects are freed
-    print(f"parent: {ball.send('forked', 'still').seq > 0}", flush=True)
+    print(f"parent: {use(ball, endpoint)}", flush=True)
     os._exit(0)  # a thread may still wait in its pull
 
 

@@ -1,4 +1,4 @@
-"""A message over Flight is a view of its row."""
+"""A browsed message is a view of its row."""
 
 import pyarrow as pa
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
@@ -14,116 +15,112 @@ from timeball.model.errors import NotFound, RequestError
 from timeball.model.limits import DAY_MS, HOUR_MS
 
 
-@pytest.fixture(scope="session")
-def node(flight_node: RunningNode) -> RunningNode:
-    """This module is about Flight."""
-    return flight_node
-
-
-def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
+def send(columns: Timeball, topic: str, count: int) -> list[bytes]:
     bodies = [b"%d" % i for i in range(count)]
-    ball.send_many([{"body": body} for body in bodies], topic=topic)
+    columns.send_many([{"body": body} for body in bodies], topic=topic)
     return bodies
 
 
-def pull_all(ball: Timeball, topic: str, group: str, count: int) -> list[Message]:
+def pull_all(columns: Timeball, topic: str, group: str, count: int) -> list[Message]:
     got: list[Message] = []
     while len(got) < count:
-        got += ball.browse(topic, group, max_messages=7)
+        got += columns.browse(topic, group, max_messages=7)
     return got
 
 
-def test_pulls_go_on_and_a_new_client_begins_at_the_commit(node: RunningNode, ball: Timeball) -> None:
-    bodies = send(ball, "pulled", 50)
-    first = pull_all(ball, "pulled", "g", 50)
+def test_pulls_go_on_and_a_new_client_begins_at_the_commit(node: RunningNode, columns: Timeball) -> None:
+    bodies = send(columns, "pulled", 50)
+    first = pull_all(columns, "pulled", "g", 50)
     assert sorted(m.body for m in first) == sorted(bodies)
-    with Timeball(node.endpoint) as other:  # nothing was committed
+    with node.client() as other:  # nothing was committed
         assert len(pull_all(other, "pulled", "g", 50)) == 50
-    ball.commit("pulled", "g")
-    with Timeball(node.endpoint) as third:
+    columns.commit("pulled", "g")
+    with node.client() as third:
         assert third.browse("pulled", "g", wait=0) == []
         assert sum(third.offsets("g", "pulled").values()) == 50
 
 
-def test_batches_are_columns_and_move_the_position(ball: Timeball) -> None:
-    send(ball, "columns", 30)
-    batch = ball.browse_batch("columns", "g", max_messages=30)
+def test_batches_are_columns_and_move_the_position(columns: Timeball) -> None:
+    send(columns, "columns", 30)
+    batch = columns.browse_batch("columns", "g", max_messages=30)
     while batch.num_rows < 30:
         batch = (
-            batch.slice(0, 0) if batch.num_rows == 30 else _joined(batch, ball.browse_batch("columns", "g"))
+            batch.slice(0, 0)
+            if batch.num_rows == 30
+            else _joined(batch, columns.browse_batch("columns", "g"))
         )
     offsets = batch.column("queue_offset").to_numpy()
     queues = batch.column("queue_id").to_numpy()
     for queue in np.unique(queues):
         assert offsets[queues == queue].tolist() == list(range((queues == queue).sum()))
-    assert ball.browse_batch("columns", "g", wait=0).num_rows == 0
+    assert columns.browse_batch("columns", "g", wait=0).num_rows == 0
 
 
-def test_a_late_group_may_begin_at_the_end(ball: Timeball) -> None:
-    send(ball, "latest", 5)
-    assert ball.browse("latest", "late", wait=0, start="latest") == []
-    ball.send("latest", "new")
-    assert [m.body for m in ball.browse("latest", "late", wait="10s")] == [b"new"]
+def test_a_late_group_may_begin_at_the_end(columns: Timeball) -> None:
+    send(columns, "latest", 5)
+    assert columns.browse("latest", "late", wait=0, start="latest") == []
+    columns.send("latest", "new")
+    assert [m.body for m in columns.browse("latest", "late", wait="10s")] == [b"new"]
 
 
-def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
-    ball.create_topic("polled", 1)
-    receipt = ball.send("polled", "later", after="200ms")
-    (message,) = ball.browse("polled", "g", wait="60s")
+def test_a_long_poll_ends_with_the_message(columns: Timeball) -> None:
+    columns.create_topic("polled", 1)
+    receipt = columns.send("polled", "later", after="200ms")
+    (message,) = columns.browse("polled", "g", wait="60s")
     assert message.body == b"later" and message.id == receipt.id and message.scheduled_seq == receipt.seq
     assert message.due_ms == receipt.due_ms
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
 
 
-def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode, ball: Timeball) -> None:
-    past_ms = ball.status()["now_ms"] - DAY_MS
-    assert ball.send("overdue", b"x", at=past_ms).past_ms >= DAY_MS
-    assert ball.send("other", b"x").past_ms == ball.send("other", b"x", after=0).past_ms == 0
-    (message,) = ball.browse("overdue", "g", wait="60s")
+def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode, columns: Timeball) -> None:
+    past_ms = columns.status()["now_ms"] - DAY_MS
+    assert columns.send("overdue", b"x", at=past_ms).past_ms >= DAY_MS
+    assert columns.send("other", b"x").past_ms == columns.send("other", b"x", after=0).past_ms == 0
+    (message,) = columns.browse("overdue", "g", wait="60s")
     assert message.due_ms == past_ms  # as it was asked for
     assert message.lateness_ms is not None and message.lateness_ms < HOUR_MS
-    assert ball.status()["lateness"]["max_ms"] < HOUR_MS
+    assert columns.status()["lateness"]["max_ms"] < HOUR_MS
 
 
-def test_send_many_counts_the_rows_that_were_due_in_the_past(node: RunningNode, ball: Timeball) -> None:
-    now_ms = ball.status()["now_ms"]
+def test_send_many_counts_the_rows_that_were_due_in_the_past(node: RunningNode, columns: Timeball) -> None:
+    now_ms = columns.status()["now_ms"]
     rows: list[dict[str, object]] = [{"body": b"x", "at": now_ms - HOUR_MS * at} for at in (1, 24)]
     rows += [{"body": b"x"}, {"body": b"x", "after": "0ms"}, {"body": b"x", "at": now_ms + DAY_MS}]
-    summary = ball.send_many(rows, topic="overdue-many", retry=True)
+    summary = columns.send_many(rows, topic="overdue-many", retry=True)
     assert summary.past_rows == 2 and DAY_MS <= summary.past_ms < DAY_MS + HOUR_MS
-    parts = ball.send_many(rows, topic="overdue-many", batch_rows=1)
+    parts = columns.send_many(rows, topic="overdue-many", batch_rows=1)
     assert (parts.past_rows, parts.past_ms >= DAY_MS) == (2, True)
-    plain = ball.send_many([{"body": b"x"}], topic="overdue-many")
+    plain = columns.send_many([{"body": b"x"}], topic="overdue-many")
     assert (plain.past_rows, plain.past_ms) == (0, 0)
-    assert len(ball.browse("overdue-many", "g", wait="60s")) > 0
-    assert ball.status()["lateness"]["max_ms"] < HOUR_MS
+    assert len(columns.browse("overdue-many", "g", wait="60s")) > 0
+    assert columns.status()["lateness"]["max_ms"] < HOUR_MS
 
 
-def test_queues_added_later_are_found(ball: Timeball) -> None:
-    ball.create_topic("grown", 1)
-    assert ball.browse("grown", "g", wait=0) == []
-    ball.create_topic("grown", 4)
-    ball.send_many([{"body": "x", "queue_id": 3}], topic="grown")
-    got = ball.browse("grown", "g") or ball.browse("grown", "g", wait="10s")
+def test_queues_added_later_are_found(columns: Timeball) -> None:
+    columns.create_topic("grown", 1)
+    assert columns.browse("grown", "g", wait=0) == []
+    columns.create_topic("grown", 4)
+    columns.send_many(pa.table({"body": [b"x"], "queue_id": [3]}), topic="grown")
+    got = columns.browse("grown", "g") or columns.browse("grown", "g", wait="10s")
     assert [m.queue_id for m in got] == [3]
 
 
-def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
+def test_unknown_topics_and_impossible_sizes(columns: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
-        ball.browse("nowhere", "g", wait=0)
+        columns.browse("nowhere", "g", wait=0)
     with pytest.raises(RequestError, match="max_messages"):
-        ball.browse("nowhere", "g", max_messages=0)
+        columns.browse("nowhere", "g", max_messages=0)
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
 def test_a_consumer_may_come_before_the_topic(
-    node: RunningNode, ball: Timeball, start: Literal["earliest", "latest"]
+    node: RunningNode, columns: Timeball, start: Literal["earliest", "latest"]
 ) -> None:
     topic = f"not-yet-{start}"
     got: list[Message] = []
 
     def consume() -> None:
-        with Timeball(node.endpoint) as early:
+        with node.client() as early:
             while len(got) < 3:
                 got.extend(early.browse(topic, "g", wait=f"{BOUND_S}s", start=start))
 
@@ -131,22 +128,20 @@ def test_a_consumer_may_come_before_the_topic(
     waiting.start()
     waiters = node.broker.waiters
     eventually(lambda: topic in waiters._by_topic, "it waits, and makes no topic")
-    assert topic not in ball.topics()
-    bodies = send(ball, topic, 3)
+    assert topic not in columns.topics()
+    bodies = send(columns, topic, 3)
     waiting.join(BOUND_S)
     assert sorted(message.body for message in got) == bodies
 
 
 def test_waiting_for_a_topic_ends_and_makes_none_where_that_is_not_allowed(tmp_path: Path) -> None:
-    with running_node(tmp_path / "d", auto_create_topics=False) as strict, Timeball(strict.endpoint) as ball:
+    with running_node(tmp_path / "d", auto_create_topics=False) as strict, strict.client() as columns:
         with pytest.raises(NotFound, match="auto-create-topics"):
-            ball.browse("nowhere", "g", wait="10s")
-        assert ball.topics() == {}
-        ball.create_topic("somewhere")
-        assert ball.browse("somewhere", "g", wait="50ms") == []
+            columns.browse("nowhere", "g", wait="10s")
+        assert columns.topics() == {}
+        columns.create_topic("somewhere")
+        assert columns.browse("somewhere", "g", wait="50ms") == []
 
 
 def _joined(a: object, b: object):  # type: ignore[no-untyped-def]
-    import pyarrow as pa
-
     return pa.Table.from_batches([a, b]).combine_chunks().to_batches()[0]

@@ -16,13 +16,6 @@ from timeball.client.attempts import RETRY_PAUSES_S, NotSent
 from timeball.client.calls import Calls, translate, translated
 from timeball.model.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
 
-
-@pytest.fixture(scope="session")
-def node(flight_node: RunningNode) -> RunningNode:
-    """This module is about Flight."""
-    return flight_node
-
-
 NOBODY = "grpc://127.0.0.1:1"
 
 
@@ -36,7 +29,8 @@ def test_an_endpoint_must_look_like_one(endpoint: str) -> None:
 def test_answers_are_typed(node: RunningNode) -> None:
     there = Calls(node.endpoint, 30_000)
     assert there.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
-    assert there.action("topics", b"{}", dict[str, Any]).keys() == {"topics"}
+    answer = there.action("source_positions", b'{"source":"none"}', dict[str, dict[int, int]])
+    assert answer == {"positions": {}}
     there.close()
 
 
@@ -147,7 +141,7 @@ def test_the_next_node_is_asked_when_one_does_not_answer(node: RunningNode) -> N
 
 def test_a_send_goes_to_the_next_node_when_one_does_not_answer(node: RunningNode) -> None:
     with Timeball(f"{NOBODY},{node.endpoint.removeprefix('grpc://')}") as ball:
-        assert ball.send("nodes", "hello").seq > 0
+        assert ball.send_many(pa.table({"body": [b"hello"]}), topic="nodes").rows == 1
 
 
 @pytest.mark.parametrize(
@@ -215,7 +209,7 @@ def test_a_web_server_that_speaks_http_2_is_no_broker() -> None:
         thread.start()
         endpoint = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
         with Timeball(endpoint, timeout_ms=5_000) as ball, pytest.raises(Unavailable) as told:
-            ball.status()
+            ball.reserve(1)
         assert endpoint in str(told.value) and "7400" in str(told.value)
 
 

@@ -24,10 +24,10 @@ class Group:
         self.renewed: list[Message] = []
         self.lost: set[Message] = set()
 
-    def ack(self, messages: list[Message], group: None) -> None:
+    def ack(self, messages: list[Message]) -> None:
         self.acked += messages
 
-    def give_back(self, messages: list[Message], group: None) -> None:
+    def give_back(self, messages: list[Message]) -> None:
         self.back += [(message, False) for message in messages]
 
     def change(self, messages: list[Message], lease_ms: int, *, counts: bool) -> list[bool]:
@@ -46,7 +46,7 @@ def clock() -> ManualClock:
 class Feed:
     """Messages that arrive read by read. An empty read takes its whole wait. `unread` are returned at the end."""
 
-    def __init__(self, clock: ManualClock, reads: list[list[Message]], ack_rows: int | None) -> None:
+    def __init__(self, clock: ManualClock, reads: list[list[Message]], ack_rows: int) -> None:
         self._clock, self._reads, self.ack_rows = clock, reads, ack_rows
         self.unread: list[Message] = []
         self.waits_ms: list[int] = []
@@ -63,8 +63,8 @@ class Feed:
         return unread
 
 
-def loop_over(clock: ManualClock, group: Group, pulls: list[list[Message]], **options: Any) -> ConsumeLoop:
-    feed = Feed(clock, pulls, None)
+def loop_over(clock: ManualClock, group: Group, reads: list[list[Message]], **options: Any) -> ConsumeLoop:
+    feed = Feed(clock, reads, 256)
     return ConsumeLoop(group, clock, feed, **{"lease": "60s", **options})  # type: ignore[arg-type]
 
 
@@ -77,6 +77,8 @@ def test_a_message_is_dealt_with_when_the_next_one_is_asked_for(clock: ManualClo
     assert loop.next() is first and group.acked == []
     assert loop.next() is second and group.acked == []
     assert loop.next() is None
+    loop.work()  # waits a moment for another one
+    assert group.acked == []
     loop.work()
     assert group.acked == [first, second]
 
@@ -126,7 +128,7 @@ def test_it_is_over_when_nothing_has_come_for_so_long_or_it_was_stopped(clock: M
         if loop.next() is None:
             loop.work()
         turns += 1
-    assert turns == 4  # pulls one, hands it out, pulls nothing for five seconds, is over
+    assert turns == 5  # reads one, hands it out, waits a moment, waits five seconds, is over
     stop = threading.Event()
     stopped = loop_over(clock, Group(), [[Message()]], stop=stop)
     stopped.work()

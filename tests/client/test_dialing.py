@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from tests.accounts import guarded_node, keys
 from tests.certificates import Certificate, certificate
@@ -15,6 +16,8 @@ from timeball.client.attempts import RETRY_PAUSES_S
 from timeball.client.credentials import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS
 from timeball.model.errors import Unauthorized, Unavailable
 from timeball.spark.endpoint import Endpoint
+
+ROW = pa.table({"body": [b"x"]})
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +46,13 @@ def test_our_clients_over_tls_with_the_environment_s_keys(
 ) -> None:
     monkeypatch.setenv(TLS_ROOTS, issued.roots)
     with Timeball(tls(node)) as ball, pytest.raises(Unauthorized):
-        ball.send("orders", "x")
+        ball.send_many(ROW, topic="orders")
     root = keys("root")
     monkeypatch.setenv(ACCESS_KEY, root["access_key"])
     monkeypatch.setenv(SECRET_KEY, root["secret_key"])
     with Timeball(tls(node)) as ball:
-        seq = ball.send("orders", "x").seq
-        assert ball.send_many([{"topic": "orders", "body": str(n)} for n in range(100)]).rows == 100
+        ((seq, _),) = ball.send_many(ROW, topic="orders").ranges
+        assert ball.send_many(pa.table({"body": [b"x"] * 100}), topic="orders").rows == 100
         assert ball.read_log(seq, seq + 101).read_all().num_rows == 101
     with Endpoint(tls(node)) as there:
         assert there.status().log.durable_seq >= seq
@@ -63,7 +66,7 @@ def test_the_name_in_a_certificate_may_be_another_than_the_one_dialled(
     with guarded_node(tmp_path, **issued.settings) as node:
         monkeypatch.setenv(TLS_NAME, "broker.example")
         with Timeball(tls(node), tls_roots=Path(issued.roots).read_bytes(), **keys("shop")) as ball:
-            assert ball.send("orders", "x").seq == 2
+            assert ball.send_many(ROW, topic="orders").ranges == [(2, 1)]
 
 
 def test_another_s_certificate_is_not_believed_and_plain_text_is_not_answered(
@@ -73,6 +76,6 @@ def test_another_s_certificate_is_not_believed_and_plain_text_is_not_answered(
     stranger = Path(certificate(tmp_path).roots).read_bytes()
     with Timeball(tls(node), tls_roots=stranger, **keys("shop")) as ball:
         with pytest.raises(Unavailable, match="certificate verify failed"):
-            ball.create_topic("orders")
+            ball.reserve(1)
     with Timeball(node.endpoint, **keys("shop")) as ball, pytest.raises(Unavailable):
-        ball.create_topic("orders")
+        ball.reserve(1)

@@ -60,7 +60,7 @@ NUMBERS = count(1)
 def configured(broker: TestBroker) -> Iterator[None]:
     """Topics of its own for each test."""
     shop.RUNS.clear()
-    with override_settings(TASKS=tasks(broker.http_url, prefix=f"t{next(NUMBERS)}-", results="default")):
+    with override_settings(TASKS=tasks(broker.endpoint, prefix=f"t{next(NUMBERS)}-", results="default")):
         yield
 
 
@@ -193,7 +193,7 @@ def test_a_task_is_sent_when_the_transaction_is_committed() -> None:
 
 
 def test_a_task_is_sent_in_the_transaction_if_the_project_says_so(broker: TestBroker) -> None:
-    with override_settings(TASKS=tasks(broker.http_url, prefix="own-", enqueue_on_commit=False)):
+    with override_settings(TASKS=tasks(broker.endpoint, prefix="own-", enqueue_on_commit=False)):
         with pytest.raises(ZeroDivisionError), transaction.atomic():
             result = shop.note.enqueue("sent")
             raise ZeroDivisionError
@@ -203,7 +203,7 @@ def test_a_task_is_sent_in_the_transaction_if_the_project_says_so(broker: TestBr
 
 def test_a_send_whose_answer_is_lost_is_one_task(broker: TestBroker) -> None:
     with (
-        cutting_proxy(broker.http_url) as proxy,
+        cutting_proxy(broker.endpoint) as proxy,
         override_settings(TASKS=tasks(proxy.endpoint, prefix="cut-")),
     ):
         shop.note.enqueue("the connection is made")
@@ -211,7 +211,7 @@ def test_a_send_whose_answer_is_lost_is_one_task(broker: TestBroker) -> None:
         ids: list[str] = []
         thread = threading.Thread(target=lambda: ids.append(shop.note.enqueue("once").id))
         thread.start()
-        with Timeball(broker.http_url) as ball:
+        with Timeball(broker.endpoint) as ball:
             eventually(lambda: sum(q.max for q in ball.queues("cut-default").values()) == 2, "sent")
             proxy.cut()
             thread.join(BOUND_S)
@@ -258,7 +258,7 @@ def test_a_task_that_fails_runs_again_by_the_retry_policy(broker: TestBroker) ->
 
 def test_after_its_last_attempt_a_task_is_a_dead_letter(broker: TestBroker) -> None:
     with (
-        override_settings(TASKS=tasks(broker.http_url, max_attempts=2, prefix="dead-", results="default")),
+        override_settings(TASKS=tasks(broker.endpoint, max_attempts=2, prefix="dead-", results="default")),
         heard() as signals,
         working(),
     ):
@@ -322,7 +322,7 @@ def _nacked(ball: Timeball, message_id: str) -> bool:
 
 
 def test_without_a_cache_a_result_has_its_status_and_no_return_value(broker: TestBroker) -> None:
-    with override_settings(TASKS=tasks(broker.http_url)), working():
+    with override_settings(TASKS=tasks(broker.endpoint)), working():
         result = shop.note.enqueue("x")
         wait_for(result, "SUCCESSFUL")
         assert result.started_at is None and result.attempts == 1
@@ -431,11 +431,11 @@ def bodies(ball: Timeball, topic: str) -> Iterator[str]:
         yield message.body.decode()
 
 
-def test_the_command_runs_tasks_until_it_is_stopped(http_node: RunningNode) -> None:
+def test_the_command_runs_tasks_until_it_is_stopped(node: RunningNode) -> None:
     with (
-        override_settings(TASKS=tasks(http_node.endpoint)),
-        Timeball(http_node.endpoint) as ball,
-        worker_process(http_node.endpoint, "--threads", "2") as process,
+        override_settings(TASKS=tasks(node.http_endpoint)),
+        Timeball(node.http_endpoint) as ball,
+        worker_process(node.http_endpoint, "--threads", "2") as process,
     ):
         shop.forward.using(queue_name="mail").enqueue("forwarded", "a")
         shop.forward.enqueue("forwarded", "b")
@@ -453,17 +453,17 @@ def test_the_command_runs_tasks_until_it_is_stopped(http_node: RunningNode) -> N
 
 
 @pytest.mark.slow
-def test_tasks_whose_workers_are_killed_run_again(http_node: RunningNode) -> None:
+def test_tasks_whose_workers_are_killed_run_again(node: RunningNode) -> None:
     """Processes end in the middle of every tenth task, and twice all of them at once with kill -9."""
     words = [str(number) for number in range(200)]
-    with override_settings(TASKS=tasks(http_node.endpoint)), Timeball(http_node.endpoint) as ball:
+    with override_settings(TASKS=tasks(node.http_endpoint)), Timeball(node.http_endpoint) as ball:
         for word in words:
             shop.forward_or_die.enqueue("survived", word)
         seen: Counter[str] = Counter()
         arriving = bodies(ball, "survived")
         for kill_at in (60, 130, None):
             options = ("--processes=2", "--threads=2", "--lease=2s", "--queue=default")
-            with worker_process(http_node.endpoint, *options):
+            with worker_process(node.http_endpoint, *options):
                 while len(seen) < (kill_at or len(words)):
                     seen[next(arriving)] += 1
         arriving.close()

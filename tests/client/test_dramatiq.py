@@ -21,7 +21,7 @@ from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.middleware import Retries
 from tests.bounds import BOUND_S
 from tests.cli.processes import environment
-from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import InvalidName, RequestError, Timeball
 from timeball.client.dramatiq import TimeballBroker
@@ -31,15 +31,15 @@ NUMBERS = count(1)
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[TestBroker]:
+def kit() -> Iterator[TestBroker]:
     with TestBroker() as broker:
         yield broker
 
 
 @pytest.fixture
-def broker(node: TestBroker) -> Iterator[TimeballBroker]:
+def broker(kit: TestBroker) -> Iterator[TimeballBroker]:
     """Topics of its own for each test."""
-    found = TimeballBroker(Timeball(node.http_url), prefix=f"t{next(NUMBERS)}-")
+    found = TimeballBroker(Timeball(kit.endpoint), prefix=f"t{next(NUMBERS)}-")
     yield found
     found.close()
 
@@ -64,18 +64,16 @@ def in_group(broker: TimeballBroker, queue: str = "default") -> tuple[int, int]:
     return group.lag, group.in_flight
 
 
-def test_a_message_with_a_delay_is_delivered_at_its_due_time(
-    broker: TimeballBroker, node: TestBroker
-) -> None:
+def test_a_message_with_a_delay_is_delivered_at_its_due_time(broker: TimeballBroker, kit: TestBroker) -> None:
     seen: list[int] = []
     run = actor(broker, seen.append)
     with working(broker):
         run.send_with_options(args=(17,), delay=timedelta(days=40))
-        node.assert_scheduled(broker.topic("default"), after="40d")
-        node.clock.advance("39d")
+        kit.assert_scheduled(broker.topic("default"), after="40d")
+        kit.clock.advance("39d")
         broker.join("default", timeout=BOUND_S * 1000)
         assert seen == []
-        node.clock.advance("1d")
+        kit.clock.advance("1d")
         eventually(lambda: seen == [17], "delivered")
         broker.join("default", timeout=BOUND_S * 1000)
     assert in_group(broker) == (0, 0)
@@ -99,14 +97,14 @@ def test_messages_are_processed_once_in_their_queues(broker: TimeballBroker) -> 
     assert sorted(seen) == sorted((("mail", "other")[number % 2], number) for number in range(20))
 
 
-def test_a_message_is_cancelled_by_its_id(broker: TimeballBroker, node: TestBroker) -> None:
+def test_a_message_is_cancelled_by_its_id(broker: TimeballBroker, kit: TestBroker) -> None:
     seen: list[int] = []
     message = actor(broker, seen.append).send_with_options(args=(1,), delay=60_000)
     assert [each.verdict for each in broker.ball.cancel(key=message.message_id)] == ["cancelled"]
-    assert node.pending(broker.topic("default")) == []
+    assert kit.pending(broker.topic("default")) == []
 
 
-def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, node: TestBroker) -> None:
+def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, kit: TestBroker) -> None:
     attempts: list[int] = []
 
     def fail_once() -> None:
@@ -116,10 +114,10 @@ def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, node: TestBro
 
     actor(broker, fail_once, min_backoff=3_600_000, max_backoff=3_600_000).send()
     with working(broker):
-        eventually(lambda: node.pending(broker.topic("default")), "the retry is scheduled")
+        eventually(lambda: kit.pending(broker.topic("default")), "the retry is scheduled")
         broker.join("default", timeout=BOUND_S * 1000)
         # Not further: the lease of the retry would end.
-        node.clock.advance_to(node.assert_scheduled(broker.topic("default")).due)
+        kit.clock.advance_to(kit.assert_scheduled(broker.topic("default")).due)
         eventually(lambda: len(attempts) == 2, "the retry has run")
         broker.join("default", timeout=BOUND_S * 1000)
     assert broker.ball.dead_letters(broker.topic("default")).dead_letters == []
@@ -149,14 +147,14 @@ def test_a_message_that_is_not_of_dramatiq_is_a_dead_letter(broker: TimeballBrok
     assert sorted(letter.body for letter in letters) == [b"no JSON", b"{}"]
 
 
-def test_a_message_whose_workers_die_becomes_a_dead_letter(broker: TimeballBroker, node: TestBroker) -> None:
+def test_a_message_whose_workers_die_becomes_a_dead_letter(broker: TimeballBroker, kit: TestBroker) -> None:
     actor(broker, print).send("x")
     attempts, letters, topic = 0, list[Any](), broker.topic("default")
     while not letters:
         if next(broker.consume("default", timeout=10)) is not None:
             attempts += 1
             broker._held.clear()  # as by kill -9: nobody answers
-        node.clock.advance("61s")
+        kit.clock.advance("61s")
         letters = broker.ball.dead_letters(topic).dead_letters
     assert attempts == 17 and [letter.attempts for letter in letters] == [17]
 
@@ -188,7 +186,7 @@ def test_a_worker_holds_no_more_than_it_may_prefetch_and_gives_back_the_rest(bro
     assert len(left) == 18 and {message.attempts for message in left} == {0}
 
 
-def test_a_flush_drops_what_is_due_and_what_is_scheduled(broker: TimeballBroker, node: TestBroker) -> None:
+def test_a_flush_drops_what_is_due_and_what_is_scheduled(broker: TimeballBroker, kit: TestBroker) -> None:
     seen: list[int] = []
     run = actor(broker, seen.append)
     broker.declare_queue("unused")
@@ -197,7 +195,7 @@ def test_a_flush_drops_what_is_due_and_what_is_scheduled(broker: TimeballBroker,
         run.send(number)
         run.send_with_options(args=(number,), delay=60_000)
     broker.flush_all()
-    assert node.pending(broker.topic("default")) == []
+    assert kit.pending(broker.topic("default")) == []
     with working(broker):
         run.send(99)
         broker.join("default", timeout=BOUND_S * 1000)
@@ -212,20 +210,20 @@ def test_a_join_ends_after_its_time_or_when_nothing_was_sent(broker: TimeballBro
         broker.join("default", timeout=1, interval=1)
 
 
-def test_what_cannot_be_is_refused_by_name(broker: TimeballBroker, node: TestBroker) -> None:
+def test_what_cannot_be_is_refused_by_name(broker: TimeballBroker, kit: TestBroker) -> None:
     with pytest.raises(InvalidName, match=r"with\.dot"):
         broker.declare_queue("with.dot")
     with pytest.raises(QueueNotFound):
         broker.consume("never declared")
-    with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="http://"):
+    with Timeball(kit.flight) as ball, pytest.raises(RequestError, match="http://"):
         TimeballBroker(ball)
 
 
 # ---- with the real clock ------------------------------------------------------------------------------------
 
 
-def test_an_actor_may_take_many_leases(http_node: RunningNode) -> None:
-    broker = TimeballBroker(Timeball(http_node.endpoint), prefix="leased-", lease="300ms")
+def test_an_actor_may_take_many_leases(node: RunningNode) -> None:
+    broker = TimeballBroker(Timeball(node.http_endpoint), prefix="leased-", lease="300ms")
     attempts: list[int] = []
     may_end = threading.Event()
 
@@ -253,8 +251,8 @@ def test_an_actor_may_take_many_leases(http_node: RunningNode) -> None:
 
 
 def test_a_retry_that_cannot_be_sent_does_not_lose_the_message(tmp_path: Path, no_pauses: None) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode) as node:
-        broker = TimeballBroker(Timeball(node.endpoint), middleware=[Retries()])
+    with running_node(tmp_path / "data") as node:
+        broker = TimeballBroker(Timeball(node.http_endpoint), middleware=[Retries()])
         message_id = actor(broker, print).send("x").message_id
         consumer = broker.consume("default", timeout=1_000)
         message = next(consumer)
@@ -273,8 +271,8 @@ def test_a_retry_that_cannot_be_sent_does_not_lose_the_message(tmp_path: Path, n
 
 
 def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode) as node:
-        broker = TimeballBroker(Timeball(node.endpoint))
+    with running_node(tmp_path / "data") as node:
+        broker = TimeballBroker(Timeball(node.http_endpoint))
         run = actor(broker, print)
         run.send("x")
         consumer = broker.consume("default", timeout=10)
@@ -291,10 +289,10 @@ def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: N
 
 
 @pytest.mark.slow
-def test_messages_whose_workers_are_killed_run_again(http_node: RunningNode) -> None:
+def test_messages_whose_workers_are_killed_run_again(node: RunningNode) -> None:
     """Twice, kill -9 of all processes while they work."""
     words, seen = [str(number) for number in range(200)], Counter[str]()
-    with Timeball(http_node.endpoint) as ball:
+    with Timeball(node.http_endpoint) as ball:
         broker = TimeballBroker(ball)
 
         def forward(topic: str, word: str) -> None:
@@ -308,7 +306,7 @@ def test_messages_whose_workers_are_killed_run_again(http_node: RunningNode) -> 
             process = subprocess.Popen(
                 [sys.executable, "-m", "dramatiq", "tests.client.dramatiq_actors", "--processes=2", "--threads=2"],
                 start_new_session=True, stderr=subprocess.DEVNULL,
-                env=environment(SHOP_ENDPOINT=http_node.endpoint, PYTHONPATH=os.pathsep.join(sys.path)),
+                env=environment(SHOP_ENDPOINT=node.http_endpoint, PYTHONPATH=os.pathsep.join(sys.path)),
             )  # fmt: skip
             try:
                 while len(seen) < kill_at:

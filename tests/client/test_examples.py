@@ -15,7 +15,7 @@ def test_examples(name: str, node: RunningNode) -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.REPORT_ONLY_FIRST_FAILURE)
     for test in finder.find(
-        module, name, extraglobs={"endpoint": node.endpoint, "flight_endpoint": node.flight_endpoint}
+        module, name, extraglobs={"endpoint": node.http_endpoint, "flight_endpoint": node.endpoint}
     ):
         runner.run(test)
     assert runner.tries > 0
@@ -24,7 +24,7 @@ def test_examples(name: str, node: RunningNode) -> None:
 
 def test_a_wrong_example_is_noticed(node: RunningNode) -> None:
     wrong = doctest.DocTestParser().get_doctest(
-        ">>> endpoint\n'elsewhere'\n", {"endpoint": node.endpoint}, "x", None, 0
+        ">>> endpoint\n'elsewhere'\n", {"endpoint": node.http_endpoint}, "x", None, 0
     )
     report: list[str] = []
     assert doctest.DocTestRunner().run(wrong, out=report.append).failed == 1

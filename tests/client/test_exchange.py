@@ -19,13 +19,6 @@ from timeball.client.attempts import Lost, NotSent
 from timeball.client.exchange import SendExchange
 from timeball.model.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
 
-
-@pytest.fixture(scope="session")
-def node(flight_node: RunningNode) -> RunningNode:
-    """This module is about Flight."""
-    return flight_node
-
-
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 

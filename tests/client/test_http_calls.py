@@ -15,25 +15,19 @@ from tests.accounts import access_file, keys
 from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.client.cutting_proxy import cutting_proxy
-from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Forbidden, NotLeader, Timeball, TimeballError, Unauthorized, Unavailable
 from timeball.client.attempts import Lost, NotNow, NotSent, OpenRead
 from timeball.client.http_calls import HttpCalls
+from timeball.client.http_codec import Receiving, list_topics
 from timeball.client.http_connection import Request
 from timeball.io.clock import SystemClock
-from timeball.model import wire
 from timeball.model.errors import RequestError
 
 
-@pytest.fixture(scope="session")
-def node(http_node: RunningNode) -> RunningNode:
-    """This module is about HTTP."""
-    return http_node
-
-
 def address(node: RunningNode) -> str:
-    return node.endpoint.partition("://")[2]
+    return node.http_endpoint.partition("://")[2]
 
 
 @contextmanager
@@ -84,7 +78,7 @@ def problem(status: str, code: str) -> bytes:
 def test_a_node_that_is_not_there_is_left_for_the_next_one(node: RunningNode) -> None:
     with Timeball(f"http://127.0.0.1:1,{address(node)}") as ball:
         assert ball.send("several", "x").seq > 0
-        assert ball._calls.endpoint == node.endpoint, "the one that answers is kept"  # type: ignore[attr-defined]
+        assert ball._operations.endpoint == node.http_endpoint, "the one that answers is kept"
 
 
 @contextmanager
@@ -109,7 +103,7 @@ def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningN
 
 def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) -> None:
     """Another thread may switch to the next node while one connects."""
-    calls = HttpCalls(f"{node.endpoint},127.0.0.1:1", 30_000)
+    calls = HttpCalls(f"{node.http_endpoint},127.0.0.1:1", 30_000)
     first, second = calls._endpoints
 
     class Turning(SystemClock):
@@ -119,7 +113,7 @@ def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) ->
 
     calls._clock = Turning()
     for _ in range(4):
-        calls.action("topics", wire.Nothing(), dict)
+        calls.run(list_topics())
     assert all(each._node.endpoint == first for each in calls._kept[first])
     assert calls._kept[first] and not calls._kept[second]
     calls.close()
@@ -189,7 +183,7 @@ def test_a_success_of_another_server_is_an_error(body: str) -> None:
 def test_a_stream_of_another_server_is_an_error(answered: bytes) -> None:
     with answering(answered) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
-        stream = calls.open_stream(wire.Receive(topic="t", group="g", rows=1), 1, None)
+        stream = calls.open_stream(Receiving("t", "g", 1, 0, 60_000), 1, None)
         with pytest.raises(TimeballError, match="not as a broker would"):
             stream.read(30_000)
         stream.close()
@@ -211,9 +205,9 @@ def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode) ->
     for retry in (False, True):
         topic = f"cut-{retry}"
         with (
-            cutting_proxy(node.endpoint) as proxy,
+            cutting_proxy(node.http_endpoint) as proxy,
             Timeball(proxy.endpoint) as ball,
-            Timeball(node.endpoint) as look,
+            Timeball(node.http_endpoint) as look,
         ):
             ball.create_topic(topic, 1)
             with ThreadPoolExecutor(1) as pool:
@@ -231,9 +225,9 @@ def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode) ->
 
 def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode) -> None:
     with (
-        cutting_proxy(node.endpoint) as proxy,
+        cutting_proxy(node.http_endpoint) as proxy,
         Timeball(proxy.endpoint) as ball,
-        Timeball(node.endpoint) as look,
+        Timeball(node.http_endpoint) as look,
     ):
         ball.create_topic("cut-rows", 1)
         with ThreadPoolExecutor(1) as pool:
@@ -247,14 +241,14 @@ def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode) -> None:
 
 
 def test_a_call_ends_after_its_time(node: RunningNode) -> None:
-    with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint, timeout_ms=300) as ball:
+    with cutting_proxy(node.http_endpoint) as proxy, Timeball(proxy.endpoint, timeout_ms=300) as ball:
         proxy.hold()
         with pytest.raises(Lost, match="no answer in time"):
             ball.send("late", "x")
 
 
 def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data") as node, Timeball(node.http_endpoint) as ball:
         first = ball.send("again", "1", message_id="1", retry=True)
         node.stop()
         restart = threading.Thread(target=node.start)
@@ -267,7 +261,7 @@ def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_pauses")
 def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode) -> None:
-    with Timeball(node.endpoint) as ball:
+    with Timeball(node.http_endpoint) as ball:
         node.broker.log.writer._closing = True
         try:
             with pytest.raises(NotNow, match="stopping"):
@@ -277,9 +271,9 @@ def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode) -> None
 
 
 def test_a_read_that_is_cancelled_leaves_its_messages_to_others(node: RunningNode) -> None:
-    calls, read = HttpCalls(node.endpoint, 30_000), OpenRead()
-    request = wire.Receive(topic="cancelled-read", group="g", rows=1, wait_ms=60_000)
-    with ThreadPoolExecutor(1) as pool, Timeball(node.endpoint) as ball:
+    calls, read = HttpCalls(node.http_endpoint, 30_000), OpenRead()
+    request = Receiving("cancelled-read", "g", 1, 60_000, 60_000)
+    with ThreadPoolExecutor(1) as pool, Timeball(node.http_endpoint) as ball:
         ball.create_topic("cancelled-read", 1)
         receiving = pool.submit(calls.receive, request, read)
         read.cancel()
@@ -299,44 +293,44 @@ def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     roots = Path(issued.roots).read_bytes()
     stranger = Path(certificate(tmp_path / "other").roots).read_bytes()
     guarded = {"access_file": str(access_file(tmp_path)), **issued.settings}
-    with running_node(tmp_path / "data", kind=HttpNode, **guarded) as node:
+    with running_node(tmp_path / "data", **guarded) as node:
         monkeypatch.setenv("TIMEBALL_TLS_NAME", "broker.example")
-        with Timeball(node.endpoint, tls_roots=roots, **keys("shop")) as ball:
+        with Timeball(node.http_endpoint, tls_roots=roots, **keys("shop")) as ball:
             assert ball.send("orders", "x").seq > 0
             for message in ball.consume("orders", "workers", until_idle="200ms"):
                 assert message.body == b"x"
             with pytest.raises(Forbidden):
                 ball.send("news", "x")
-        with Timeball(node.endpoint, tls_roots=roots) as ball, pytest.raises(Unauthorized):
+        with Timeball(node.http_endpoint, tls_roots=roots) as ball, pytest.raises(Unauthorized):
             ball.send("orders", "x")
-        with Timeball(node.endpoint, tls_roots=stranger, **keys("shop")) as ball:
+        with Timeball(node.http_endpoint, tls_roots=stranger, **keys("shop")) as ball:
             with pytest.raises(Unavailable, match="certificate verify failed"):
                 ball.send("orders", "x")
         with pytest.raises(RequestError, match="tls_roots"):
-            Timeball(node.endpoint, tls_roots=b"no certificate")
+            Timeball(node.http_endpoint, tls_roots=b"no certificate")
 
 
 # ---- connections -------------------------------------------------------------------------------------------
 
 
 def test_a_connection_is_kept_for_the_next_call(node: RunningNode) -> None:
-    calls = HttpCalls(node.endpoint, 30_000)
+    calls = HttpCalls(node.http_endpoint, 30_000)
     for _ in range(3):
-        calls.action("topics", wire.Nothing(), dict)
+        calls.run(list_topics())
     assert len(calls._all) == 1
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: calls.action("topics", wire.Nothing(), dict), range(40)))
+        list(pool.map(lambda _: calls.run(list_topics()), range(40)))
     assert len(calls._all) <= 5
     calls.close()
     with pytest.raises(RequestError, match="closed"):
-        calls.action("topics", wire.Nothing(), dict)
+        calls.run(list_topics())
 
 
 def test_a_refused_request_leaves_its_connection_usable(node: RunningNode) -> None:
-    calls = HttpCalls(node.endpoint, 30_000)
+    calls = HttpCalls(node.http_endpoint, 30_000)
     with pytest.raises(TimeballError):
         calls.ask(Request("POST", "/v1/topics/t/messages", b"{}"), bytes, is_repeatable=False)
-    calls.action("topics", wire.Nothing(), dict)
+    calls.run(list_topics())
     assert len(calls._all) == 1
     calls.close()
 
@@ -349,7 +343,7 @@ def in_flight(node: RunningNode, topic: str) -> int:
 
 
 def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode) -> None:
-    with Timeball(node.endpoint) as ball:
+    with Timeball(node.http_endpoint) as ball:
         ball.send_many([{"body": f"{number}"} for number in range(100)], topic="slow-handler")
         held, bodies = [], []
         for message in ball.consume("slow-handler", "g", max_messages=10, until_idle="300ms"):
@@ -364,7 +358,7 @@ def test_a_stream_that_ends_at_once_is_opened_again_after_pauses() -> None:
     nothing, something = (stream_answer(*chunks, is_over=True) for chunks in ((b"\n",), (received_line(1),)))
     with answering(*4 * (nothing,), *2 * (something,)) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
-        stream = calls.open_stream(wire.Receive(topic="t", group="g", rows=1), 10, None)
+        stream = calls.open_stream(Receiving("t", "g", 1, 0, 60_000), 10, None)
         assert stream.read(1_000) == [], "opened at once, and after 0.1, 0.3 and 0.7 s"
         for _ in range(2):
             assert [message.seq for message in stream.read(30_000)] == [1]
@@ -379,7 +373,7 @@ def test_a_read_of_a_stream_takes_all_that_has_come(credit: int) -> None:
     chunks = [b"\n", *(received_line(number) for number in range(5))]
     with answering(stream_answer(*chunks)) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
-        stream = calls.open_stream(wire.Receive(topic="t", group="g", rows=1), credit, None)
+        stream = calls.open_stream(Receiving("t", "g", 1, 0, 60_000), credit, None)
         assert [message.seq for message in stream.read(30_000)] == [*range(min(credit, 5))]
         stream.close()
         calls.close()
@@ -392,7 +386,7 @@ def test_a_slow_handler_does_not_stop_the_stream(node: RunningNode, monkeypatch:
         "timeball.client.http_calls.BACKLOG_WAIT_S", 10.0
     )  # shorter than the time between empty lines
     messages = 300
-    with Timeball(node.endpoint) as ball:
+    with Timeball(node.http_endpoint) as ball:
         ball.send_many([{"body": b"\xff" * 65_536}] * messages, topic="large")
         loop = ball.consume("large", "g", max_messages=messages, lease="12h")
         next(loop)
@@ -402,7 +396,7 @@ def test_a_slow_handler_does_not_stop_the_stream(node: RunningNode, monkeypatch:
 
 
 def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNode) -> None:
-    with Timeball(node.endpoint) as ball, Timeball(node.endpoint) as other:
+    with Timeball(node.http_endpoint) as ball, Timeball(node.http_endpoint) as other:
         ball.send_many([{"body": f"{number}"} for number in range(600)], topic="left-stream")
         for _ in ball.consume("left-stream", "g", max_messages=500, lease="12h"):
             break
@@ -415,7 +409,7 @@ def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNo
 
 
 def test_a_loop_goes_on_after_a_restart(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data") as node, Timeball(node.http_endpoint) as ball:
         ball.send("through", "1")
         restart = threading.Thread(target=lambda: (node.stop(), node.start(), ball.send("through", "2")))
         bodies = []
@@ -429,8 +423,8 @@ def test_a_loop_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode, auto_create_topics=False) as node:
-        with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="nowhere"):
+    with running_node(tmp_path / "data", auto_create_topics=False) as node:
+        with Timeball(node.http_endpoint) as ball, pytest.raises(RequestError, match="nowhere"):
             next(ball.consume("nowhere", "g"))
 
 
@@ -439,12 +433,12 @@ def test_loops_that_are_left_while_messages_come_leave_no_lease_behind(node: Run
     stopping, sent = threading.Event(), list[int]()
 
     def send() -> None:
-        with Timeball(node.endpoint) as producer:
+        with Timeball(node.http_endpoint) as producer:
             while not stopping.is_set() and len(sent) < 200:
                 producer.send_many([{"body": "x"}] * 3, topic="left-under-load")
                 sent.append(3)
 
-    with Timeball(node.endpoint) as ball:
+    with Timeball(node.http_endpoint) as ball:
         ball.create_topic("left-under-load", 4)
         thread = threading.Thread(target=send)
         thread.start()

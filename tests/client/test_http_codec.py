@@ -1,14 +1,16 @@
-"""Requests and answers of the HTTP API: targets, errors, and answers of the same types as over Flight."""
+"""Requests and answers of the HTTP API: targets, errors, and answers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
 
-from timeball import Conflict, InvalidName, TimeballError
+from timeball import Conflict, InvalidMessage, InvalidName, TimeballError
 from timeball.client.attempts import Lost, NotNow
 from timeball.client.http_codec import (
-    ACTIONS,
+    Receiving,
     decode_lines,
     decode_sent,
     error_of,
@@ -30,9 +32,7 @@ def test_names_and_parameters_are_escaped() -> None:
 
 
 def test_a_receive_and_a_stream_name_what_they_want() -> None:
-    request = wire.Receive(
-        topic="t", group="g", rows=7, wait_ms=5, invisible_ms=60_000, latest=True, sql="a = 'b'"
-    )
+    request = Receiving("t", "g", 7, 5, 60_000, "latest", sql="a = 'b'")
     both = "group=g&lease=60000ms&"
     end = "start=latest&sql=a%20%3D%20%27b%27"
     assert receive_target(request) == f"/v1/topics/t/receive?{both}max=7&wait=5ms&{end}"
@@ -68,6 +68,15 @@ def test_a_message_is_one_object_and_several_are_lines() -> None:
     assert dict(several.headers)["idempotency-key"] == "t/%C3%A9 1"
 
 
+@pytest.mark.parametrize(
+    "fields", [{"tag": "\ud800"}, {"message_id": "\ud800"}, {"properties": {"a": "\ud800"}}]
+)
+def test_half_a_surrogate_pair_is_refused(fields: dict[str, Any]) -> None:
+    given = {"tag": None, "keys": None, "properties": None, "message_id": "id", **fields}
+    with pytest.raises(InvalidMessage, match="are text"):
+        send_request([outgoing("t", b"x", after=None, at=None, **given)], None, ())
+
+
 def test_the_answer_to_a_repeated_send_has_states() -> None:
     data = b'{"id":"a","seq":5,"durable":true,"outcome":"exists","state":"waiting","due_ms":9,"store_ms":7}'
     sent = decode_sent(data, 1)
@@ -88,14 +97,3 @@ def test_lines_are_messages_and_empty_ones_are_none() -> None:
     assert (message.body, message.attempts, message.queue_id, message.queue_offset) == (b"\xff", 1, 1, 3)
     assert (message.store_ms - message.due_ms, message.due_ms) == (2, 1_927_618_200_000)  # type: ignore[operator]
     assert (message.id, message.born_ms, message.keys, message.scheduled_seq) == (None, None, [], 4)
-
-
-def test_each_operation_of_flight_s_clients_has_a_request() -> None:
-    only_flight = {
-        "attach", "cancel_range", "campaign", "campaigns", "compact", "compactor", "dispatcher", "drain",
-        "report", "reserve", "source_positions", "starts",
-    }  # fmt: skip
-    assert only_flight.isdisjoint(ACTIONS)
-    assert {"get", "cancel", "reschedule", "ack", "change_invisible_time", "dead_letter", "groups"} <= set(
-        ACTIONS
-    )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pyarrow as pa
 import pytest
-from tests.node_fixture import RunningNode
+from msgspec.structs import replace
+from tests.node_fixture import RunningNode, running_node
 
-from timeball import InvalidDelay, InvalidMessage, RequestError, Timeball
+from timeball import AsyncTimeball, Conflict, InvalidDelay, InvalidMessage, RequestError, Timeball
 from timeball.client.http_codec import REQUEST_BYTES_MAX, send_request
 from timeball.client.http_sender import BATCH_ROWS, ROWS_MAX, _batches
+from timeball.client.receipts import Receipt
 from timeball.client.rows import outgoing
-
-
-@pytest.fixture(scope="session")
-def node(http_node: RunningNode) -> RunningNode:
-    """This module is about HTTP."""
-    return http_node
 
 
 def sizes(rows: object, topic: str | None = "t", batch_rows: int | None = None) -> list[int]:
@@ -69,7 +70,7 @@ def test_a_bad_row_ends_the_call_or_is_collected(ball: Timeball) -> None:
         ball.send_many([{"body": "x"}, {"body": "x", "after": None}], topic="bad-0")
 
 
-def test_columns_are_sent_over_flight(ball: Timeball) -> None:
+def test_columns_need_the_address_of_flight(ball: Timeball) -> None:
     with pytest.raises(RequestError, match="over Flight"):
         ball.send_many(pa.table({"body": [b"x"]}), topic="t")
     with pytest.raises(InvalidMessage, match="list of dicts"):
@@ -92,3 +93,125 @@ def test_a_receipt_has_the_due_time_of_the_broker(ball: Timeball) -> None:
     again = ball.send("due-http", "x", at=receipt.store_ms - 5_000)
     assert again.past_ms >= 5_000 and again.state == "visible"
     assert msgspec.structs.asdict(ball.send("due-http", "x", after="1ms"))["past_ms"] == 0
+
+
+def test_threads_share_a_client(columns: Timeball) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        receipts = list(pool.map(lambda i: columns.send("threads", str(i)), range(400)))
+    seqs = {receipt.seq for receipt in receipts}
+    assert len(seqs) == 400 and len({receipt.id for receipt in receipts}) == 400
+    rows = columns.read_log(min(seqs), max(seqs) + 1).read_all()
+    kept = {row["seq"]: (row["unique_key"], row["body"]) for row in rows.to_pylist()}
+    for number, receipt in enumerate(receipts):
+        assert kept[receipt.seq] == (receipt.id, str(number).encode())
+
+
+def test_ten_thousand_rows_are_accepted_whole_or_not_at_all(columns: Timeball) -> None:
+    rows: list[dict[str, object]] = [{"body": str(at)} for at in range(10_000)]
+    before = columns.send("whole-http", "before").seq
+    too_far = {"body": "x", "at": 9_000_000_000_000}
+    with pytest.raises(InvalidDelay, match="no row of this call was accepted") as caught:
+        columns.send_many([*rows[:7_500], too_far, *rows[7_501:]], topic="whole-http")
+    assert (caught.value.summary.accepted, caught.value.summary.unknown) == ([], [])
+    assert columns.send_many(rows, topic="whole-http").ranges[0][1] == 10_000
+    after = columns.send("whole-http", "after").seq
+    assert columns.read_log(before, after + 1, kinds=[1]).read_all().num_rows == 10_002
+
+
+def test_more_than_a_request_says_what_was_accepted_also_when_its_own_rows_are_wrong(ball: Timeball) -> None:
+    rows: list[dict[str, object]] = [{"body": "x"} for _ in range(12_000)]
+    rows[11_000] = {"body": 5}
+    with pytest.raises(InvalidMessage, match=r"accepted: rows 0 to 10239; no other row was") as caught:
+        ball.send_many(rows, topic="large-http")
+    assert sum(each.rows for each in caught.value.summary.accepted) == 10 * BATCH_ROWS
+
+
+def test_a_send_that_is_repeated_by_its_id_is_one(data: Path) -> None:
+    with running_node(data) as node, node.client() as ball:
+        sent = [ball.send("again", "1", message_id="order-1", after="1h", retry=True) for _ in range(2)]
+        node.stop()
+        node.start()
+        sent.append(ball.send("again", "1", message_id="order-1", after="1h", retry=True))
+        assert [one.outcome for one in sent] == ["created", "exists", "exists"]
+        assert [replace(one, outcome="created") for one in sent[1:]] == [sent[0], sent[0]]
+        with pytest.raises(Conflict, match="a send of other messages"):
+            ball.send("again", "2", message_id="order-1", after="1h", retry=True)
+        other = ball.send("others", "1", message_id="order-1", after="1h", retry=True)
+        assert other.seq > sent[0].seq, "another topic's ids are its own"
+
+
+def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(
+    node: RunningNode, ball: Timeball
+) -> None:
+    async def by_async(**wanted: Any) -> Receipt:
+        async with AsyncTimeball(node.http_endpoint) as other:
+            return await other.send("anew", "1", message_id="order-1", after="1h", retry=True, **wanted)
+
+    first = ball.send("anew", "1", message_id="order-1", after="1h", retry=True)
+    moved = ball.reschedule("order-1", after="3h")
+    again = asyncio.run(by_async())
+    assert (again.outcome, again.state, again.due_ms) == ("exists", "waiting", moved.due_ms)
+    assert asyncio.run(by_async(if_settled="send")) == again
+    ball.cancel("order-1")
+    assert asyncio.run(by_async()).state == "cancelled"
+    anew = asyncio.run(by_async(if_settled="send"))
+    assert (anew.outcome, anew.state) == ("created", "waiting") and anew.seq > first.seq
+    assert ball.get("order-1").seq == anew.seq
+    rows = [{"topic": "anew", "body": str(n), "message_id": f"n{n}", "after": "1h"} for n in range(2)]
+    ball.send_many(rows, retry=True)
+    (existing,) = ball.send_many(rows, retry=True).existing
+    assert (existing.first_row, [each.state for each in existing.states]) == (0, ["waiting"] * 2)
+    ball.cancel(ids=["n0", "n1"])
+    assert ball.send_many(rows, retry=True, if_settled="send").existing == []
+    for wrong in ({"if_settled": "send"}, {"if_settled": "never", "retry": True}):
+        with pytest.raises(RequestError, match="if_settled="):
+            ball.send("anew", "1", **wrong)
+
+
+def test_a_key_with_a_blank_cancels_no_other_customer(columns: Timeball) -> None:
+    """A key was split at its blank, so a cancel of "4" ended messages of others."""
+    kept = columns.send("customers", "x", keys="4", after="1h")
+    table = pa.table({"body": [b"x"], "keys": ["customer 4"]})
+    for send in (
+        lambda: columns.send("customers", "x", keys="customer 4", after="1h"),
+        lambda: columns.send_many([{"body": "x", "keys": "customer 4"}], topic="customers"),
+        lambda: columns.send_many(table, topic="customers"),
+        lambda: columns.cancel(key="customer 4"),
+        lambda: columns.reschedule(key="customer 4", after="2h"),
+    ):
+        with pytest.raises(InvalidMessage, match=r"customer 4.*a key has no blanks"):
+            send()
+    lists = pa.table(
+        {"body": [b"x", b"y"], "keys": [["customer", "five"], ["six"]], "delay_ms": [3_600_000] * 2}
+    )
+    columns.send_many(lists, topic="customers")
+    columns.send_many([{"body": "z", "keys": ["seven", "eight"], "after": "1h"}], topic="customers")
+    for key in ("five", "six", "eight"):
+        assert [each.verdict for each in columns.cancel(key=key)] == ["cancelled"]
+    assert columns.get(kept.id).state == "waiting"
+    for wrong in ({"tag": "a\x02b"}, {"message_id": "a\x01"}):
+        with pytest.raises(InvalidMessage, match="without control characters"):
+            columns.send("customers", "x", **wrong)
+
+
+def test_an_unknown_name_is_told_with_the_valid_ones(columns: Timeball) -> None:
+    with pytest.raises(
+        InvalidMessage, match=r"unknown column 'delay_s' of a row; .*valid: after, at, message_id"
+    ):
+        columns.send_many([{"body": "x"}, {"body": "x", "delay_s": 5}], topic="t")
+    for read in (columns.pull, columns.browse):
+        with pytest.raises(RequestError, match="start='newest' is not known; valid: earliest, latest"):
+            read("t", "g", start="newest")  # type: ignore[arg-type]
+
+
+def test_an_operation_that_is_refused_is_asked_of_another_node(tmp_path: Path) -> None:
+    with running_node(tmp_path / "a") as first, running_node(tmp_path / "b") as second:
+        addresses = f"{first.http_endpoint},{second.http_endpoint.removeprefix('http://')}"
+        with Timeball(addresses) as ball:
+            sent = ball.send("there", "x", after="1h")
+            first.broker.log.writer._closing = True  # as at the beginning of a hand-over
+            try:
+                (verdict,) = ball.cancel(ids=[sent.id])
+            finally:
+                first.broker.log.writer._closing = False
+    assert verdict.verdict == "not_found", "the word of the other node, whose log is another"

@@ -16,19 +16,11 @@ from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-import pytest
 from tests.cli.processes import environment
 from tests.docs_pages import ROOT
 from tests.node_fixture import RunningNode
 
 from timeball.cli.main import COMMANDS
-
-
-@pytest.fixture(scope="session")
-def node(flight_node: RunningNode) -> RunningNode:
-    """This module is about Flight."""
-    return flight_node
-
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -61,6 +53,16 @@ async def ask():
         print((await ball.cancel((await ball.send("light", "y", after="1h")).id)).verdict)
 
 asyncio.run(ask())
+"""
+COLUMNS = """
+from timeball import Timeball
+
+with Timeball(sys.argv[1], flight=sys.argv[2]) as ball:
+    import pyarrow as pa
+
+    ball.create_topic("light-columns", 1)
+    sent = ball.send_many(pa.table({"body": [b"x", b"y"]}), topic="light-columns")
+    print(sent.rows, ball.browse_batch("light-columns").column("body").to_pylist())
 """
 COMMAND = """
 from timeball.cli.start import main
@@ -100,6 +102,7 @@ TALK = {
     "groups": ["groups"],
     "dead-letters": ["dead-letters", "list", "other"],
     "status": ["status"],
+    "schedules": ["schedules", "list"],
 }
 NEED = {
     "up": (["up", "--port", "0"], "broker"),
@@ -143,7 +146,6 @@ NEED = {
     ),
     "audit": (["audit"], "spark"),
 }
-OVER_HTTP = {"schedules": ["schedules", "list"]}  # as TALK, but not over Flight
 OF_A_CHECKOUT = {"bench"}
 
 
@@ -217,15 +219,15 @@ def run(
     )
 
 
-def test_a_client_over_http_needs_the_plain_package(http_node: RunningNode) -> None:
-    ran = run(CLIENT, http_node.endpoint)
+def test_a_client_needs_the_plain_package(node: RunningNode) -> None:
+    ran = run(CLIENT, node.http_endpoint)
     assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
 
 
-def test_a_client_over_flight_needs_arrow_and_says_so(node: RunningNode) -> None:
-    ran = run(CLIENT, node.endpoint, extras=["arrow"])
-    assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
-    ran = run(CLIENT, node.endpoint)
+def test_columns_need_arrow_and_say_so(node: RunningNode) -> None:
+    ran = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"])
+    assert ran.stdout.splitlines() == ["2 [b'x', b'y']"], ran.stderr
+    ran = run(COLUMNS, node.http_endpoint, node.endpoint)
     assert ran.stderr.endswith("ModuleNotFoundError: No module named 'pyarrow'\n"), ran.stderr
 
 
@@ -237,25 +239,25 @@ def test_the_command_line_says_what_to_install() -> None:
 
 
 def test_every_command_is_in_one_of_the_tables() -> None:
-    assert {*TALK, *OVER_HTTP, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
+    assert {*TALK, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("protocol", ["flight", "http"])
-def test_commands_that_talk_to_a_broker_need_nothing_more(
-    request: pytest.FixtureRequest, protocol: str
-) -> None:
-    endpoint = request.getfixturevalue(f"{protocol}_node").endpoint
-    commands = TALK | OVER_HTTP if protocol == "http" else TALK
-    asked = [[*words, "--endpoint", endpoint, "--json"] for words in commands.values()]
+def test_commands_that_talk_to_a_broker_need_nothing_more(node: RunningNode) -> None:
+    endpoint = node.http_endpoint
+    asked = [[*words, "--endpoint", endpoint, "--json"] for words in TALK.values()]
     ran = run(COMMANDS_IN_A_ROW, endpoint, json.dumps(asked), extras=["cli"])
     ended = [line for line in ran.stderr.splitlines() if line.startswith("ended")]
-    assert ended == [f"ended {name} 0" for name in commands], ran.stderr
+    assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
 
 
 def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
     asked = [arguments(words, tmp_path) for words, _ in NEED.values()]
     ran = run(
-        COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), extras=["cli"], TIMEBALL_ENDPOINT=node.endpoint
+        COMMANDS_IN_A_ROW,
+        node.http_endpoint,
+        json.dumps(asked),
+        extras=["cli"],
+        TIMEBALL_FLIGHT=node.endpoint,
     )
     lines = "".join(
         rf"timeball: \w+(\.\w+)* is not installed: install the extra, in a checkout of Timeball pip install "

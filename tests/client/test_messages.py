@@ -1,25 +1,27 @@
 """Answers for messages: a verdict for each receipt."""
 
+import pytest
+
 from timeball import Timeball
-from timeball.client.messages import Member, _chunks
+from timeball.client.messages import Member
+from timeball.model import limits
 
 
-def test_many_receipts_are_split() -> None:
-    receipts = [str(n) for n in range(7)]
-    assert _chunks(receipts, 3) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
-    assert _chunks([], 3) == []
-
-
-def test_each_answer_has_its_verdict(ball: Timeball) -> None:
+def test_each_answer_has_its_verdict(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In requests of three receipts, and in the order of the receipts."""
     ball.create_topic("parts", 1)
     ball.send_many([{"body": b"%d" % i} for i in range(7)], topic="parts")
-    receipts: list[str] = []
-    while len(receipts) < 7:
-        receipts += [message.lease[1] for message in ball.pull("parts", "g")]
-    member = Member(ball._calls, "parts", "g")
-    assert member.ack(receipts[:1]) == [True]
-    changed = member.change(receipts[:5], 60_000)
+    leases: list[tuple[Member, str]] = []
+    while len(leases) < 7:
+        leases += [message.lease for message in ball.pull("parts", "g")]
+    receipts = [receipt for _, receipt in leases]
+    monkeypatch.setattr(limits, "POP_ROWS_MAX", 3)
+    member, _ = leases[0]
+    assert member.ack([]) == []
+    assert member.ack(receipts[:1]) == receipts[:1]
+    changed = member.extend(receipts[:5], 60_000)
     assert [one is not None for one in changed] == [False, True, True, True, True]
-    assert member.dead_letter([receipts[0], receipts[5]]) == [False, True]
+    dead = member.dead_letter([receipts[0], receipts[5]])
+    assert [one is not None for one in dead] == [False, True]
     newest = [one for one in changed if one is not None]
-    assert member.ack([*newest, receipts[5], receipts[6]]) == [True] * 4 + [False, True]
+    assert member.ack([*newest, receipts[5], receipts[6]]) == [*newest, None, receipts[6]]

@@ -1,7 +1,6 @@
 """Batches from the values of a program: columns, ids, sizes, and refusals before a send."""
 
 from datetime import UTC, datetime, timedelta, timezone
-from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
@@ -9,110 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.client import outgoing
-from timeball.client.outgoing import (
-    ONE_SCHEMA,
-    batches,
-    complete,
-    delay_column,
-    due_column,
-    from_dicts,
-    one,
-)
-from timeball.client.rows import outgoing as outgoing_message
-from timeball.model.errors import InvalidDelay, InvalidMessage
-from timeball.model.message import decode_properties
+from timeball.client.outgoing import batches, complete, delay_column, due_column
+from timeball.model.errors import InvalidDelay
 
 NOW_MS = 1_700_000_000_000
 DUE_MS = 1_800_000_000_000
 
 
-def single(body: object = b"x", **fields: object) -> dict[str, object]:
-    given = {"tag": None, "keys": None, "properties": None, **fields}
-    message = outgoing_message(
-        "t",
-        body,
-        given["tag"],
-        given["keys"],
-        given["properties"],
-        "id",
-        None,
-        DUE_MS,  # type: ignore[arg-type]
-    )
-    batch = one(message, NOW_MS)
-    assert batch.schema == ONE_SCHEMA
-    return batch.to_pylist()[0]  # type: ignore[no-any-return]
-
-
-def test_a_single_message_becomes_a_batch_of_one_row() -> None:
-    row = single("héllo", tag="a", keys=["k1", "k2"], properties={"x": "1", "y": ""})
-    assert row["body"] == "héllo".encode()
-    assert row["keys"] == "k1 k2" and row["tag"] == "a"
-    assert decode_properties(str(row["properties"])) == {"x": "1", "y": ""}
-    assert (row["topic"], row["unique_key"], row["born_ms"]) == ("t", "id", NOW_MS)
-    assert (row["due_ms"], row["delay_ms"]) == (DUE_MS, None)
-    assert single(bytearray(b"ab"))["body"] == single(memoryview(b"ab"))["body"] == b"ab"
-    assert single(properties={})["properties"] is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"body": 5},
-        {"body": None},
-        {"tag": 5},
-        {"tag": "\ud800"},
-        {"keys": ["a b"]},
-        {"keys": [""]},
-        {"keys": [5]},
-        {"properties": {"a": 5}},
-        {"properties": {"": "x"}},
-        {"properties": {"a": "x\x02b\x01c"}},
-    ],
-)
-def test_messages_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(InvalidMessage):
-        single(**fields)
-
-
-def test_dicts_take_the_arguments_of_send() -> None:
-    at = datetime(2026, 1, 1, tzinfo=UTC)
-    batch = complete(
-        from_dicts(
-            [
-                {"topic": "t", "body": "a", "after": "1m", "message_id": "mine"},
-                {"topic": "t", "body": b"b", "at": at, "properties": {"k": "v"}, "keys": ["x", "y"]},
-                {"topic": "t", "body": b"c", "due_ms": 1_767_225_600_007, "queue_id": 3},
-            ]
-        ),
-        None,
-        NOW_MS,
-        are_keys_joined=True,
-    )
-    columns = batch.to_pydict()
-    assert columns["delay_ms"] == [60_000, None, None]
-    assert columns["due_ms"] == [None, 1_767_225_600_000, 1_767_225_600_007]
-    assert columns["body"] == [b"a", b"b", b"c"]
-    assert columns["queue_id"] == [None, None, 3]
-    assert columns["keys"] == [None, "x y", None]
-    assert columns["unique_key"][0] == "mine" and len(columns["unique_key"][1]) == 32
-    assert columns["born_ms"] == [NOW_MS] * 3
-    assert "at" not in columns and "after" not in columns
-
-
-def test_dicts_with_different_keys_have_one_schema() -> None:
-    rows = [{"body": "a"}, {"body": "b", "tag": "x"}, {"body": "c", "after": "5s"}]
-    schemas = {batch.schema.to_string() for batch in batches(rows, "t", 1, NOW_MS)}
-    assert len(schemas) == 1
-
-
 @pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
 def test_a_time_that_is_null_is_refused_and_the_row_named(name: str) -> None:
     """A missing time would mean immediate delivery. A dict without the name does mean that."""
-    rows = [{"body": "a", "after": "1m"}, {"body": "b"}, {"body": "c", name: None}]
-    with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
-        list(batches(rows, "t", 1_000, NOW_MS))
-    with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
-        list(batches(iter(rows), "t", 2, NOW_MS))
     types = {"after": pa.duration("s"), "at": pa.timestamp("ms", "UTC")}
     column = pa.array([1_800_000_000_000, 1_800_000_000_000, None], pa.int64()).cast(
         types.get(name, pa.int64())
@@ -143,18 +48,6 @@ def test_seconds_beyond_64_bits_of_milliseconds_are_refused() -> None:
         due_column(pa.array([5, 2**62], pa.timestamp("s", "UTC")))
 
 
-def test_dicts_with_invalid_values_are_refused() -> None:
-    with pytest.raises(InvalidDelay, match="two due times"):
-        from_dicts([{"body": "a", "after": "1s", "at": 2**40}])
-    with pytest.raises(InvalidDelay, match="two due times"):
-        from_dicts([{"body": "a", "after": "1s", "delay_ms": 5}])
-    with pytest.raises(InvalidMessage, match="column 'queue_id'"):
-        from_dicts([{"body": "a", "queue_id": 1}, {"body": "a", "queue_id": "x"}])
-    for wrong in ("text", {"body": "a"}):
-        with pytest.raises(InvalidMessage, match="list of dicts"):
-            list(batches(wrong, "t", 1, NOW_MS))  # type: ignore[arg-type]
-
-
 @given(
     st.lists(st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1)), min_size=1),  # noqa: DTZ001
     st.sampled_from(["us", "ns"]),
@@ -167,24 +60,10 @@ def test_timestamp_columns_are_never_early(instants: list[datetime], unit: str) 
         assert 0 <= ms * 1_000 - micros < 1_000
 
 
-def test_both_passes_of_a_repeated_hour_are_sent() -> None:
-    """Python compares and hashes them as equal, so a set or a cache by datetime would lose one."""
-    zone = ZoneInfo("Europe/Berlin")
-    first, second = (datetime(2040, 10, 28, 2, 30, tzinfo=zone, fold=fold) for fold in (0, 1))
-    assert len({first, second}) == 1
-    for passes in ((first, second), (second, first)):
-        batch = from_dicts([{"body": "a", "at": at} for at in passes])
-        one, other = batch.column("due_ms").to_pylist()
-        assert other - one == (3_600_000 if passes[0] is first else -3_600_000)
-
-
 def test_a_datetime_without_a_zone_is_refused_beside_others() -> None:
     """pyarrow takes both in one array, and reads those without a time zone as UTC."""
     local = datetime(2040, 1, 1, 9)  # noqa: DTZ001
     zoned = local.replace(tzinfo=timezone(timedelta(hours=-5)))
-    for pair in ((local, zoned), (zoned, local)):
-        with pytest.raises(InvalidDelay, match="without a time zone"):
-            from_dicts([{"body": "a", "at": at} for at in pair])
     with pytest.raises(InvalidDelay, match="whose noon"):
         due_column(pa.array([local, zoned]))
 
@@ -240,7 +119,7 @@ def test_rows_are_cut_and_none_is_lost(count: int, batch_rows: int) -> None:
         pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks()),
         table.to_reader(),
     ]
-    for rows in [*sources, ({"body": one_body} for one_body in body)]:
+    for rows in sources:
         cut = list(batches(rows, "t", batch_rows, NOW_MS))
         assert all(0 < batch.num_rows <= batch_rows for batch in cut)
         assert [value for batch in cut for value in batch.column("body").to_pylist()] == body

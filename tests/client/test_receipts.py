@@ -5,21 +5,20 @@ import pytest
 from timeball import InvalidMessage, RequestError, Unavailable
 from timeball.client.attempts import Lost, refusal
 from timeball.client.receipts import AcceptedRows, Outcomes, Receipt, SendKeys, receipt, spans
-from timeball.client.rows import outgoing
 from timeball.model.answers import SendAck, SentState
 
 
 def test_a_receipt_tells_when_and_in_which_state() -> None:
-    def of(ack: SendAck, **times: object) -> Receipt:
-        return receipt(outgoing("t", "x", None, None, None, "a", times.get("after"), times.get("at")), ack)  # type: ignore[arg-type]
+    def of(ack: SendAck, due_ms: int | None = None, past_ms: int = 0) -> Receipt:
+        return receipt("a", ack, due_ms, past_ms)
 
     now_ms = 1_800_000_000_000
     ack = SendAck(5, 1, now_ms)
     assert of(ack) == Receipt("a", 5, None, now_ms, "created", "visible")
-    assert of(ack, after="5s") == Receipt("a", 5, now_ms + 5_000, now_ms, "created", "waiting")
-    assert of(ack, at=now_ms - 3) == Receipt("a", 5, now_ms - 3, now_ms, "created", "visible", 3)
+    assert of(ack, now_ms + 5_000) == Receipt("a", 5, now_ms + 5_000, now_ms, "created", "waiting")
+    assert of(ack, now_ms - 3, 3) == Receipt("a", 5, now_ms - 3, now_ms, "created", "visible", 3)
     exists = SendAck(5, 1, now_ms, "exists", [SentState("cancelled", 9)])
-    assert of(exists, after="5s") == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
+    assert of(exists, now_ms + 5_000) == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
 
 
 def test_neighbouring_ranges_are_joined_in_a_text() -> None:

@@ -14,8 +14,8 @@ from timeball.client.schedules import AsyncSchedules, Schedules
 RULE = {"cron": "0 9 * * 1", "zone": "Europe/Berlin"}
 
 
-def test_a_schedule_from_its_put_to_its_end(http_node: RunningNode) -> None:
-    with Timeball(http_node.endpoint) as ball:
+def test_a_schedule_from_its_put_to_its_end(node: RunningNode) -> None:
+    with Timeball(node.http_endpoint) as ball:
         schedules = ball.schedules
         made = schedules.put(
             "client", RULE, topic="orders", body=b"\xff", tag="t", keys=["k"], properties={"p": "1"},
@@ -42,34 +42,34 @@ def test_a_schedule_from_its_put_to_its_end(http_node: RunningNode) -> None:
             schedules.get("client")
 
 
-def test_a_preview_and_a_refused_rule(http_node: RunningNode) -> None:
-    with Timeball(http_node.endpoint) as ball:
+def test_a_preview_and_a_refused_rule(node: RunningNode) -> None:
+    with Timeball(node.http_endpoint) as ball:
         times = ball.schedules.preview({"every": "90m"}, count=2, after="2030-01-01T00:00:00Z")
         assert [time.due_ms % 86_400_000 // 60_000 for time in times] == [90, 180]
         with pytest.raises(InvalidDelay):
             ball.schedules.preview({"every": "soon"})
 
 
-def test_all_pages_are_read(http_node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_are_read(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timeball.edges.http.handlers.schedules.PAGE_ROWS", 2)
-    with Timeball(http_node.endpoint) as ball:
+    with Timeball(node.http_endpoint) as ball:
         for name in ("p1", "p2", "p3", "p4", "p5"):
             ball.schedules.put(name, RULE, topic="pages", body="x")
         assert [each.name for each in ball.schedules.all("pages")] == ["p1", "p2", "p3", "p4", "p5"]
 
 
-def test_schedules_need_http(flight_node: RunningNode) -> None:
-    with Timeball(flight_node.endpoint) as ball, pytest.raises(RequestError, match="http://"):
+def test_schedules_need_http(node: RunningNode) -> None:
+    with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="http://"):
         _ = ball.schedules
 
 
-def test_the_awaitable_methods_are_the_same(http_node: RunningNode) -> None:
+def test_the_awaitable_methods_are_the_same(node: RunningNode) -> None:
     names = {name for name in dir(Schedules) if not name.startswith("_")}
     assert names == {name for name in dir(AsyncSchedules) if not name.startswith("_")}
     assert all(inspect.iscoroutinefunction(getattr(AsyncSchedules, name)) for name in names)
 
     async def main() -> None:
-        async with AsyncTimeball(http_node.endpoint) as ball:
+        async with AsyncTimeball(node.http_endpoint) as ball:
             made = await ball.schedules.put("awaited", RULE, topic="orders", body="x")
             assert (await ball.schedules.get("awaited")).next == made.next
             await ball.schedules.delete("awaited")

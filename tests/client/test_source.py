@@ -17,13 +17,6 @@ from timeball.client.source import Source
 from timeball.model import wire
 from timeball.model.errors import Conflict, InvalidMessage, RequestError
 
-
-@pytest.fixture(scope="session")
-def node(flight_node: RunningNode) -> RunningNode:
-    """This module is about Flight."""
-    return flight_node
-
-
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 
@@ -31,8 +24,8 @@ def rows(topic: str, *bodies: bytes) -> pa.RecordBatch:
     return pa.record_batch([pa.array([topic] * len(bodies)), pa.array(bodies, pa.binary())], SCHEMA)
 
 
-def kept(ball: Timeball, topic: str) -> list[bytes]:
-    found = [ball.read_queue(topic, queue, 0, 100).read_all() for queue in ball.queues(topic)]
+def kept(columns: Timeball, topic: str) -> list[bytes]:
+    found = [columns.read_queue(topic, queue, 0, 100).read_all() for queue in columns.queues(topic)]
     return sorted(body for table in found for body in table.column("body").to_pylist())
 
 
@@ -43,7 +36,7 @@ def calls(node: RunningNode) -> Iterator[Calls]:
     found.close()
 
 
-def test_a_source_goes_on_where_it_stands(calls: Calls, ball: Timeball) -> None:
+def test_a_source_goes_on_where_it_stands(calls: Calls, columns: Timeball) -> None:
     source = Source(calls, "goes.on")
     assert source.positions() == {}
     source.send(rows("goes-on", b"a", b"b"), {0: 7, 1: 0}, {0: 8, 1: 1})
@@ -55,7 +48,7 @@ def test_a_source_goes_on_where_it_stands(calls: Calls, ball: Timeball) -> None:
         another.send(rows("goes-on", b"b", b"c"), {0: 8}, {0: 9})
     another.send(rows("goes-on", b"c"), {0: 20}, {0: 21})
     another.close()
-    assert kept(ball, "goes-on") == [b"a", b"b", b"c"]
+    assert kept(columns, "goes-on") == [b"a", b"b", b"c"]
 
 
 def test_after_a_refused_batch_the_source_continues(calls: Calls) -> None:
@@ -109,5 +102,5 @@ def test_a_batch_whose_answer_was_lost_is_sent_again_and_is_there_once(data: Pat
         assert source.positions() == {0: 2}
         source.close()
         calls.close()
-        with Timeball(node.endpoint) as ball:
-            assert kept(ball, "lost") == [b"a", b"b"]
+        with node.client() as columns:
+            assert kept(columns, "lost") == [b"a", b"b"]

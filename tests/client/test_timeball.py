@@ -14,18 +14,18 @@ from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfR
 from timeball.model.message import READ_SCHEMA, Kind
 
 
-def test_a_receipt_tells_the_truth(flight_ball: Timeball) -> None:
-    receipt = flight_ball.send(
+def test_a_receipt_tells_the_truth(columns: Timeball) -> None:
+    receipt = columns.send(
         "receipts", "x", tag="t", keys=["a", "b"], properties={"p": "q"}, after="1h", message_id="my-id"
     )
-    (row,) = flight_ball.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
+    (row,) = columns.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
     assert receipt.id == row["unique_key"] == "my-id"
     assert receipt.due_ms == row["due_ms"] == receipt.store_ms + 3_600_000
     assert row["kind"] == Kind.SCHEDULED and row["store_ms"] == receipt.store_ms
     assert (row["tag"], row["keys"], row["properties"]) == ("t", "a b", "p\x01q\x02")
-    assert flight_ball.send("receipts", "now").due_ms is None
+    assert columns.send("receipts", "now").due_ms is None
     at_ms = receipt.store_ms + 100_000
-    assert flight_ball.send("receipts", "at", at=at_ms).due_ms == at_ms
+    assert columns.send("receipts", "at", at=at_ms).due_ms == at_ms
 
 
 @pytest.mark.parametrize(
@@ -106,29 +106,27 @@ def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -
         ball.reschedule("a", at=250_000_000_000_000)
 
 
-def test_logs_and_queues_are_tables(flight_ball: Timeball) -> None:
-    flight_ball.create_topic("tables", 1)
-    summary = flight_ball.send_many(
+def test_logs_and_queues_are_tables(columns: Timeball) -> None:
+    columns.create_topic("tables", 1)
+    summary = columns.send_many(
         [{"body": str(i)} | ({"after": "1h"} if i % 2 else {}) for i in range(10)], topic="tables"
     )
     first, rows = summary.ranges[0]
-    log = flight_ball.read_log(first, first + rows, coalesce_rows=3)
+    log = columns.read_log(first, first + rows, coalesce_rows=3)
     assert log.schema == READ_SCHEMA
     assert log.read_all().column("seq").to_pylist() == list(range(first, first + rows))
-    due = flight_ball.read_log(
-        first, first + rows, kinds=[Kind.SCHEDULED], columns=["due_ms", "seq"]
-    ).read_all()
+    due = columns.read_log(first, first + rows, kinds=[Kind.SCHEDULED], columns=["due_ms", "seq"]).read_all()
     assert due.column_names == ["due_ms", "seq"]
-    scheduled_rows = flight_ball.read_log(first, first + rows, kinds=[Kind.SCHEDULED]).read_all()
+    scheduled_rows = columns.read_log(first, first + rows, kinds=[Kind.SCHEDULED]).read_all()
     assert scheduled_rows.select(due.column_names) == due
     assert scheduled_rows.column("body").to_pylist() == [b"1", b"3", b"5", b"7", b"9"]
-    queue = flight_ball.read_queue("tables", 0, 1, 3).read_all()
+    queue = columns.read_queue("tables", 0, 1, 3).read_all()
     assert queue.column("body").to_pylist() == [b"2", b"4", b"6"]
-    assert flight_ball.queues("tables")[0].max == 5
+    assert columns.queues("tables")[0].max == 5
     with pytest.raises(OutOfRange):
-        flight_ball.read_queue("tables", 0, 99, 1)
+        columns.read_queue("tables", 0, 99, 1)
     with pytest.raises(NotFound):
-        flight_ball.read_queue("tables", 7, 0, 1)
+        columns.read_queue("tables", 7, 0, 1)
 
 
 def test_topics(ball: Timeball) -> None:
@@ -153,32 +151,32 @@ def test_status_says_who_and_how_far(ball: Timeball) -> None:
     } <= status.keys()
 
 
-def test_reserve_and_attach_nothing_twice(flight_ball: Timeball) -> None:
-    first = flight_ball.reserve(10)
-    assert flight_ball.reserve(5) >= first + 10
+def test_reserve_and_attach_nothing_twice(columns: Timeball) -> None:
+    first = columns.reserve(10)
+    assert columns.reserve(5) >= first + 10
     empty = msgspec.json.encode({"job": "bulk", "job_id": "none", "epoch": 0})
-    attached = flight_ball.attach(empty)
-    assert not attached.repeated and flight_ball.attach(empty).repeated
+    attached = columns.attach(empty)
+    assert not attached.repeated and columns.attach(empty).repeated
     with pytest.raises(InvalidMessage):
-        flight_ball.attach(b'{"job": "bulk"}')
+        columns.attach(b'{"job": "bulk"}')
 
 
-def test_compact_moves_the_tail(flight_ball: Timeball) -> None:
-    receipt = flight_ball.send("compacted", "x", after="2h")
-    before = flight_ball.status()
-    attached = flight_ball.compact()
+def test_compact_moves_the_tail(columns: Timeball) -> None:
+    receipt = columns.send("compacted", "x", after="2h")
+    before = columns.status()
+    attached = columns.compact()
     assert attached is not None and attached.watermark > receipt.seq >= before["watermark"]
-    assert flight_ball.status()["watermark"] == attached.watermark
-    assert flight_ball.cancel(receipt.id).verdict == "cancelled"  # found in the table
-    flight_ball.lease_compaction(1_000)
+    assert columns.status()["watermark"] == attached.watermark
+    assert columns.cancel(receipt.id).verdict == "cancelled"  # found in the table
+    columns.lease_compaction(1_000)
 
 
 @pytest.mark.parametrize(
     "wrong", [{"batch_rows": 0}, {"batch_rows": 10**9}, {"window": 0}, {"on_refused": "ignore"}]
 )
-def test_send_many_names_wrong_options(ball: Timeball, wrong: dict[str, object]) -> None:
+def test_send_many_names_wrong_options(columns: Timeball, wrong: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
-        ball.send_many(pa.table({"body": [b"x"]}), topic="t", **wrong)  # type: ignore[arg-type]
+        columns.send_many(pa.table({"body": [b"x"]}), topic="t", **wrong)  # type: ignore[arg-type]
 
 
 def test_a_timeout_is_positive() -> None:
@@ -201,11 +199,13 @@ def test_get_says_where_a_message_is(ball: Timeball) -> None:
 
 
 def test_a_client_that_is_pickled_dials_for_itself(node: RunningNode) -> None:
-    with Timeball(node.endpoint, timeout_ms=7_000, access_key="a", secret_key="s") as ball:
+    with Timeball(node.http_endpoint, timeout_ms=7_000, access_key="a", secret_key="s") as ball:
         again = pickle.loads(pickle.dumps(ball))
     with again:
         assert again.topics() is not None
-        assert again._calls.timeout_ms == 7_000 and again._calls._who == ball._calls._who
+        assert again._operations.timeout_ms == 7_000 and again._operations._who == ball._operations._who
+    with node.client() as ball, pickle.loads(pickle.dumps(ball)) as again:
+        assert again.reserve(1) > 0
 
 
 def test_everything_that_users_catch_or_annotate_is_at_the_front_door() -> None:

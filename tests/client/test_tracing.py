@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import pyarrow as pa
 import pytest
 from opentelemetry import trace
 from tests.client.current_span import Current, current
@@ -30,11 +31,19 @@ def test_a_send_carries_the_current_span_sampled_or_not(ball: Timeball, sampled:
     assert parents(ball, topic) == [span.traceparent, OWN, span.traceparent, OWN, None]
 
 
+def test_a_table_carries_the_current_span(columns: Timeball) -> None:
+    columns.create_topic("span-columns", 1)
+    with current() as span:
+        rows = pa.table({"body": [b"a", b"b"], "properties": [None, f"traceparent\x01{OWN}\x02"]})
+        columns.send_many(rows, topic="span-columns")
+    assert parents(columns, "span-columns") == [span.traceparent, OWN]
+
+
 def test_a_send_that_is_awaited_carries_the_span_of_its_task(node: RunningNode, ball: Timeball) -> None:
     ball.create_topic("awaited", 1)
 
     async def send() -> Current:
-        async with AsyncTimeball(node.endpoint) as client:
+        async with AsyncTimeball(node.http_endpoint) as client:
             with current() as span:
                 await client.send("awaited", "a")
             await client.send("awaited", "b")

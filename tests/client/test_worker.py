@@ -154,7 +154,7 @@ def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNo
         os.kill(before[0], signal.SIGKILL)
         eventually(lambda: len(set(worker._processes.pids) - set(before)) == 1, "replaced")
         send(ball, "spread", ["more"])
-        with Timeball(node.flight_endpoint) as browser:
+        with node.client() as browser:
             eventually(
                 lambda: b"more" in {m.body for m in browser.browse("spread-done", "", max_messages=100)},
                 "handled",
@@ -206,7 +206,7 @@ def test_sigterm_ends_a_program_that_runs_a_worker_in_order(node: RunningNode, b
     send(ball, "terminated", [f"{i}" for i in range(3)])
     script = Path(handlers.__file__).with_name("worker_program.py")
     program = subprocess.Popen(
-        [sys.executable, str(script), node.endpoint, "terminated"],
+        [sys.executable, str(script), node.http_endpoint, "terminated"],
         env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert program.stdout is not None and program.stdin is not None

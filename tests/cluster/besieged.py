@@ -12,11 +12,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tests.bounds import BOUND_S
 from tests.cluster.processes import Cluster, NodeProcess, running_cluster
 from tests.crash.checker import Fault
 from tests.crash.siege import BrokerProcess, Siege
+
+from timeball import Timeball
 
 OPTIONS = {"lease-ttl-ms": "1s", "checkpoint-interval-ms": "1s", "compact-rows": "100000000"}
 
@@ -40,6 +43,9 @@ class GroupProcesses(BrokerProcess):
     @property
     def endpoint(self) -> str:  # type: ignore[override]
         return self._next.endpoint
+
+    def client(self, **options: Any) -> Timeball:
+        return self._next.client(**options)
 
     @property
     def remoting_port(self) -> int:

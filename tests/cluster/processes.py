@@ -10,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.namespaces import ETCD, Network
 from tests.ports import free_ports
 
+from timeball import Timeball
 from timeball.cluster.coordination.coordinator import GroupView
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
@@ -28,6 +30,15 @@ from timeball.io.clock import SystemClock
 
 CLUSTER, GROUP = "tests", "g1"
 EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", "replication-port")
+
+
+def client_of(nodes: Iterable[NodeProcess], **options: Any) -> Timeball:
+    """A client that may ask any of these nodes, with columns."""
+    nodes = list(nodes)
+    http, flight = (
+        ",".join(f"{node.host}:{node.ports[edge]}" for node in nodes) for edge in ("http-port", "port")
+    )
+    return Timeball(f"http://{http}", flight=f"grpc://{flight}", **options)
 
 
 @dataclass
@@ -56,6 +67,10 @@ class NodeProcess:
     @property
     def endpoint(self) -> str:
         return f"grpc://{self.host}:{self.ports['port']}"
+
+    def client(self, **options: Any) -> Timeball:
+        """A client of this node."""
+        return client_of([self], **options)
 
     def start(self) -> None:
         assert self.process is None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
 from tests.cluster.etcd_cluster import need_etcd
-from tests.cluster.processes import CLUSTER, Cluster, running_cluster
+from tests.cluster.processes import CLUSTER, Cluster, NodeProcess, client_of, running_cluster
 from tests.cluster.skewed import SKEW_MS
 
-from timeball import Timeball
 from timeball.io.clock import SystemClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
@@ -27,15 +27,15 @@ CLOCK = SystemClock()
 class Reader:
     """Notes when each message came, by this machine's clock."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, nodes: Sequence[NodeProcess]) -> None:
         self.early_ms: dict[str, int] = {}
         self.twice: list[str] = []
-        self._endpoint, self._ended = endpoint, threading.Event()
+        self._nodes, self._ended = nodes, threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        with Timeball(self._endpoint) as ball:
+        with client_of(self._nodes) as ball:
             while not self._ended.is_set():
                 batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait="0.2s")
                 now_ms = CLOCK.wall_ms()
@@ -76,10 +76,10 @@ def test_a_wrong_clock_takes_over(tmp_path: Path, skew_ms: int) -> None:
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         cluster.leader()
         set_wrong(cluster, "b", skew_ms)
-        endpoint = ",".join(node.endpoint for node in cluster.nodes.values()).replace(",grpc://", ",")
-        reader = Reader(endpoint)
+        nodes = [*cluster.nodes.values()]
+        reader = Reader(nodes)
         try:
-            with Timeball(endpoint) as ball:
+            with client_of(nodes) as ball:
                 first_ms = CLOCK.wall_ms() + FIRST_MS
                 ball.send_many(
                     {"topic": TOPIC, "body": "x", "message_id": f"m{n}", "due_ms": first_ms + n * SPREAD_MS // ROWS}

@@ -52,7 +52,7 @@ def node_of(groups: Groups, name: str) -> NodeProcess:
 
 
 def client(groups: Groups, name: str) -> Timeball:
-    return Timeball(node_of(groups, name).endpoint, timeout_ms=BOUND_S * 1_000)
+    return node_of(groups, name).client(timeout_ms=BOUND_S * 1_000)
 
 
 def knows_both(groups: Groups, name: str) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.cluster.processes import Cluster, NodeProcess, running_cluster
 
-from timeball import Timeball
 from timeball.cluster.transport.data_files import SUFFIX
 from timeball.model.errors import TimeballError
 
@@ -26,7 +25,7 @@ def files_of(node: NodeProcess, suffix: str = ".parquet") -> dict[str, bytes]:
 
 
 def released(node: NodeProcess) -> Counter[bytes]:
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         queues = ball.queues(TOPIC)
         bodies: list[bytes] = []
         for queue_id, found in queues.items():
@@ -38,14 +37,14 @@ def released(node: NodeProcess) -> Counter[bytes]:
 
 def send(node: NodeProcess, count: int, after: str) -> Counter[bytes]:
     bodies = [b"message %d" % number for number in range(count)]
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.create_topic(TOPIC)
         ball.send_many([{"body": body, "after": after} for body in bodies], topic=TOPIC)
     return Counter(bodies)
 
 
 def compact(node: NodeProcess) -> None:
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert ball.compact() is not None
 
 
@@ -67,7 +66,7 @@ def test_messages_in_the_table_outlive_the_leader_and_its_disk(cluster: Cluster)
     first.wipe()
     second = cluster.leader(1)
     assert names and set(files_of(second)) >= names
-    with Timeball(second.endpoint) as ball:
+    with second.client() as ball:
         assert ball.status()["schedule"]["table_rows"] == 2_000
     first.start()
     cluster.wait("all are released, once", lambda: released(second) == sent)
@@ -84,7 +83,7 @@ def _is_member(cluster: Cluster, node: NodeProcess) -> bool:
 def test_a_follower_that_is_killed_while_it_is_sent_a_file_gets_it_later(cluster: Cluster) -> None:
     leader = cluster.leader()
     down, other = [node for node in cluster.nodes.values() if node is not leader]
-    with Timeball(leader.endpoint) as ball:
+    with leader.client() as ball:
         ball.create_topic(TOPIC)
         rows = [{"body": os.urandom(8_000), "after": "1h"} for _ in range(10_000)]
         ball.send_many(rows, topic=TOPIC, batch_rows=500)
@@ -113,7 +112,7 @@ def test_an_attach_waits_for_a_majority_and_is_only_later(cluster: Cluster) -> N
     for node in followers:
         node.start()
     second = cluster.leader(1)
-    with Timeball(second.endpoint) as ball:
+    with second.client() as ball:
         assert ball.status()["schedule"]["table_rows"] == 0
     compact(second)
     cluster.wait("all are released, once", lambda: released(second) == sent)
@@ -133,7 +132,7 @@ def test_a_replica_that_was_down_while_the_log_was_let_go_begins_anew(tmp_path: 
             "all have the files", lambda: files_of(down) == files_of(other) == files_of(leader) != {}
         )
         down.kill()
-        with Timeball(leader.endpoint) as ball:
+        with leader.client() as ball:
             for _ in range(50):
                 ball.send_many([{"body": os.urandom(10_000)} for _ in range(100)], topic="now")
         cluster.wait("the leader lets segments go", lambda: segments(leader)[0] > segments(down)[-1], 150)
@@ -143,12 +142,12 @@ def test_a_replica_that_was_down_while_the_log_was_let_go_begins_anew(tmp_path: 
         replicas = {event["replica"] for event in down.events() if event["event"] == "ready"}
         assert len(replicas) == 1, "it is the same replica: its acknowledgements count"
         other.kill()
-        with Timeball(leader.endpoint) as ball:
+        with leader.client() as ball:
             ball.send("now", b"acknowledged by the two")
         leader.kill()
         other.start()
         second = cluster.leader(1)
-        with Timeball(second.endpoint) as ball:
+        with second.client() as ball:
             assert ball.status()["schedule"]["table_rows"] == sum(sent.values())
             found = [
                 ball.read_queue("now", i, q.min, q.max - q.min)

@@ -11,7 +11,6 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
-from timeball import Timeball
 from timeball.broker.registry.groups import EPOCH_KEY, EpochFacts
 from timeball.cluster.member import FollowerCaches
 from timeball.cluster.protocol.messages import Begin
@@ -34,7 +33,7 @@ NONE: Int64Array = np.empty(0, np.int64)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a broker with 20 messages and 30 promises, 10 of which were cancelled."""
-    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data") as node, node.client() as ball:
         for n in range(20):
             ball.send("orders", f"now {n}")
         later = [ball.send("orders", f"later {n}", after="1h") for n in range(30)]

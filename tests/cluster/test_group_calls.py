@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.certificates import certificate
 from tests.cluster.worlds import led, world_of
 
 from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
-from timeball.client.outgoing import one as one_row
-from timeball.client.rows import Outgoing
 from timeball.cluster.coordination.coordinator import Directory
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
 from timeball.cluster.group_calls import GroupCalls
@@ -50,10 +49,14 @@ class Asking:
         self.calls, self.directory, self.node, self._within_s = calls, directory, node, within_s
 
     async def send(self, topic: str, key: str) -> None:
-        now_ms = SystemClock().wall_ms()
-        await self.node.broker.send(
-            one_row(Outgoing(topic, b"x", None, None, None, key, HOUR_MS, None), now_ms)
-        )
+        due_ms = SystemClock().wall_ms() + HOUR_MS
+        row = {
+            "topic": [topic],
+            "body": [b"x"],
+            "unique_key": [key],
+            "due_ms": pa.array([due_ms], pa.int64()),
+        }
+        await self.node.broker.send(pa.record_batch(row))
 
     async def cancel(self, key: str, caller: Caller = ANONYMOUS) -> list[str] | None:
         answer = await self.calls.ask("g1", CancelHere(ids=[key]), caller, self._within_s)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import need_etcd
-from tests.cluster.processes import Cluster, running_cluster
+from tests.cluster.processes import Cluster, NodeProcess, client_of, running_cluster
 
-from timeball import Timeball
 from timeball.io.clock import SystemClock
 
 TOPIC, GROUP = "handed", "readers"
@@ -26,7 +27,7 @@ CLOCK = SystemClock()
 class SteadyLoad:
     """Some senders at a rate, none of which may repeat a send by `retry`."""
 
-    endpoint: str
+    nodes: Sequence[NodeProcess]
     accepted: list[str] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
     behind_ms: list[int] = field(default_factory=list)  # how late each send was answered
@@ -40,20 +41,19 @@ class SteadyLoad:
 
     def _send(self, sender: int) -> None:
         begin_ms, number = CLOCK.wall_ms(), 0
-        with Timeball(self.endpoint) as ball:
+        with client_of(self.nodes) as ball:
             while not self.ended.wait(max(0, begin_ms + number * EVERY_MS - CLOCK.wall_ms()) / 1_000):
                 planned_ms = begin_ms + number * EVERY_MS
                 number += 1
                 due_ms = [CLOCK.wall_ms() + AHEAD_MS + row * SPREAD_MS // ROWS for row in range(ROWS)]
-                rows = [
+                rows = pa.table(
                     {
-                        "topic": TOPIC,
-                        "body": b"x" * 128,
-                        "due_ms": due,
-                        "message_id": f"{sender}-{number}-{row}",
+                        "topic": [TOPIC] * ROWS,
+                        "body": [b"x" * 128] * ROWS,
+                        "due_ms": due_ms,
+                        "unique_key": [f"{sender}-{number}-{row}" for row in range(ROWS)],
                     }
-                    for row, due in enumerate(due_ms)
-                ]
+                )
                 try:
                     sent = ball.send_many(rows)
                 except Exception as error:  # of any kind: it is what the test is about
@@ -80,8 +80,8 @@ def test_a_hand_over_costs_no_call(tmp_path: Path) -> None:
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         cluster.leader()
-        endpoint = ",".join(node.endpoint for node in cluster.nodes.values()).replace(",grpc://", ",")
-        load = SteadyLoad(endpoint)
+        nodes = [*cluster.nodes.values()]
+        load = SteadyLoad(nodes)
         threads = load.start()
         for _ in range(3):
             cluster.wait("a thousand sends more", _more(load, 100))
@@ -90,7 +90,7 @@ def test_a_hand_over_costs_no_call(tmp_path: Path) -> None:
         load.ended.set()
         for thread in threads:
             thread.join()
-        seen, late_ms = _received(endpoint, len(load.accepted))
+        seen, late_ms = _received(nodes, len(load.accepted))
     answered_ms = np.array(load.behind_ms)
     print(
         f"{len(load.accepted)} accepted, {len(load.failures)} calls failed, lateness p99 "
@@ -107,12 +107,14 @@ def _more(load: SteadyLoad, sends: int) -> object:
     return lambda: len(load.accepted) >= wanted
 
 
-def _received(endpoint: str, rows: int) -> tuple[Counter[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def _received(
+    nodes: Sequence[NodeProcess], rows: int
+) -> tuple[Counter[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Return how often each message came, and how late each was in its queue."""
     seen: Counter[str] = Counter()
     late = []
     until_ms = CLOCK.wall_ms() + BOUND_S * 1_000
-    with Timeball(endpoint) as ball:
+    with client_of(nodes) as ball:
         while CLOCK.wall_ms() < until_ms:
             batch = ball.browse_batch(
                 TOPIC, GROUP, max_messages=4_096, wait="1s" if seen.total() < rows else "200ms"

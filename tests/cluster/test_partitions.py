@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.bounds import BOUND_S
 from tests.cluster.besieged import log_of
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.namespaces import ETCD, HERE, Network, Slow, network
-from tests.cluster.processes import Cluster, running_cluster
+from tests.cluster.processes import Cluster, NodeProcess, client_of, running_cluster
 from tests.rounds import rounds
 
 from timeball import Timeball
@@ -43,7 +43,7 @@ CLOCK = SystemClock()
 class Sender:
     """Sends one scheduled message after the other, to any of the nodes."""
 
-    endpoint: str
+    nodes: Sequence[NodeProcess]
     name: str = "m"
     acknowledged: set[str] = field(default_factory=set)
     due_ms: dict[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Sender:
 
     def run(self) -> None:
         number, last_s = 0, time.monotonic()
-        with Timeball(self.endpoint, timeout_ms=5_000) as ball:
+        with client_of(self.nodes, timeout_ms=5_000) as ball:
             while not self.ended.wait(EVERY_S):
                 number += 1
                 key, due_ms = f"{self.name}{number}", CLOCK.wall_ms() + AHEAD_MS
@@ -151,9 +151,9 @@ def are_equal(cluster: Cluster) -> bool:
 
 
 @contextmanager
-def sending(endpoint: str, senders: int) -> Iterator[list[Sender]]:
+def sending(nodes: Sequence[NodeProcess], senders: int) -> Iterator[list[Sender]]:
     """Send from several threads for the length of a block."""
-    running = [Sender(endpoint, f"{chr(ord('m') + number)}") for number in range(senders)]
+    running = [Sender(nodes, f"{chr(ord('m') + number)}") for number in range(senders)]
     threads = [threading.Thread(target=sender.run) for sender in running]
     for thread in threads:
         thread.start()
@@ -177,15 +177,15 @@ def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
         running_cluster(tmp_path, net=net, **{"lease-ttl-ms": lease_ttl}) as cluster,
     ):
         cluster.leader()
-        endpoint = ",".join(node.endpoint for node in cluster.nodes.values()).replace(",grpc://", ",")
+        nodes = [*cluster.nodes.values()]
         first_epoch = cluster.epoch()
-        with sending(endpoint, SLOW_SENDERS if slow else 1) as senders:
+        with sending(nodes, SLOW_SENDERS if slow else 1) as senders:
             try:
                 done = list(cut_again_and_again(net, cluster, random.Random(seed), longest_s))
             finally:
                 net.heal()
         acknowledged = {key for sender in senders for key in sender.acknowledged} | {"last"}
-        with Timeball(endpoint, timeout_ms=30_000) as ball:
+        with client_of(nodes, timeout_ms=30_000) as ball:
             ball.send(TOPIC, "x", after=f"{AHEAD_MS + 500}ms", message_id="last", retry=True)
             cluster.wait(
                 "the last is there", lambda: "last" in {row["unique_key"] for row in delivered(ball)}
@@ -213,7 +213,7 @@ def test_a_leader_cut_off_from_its_followers_acknowledges_nothing(tmp_path: Path
         leader = cluster.leader()
         epoch = cluster.epoch()
         cut_half(net, [leader.name, *(name for name in cluster.nodes if name != leader.name)])
-        with Timeball(leader.endpoint, timeout_ms=3_000) as ball, pytest.raises(TimeballError):
+        with leader.client(timeout_ms=3_000) as ball, pytest.raises(TimeballError):
             ball.send(TOPIC, "x", message_id="alone")
         assert cluster.leader(epoch) is not leader
         net.cut(HERE, leader.name)

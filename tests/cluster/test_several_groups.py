@@ -45,7 +45,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
 
 def client(cluster: Cluster) -> Timeball:
     (node,) = cluster.nodes.values()
-    return Timeball(node.endpoint, timeout_ms=BOUND_S * 1_000)
+    return node.client(timeout_ms=BOUND_S * 1_000)
 
 
 def knows_all(ball: Timeball) -> bool:

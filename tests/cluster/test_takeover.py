@@ -19,7 +19,6 @@ from tests.crash.siege import CLOCK, cancel, consume, reschedule, send_levels, s
 from tests.edges.remoting.wire import Wire
 from tests.rounds import rounds
 
-from timeball import Timeball
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 
 SENDS = 50
@@ -152,7 +151,7 @@ def test_a_leader_without_followers_acknowledges_nothing_and_goes_on_with_one(tm
     # It may be without them for three times that, before it stops.
     with running_cluster(tmp_path, **{"lease-ttl-ms": "10s"}) as cluster:
         leader = cluster.leader()
-        with Timeball(leader.endpoint) as ball:
+        with leader.client() as ball:
             ball.create_topic(TOPIC, 1)
         followers = [node for node in cluster.nodes.values() if node is not leader]
         with Wire(leader.ports["remoting-port"]) as wire:
@@ -176,7 +175,7 @@ def test_a_leader_goes_on_without_etcd_while_both_followers_answer(tmp_path: Pat
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         leader = cluster.leader()
         epoch = served(leader)
-        with Timeball(leader.endpoint) as ball:
+        with leader.client() as ball:
             ball.create_topic(TOPIC, 1)
         for member in cluster.etcd.members:
             member.kill()

@@ -78,7 +78,7 @@ class BrokerProcess:
         self.data = data
         self._program = [sys.executable, "-c", LATE_LOADING] if loads_late else COMMAND
         self._options = [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._port, self._remoting_port = free_ports(2)
+        self._port, self._http_port, self._remoting_port = free_ports(3)
         self._process: Running | None = None
         self.endpoint = ""
         self.starts_ms: list[int] = []
@@ -100,7 +100,7 @@ class BrokerProcess:
             "--grpc-port",
             "-1",
         )
-        where += ("--http-port", "-1")
+        where += ("--http-port", str(self._http_port))
         command = [*self._program, "serve", "--json", *where, *self._options]
         process = self._process = Running(command=command)
         pause = threading.Event()
@@ -112,6 +112,10 @@ class BrokerProcess:
         self.endpoint = process.lines[0]["endpoint"]
         self.starts_ms.append((CLOCK.monotonic_ns() - begin_ns) // 1_000_000)
         return True
+
+    def client(self, **options: Any) -> Timeball:
+        """A client with columns."""
+        return Timeball(f"http://127.0.0.1:{self._http_port}", flight=self.endpoint, **options)
 
     @property
     def remoting_port(self) -> int:
@@ -164,7 +168,7 @@ class Siege:
 
     def __enter__(self) -> Siege:
         assert self.broker.start()
-        with Timeball(self.broker.endpoint) as ball:
+        with self.broker.client() as ball:
             for topic, queues in TOPICS.items():
                 ball.create_topic(topic, queues)
                 self.observed.topics[topic] = queues
@@ -246,7 +250,7 @@ class Siege:
         last_due_ms = max((ms for one in sent for ms in (one.due_ms or 0, *one.maybe_due)), default=0)
         with (
             running_node(self.broker.data, Ahead(), strategy=schedule) as node,
-            Timeball(node.endpoint) as ball,
+            node.client() as ball,
         ):
             eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")
             eventually(lambda: ball.status()["levels"]["waiting_rows"] == 0, "every level is settled")
@@ -287,7 +291,7 @@ class Siege:
     def _work(self, step: Step, number: int) -> None:
         rng, pause = np.random.default_rng([self.seed, number]), threading.Event()
         try:
-            with Timeball(self.broker.endpoint, timeout_ms=BOUND_S * 1_000) as ball:
+            with self.broker.client(timeout_ms=BOUND_S * 1_000) as ball:
                 while not self._over.is_set():
                     self._up.wait(BOUND_S)
                     try:
@@ -439,7 +443,7 @@ def reschedule(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     """Some pulls and commits by a consumer that knows only what the broker has stored."""
-    with Timeball(siege.broker.endpoint, timeout_ms=BOUND_S * 1_000) as fresh:
+    with siege.broker.client(timeout_ms=BOUND_S * 1_000) as fresh:
         for _ in range(int(rng.integers(1, 20))):
             topic = str(rng.choice(list(TOPICS)))
             siege.see(fresh.browse_batch(topic, GROUP, max_messages=int(rng.integers(1, 500)), wait="0.1s"))

@@ -15,8 +15,6 @@ from tests.crash.siege import CLOCK, Siege
 from tests.crash.world import HOUR_MS
 from tests.rounds import rounds
 
-from timeball import Timeball
-
 KEEPERS = ["timer_wheel", "level_cascade"]
 SEED = int(os.environ.get("KILL_SEED", "1"))
 
@@ -81,7 +79,7 @@ def lose_tail(data: Path) -> None:
 )
 def test_a_log_that_loses_its_acknowledged_tail_is_noticed(tmp_path: Path, is_lost: bool) -> None:
     with Siege(tmp_path / "data", SEED, QUIET) as siege:
-        with Timeball(siege.broker.endpoint) as ball:
+        with siege.broker.client() as ball:
             for _ in range(10):
                 sent: list[Sent] = siege.ask("a", [CLOCK.wall_ms() + HOUR_MS])
                 ball.send("a", sent[0].body, at=sent[0].due_ms, message_id=sent[0].key)

@@ -355,9 +355,9 @@ def test_three_processes_of_the_rendered_cluster_are_one(values: list[str], tmp_
             for host, each in pods.items():
                 each.wait("readinessProbe", host)
                 each.wait("livenessProbe", host)
-            endpoint = ("grpc+tls://" if mounted else "grpc://") + ",".join(f"{host}:7400" for host in pods)
+            endpoint = ("https://" if mounted else "http://") + ",".join(f"{host}:7480" for host in pods)
             with Timeball(endpoint, tls_roots=Path(pair.roots).read_bytes() if mounted else None) as ball:
-                ball.send("orders", "kept", after="1h")
+                ball.send("orders", "kept", after="1h", retry=True)
             again = making.run()
             assert (again.returncode, again.stdout) == (0, ran.stdout), "as the job of an upgrade does"
 
@@ -386,9 +386,14 @@ def test_a_bridge_is_told_its_topics_and_where_both_sides_are(values: list[str])
         "earliest",
         None,
     )
-    nodes = ",".join(f"there-timeball-{number}.there-timeball-pods.default.svc:7400" for number in range(3))
-    alone = "grpc://there-timeball.default.svc:7400"
-    assert asked["endpoint"] == (f"grpc+tls://{nodes}" if values is FULL_BRIDGES else alone)
+    hosts = [f"there-timeball-{number}.there-timeball-pods.default.svc" for number in range(3)]
+    for option, port, plain, secure in (
+        ("endpoint", 7480, "http", "https"),
+        ("flight", 7400, "grpc", "grpc+tls"),
+    ):
+        nodes = ",".join(f"{host}:{port}" for host in hosts)
+        alone = f"{plain}://there-timeball.default.svc:{port}"
+        assert asked[option] == (f"{secure}://{nodes}" if values is FULL_BRIDGES else alone)
     for asking, name in ((asked, "orders-eu"), (small, "mail")):
         container = bridge_container(found, name)
         mounted = {
@@ -446,10 +451,12 @@ def test_the_rendered_bridge_carries_a_record(tmp_path: Path) -> None:
     found = rendered(*PLAIN, *(f"kafkaBridges[0].{name}={value}" for name, value in own.items()))
     bridge = Pod(tmp_path, bridge_container(found, "orders"))
     with running_node(tmp_path / "data") as node:
-        args = bridge.container["args"]
-        endpoint = args.index("--endpoint") + 1
-        assert args[endpoint] == "grpc://there-timeball.default.svc:7400"
-        bridge.container["args"] = [*args[:endpoint], node.endpoint, *args[endpoint + 1 :]]
+        args = [*bridge.container["args"]]
+        endpoint, flight = (args.index(name) + 1 for name in ("--endpoint", "--flight"))
+        assert args[endpoint] == "http://there-timeball.default.svc:7480"
+        assert args[flight] == "grpc://there-timeball.default.svc:7400"
+        args[endpoint], args[flight] = node.http_endpoint, node.endpoint
+        bridge.container["args"] = args
         bridge.start()
         try:
             kafka.produce(

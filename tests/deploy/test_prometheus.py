@@ -17,8 +17,6 @@ from tests.bounds import BOUND_S
 from tests.docs_pages import ROOT, page
 from tests.node_fixture import running_node
 
-from timeball import Timeball
-
 FOLDER = ROOT / "deploy/prometheus"
 RULES = FOLDER / "timeball.rules.yml"
 TESTS_OF_RULES = sorted(FOLDER.glob("timeball.rules*.test.yml"))
@@ -126,7 +124,7 @@ def test_each_alert_says_what_is_so_and_what_to_do() -> None:
 def test_prometheus_finds_no_fault_in_what_a_broker_says(tmp_path: Path) -> None:
     with (
         running_node(tmp_path / "data", http_port=0) as node,
-        Timeball(node.endpoint) as ball,
+        node.client() as ball,
     ):
         ball.send("orders", "now")
         ball.send("orders", "later", after="2d")

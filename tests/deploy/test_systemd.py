@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import running
+from tests.cli.processes import client_of, running
 from tests.docs_pages import ROOT
 
-from timeball import Timeball
 from timeball.cli.options import build_settings
 from timeball.cli.output import ExitCode
 
@@ -86,12 +85,12 @@ def test_a_broker_needs_no_memory_that_is_written_and_run(tmp_path: Path) -> Non
     command = [sys.executable, "-c", program, "serve", "--json", "--port", "0", "--data", str(tmp_path / "d")]
     with running(command=command) as server:
         try:
-            endpoint = server.wait_line(event="ready")["endpoint"]
+            ready = server.wait_line(event="ready")
         except AssertionError:
             if server.code == NO_SUCH_SWITCH:
                 pytest.skip("this kernel has no PR_SET_MDWE (Linux 6.3)")
             raise
-        with Timeball(endpoint) as ball:
+        with client_of(ready) as ball:
             ball.send("orders", "kept", after="1d")
             ball.compact()
             assert ball.status()["schedule"]["table_rows"] == 1

@@ -20,7 +20,6 @@ from tests.edges.remoting.handlers.test_sends import sent
 from tests.node_fixture import RunningNode, running_node
 
 import timeball.edges
-from timeball import Timeball
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import READ, WRITE, TopicConfig
 from timeball.edges.grpc._generated import definition_pb2 as d
@@ -43,7 +42,7 @@ GRPC = {
     d.Code.OK: OK, d.Code.MESSAGE_NOT_FOUND: OK, d.Code.FORBIDDEN: FORBIDDEN, d.Code.TOPIC_NOT_FOUND: NOT_FOUND,
     d.Code.CONSUMER_GROUP_NOT_FOUND: NO_GROUP, d.Code.ILLEGAL_TOPIC: BAD_NAME,
 }  # fmt: skip
-FLIGHT = {
+CODES = {
     "forbidden": FORBIDDEN, "not_found": NOT_FOUND, "group_not_found": NO_GROUP, "invalid_name": BAD_NAME,
     "bad_request": BAD_NAME, "invalid_message": BAD_NAME,
 }  # fmt: skip
@@ -117,18 +116,18 @@ WITHOUT_AUTO_CREATION = {
 }  # fmt: skip
 
 
-class Flight:
-    """Timeball's client."""
+class Http:
+    """Timeball's client, over HTTP."""
 
     def __init__(self, node: RunningNode) -> None:
-        self.ball = Timeball(node.endpoint)
+        self.node, self.ball = node, node.client()
         self.close = self.ball.close
 
     def _outcome(self, act: Callable[[], object]) -> str:
         try:
             act()
         except TimeballError as error:
-            return FLIGHT[error.code]
+            return CODES[error.code]
         return OK
 
     def send(self, topic: str) -> str:
@@ -143,6 +142,22 @@ class Flight:
 
     def read(self, topic: str) -> str:
         return self._outcome(lambda: self.ball.pull(topic, GROUP, wait=0))
+
+
+class Flight(Http):
+    """Timeball's client, with columns over Flight."""
+
+    def send(self, topic: str) -> str:
+        return self._outcome(lambda: self.ball.send_many(pa.table({"body": [b"x"] * 300}), topic=topic))
+
+    def delayed_send(self, topic: str) -> tuple[str, str | None]:
+        ids, due_ms = [f"of {topic}"], pa.array([self.node.broker.clock.now_ms() + HOUR_MS], pa.int64())
+        rows = pa.table({"body": [b"x"], "unique_key": ids, "due_ms": due_ms})
+        outcome = self._outcome(lambda: self.ball.send_many(rows, topic=topic))
+        return outcome, None if outcome != OK else self.ball.cancel(ids[0]).verdict
+
+    def read(self, topic: str) -> str:
+        return self._outcome(lambda: self.ball.browse(topic, GROUP))
 
 
 class Remoting:
@@ -212,7 +227,7 @@ class Grpc:
         return GRPC[first.status.code]
 
 
-EDGES = {"flight": Flight, "remoting": Remoting, "grpc": Grpc}
+EDGES = {"http": Http, "flight": Flight, "remoting": Remoting, "grpc": Grpc}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["auto-create", "no-auto-create"])
@@ -266,7 +281,7 @@ def test_all_edges_answer_a_delayed_send_and_its_cancel_alike(
         EDGES, expected(node, kind)
     )
     if expected(node, kind) == OK and not kind.name.startswith("%"):
-        # Messages for a retry topic get no recall handle over remoting, and no id by which Flight could cancel them.
+        # Messages for a retry topic get no recall handle over remoting, and no id by which they could be cancelled.
         assert {name: verdict for name, (_, verdict) in outcomes.items()} == dict.fromkeys(EDGES, "cancelled")
 
 
@@ -288,7 +303,7 @@ def test_a_disabled_group_is_forbidden_to_read(node: RunningNode, edges: dict[st
     assert edges[name].read("for-groups") == OK
     node.run(_on_loop(lambda: groups.update(SubscriptionGroup(GROUP, consume_enable=False))))
     try:
-        # A new client, because Flight asks for the offsets of its group only once.
+        # A new client, because a browser asks for the offsets of its group only once.
         new_client = EDGES[name](node)
         assert new_client.read("for-groups") == FORBIDDEN
         new_client.close()
@@ -341,10 +356,11 @@ def test_an_edge_that_asks_is_seen(source: str) -> None:
 def test_the_table_sees_an_edge_that_goes_its_own_way(
     node: RunningNode, edges: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: if the broker's `admit` checks nothing, Flight's outcome differs from those of the RocketMQ edges."""
+    """Control: if the broker's `admit` checks nothing, the outcome of columns differs from the others."""
     kind = next(kind for kind in TABLE if kind.name.startswith("read-only"))
     monkeypatch.setattr(node.broker.policy, "admit", lambda names, queues=None, caller=None: None)
     assert outcomes_by_edge(node, edges, kind, "send") == {
+        "http": FORBIDDEN,
         "flight": OK,
         "remoting": FORBIDDEN,
         "grpc": FORBIDDEN,

@@ -12,13 +12,12 @@ from tests.edges.remoting import wire as remoting_wire
 from tests.edges.remoting.handlers.test_sends import sent
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 
 LATE_MS = 5
-EDGES = ["flight", "remoting", "grpc"]
+EDGES = ["http", "remoting", "grpc"]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +29,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 def send_late(node: RunningNode, edge: str, topic: str) -> tuple[str, str]:
     """Send a message whose due time has passed by this edge, and return its id and its recall handle."""
     due_ms = node.broker.clock.now_ms() - LATE_MS
-    if edge == "flight":
-        with Timeball(node.endpoint) as ball:
+    if edge == "http":
+        with node.client() as ball:
             return ball.send(topic, b"x", at=due_ms).id, ""
     if edge == "remoting":
         with remoting_wire.Wire.to(node) as wire:
@@ -51,7 +50,7 @@ def test_a_cancel_after_the_due_time_is_answered_released(node: RunningNode, edg
     topic = f"late-{edge}"
     key, handle = send_late(node, edge, topic)
     eventually(lambda: delivered(node, topic), "the message is delivered")
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert ball.cancel(key).verdict == "released"
     if edge == "remoting":
         with remoting_wire.Wire.to(node) as wire:
@@ -68,5 +67,5 @@ def test_a_cancel_after_the_due_time_is_answered_released(node: RunningNode, edg
 
 def test_a_message_that_was_for_now_is_no_scheduled_message(node: RunningNode) -> None:
     """Control: a message without due time cannot be cancelled."""
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert ball.cancel(ball.send("for-now", b"x").id).verdict == "not_found"

@@ -76,7 +76,7 @@ class Race:
         """
         keys = [f"{number}-{i}" for i in range(ROUND)]
         due_ms = self.now_ms() + AHEAD_MS + np.sort(self.rng.integers(0, SPREAD_MS, ROUND))
-        with Timeball(self.node.endpoint) as ball:
+        with self.node.client() as ball:
             rows = pa.table({"unique_key": keys, "due_ms": due_ms, "body": [b"x"] * ROUND})
             first_seq, _ = ball.send_many(rows, topic=TOPIC, batch_rows=ROUND).ranges[0]
         self.recorder.first_seq |= {key: first_seq + i for i, key in enumerate(keys)}
@@ -100,7 +100,7 @@ class Race:
 
     def _run_plan(self, plan: list[tuple[int, int, str, int]], keys: list[str], due_ms: list[int]) -> None:
         """Make the calls of one client at their times. `due_ms`: the due time of each key."""
-        with Timeball(self.node.endpoint) as ball, Wire.to(self.node) as wire:
+        with self.node.client() as ball, Wire.to(self.node) as wire:
             for at_ms, _, action, i in plan:
                 self._nap.wait(max(0, at_ms - self._lead_ms - self.now_ms()) / 1000)
                 client = wire if action == "recall" else ball
@@ -114,7 +114,7 @@ class Race:
             lambda: self.node.broker.scheduling.scheduler.settled_before_ms > end_ms,
             "all messages are settled",
         )
-        with Timeball(self.node.endpoint) as ball:
+        with self.node.client() as ball:
             # By offset, because a lease would be a further scheduled message.
             while messages := ball.browse(TOPIC, wait="0.2s"):
                 self.recorder.delivered.update(str(message.id) for message in messages)

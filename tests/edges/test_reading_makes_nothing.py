@@ -105,24 +105,26 @@ def test_a_grpc_call_that_reads_creates_no_topic(node: RunningNode, name: str) -
     assert topic_names(node) == before
 
 
-FLIGHT: dict[str, Callable[[Timeball], object]] = {
+PYTHON: dict[str, Callable[[Timeball], object]] = {
     "pull": lambda ball: ball.pull(TYPO, "readers", wait=0),
     "pull that waits": lambda ball: ball.pull(TYPO, "readers", wait="0.05s"),
     "consume": lambda ball: list(ball.consume(TYPO, "readers", until_idle="0.05s")),
     "queues": lambda ball: ball.queues(TYPO),
     "offsets": lambda ball: ball.offsets("readers", TYPO),
     "commit": lambda ball: ball.commit(TYPO, "readers", {0: 0}),
+    "browse": lambda ball: ball.browse(TYPO),
+    "browse that waits": lambda ball: ball.browse(TYPO, "readers", wait="0.05s"),
     "read_queue": lambda ball: ball.read_queue(TYPO, 0, 0, 1).read_all(),
     "cancel": lambda ball: ball.cancel("nobody's"),
 }
 
 
-@pytest.mark.parametrize("name", FLIGHT)
-def test_a_flight_call_that_reads_creates_no_topic(node: RunningNode, name: str) -> None:
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_call_of_the_client_that_reads_creates_no_topic(node: RunningNode, name: str) -> None:
     before = topic_names(node)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         try:
-            FLIGHT[name](ball)
+            PYTHON[name](ball)
         except TimeballError as error:
             assert TYPO in str(error)
     assert topic_names(node) == before
@@ -140,7 +142,7 @@ def test_a_flight_call_that_reads_creates_no_topic(node: RunningNode, name: str)
 )
 def test_a_command_that_reads_creates_no_topic(node: RunningNode, command: tuple[str, ...]) -> None:
     before = topic_names(node)
-    result = run_here(*command, "--endpoint", node.endpoint)
+    result = run_here(*command, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
     if "--wait" not in command:  # a wait for a topic that does not exist is no error
         assert "nothing new" not in result.stdout + result.stderr
     assert topic_names(node) == before
@@ -148,7 +150,7 @@ def test_a_command_that_reads_creates_no_topic(node: RunningNode, command: tuple
 
 def test_a_send_makes_it(tmp_path: Path) -> None:
     """Control: the tests above would notice a created topic."""
-    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data") as node, node.client() as ball:
         assert topic_names(node) == set()
         ball.send(TYPO, "x")
         assert topic_names(node) == {TYPO}

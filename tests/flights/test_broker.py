@@ -10,7 +10,6 @@ import pytest
 from examples.flights import broker as demo_broker
 from examples.flights.broker import Broker, broker_in
 
-from timeball import Timeball
 from timeball.model.errors import SetupError
 
 
@@ -22,7 +21,7 @@ def test_it_serves_for_the_length_of_a_block_and_is_gone_after_it(tmp_path: Path
     """With its pipeline, which is a process of its own."""
     before = _started_here()
     with broker_in(tmp_path / "d") as broker:
-        with Timeball(broker.endpoint) as ball:
+        with broker.client() as ball:
             assert ball.status()["log"]["durable_seq"] >= 0
         mine = _started_here() - before
         assert mine

@@ -36,7 +36,7 @@ def test_a_day_is_scheduled_cancelled_and_received(tmp_path: Path) -> None:
     with running_node(tmp_path / "d") as node:
         day = CompressedDay(clock.wall_ms() + 500, 4_000)
         run = live_through(
-            node.endpoint,
+            node.client,
             flights,
             day,
             clock,

@@ -8,17 +8,16 @@ import pyarrow as pa
 import pytest
 from examples.flights.pipeline import CAMPAIGN, CalledOff, Spark, answer_table, ask, call_off, look_ahead
 from rich.console import Console
-from tests.cli.unreachable import NOWHERE
+from tests.cli.unreachable import NO_FLIGHT
 from tests.node_fixture import running_node
 from tests.spark.campaigning import attach, campaign_of
 
-from timeball import Timeball
 from timeball.model.errors import Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS
 
 
 def test_printed_due_times_are_the_accepted_ones(tmp_path: Path) -> None:
-    with running_node(tmp_path / "d", compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", compact_rows=0) as node, node.client() as ball:
         campaign = campaign_of(node, CAMPAIGN)
         attach(campaign, 30, after_ms=HOUR_MS)
         assert call_off(node.endpoint) == CalledOff(rows=30, cancelled=30, released=0)
@@ -63,7 +62,7 @@ def test_a_batch_is_promised_as_one_and_the_books_balance(tmp_path: Path) -> Non
     """Past the log, straight into the table; the books are as they would be for the client's own messages."""
     with (
         running_node(tmp_path / "data", compact_rows=0) as node,
-        Timeball(node.endpoint) as ball,
+        node.client() as ball,
         Spark(node.endpoint, tmp_path / "spark.log") as spark,
     ):
         ball.send("flights", b"y", after="1h")
@@ -77,5 +76,5 @@ def test_a_batch_is_promised_as_one_and_the_books_balance(tmp_path: Path) -> Non
         counted = {name: books.counts[name] for name in ("accepted", "released", "cancelled", "pending")}
         assert counted == {"accepted": 1_001, "released": 0, "cancelled": 1, "pending": 1_000}
         with pytest.raises(Unavailable, match="no broker answers"):
-            Spark(NOWHERE, tmp_path / "spark.log").audit()
+            Spark(NO_FLIGHT, tmp_path / "spark.log").audit()
     assert (tmp_path / "spark.log").exists()  # what Java says goes there, not over the demo's lines

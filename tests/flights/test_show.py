@@ -9,7 +9,6 @@ from examples.flights import show
 from examples.flights.show import Steps, _held_at_rest, _waiting_rows
 from tests.node_fixture import running_node
 
-from timeball import Timeball
 from timeball.io.clock import ManualClock
 
 
@@ -43,7 +42,7 @@ def test_skipped_benchmarks_are_reported_and_take_no_time(capsys: pytest.Capture
 
 def test_pending_messages_are_counted_wherever_they_are(tmp_path: Path) -> None:
     """In the tail, near its instant, in the table."""
-    with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d") as node, node.client() as ball:
         ball.send_many([{"body": "x", "after": "86400s"} for _ in range(7)], topic="t")
         assert _waiting_rows(ball) == 7
         ball.compact()
@@ -55,5 +54,5 @@ def test_memory_at_rest_is_what_the_process_holds(tmp_path: Path, monkeypatch: p
     """Bytes, of this process here: more than Python needs, less than the machine has."""
     monkeypatch.setattr(show, "REST_S", 0.0)
     monkeypatch.setattr(show, "LOOK_S", 0.0)
-    with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d") as node, node.client() as ball:
         assert 10_000_000 < _held_at_rest(ball) < 100_000_000_000

@@ -37,8 +37,6 @@ class StockBroker:
             "serve",
             "--json",
             *self._ports,
-            "--http-port",
-            "-1",
             "--data",
             str(self._data),
             "--delay-levels",
@@ -49,10 +47,10 @@ class StockBroker:
         )
         ready = self._process.wait_line(event="ready")
         self.name_server, self.remoting = ready["name_server"], ready["remoting"]
-        self.endpoint, self.grpc = ready["endpoint"], ready["grpc"]
-        addresses = (self.endpoint, self.name_server, self.remoting, self.grpc)
+        self.endpoint, self.grpc, self.http = ready["endpoint"], ready["grpc"], ready["http"]
+        addresses = (self.endpoint, self.name_server, self.remoting, self.grpc, self.http)
         ports = [address.rpartition(":")[2] for address in addresses]
-        options = ("--port", "--name-server-port", "--remoting-port", "--grpc-port")
+        options = ("--port", "--name-server-port", "--remoting-port", "--grpc-port", "--http-port")
         self._ports = [word for pair in zip(options, ports, strict=True) for word in pair]
 
     def kill(self) -> None:
@@ -61,21 +59,25 @@ class StockBroker:
     def stop(self) -> int:
         return self._process.end()
 
+    def client(self) -> Timeball:
+        """A client with columns."""
+        return Timeball(f"http://{self.http}", flight=self.endpoint)
+
     # ---- what the tests ask of it, past the stock clients
 
     def create_topic(self, topic: str, queues: int = 1) -> str:
-        with Timeball(self.endpoint) as ball:
+        with self.client() as ball:
             ball.create_topic(topic, queues)
         return topic
 
     def now_ms(self) -> int:
         """The broker's own clock."""
-        with Timeball(self.endpoint) as ball:
+        with self.client() as ball:
             return int(ball.status()["now_ms"])
 
     def bodies(self, topic: str) -> list[str]:
         """All messages in a topic's queues. Empty for a topic that does not exist."""
-        with Timeball(self.endpoint) as ball:
+        with self.client() as ball:
             found: list[str] = []
             if topic not in ball.topics():
                 return found
@@ -88,7 +90,7 @@ class StockBroker:
 
     def rows(self, topic: str) -> list[dict[str, Any]]:
         """All rows in a topic's queues, with the log's own columns."""
-        with Timeball(self.endpoint) as ball:
+        with self.client() as ball:
             return [
                 row
                 for queue, ends in ball.queues(topic).items()
@@ -99,7 +101,7 @@ class StockBroker:
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
         """The offsets of a group."""
-        with Timeball(self.endpoint) as ball:
+        with self.client() as ball:
             return ball.offsets(group, topic)
 
     def request(self, code: RequestCode, *, body: bytes = b"", **ext: Any) -> Command:

@@ -14,7 +14,6 @@ from tests.interop.grpc_conversation import WITH_GO, GrpcConversation, came_earl
 from tests.interop.stock_broker import stock_broker
 from tests.interop.stock_clients import command
 
-from timeball import Timeball
 from timeball.model.message import Kind
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("grpc_restart")]  # one set of brokers and clients
@@ -85,7 +84,7 @@ def who_dies_gives_back(which: str, folder: Path) -> None:
         assert (held["attempt"], again["attempt"], again["body"]) == (1, 2, "held")
         [row] = talk.returned()
         assert not came_early(row)
-        with Timeball(broker.endpoint) as ball:
+        with broker.client() as ball:
             log = ball.status()["log"]
             rows = ball.read_log(log["first_seq"], log["durable_seq"]).read_all().to_pylist()
         given_back = [r["seq"] for r in rows if r["kind"] == Kind.SCHEDULED and r["topic"] == row["topic"]]

@@ -30,7 +30,6 @@ from tests.interop.stock_clients import command
 from tests.node_fixture import eventually
 from tests.rounds import IS_SIEGE, rounds
 
-from timeball import Timeball
 from timeball.edges.kafka.records import Undeliverable
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("kafka")]
@@ -57,8 +56,9 @@ class Place:
 
     def arguments(self) -> list[str]:
         return [
-            "--in", self.own, "--out", self.out, "--bootstrap", self.kafka.bootstrap, "--endpoint",
-            self.timeball.endpoint, "--json", "--status-every", "100ms", "--undeliverable", str(self.file),
+            "--in", self.own, "--out", self.out, "--bootstrap", self.kafka.bootstrap,
+            "--endpoint", f"http://{self.timeball.http}", "--flight", self.timeball.endpoint, "--json",
+            "--status-every", "100ms", "--undeliverable", str(self.file),
         ]  # fmt: skip
 
     def bridge(self, *, ready: bool = True) -> Running:
@@ -198,7 +198,7 @@ def test_a_record_cancels_pending_records_with_its_key(place: Place) -> None:
     bridge.wait_line(event="status", taken=6)
     bridge.wait_line(event="status", delivered=2)
     assert values(place.read(place.out)) == {"a": 1, "d": 1}
-    with Timeball(place.timeball.endpoint) as ball:
+    with place.timeball.client() as ball:
         assert (
             ball.cancel(key=f"{place.own}/k1")[0].verdict == "released"
         )  # the same name for Timeball's clients
@@ -301,7 +301,7 @@ def test_poison_among_ten_thousand_records_delays_none_of_the_others(place: Plac
     bridge.wait_line(event="status", taken=count)
     admin = place.kafka.admin()
     admin.delete_topics([gone])[gone].result(BOUND_S)
-    with Timeball(place.timeball.endpoint) as ball:
+    with place.timeball.client() as ball:
         for number in (number for number, (value, _) in at.items() if value == b"deleted"):
             (moved,) = ball.reschedule(key=f"{place.own}/{number}", at=datetime.now(UTC))
             assert moved.verdict == "rescheduled"

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.etcd_cluster import need_etcd
-from tests.cluster.processes import Cluster, running_cluster
+from tests.cluster.processes import Cluster, client_of, running_cluster
 from tests.interop.conversation import JAVA4, JAVA5
 from tests.interop.drivers import ClientError, Driver, Json, driving
 from tests.interop.grpc_conversation import GO, JAVA, PYTHON
 from tests.interop.stock_clients import command
 from tests.rounds import rounds
 
-from timeball import Timeball
 from timeball.io.clock import SystemClock
 
 pytestmark = [pytest.mark.interop, pytest.mark.siege, pytest.mark.xdist_group("etcd")]
@@ -110,7 +109,7 @@ def test_nothing_is_lost_over_many_leaders(tmp_path: Path) -> None:
     with running_cluster(tmp_path) as cluster:
         cluster.leader()
         nodes = list(cluster.nodes.values())
-        with Timeball(",".join(node.endpoint for node in nodes).replace(",grpc://", ",")) as ball:
+        with client_of(nodes) as ball:
             for which in commands:
                 ball.create_topic(topic_of(which), 2)
         ports = {edge: [f"127.0.0.1:{node.ports[edge]}" for node in nodes] for edge in nodes[0].ports}

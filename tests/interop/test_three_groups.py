@@ -56,9 +56,8 @@ def three_machines(folder: Path) -> Iterator[dict[str, Supervised]]:
                     lambda leader=leader, group=group: machines[leader].events(event="leads", group=group)
                 )
                 index = GROUPS.index(group)
-                with Timeball(
-                    f"grpc://127.0.0.1:{machines[leader].ports['port'] + index * PORTS_APART}"
-                ) as ball:
+                port = machines[leader].ports["http-port"] + index * PORTS_APART
+                with Timeball(f"http://127.0.0.1:{port}") as ball:
                     ball.create_topic(TOPIC, 4)
             yield machines
         finally:

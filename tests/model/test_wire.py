@@ -10,33 +10,14 @@ from hypothesis import strategies as st
 from timeball.edges.flight import codec
 from timeball.model import answers, wire
 
-OFFSETS = st.dictionaries(
-    st.integers(0, wire.QUEUE_ID_MAX), st.integers(0, wire.INT64_MAX), min_size=1, max_size=3
-)
 NAMES = st.text("abc%|-_", min_size=1, max_size=8)
 NUMBERS = st.integers(0, wire.INT64_MAX)
-LEASED = {"group": NAMES, "topic": NAMES, "receipts": st.lists(NAMES, min_size=1, max_size=3)}
 REQUESTS = {
     "status": st.just(wire.Nothing()),
-    "create_topic": st.builds(wire.CreateTopic, topic=NAMES, queues=st.integers(1, 1_024)),
     "queues": st.builds(wire.Queues, topic=NAMES),
-    "offsets": st.builds(wire.GetOffsets, group=NAMES, topic=NAMES),
-    "commit": st.builds(wire.Commit, group=NAMES, topic=NAMES, offsets=OFFSETS),
-    "ack": st.builds(wire.Acknowledge, **LEASED),
-    "change_invisible_time": st.builds(wire.ChangeInvisibleTime, **LEASED, counts=st.booleans()),
-    "dead_letter": st.builds(wire.DeadLetter, **LEASED),
-    "get": st.builds(wire.Get, id=NAMES, topic=st.none() | NAMES),
-    "cancel": st.builds(wire.Cancel, keys=st.lists(NAMES, min_size=1, max_size=3)),
-    "reschedule": st.builds(wire.Reschedule, seqs=st.lists(NUMBERS, min_size=1, max_size=3), due_ms=NUMBERS),
     "cancel_range": st.builds(wire.CancelRange, ranges=st.just([(1, 5)]), reason=st.text(max_size=5)),
     "campaigns": st.builds(wire.Campaigns, campaign=st.none() | NAMES),
     "campaign": st.builds(wire.ChangeCampaign, campaign=NAMES, change=st.sampled_from(["pause", "resume"])),
-    "groups": st.builds(wire.Groups, group=st.none() | NAMES),
-    "dead_letters": st.builds(
-        wire.DeadLetters, group=NAMES, rows=st.integers(1, 1_000), after=st.just("0-1")
-    ),
-    "resend_dead_letters": st.builds(wire.ResolveDeadLetters, group=NAMES),
-    "delete_dead_letters": st.builds(wire.ResolveDeadLetters, group=NAMES, dead_letters=st.just(["0-1"])),
     "starts": st.builds(wire.Starts, from_seq=NUMBERS, to_seq=NUMBERS),
     "reserve": st.builds(wire.Reserve, rows=st.integers(1, 2**40)),
     "compactor": st.builds(wire.Lease, lease_ms=st.integers(0, 1_000)),
@@ -49,12 +30,11 @@ TICKETS = [
     wire.ReadLog(from_seq=1, to_seq=1),
     wire.ReadQueue(topic="t", queue_id=3, offset=7, rows=1),
     wire.Pull(topic="t", offsets={0: 5, 3: 1}, rows=10, wait_ms=5),
-    wire.Receive(topic="t", group="g", rows=10, wait_ms=5, latest=True),
 ]
 
 
 def test_every_request_but_the_attachment_is_here() -> None:
-    same_body = {"topics", "compact"}  # as status
+    same_body = {"compact"}  # as status
     assert REQUESTS.keys() | same_body | {"attach"} == codec.ACTIONS.keys()
 
 

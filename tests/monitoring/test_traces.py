@@ -21,7 +21,6 @@ from tests.monitoring import test_metrics
 from tests.monitoring.collector import Collector, Span, collector
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball
 from timeball.broker.accepting.tracing import traced
 from timeball.io.clock import ManualClock
 from timeball.model.errors import SetupError
@@ -185,7 +184,7 @@ def acknowledge(got: Any) -> s.AckMessageRequest:
 
 
 def test_a_trace_spans_flight_below_the_clients_current_span(tmp_path: Path, receiver: Collector) -> None:
-    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         with current() as span:
             ball.send("orders", "17", after="10ms")
         (got,) = ball.pull("orders", "g", wait="20s")
@@ -200,7 +199,7 @@ def test_a_trace_spans_flight_below_the_clients_current_span(tmp_path: Path, rec
 def test_a_message_without_a_context_begins_a_trace_and_carries_it(
     tmp_path: Path, receiver: Collector
 ) -> None:
-    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17", after="10ms", properties={"a": "b"})
         (got,) = ball.pull("orders", "g", wait="20s")
         got.ack()
@@ -223,7 +222,7 @@ def test_an_unsampled_message_keeps_its_bytes_and_has_no_spans(
     properties: dict[str, str],
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17", after="10ms", properties=properties)
         (got,) = ball.pull("orders", "g", wait="20s")
         got.ack()
@@ -328,7 +327,7 @@ def test_a_dead_collector_harms_nothing(
     monkeypatch.setattr(traces, "STOP_S", 0.1)
     node = RunningNode(tmp_path / "data", traces=True)
     node.start()
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         for number in range(20):
             ball.send("orders", f"{number}", after="10ms")
         bodies: set[bytes] = set()
@@ -342,7 +341,7 @@ def test_a_dead_collector_harms_nothing(
 
 def test_a_collector_that_fails_is_counted(tmp_path: Path, receiver: Collector) -> None:
     receiver.status = 400
-    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17")
         eventually(lambda: counts(node)["failed"], "an export has failed")
         assert counts(node)["exported"] == 0
@@ -352,7 +351,7 @@ def test_queued_spans_are_exported_at_a_stop(
     tmp_path: Path, receiver: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(1_000 * BOUND_S * 10))
-    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17")
         assert receiver.spans == []
     assert [span.name for span in receiver.spans] == ["send orders"]
@@ -364,7 +363,7 @@ def test_queued_spans_are_exported_at_a_stop(
 def test_without_the_option_there_are_no_spans_and_no_check_for_them(
     tmp_path: Path, receiver: Collector
 ) -> None:
-    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data") as node, node.client() as ball:
         broker = node.broker
         assert broker.sends.accept == broker.appender.send and broker.halves.accept == broker.prepare_nowait
         assert type(broker.consuming).__name__ == "Consuming"

@@ -39,7 +39,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.fixture
 def stopped(data: Path) -> Iterator[Path]:
     """A folder with messages in the log and in the pending table."""
-    with running_node(data) as node, Timeball(node.endpoint) as ball:
+    with running_node(data) as node, node.client() as ball:
         ball.send_many(
             [{"body": f"{i}", "after": f"{7_200 + i}s", "keys": f"k{i}"} for i in range(500)], topic="later"
         )
@@ -71,7 +71,7 @@ class Load:
 
     def _run(self) -> None:
         try:
-            with Timeball(self._node.endpoint) as ball:
+            with self._node.client() as ball:
                 while not self._stopping.is_set():
                     self._round(ball, random.Random(self.rounds))
                     self.rounds += 1
@@ -88,7 +88,7 @@ class Load:
             ] * 20
             summary = ball.send_many(rows, topic="load")
             first = summary.ranges[0][0]
-            ids = summary.ids.to_pylist()
+            ids = list(summary.ids)
             self.receipts |= {id: (first + at, sort) for at, id in enumerate(ids)}
             if sort == "far":
                 wanted = chance.sample(ids, 5)
@@ -108,7 +108,7 @@ def test_a_backup_under_load_has_all_that_was_acknowledged_before_it_once(data: 
     assert max(seq for seq, _ in before.values()) < made.row and len(load.receipts) > len(before)
     back = data.with_name("restored")
     backup.restore(RealFiles(copy), RealFiles(back))
-    with running_node(back) as node, Timeball(node.endpoint) as ball:
+    with running_node(back) as node, node.client() as ball:
         acknowledged = {id: sort for id, (seq, sort) in load.receipts.items() if seq < made.row}
         assert before.keys() <= acknowledged.keys()
         # What was due meanwhile is released now: then each message that is not cancelled is waiting, or visible once.
@@ -197,7 +197,7 @@ def test_a_restore_that_was_interrupted_is_no_data_folder_until_it_is_finished(
     backup.restore(RealFiles(copy), back, lambda done, of: told.append((done, of)))
     assert told[-1][0] == told[-1][1] > 0
     check_folder(back)
-    with running_node(back.root) as node, Timeball(node.endpoint) as ball:
+    with running_node(back.root) as node, node.client() as ball:
         assert [v.verdict for v in ball.cancel(key="k7")] == ["cancelled"]
         schedule = ball.status()["schedule"]
         assert (schedule["table_rows"], schedule["tail_rows"]) == (500, 50)

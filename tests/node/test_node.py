@@ -19,7 +19,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball, __version__
+from timeball import __version__
 from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.io.clock import ManualClock, SystemClock
@@ -70,12 +70,12 @@ def test_the_first_release_waits_for_no_library_of_the_edges() -> None:
 def test_sent_messages_survive_a_stop_and_a_start(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path, clock) as node:
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ball.send("orders", "now")
             ball.send("orders", "later", at=clock.wall + 5_000)
     with running_node(tmp_path, clock) as node:
         clock.advance(5_000)
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             eventually(lambda: sum(q.max for q in ball.queues("orders").values()) == 2, "both are visible")
 
 
@@ -280,8 +280,8 @@ def test_status_has_the_fields_that_clients_are_told_of(tmp_path: Path) -> None:
         assert 0 < status["anon_bytes"] < status["rss_bytes"]  # type: ignore[operator]
         assert status["log"]["durable_seq"] == 4  # type: ignore[index]
         assert Path(status["table"]["uri"]) == tmp_path / "pending"  # type: ignore[index]
-        with Timeball(node.endpoint) as ball:
-            assert set(ball.status()) == set(status)
+        with node.client() as ball:
+            assert set(ball.status()) == {*status, "may_admin"}
         assert msgspec.json.decode(msgspec.json.encode(status)) == status
 
 

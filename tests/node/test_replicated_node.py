@@ -13,7 +13,6 @@ from tests.cluster.besieged import replicas_of, served
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import CLUSTER, GROUP, Cluster, NodeProcess, running_cluster
 
-from timeball import Timeball
 from timeball.cluster.protocol.messages import Hello, encode
 
 pytestmark = pytest.mark.xdist_group("etcd")
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("etcd")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     need_etcd()
     with running_cluster(tmp_path_factory.mktemp("nodes"), **{"lease-ttl-ms": "1s"}) as running:
-        with Timeball(running.leader().endpoint, timeout_ms=BOUND_S * 1_000) as ball:
+        with running.leader().client(timeout_ms=BOUND_S * 1_000) as ball:
             ball.create_topic("orders", 1)  # here, as each test may be the only one of its process
         yield running
 
@@ -35,7 +34,7 @@ def followers(cluster: Cluster, leader: NodeProcess) -> list[NodeProcess]:
 def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
     cluster.leader()
     for node in cluster.nodes.values():
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ball.send("orders", node.name.encode(), message_id=node.name)
             assert "orders" in ball.topics()
 
@@ -43,7 +42,7 @@ def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
 def test_the_status_names_the_group_and_its_nodes_the_leader_first(cluster: Cluster) -> None:
     leader = cluster.leader()
     places = {f"127.0.0.1:{node.ports['port']}" for node in cluster.nodes.values()}
-    with Timeball(followers(cluster, leader)[0].endpoint) as ball:
+    with followers(cluster, leader)[0].client() as ball:
         status = ball.status()
     [group] = status["groups"]
     assert status["group"] == group["group"] == GROUP
@@ -60,7 +59,7 @@ def test_a_leader_that_is_asked_to_end_hands_over(cluster: Cluster) -> None:
     assert process.returncode == 0
     successor = cluster.leader(epoch)
     assert successor is not leader and served(successor) == epoch + 1
-    with Timeball(successor.endpoint) as ball:
+    with successor.client() as ball:
         assert "orders" in ball.topics()
     leader.start()
     cluster.wait("it is the same replica", lambda: len(replicas_of(leader)) == 2)
@@ -78,7 +77,7 @@ def test_a_leader_without_a_majority_begins_anew_in_the_same_process(cluster: Cl
     assert process.poll() is None and leader.events()[-1]["pid"] == process.pid
     for node in followers(cluster, leader):
         node.kill(signal.SIGCONT)
-    with Timeball(cluster.leader(epoch).endpoint, timeout_ms=BOUND_S * 1_000) as ball:
+    with cluster.leader(epoch).client(timeout_ms=BOUND_S * 1_000) as ball:
         assert "orders" in ball.topics()
 
 

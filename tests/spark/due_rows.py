@@ -9,7 +9,6 @@ import pyarrow as pa
 from tests.node_fixture import RunningNode, eventually
 from tests.spark.traffic import visible
 
-from timeball import Timeball
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import Store
@@ -63,6 +62,6 @@ def status(node: RunningNode) -> dict[str, Any]:
 
 def all_out(node: RunningNode, rows: int, topic: str = "due") -> None:
     """Wait until this number of messages is visible, and check that there are no more."""
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         eventually(lambda: visible(ball, topic) >= rows, f"{rows} rows released")
         assert visible(ball, topic) == rows

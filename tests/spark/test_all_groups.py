@@ -12,7 +12,6 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.traffic import send, send_due_now
 from tests.spark.two_groups import TwoGroups, two_groups
 
-from timeball import Timeball
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import archive, audit, bulk, ledger, replay
@@ -48,7 +47,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     groups.add()
     send(groups.other.endpoint, 30)
     send_due_now(groups.other.endpoint, 7)
-    with Timeball(groups.other.endpoint) as ball:
+    with groups.other.client() as ball:
         ball.send("orders", "unwanted", after="1h", keys="k")
         ball.cancel(key="k")
     send(groups.one.endpoint, 5)

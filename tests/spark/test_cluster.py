@@ -25,7 +25,6 @@ from tests.spark.standalone import Standalone, machines, standalone
 from tests.spark.test_kill_spark import bodies, data_files, eventually, is_dead, kill_tree
 from tests.spark.traffic import send, send_due_now
 
-from timeball import Timeball
 from timeball.model.limits import HOUR_MS
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -93,7 +92,7 @@ def test_killed_executor_loses_and_repeats_no_row(victim: str, tmp_path: Path, n
     table = tmp_path / "data" / "pending"
     with (
         broker_for(tmp_path, net) as node,
-        Timeball(node.endpoint) as ball,
+        node.client() as ball,
         standalone(tmp_path / "spark", tmp_path / "data", net) as cluster,
     ):
         endpoint = f"grpc://{cluster.here}:{node.settings.port}"

@@ -22,7 +22,6 @@ from tests.node_fixture import RunningNode, running_node
 from tests.rounds import only_in_a_siege, rounds
 from tests.spark.test_kill_spark import BOUND_S, data_files, eventually, kill_tree
 
-from timeball import Timeball
 from timeball.model.message import Kind
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -61,7 +60,7 @@ def sending(node: RunningNode) -> Iterator[None]:
 
     def send() -> None:
         try:
-            with Timeball(node.endpoint) as ball:
+            with node.client() as ball:
                 while not stop.wait(0.3):
                     ball.send_many(
                         [
@@ -112,7 +111,7 @@ class Archive:
 
 
 def passed(node: RunningNode) -> list[tuple[int, int, str, bytes]]:
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         end = ball.status()["log"]["durable_seq"]
         rows = ball.read_log(1, end, kinds=[Kind.MESSAGE, Kind.RELEASE]).read_all()
     return [(r["seq"], r["kind"], r["topic"], r["body"]) for r in rows.to_pylist()]
@@ -168,7 +167,7 @@ def test_killed_and_concurrent_archive_jobs_archive_each_message_once(tmp_path: 
 @only_in_a_siege
 def test_killed_and_repeated_replay_schedules_its_messages_once(tmp_path: Path) -> None:
     table = tmp_path / "data" / "pending"
-    with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as node, node.client() as ball:
         ball.send_many([{"topic": "orders", "body": b"%d" % n} for n in range(5_000)])
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "the window is over")

@@ -216,7 +216,7 @@ def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: S
     # Spark is to be killed, not starved: on two cores clients without a pause leave it little.
     with Siege(tmp_path / "data", SEED, quiet, pause_ms=150) as siege:
         endpoint = siege.broker.endpoint
-        with supervised(endpoint) as child, Timeball(endpoint) as ball:
+        with supervised(endpoint) as child, siege.broker.client() as ball:
             siege.clients(send_one, send_many, cancel, consume)
             attack = Attack(siege, child, ball)
             spark_moments = [attack.on_start, attack.on_file, attack.on_attach]
@@ -229,7 +229,7 @@ def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: S
             eventually(
                 lambda: attack.watermark() >= end - SETTINGS.compact_early_rows, "the watermark catches up"
             )
-        with Timeball(endpoint) as ball:
+        with siege.broker.client() as ball:
             report = audit.run(spark, endpoint)
             waiting = check_table(siege, ball)
         result = siege.faults()
@@ -267,7 +267,7 @@ def bodies(table: Path) -> list[str]:
 def test_a_bulk_write_that_is_killed_and_run_again_is_there_once(tmp_path: Path) -> None:
     with Siege(tmp_path / "data", SEED, {"compact-rows": "1000000"}) as siege:
         endpoint, table = siege.broker.endpoint, tmp_path / "data" / "pending"
-        with Timeball(endpoint) as ball:
+        with siege.broker.client() as ball:
             due_ms, rng = ball.status()["now_ms"] + HOUR_MS * 2, np.random.default_rng(SEED)
             expected = sorted(f"key {i}" for i in range(ROWS))
 

@@ -7,7 +7,6 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.spark.traffic import log_rows, send
 
-from timeball import Timeball
 from timeball.model.message import NO_DUE_TIME_MS, Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.log_events import EVENT_SCHEMA, attach_events, derive_events, read_events, read_spans
@@ -33,7 +32,7 @@ def test_each_start_of_the_broker_is_an_event(node: RunningNode, broker: Endpoin
     repeated = broker.status().log.next_seq
     node.stop()
     node.start()
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send("orders", b"the first row of another life")
     end = broker.status().log.durable_seq
     result = read_spans(broker, 1, end).to_pylist()

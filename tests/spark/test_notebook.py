@@ -24,7 +24,7 @@ def test_every_cell_of_the_notebook_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     send_due_now(node.endpoint, 5)
-    monkeypatch.setenv("TIMEBALL_ENDPOINT", node.endpoint)
+    monkeypatch.setenv("TIMEBALL_FLIGHT", node.endpoint)
     # The session of all tests in the place of one of its own, which would be stopped at the end.
     monkeypatch.setattr(session, "build_session", lambda **_: spark)
     monkeypatch.setattr(SparkSession, "stop", lambda _: None)

@@ -24,7 +24,6 @@ from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, Fault, FaultyStore
 from tests.spark.traffic import send, send_due_now, visible
 
-from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import HOUR_MS
@@ -190,7 +189,7 @@ def on_s3(node: RunningNode, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TIMEBALL_ARCHIVE", f"{folder}/{{group}}archive")
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.cancel(ball.send("orders", b"x", after="1d").id)
     return folder
 
@@ -228,7 +227,7 @@ def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str,
     at = ("--endpoint", node.endpoint)
     jobs = ("compact", "ledger", "archive")
     command("pipeline", "run", *jobs, "--once", "--checkpoint", str(tmp_path / "c"), *at)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         table = ball.status()["table"]
     # The one that was cancelled may go along: the log settles it.
     compacted = open_table(table["uri"], table["version"]).to_pyarrow_table().num_rows
@@ -296,7 +295,7 @@ def test_a_bulk_job_writes_there_and_what_it_wrote_is_released_and_cancelled(
         words = ("bulk", str(tmp_path / "in.parquet"), "--topic", "reminders", "--key-column", "customer")
         done = commands.answer(*words, *at)
         assert (done["rows"], done["rejected"], lost.seen) == (400, 0, 1)
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ends = [ball.cancel(key=key)[0].verdict for key in ("c399", "c399", "c7", "none")]
             assert ends == ["cancelled", "already_cancelled", "cancelled", "not_found"]
             clock.advance(HOUR_MS)

@@ -19,7 +19,6 @@ from tests.docs_pages import first_cells, page, section
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.traffic import attached_seqs, send, send_due_now
 
-from timeball import Timeball
 from timeball.cli import main
 from timeball.model.errors import RequestError
 from timeball.model.limits import HOUR_MS
@@ -290,7 +289,7 @@ def test_the_examples_of_the_archive_run(
     send_due_now(node.endpoint, 10)
     uri = sibling(broker.status().table.uri, "archive")
     archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "the window is over")
     assert run_examples(ARCHIVE, node.endpoint, **{"/shared/timeball/archive": uri}) == 3

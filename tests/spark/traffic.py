@@ -6,6 +6,7 @@ import pyarrow as pa
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
+from timeball.model.errors import NotFound
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.spark.endpoint import Endpoint
@@ -13,8 +14,8 @@ from timeball.spark.endpoint import Endpoint
 
 def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = "orders") -> None:
     """Send scheduled messages due `after_ms` from now and later, one hour apart in three hundred steps."""
-    with Timeball(endpoint) as ball:
-        now_ms = ball.status()["now_ms"]
+    with Endpoint(endpoint) as broker, Timeball(endpoint) as ball:
+        now_ms = broker.status().now_ms
         due = [now_ms + after_ms + HOUR_MS * (i % 300) for i in range(rows)]
         ball.send_many(
             pa.table(
@@ -29,10 +30,18 @@ def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = 
 
 def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
     """Send scheduled messages that are due and released within moments."""
-    with Timeball(endpoint) as ball:
+    with Endpoint(endpoint) as broker, Timeball(endpoint) as ball:
         for i in range(rows):
-            ball.send(topic, f"now {i}", after="1ms", keys=f"key{i}")
-        eventually(lambda: visible(ball, topic) >= rows, f"{rows} rows of {topic} released")
+            row = {"body": [b"now %d" % i], "keys": [f"key{i}"], "delay_ms": pa.array([1], pa.int64())}
+            ball.send_many(pa.table(row), topic=topic)
+        eventually(lambda: _visible(broker, topic) >= rows, f"{rows} rows of {topic} released")
+
+
+def _visible(broker: Endpoint, topic: str) -> int:
+    try:
+        return sum(end - begin for begin, end in broker.queues(topic).values())
+    except NotFound:  # the topic does not exist before its first release
+        return 0
 
 
 def commit_half(node: RunningNode, **delay: int) -> int:

@@ -27,7 +27,7 @@ def broker() -> Iterator[TestBroker]:
 
 def call(broker: TestBroker, method: str, path: str, body: Any = None) -> Any:
     request = urllib.request.Request(
-        broker.http_url + path,
+        broker.endpoint + path,
         None if body is None else json.dumps(body).encode(),
         {"content-type": "application/json"},
         method=method,

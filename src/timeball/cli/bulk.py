@@ -26,9 +26,9 @@ import msgspec
 import typer
 
 from timeball.cli.options import (
-    DEFAULT_ENDPOINT,
+    DEFAULT_FLIGHT,
     SPARK_AS_IT_IS,
-    EndpointOption,
+    FlightEndpointOption,
     JsonOption,
     SparkOptions,
     pair,
@@ -136,7 +136,7 @@ def bulk(
     rejects: Rejects = None,
     table_uri: TableUri = None,
     spark: SparkOptions = SPARK_AS_IT_IS,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Schedule every row of some files: all valid rows in one step, or none.
@@ -383,7 +383,7 @@ def _campaign() -> None:
 
 
 @campaign_app.command("list")
-def list_(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
+def list_(endpoint: FlightEndpointOption = DEFAULT_FLIGHT, as_json: JsonOption = False) -> None:
     """List all campaigns, the newest last.
 
     \b
@@ -414,7 +414,7 @@ def list_(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fal
 @campaign_app.command("status")
 def status(
     campaign: IdArgument,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -435,7 +435,7 @@ def status(
 @campaign_app.command("pause")
 def pause(
     campaign: IdArgument,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -461,7 +461,7 @@ def resume(
             help="Move all due times by the length of the pause. Else overdue messages go out at once.",
         ),
     ] = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -482,7 +482,7 @@ def resume(
 @campaign_app.command("cancel")
 def cancel(
     campaign: IdArgument,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:

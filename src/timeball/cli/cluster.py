@@ -14,8 +14,8 @@ import msgspec
 import typer
 
 from timeball.cli.options import (
-    DEFAULT_ENDPOINT,
-    EndpointOption,
+    DEFAULT_FLIGHT,
+    FlightEndpointOption,
     JsonOption,
     addresses_of,
     as_parameter,
@@ -49,7 +49,7 @@ def drain(
     drain_target: Annotated[
         str, typer.Option("--to", metavar="GROUP", help="The group that receives the messages.")
     ],
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     wait_ms: Annotated[
         int,
         typer.Option(

@@ -23,9 +23,9 @@ from timeball.cli.forecast_options import (
     parse_rates,
 )
 from timeball.cli.options import (
-    DEFAULT_ENDPOINT,
+    DEFAULT_FLIGHT,
     SPARK_AS_IT_IS,
-    EndpointOption,
+    FlightEndpointOption,
     JsonOption,
     SparkOptions,
     as_parameter,
@@ -130,7 +130,7 @@ def forecast(
     extra_column: ExtraColumnOption = None,
     picture: PictureOption = None,
     spark: SparkOptions = SPARK_AS_IT_IS,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Show how many pending messages fall due when, the peaks, and how many would be late, in UTC.

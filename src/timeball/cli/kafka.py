@@ -15,8 +15,10 @@ from timeball.broker.cycle_collection import CYCLES
 from timeball.cli import output
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
+    DEFAULT_FLIGHT,
     KAFKA,
     EndpointOption,
+    FlightOption,
     JsonOption,
     is_third_party,
     naming,
@@ -76,6 +78,7 @@ def kafka(
     start: Annotated[str, _START] = "earliest",
     config: Annotated[Path | None, _CONFIG] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    flight: FlightOption = DEFAULT_FLIGHT,
     status_every: Annotated[str, _EVERY] = "10s",
     log_level: Annotated[LogLevel, _LEVEL] = "warning",
     log_format: Annotated[LogFormat, _FORMAT] = "text",
@@ -106,7 +109,7 @@ def kafka(
     }  # fmt: skip
     sys.setswitchinterval(SWITCH_S)
     stop = threading.Event()
-    bridge = _build_bridge(options, config, endpoint)
+    bridge = _build_bridge(options, config, endpoint, flight)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
     status_thread = threading.Thread(
@@ -120,7 +123,7 @@ def kafka(
         status_thread.join()
 
 
-def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
+def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str, flight: str) -> Bridge:
     try:
         from timeball.edges.kafka.bridge import Bridge
         from timeball.edges.kafka.options import BridgeOptions, read_properties
@@ -131,7 +134,7 @@ def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str) -
         raise not_installed(error, KAFKA) from error
     client = {} if config is None else read_properties(_read_config(config), str(config))
     CYCLES.start()  # records allocate and free containers, which would start collections often
-    return Bridge(BridgeOptions(**options, client=client), endpoint, SystemClock())
+    return Bridge(BridgeOptions(**options, client=client), endpoint, flight, SystemClock())
 
 
 def _read_config(file: Path) -> str:

@@ -21,7 +21,9 @@ import typer
 
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
+    DEFAULT_FLIGHT,
     EndpointOption,
+    FlightOption,
     JsonOption,
     as_parameter,
     connect,
@@ -34,22 +36,20 @@ from timeball.cli.options import (
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
 from timeball.model.time_parsing import instant_ms
+from timeball.model.values import check_label, keys_text, properties_text
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from timeball.client import Timeball
     from timeball.client.messages import Message
     from timeball.client.receipts import Receipt
     from timeball.model.answers import GroupPlace, MessagePlace, Verdict
 
 # ---- send and schedule ----------------------------------------------------------------------------------------
-# The body comes from an argument or from stdin. With --lines, each line of a file is a message. Lines are sent as
-# columns, `CHUNK_LINES` at a time, so a file of any size needs bounded memory. The client splits a large chunk into
-# pipelined batches.
+# The body comes from an argument or from stdin. With --lines, each line of a file is a message. `CHUNK_LINES` of them
+# are sent in a request, so a file of any size needs bounded memory.
 
 AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or a time with --at"
-CHUNK_LINES = 50_000
+CHUNK_LINES = 10_000
 
 TopicArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to send to.")]
 BodyArgument = Annotated[
@@ -101,8 +101,7 @@ def send(
     check_lines_alone(lines, body, message_id)
     with connect(endpoint) as client:
         if lines is not None:
-            encoded = encode_columns(topic, tag, keys, properties)
-            send_lines(client, lines, encoded, as_json=as_json)
+            send_lines(client, lines, encode_fields(topic, tag, keys, properties), as_json=as_json)
             return
         receipt = client.send(
             topic,
@@ -144,9 +143,7 @@ def schedule(
     check_lines_alone(lines, body, message_id)
     with connect(endpoint) as client:
         if lines is not None:
-            due_columns = {name: value for name, value in due.items() if value is not None}
-            columns = encode_columns(topic, tag, keys, properties) | due_columns
-            send_lines(client, lines, columns, as_json=as_json)
+            send_lines(client, lines, encode_fields(topic, tag, keys, properties) | due, as_json=as_json)
             return
         due_ms, delay_ms = due["due_ms"], due["delay_ms"]
         receipt = client.send(
@@ -197,23 +194,23 @@ def check_lines_alone(lines: Path | None, body: str | None, message_id: str | No
         raise RequestError("--lines and --id: each line gets its own id")
 
 
-def send_lines(client: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:
-    """Send each line of `file` as a message body, with `columns` for all of them, and print the number of messages."""
+def send_lines(client: Timeball, file: Path, fields: dict[str, object], *, as_json: bool) -> None:
+    """Send each line of `file` as a message body, with `fields` for all of them, and print the number of messages."""
     sent = past_rows = past_ms = 0
     source = sys.stdin.buffer if str(file) == "-" else _open_file(file)
     with source, progress_bar(quiet=as_json) as progress:
         task = progress.add_task("sending", total=None)
-        for batch in _batches(source, columns):
+        for messages in _chunks(source, fields):
             try:
-                summary = client.send_many(batch)
+                summary = client.send_many(messages)
             except TimeballError as error:
-                raise _with_line_numbers(error, file, sent, batch.num_rows) from error
-            sent += batch.num_rows
+                raise _with_line_numbers(error, file, sent, len(messages)) from error
+            sent += len(messages)
             past_rows, past_ms = past_rows + summary.past_rows, max(past_ms, summary.past_ms)
             progress.update(task, completed=sent)
     past = {"past_rows": past_rows, "past_ms": past_ms} if past_rows else {}
     show({"sent": sent, **past}, [f"{sent:,} messages sent"], as_json=as_json)
-    due_ms = columns.get("due_ms")
+    due_ms = fields.get("due_ms")
     if past and isinstance(due_ms, int) and not as_json:
         print_note(f"the due time was in the past: {show_instant(due_ms)}; the messages are delivered now")
 
@@ -242,12 +239,10 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
         print_note(f"due {show_instant(receipt.due_ms)}, in {show_wait(receipt.due_ms - receipt.store_ms)}")
 
 
-def encode_columns(
+def encode_fields(
     topic: str, tag: str | None, keys: list[str] | None, properties: list[str] | None
 ) -> dict[str, object]:
-    """Build the columns that are the same for every line."""
-    from timeball.model.rules import check_label, keys_text, properties_text
-
+    """Build the fields that are the same for every line."""
     pairs = read_properties(properties)
     return {
         "topic": topic,
@@ -264,17 +259,10 @@ def _open_file(file: Path) -> BinaryIO:
         raise RequestError(f"--lines {file}: {error.strerror}") from error
 
 
-def _batches(source: BinaryIO, columns: dict[str, object]) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
+def _chunks(source: BinaryIO, fields: dict[str, object]) -> Iterator[list[dict[str, object]]]:
+    given = {name: value for name, value in fields.items() if value is not None}
     while lines := [line.rstrip(b"\r\n") for line in islice(source, CHUNK_LINES)]:
-        arrays = {"body": pa.array(lines, pa.binary())}
-        for name, value in columns.items():
-            if value is not None:
-                arrow_type = pa.list_(pa.string()) if isinstance(value, list) else pa.string()
-                arrow_type = pa.int64() if isinstance(value, int) else arrow_type
-                arrays[name] = pa.repeat(pa.scalar(value, arrow_type), len(lines))
-        yield pa.RecordBatch.from_pydict(arrays)
+        yield [{"body": line, **given} for line in lines]
 
 
 # ---- get ------------------------------------------------------------------------------------------------------
@@ -352,9 +340,11 @@ def pull(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Continue until Ctrl-C.")] = False,
     peek: Annotated[
-        bool, typer.Option("--peek", help="Read from the group's position without acknowledging.")
+        bool,
+        typer.Option("--peek", help="Read from the group's position without acknowledging, over Flight."),
     ] = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    flight: FlightOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Pull visible messages and acknowledge them.
@@ -371,7 +361,7 @@ def pull(
     count = 0
     # --follow waits anyway, so let the broker hold each call: for 5 s, or for --wait if that is longer.
     wait = timedelta(milliseconds=max(wait_ms or 0, 5_000 if follow else 0))
-    with connect(endpoint) as client:
+    with connect(endpoint, flight if peek else None) as client:
         try:
             while True:
                 pull_messages = client.browse if peek else client.pull

@@ -6,7 +6,8 @@ help text and default. A value comes from the first of these sources that has it
 
 `spark_options` adds the options of a Spark session.
 
-`connect` opens a client of the broker that --endpoint names, and gives advice for the most frequent failure.
+`connect` opens a client of the broker that --endpoint names, and gives advice for the most frequent failures. The
+commands of the pipeline use Flight, and the others HTTP.
 
 `not_installed` builds the error for a missing package, which names the extra to install. The extra `cli` contains the
 dependencies of commands that talk to a broker. Others add to it:
@@ -26,7 +27,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,7 +138,16 @@ def show_wait(wait_ms: int) -> str:
 
 EndpointOption = Annotated[
     str,
-    typer.Option("--endpoint", envvar="TIMEBALL_ENDPOINT", metavar="URI", help="Where the broker listens."),
+    typer.Option("--endpoint", envvar="TIMEBALL_ENDPOINT", metavar="URI", help="The broker's HTTP address."),
+]
+# Of commands of the pipeline, and of columns.
+FlightEndpointOption = Annotated[
+    str,
+    typer.Option("--endpoint", envvar="TIMEBALL_FLIGHT", metavar="URI", help="The broker's Flight address."),
+]
+FlightOption = Annotated[
+    str,
+    typer.Option("--flight", envvar="TIMEBALL_FLIGHT", metavar="URI", help="The broker's Flight address."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one document a line.")]
 NoSparkOption = Annotated[
@@ -152,7 +162,7 @@ NoSparkOption = Annotated[
 CLUSTER_NAMES = [
     "cluster", "group", "etcd", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file",
 ]  # fmt: skip
-DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
+DEFAULT_ENDPOINT, DEFAULT_FLIGHT = "http://127.0.0.1:7480", "grpc://127.0.0.1:7400"
 
 
 def as_parameter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -395,32 +405,50 @@ def pair(option: str, text: str) -> tuple[str, str]:
 
 # ---- connecting to a broker -----------------------------------------------------------------------------------
 
+CALL_TIMEOUT_MS = 30_000
+CLOSED_TEXTS = ("Socket closed", "reset by peer", "closed before the answer")  # of errors of both protocols
+
 
 @contextmanager
-def connect(endpoint: str) -> Iterator[Timeball]:
-    """Open a client of `endpoint`. Unavailable, with the endpoint and advice, when no broker answers."""
+def connect(endpoint: str, flight: str | None = None) -> Iterator[Timeball]:
+    """Open a client of `endpoint`, which raises as `advising`. `flight`: the address for columns."""
     from timeball.client import Timeball
 
+    with advising(endpoint), Timeball(endpoint, flight=flight) as client:
+        yield client
+
+
+@contextmanager
+def advising(endpoint: str) -> Iterator[None]:
+    """Raise Unavailable with the endpoint and advice if no broker answers the calls of the block."""
     try:
-        with Timeball(endpoint) as client:
-            yield client
+        yield
     except Unavailable as error:
         reason = str(error)
-        if not reason.startswith("no broker answers") or "handshake" in reason:
-            raise
-        is_closed = "Socket closed" in reason or "reset by peer" in reason
-        if is_closed and not endpoint.startswith("grpc+tls"):
+        secure_scheme = {"grpc": "grpc+tls", "http": "https"}.get(endpoint.partition("://")[0])
+        if secure_scheme is not None and any(text in reason for text in CLOSED_TEXTS):
             # A broker that accepts only TLS closes the connection of a client without TLS.
-            raise Unavailable(f"{reason}; if the broker has a certificate, write grpc+tls://") from error
+            raise Unavailable(
+                f"{reason}; if the broker has a certificate, write {secure_scheme}://"
+            ) from error
+        if not reason.startswith("no broker answers") or "handshake" in reason or "[SSL" in reason:
+            raise
         raise Unavailable(
             f"no broker answers at {endpoint}: start one with 'timeball up', or name another with --endpoint"
         ) from error
 
 
-def reach(endpoint: str) -> None:
-    """Raise Unavailable when no broker answers. An early check, before Spark takes seconds to start."""
-    with connect(addresses_of(endpoint)) as client:
-        client.status()
+def reach(endpoint: str) -> dict[str, Any]:
+    """Read the status of a broker over Flight. Raises as `advising`.
+
+    The commands of the pipeline begin with it, because Spark takes seconds to start.
+    """
+    from timeball.client.calls import Calls
+    from timeball.model.wire import Nothing
+
+    addresses = addresses_of(endpoint)
+    with advising(addresses), closing(Calls(addresses, CALL_TIMEOUT_MS)) as calls:
+        return calls.action("status", Nothing(), dict[str, Any])
 
 
 def addresses_of(endpoint: str) -> str:

@@ -28,14 +28,12 @@ from rich.table import Table
 
 from timeball.cli import output
 from timeball.cli.options import (
-    DEFAULT_ENDPOINT,
+    DEFAULT_FLIGHT,
     SPARK_AS_IT_IS,
-    EndpointOption,
+    FlightEndpointOption,
     JsonOption,
     NoSparkOption,
     SparkOptions,
-    addresses_of,
-    connect,
     reach,
     spark_options,
 )
@@ -73,7 +71,7 @@ def _pipeline() -> None:
 def run(
     jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive, dispatch")],
     spark: SparkOptions = SPARK_AS_IT_IS,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     once: Annotated[bool, typer.Option("--once", help="Process everything up to now, then end.")] = False,
     checkpoint: Annotated[
         str | None,
@@ -169,7 +167,7 @@ def _stop_on_eof() -> None:
 
 @pipeline_app.command("status")
 def status(
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -215,9 +213,7 @@ def status(
 def _read_broker_status(endpoint: str, *, needed: bool) -> dict[str, Any]:
     """Read the broker's status. It is empty when the broker is away and the status is not `needed`."""
     try:
-        with connect(addresses_of(endpoint)) as client:
-            state: dict[str, Any] = client.status()
-            return state
+        return reach(endpoint)
     except Unavailable:
         if needed:
             raise
@@ -300,7 +296,7 @@ def audit(
             help="The ledger's table, {group} for a group's name; by default beside the pending table.",
         ),
     ] = None,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Check that accepted = released + cancelled + expired + pending, message by message.

@@ -19,9 +19,9 @@ import typer
 
 from timeball.cli.bulk import TableOption
 from timeball.cli.options import (
-    DEFAULT_ENDPOINT,
+    DEFAULT_FLIGHT,
     SPARK_AS_IT_IS,
-    EndpointOption,
+    FlightEndpointOption,
     JsonOption,
     SparkOptions,
     as_parameter,
@@ -105,7 +105,7 @@ def replay(
     archive: ArchiveOption = None,
     table_uri: TableOption = None,
     spark: SparkOptions = SPARK_AS_IT_IS,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Schedule a past window of messages again, after showing the plan.

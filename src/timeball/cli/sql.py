@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.cli.options import (
-    DEFAULT_ENDPOINT,
-    EndpointOption,
+    DEFAULT_FLIGHT,
+    FlightEndpointOption,
     JsonOption,
     addresses_of,
+    advising,
     as_parameter,
-    connect,
     parse_size_bytes,
 )
 from timeball.cli.output import bars, print_json, print_line, print_note
@@ -80,7 +80,7 @@ def sql(
             help="Memory limit of the query.",
         ),
     ] = "1GiB",
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Query pending messages, events and past messages with SQL.
@@ -106,7 +106,7 @@ def sql(
         return
     from timeball.spark.views.duckdb_session import SqlSession
 
-    with connect(addresses_of(endpoint)):
+    with advising(addresses_of(endpoint)):
         session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
     with session:
         result = session.run(query_text)
@@ -285,7 +285,7 @@ class PendingCounts:
 
 def pending(
     by: Annotated[BarWidth, typer.Option("--by", help="Width of a bar; auto chooses.")] = BarWidth.AUTO,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
     """Show how many messages are pending, by the hour (day, month, year) in which they are due, in UTC.
@@ -299,7 +299,7 @@ def pending(
       timeball pending --by day
       timeball pending --by hour --json | jq .due
     """
-    with connect(endpoint):
+    with advising(endpoint):
         counts = count_waiting(endpoint)
     bar_counts = counts.by(by)
     total = sum(bar_counts.values())

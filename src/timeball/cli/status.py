@@ -62,7 +62,7 @@ def status(
       timeball status --watch
       timeball status --watch --every 10s --json | jq .lateness
       timeball status --json | jq .schedule
-      timeball status --endpoint grpc://broker-2:7400
+      timeball status --endpoint http://broker-2:7480
     """
     with connect(endpoint) as client:
         if not watch:

@@ -1,14 +1,14 @@
 """Export `Timeball`, the Python client.
 
-The client uses the HTTP API of `edges/http`, or the Flight protocol of `edges/flight`: the scheme of its endpoint
-selects. It imports only `model` and `io`, so a producer does not have to install or load the broker.
+The client uses the HTTP API of `edges/http` for operations, and the Flight protocol of `edges/flight` for columns. It
+imports only `model` and `io`, so a producer does not have to install or load the broker.
 
-    timeball, reader, async_timeball, worker     the methods, for both protocols
+    timeball, reader, async_timeball, worker     the methods
     consumer, messages, receipts, rows           leases and the loop of `consume`, results, messages to send
     attempts, credentials, identifiers, tracing  retries, keys, ids, trace context
-    http_…                                       HTTP: connections, calls, sends, the codec
+    http_…                                       operations: connections, calls, sends, the codec
     calls, dialing, exchange, sender, outgoing, batch_rows, browser, source
-                                                 Flight, which needs pyarrow
+                                                 columns, which need pyarrow
     django, dramatiq                             backends of these frameworks, each in its extra
 """
 

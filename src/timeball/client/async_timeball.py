@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from timeball.client.attempts import OpenRead
-from timeball.client.consumer import ConsumeLoop, Start, make_filter, receive_request
+from timeball.client.consumer import ConsumeLoop, Start, make_filter
 from timeball.client.messages import Leased, Message
 from timeball.client.timeball import ENDPOINT, Timeball
 from timeball.model import wire
@@ -114,6 +114,7 @@ class AsyncTimeball:
         self,
         endpoint: str = ENDPOINT,
         *,
+        flight: str | None = None,
         timeout_ms: int = 30_000,
         access_key: str | None = None,
         secret_key: str | None = None,
@@ -134,7 +135,12 @@ class AsyncTimeball:
         if calls_max < 1:
             raise RequestError(f"calls_max={calls_max}: at least 1")
         self._ball = Timeball(
-            endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
+            endpoint,
+            flight=flight,
+            timeout_ms=timeout_ms,
+            access_key=access_key,
+            secret_key=secret_key,
+            tls_roots=tls_roots,
         )
         self._calls_max = calls_max
         # Created at the first call, and again in a child process.
@@ -222,34 +228,13 @@ class AsyncTimeball:
         message_filter, consumer = make_filter(tag, sql), self._ball._consumer
         messages = await self._receive(
             functools.partial(consumer.pull, topic, group, max_messages, wait, start, lease, message_filter),
-            lambda received: consumer.give_back(received, None),
+            consumer.give_back,
         )
         return self._as_async(messages)
 
-    async def pull_batch(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 1_024,
-        wait: After = "10s",
-        start: Start = "earliest",
-        lease: After = "60s",
-        tag: str | None = None,
-        sql: str | None = None,
-    ) -> pa.RecordBatch:
-        """Receive the next messages as columns. Arguments, result and errors are those of `Timeball.pull_batch`."""
-        request = receive_request(topic, group, max_messages, wait, start, lease, make_filter(tag, sql))
-        return await self._receive(
-            functools.partial(self._ball._flight("pull_batch").rows, request, request.wait_ms),
-            lambda batch: self._ball._consumer.give_back(batch, group),
-        )
-
-    async def ack(
-        self, messages: Leased | Iterable[Leased] | pa.RecordBatch, group: str | None = None
-    ) -> int:
+    async def ack(self, messages: Leased | Iterable[Leased]) -> int:
         """Acknowledge messages. Returns the number of messages whose lease had not ended. See `Timeball.ack`."""
-        return await self._run(lambda: self._ball.ack(messages, group))
+        return await self._run(lambda: self._ball.ack(messages))
 
     async def consume(
         self,
@@ -332,7 +317,7 @@ class AsyncTimeball:
 
     def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call in a thread. Raises RequestError after a fork, or if the client is closed."""
-        self._ball._calls.check()
+        self._ball._check()
         if self._is_closed:
             raise RequestError("this Timeball client is closed")
         # A child process has none of its parent's threads.

@@ -37,23 +37,6 @@ CLUSTER_PAUSES_S = (
 )  # 5 s in total: another node leads within two or three seconds
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
 
-# Verbs that are safe to repeat. An attach carries a job id and an epoch, by which the broker recognizes a repetition.
-REPEATABLE = frozenset(
-    {
-        "status",
-        "topics",
-        "groups",
-        "dead_letters",
-        "queues",
-        "offsets",
-        "source_positions",
-        "get",
-        "commit",
-        "attach",
-        "compactor",
-    }
-)
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

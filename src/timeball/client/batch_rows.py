@@ -1,4 +1,4 @@
-"""Messages that a Flight client received: views of the rows of a record batch.
+"""Browsed messages: views of the rows of a record batch.
 
 The fields of a row are copied and decoded only when they are read.
 """
@@ -9,15 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from timeball.client.messages import Member, Message
+from timeball.client.messages import Message
 from timeball.model.message import decode_properties, lateness_ms
-from timeball.model.values import RECEIPT
 
 
 class BatchRow:
-    """One row of a batch in READ_SCHEMA, perhaps with a receipt. A ReceivedRow."""
+    """One row of a batch in READ_SCHEMA. A ReceivedRow."""
 
     __slots__ = ("_batch", "_row")
+
+    receipt = ""  # a browsed message has no lease
 
     def __init__(self, batch: pa.RecordBatch, row: int) -> None:
         self._batch, self._row = batch, row
@@ -92,11 +93,7 @@ class BatchRow:
     def attempts(self) -> int:
         return int(self._value("reconsume_times") or 0)
 
-    @property
-    def receipt(self) -> str:
-        return str(self._value(RECEIPT))
 
-
-def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
-    """Wrap each row of a batch in READ_SCHEMA as a message. `member` holds the leases, or None for browsed rows."""
-    return [Message(BatchRow(batch, row), received_ms, member) for row in range(batch.num_rows)]
+def view(batch: pa.RecordBatch, received_ms: int) -> list[Message]:
+    """Wrap each row of a batch in READ_SCHEMA as a message without a lease."""
+    return [Message(BatchRow(batch, row), received_ms) for row in range(batch.num_rows)]

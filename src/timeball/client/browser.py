@@ -1,12 +1,13 @@
-"""Browsing: reads of visible messages by offset, over Flight.
+"""Browsing: reads of visible messages by offset, as columns over Flight.
 
 The client keeps the next offset of each queue, which advances with each read. For a group, `commit` stores the offsets
-at the broker, and the next browser of the group begins there.
+at the broker, and the next browser of the group begins there. A group's offsets are read and committed over HTTP.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +15,12 @@ import pyarrow as pa
 from timeball.client.batch_rows import view
 from timeball.client.calls import Calls
 from timeball.client.consumer import Start, check_start
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_codec import commit_offsets, read_offsets
 from timeball.client.messages import Message
-from timeball.client.positions import commit, offsets, queues
 from timeball.io.clock import Clock
 from timeball.model import limits, wire
+from timeball.model.answers import QueueRange
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.time_parsing import After, delay_ms
 
@@ -25,8 +28,10 @@ from timeball.model.time_parsing import After, delay_ms
 class Positions:
     """The next offset of each queue of one topic, for one group."""
 
-    def __init__(self, calls: Calls, topic: str, group: str, start: Start) -> None:
-        self._calls = calls
+    def __init__(
+        self, columns: Calls, operations: Callable[[], HttpCalls], topic: str, group: str, start: Start
+    ) -> None:
+        self._columns, self._operations = columns, operations
         self._topic = topic
         self._group = group
         self._start = start
@@ -38,10 +43,13 @@ class Positions:
 
         They begin at the group's committed offset, or else at the requested start.
         """
-        ranges = queues(self._calls, self._topic)
+        answer = dict[str, dict[int, QueueRange]]
+        ranges = self._columns.action("queues", wire.Queues(topic=self._topic), answer)["queues"]
         if ranges.keys() <= self.next.keys():
             return
-        committed = offsets(self._calls, self._group, self._topic) if self._group else {}
+        committed = {}
+        if self._group:
+            committed = self._operations().run(read_offsets(self._topic, self._group))
         self.committed = {**committed, **self.committed}
         for queue, queue_range in ranges.items():
             first = queue_range.min if self._start == "earliest" else queue_range.max
@@ -67,15 +75,16 @@ class Positions:
             queue: offset for queue, offset in next_offsets.items() if self.committed.get(queue) != offset
         }
         if changed:
-            commit(self._calls, self._group, self._topic, changed)
+            self._operations().run(commit_offsets(self._topic, self._group, changed))
             self.committed.update(changed)
 
 
 class Browser:
     """Reads by offset. Thread safe. Threads that read the same topic for the same group share a position."""
 
-    def __init__(self, calls: Calls, clock: Clock) -> None:
-        self._calls = calls
+    def __init__(self, columns: Calls, operations: Callable[[], HttpCalls], clock: Clock) -> None:
+        """Prepare. `operations` returns the calls over HTTP, or raises RequestError if the client has none."""
+        self._columns, self._operations = columns, operations
         self._clock = clock
         self._lock = threading.Lock()
         # By topic and group. The lock serialises the reads of a position.
@@ -111,11 +120,11 @@ class Browser:
             positions.commit(dict(positions.next) if next_offsets is None else next_offsets)
 
     def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
-        self._calls.check()
+        self._columns.check()
         with self._lock:
             entry = self._positions.get((topic, group))
             if entry is None:
-                entry = threading.Lock(), Positions(self._calls, topic, group, start)
+                entry = threading.Lock(), Positions(self._columns, self._operations, topic, group, start)
                 self._positions[topic, group] = entry
             return entry
 
@@ -143,4 +152,4 @@ class Browser:
 
     def _pull(self, topic: str, next_offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         ticket = wire.Pull(topic=topic, offsets=dict(next_offsets), rows=rows, wait_ms=wait_ms)
-        return self._calls.rows(ticket, wait_ms)
+        return self._columns.rows(ticket, wait_ms)

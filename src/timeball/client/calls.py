@@ -1,4 +1,4 @@
-"""Single calls over a Flight connection (actions and reads), with retries and with Timeball's errors.
+"""Calls over Flight: reads of columns, and the actions of the pipeline, with retries and with Timeball's errors.
 
 The broker sends an error as a code and a sentence (docs/protocols). An error of Flight itself means that no answer
 came. It becomes Unavailable, so a program can distinguish "retry later" from "give up". gRPC's debug context is removed
@@ -8,7 +8,7 @@ from the texts, because it does not help users.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,8 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.client.attempts import REPEATABLE, Attempts, NotNow, NotSent, OpenRead, refusal, split_endpoints
-from timeball.client.batch_rows import BatchRow
+from timeball.client.attempts import Attempts, NotNow, NotSent, refusal, split_endpoints
 from timeball.client.credentials import Credentials
 from timeball.client.dialing import check_process, dial, is_inherited
 from timeball.io.clock import Clock
@@ -35,6 +34,9 @@ _CHANNEL = [
 ]
 
 SCHEMES = ("grpc", "grpc+tcp", "grpc+tls", "grpc+unix")
+
+# Verbs that are safe to repeat. An attach carries a job id and an epoch, by which the broker recognizes a repetition.
+REPEATABLE = frozenset({"status", "queues", "source_positions", "attach", "compactor"})
 
 T = TypeVar("T")
 
@@ -121,37 +123,19 @@ class Calls(Attempts):
             return self.with_retries(attempt, timeout_ms)
         return self.with_retries(attempt, timeout_ms, retry_on=NotNow)
 
-    def rows(
-        self, ticket: wire.Ticket, wait_ms: int = 0, open_read: OpenRead | None = None
-    ) -> pa.RecordBatch:
+    def rows(self, ticket: wire.Ticket, wait_ms: int = 0) -> pa.RecordBatch:
         """Read all rows of a ticket into a batch in READ_SCHEMA. `wait_ms` is added to the time limit."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
         def attempt(remaining_s: float) -> pa.RecordBatch:
             with translated(self.endpoint):
                 reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=remaining_s))
-                if open_read is not None:
-                    open_read.begin(reader.cancel)
-                try:
-                    # `read_all` is not used, because cancelling it interrupts the main thread, as Ctrl-C would.
-                    batches = [chunk.data for chunk in reader]
-                except flight.FlightError:
-                    if open_read is not None and open_read.is_cancelled:
-                        raise RequestError("this read was cancelled") from None
-                    raise
+                batches = [chunk.data for chunk in reader]
             if not batches:
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
             return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
         return self.with_retries(attempt, self.timeout_ms + wait_ms)
-
-    def receive(self, request: wire.Receive, open_read: OpenRead | None = None) -> Sequence[BatchRow]:
-        """Lease messages to a group."""
-        batch = self.rows(request, request.wait_ms, open_read)
-        return [BatchRow(batch, row) for row in range(batch.num_rows)]
-
-    def open_stream(self, request: wire.Receive, credit: int, open_read: OpenRead | None) -> None:
-        """Flight has no streams with credit."""
 
     def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
         """Read the batches of a ticket as they arrive. There is no time limit, because a log may be long."""

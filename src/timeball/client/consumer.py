@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeGuard
-
-import msgspec
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Protocol
 
 from timeball.client.attempts import OpenRead
-from timeball.client.messages import Actions, Leased, Member, Message, ReceivedRow
+from timeball.client.http_calls import HttpCalls, MessageStream
+from timeball.client.http_codec import Received, Receiving
+from timeball.client.messages import Leased, Member, Message
 from timeball.io.clock import Clock
-from timeball.model import limits, wire
+from timeball.model import limits
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After, delay_ms
-from timeball.model.values import RECEIPT, valid
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from timeball.model.values import valid
 
 # ---- starts and filters ---------------------------------------------------------------------------------------
 
@@ -55,7 +52,7 @@ def make_filter(tag: str | None, sql: str | None) -> MessageFilter:
     return MessageFilter(tag or "", sql or "")
 
 
-def receive_request(
+def receiving(
     topic: str,
     group: str,
     rows: int,
@@ -63,7 +60,7 @@ def receive_request(
     start: Start,
     lease: After,
     message_filter: MessageFilter = NO_FILTER,
-) -> wire.Receive:
+) -> Receiving:
     """Build the request of a receive from the arguments of `Timeball.pull`. Raises RequestError for a wrong one."""
     check_start(start)
     if not 0 < rows <= limits.PULL_ROWS_MAX:
@@ -71,48 +68,25 @@ def receive_request(
     wait_ms, lease_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX), delay_ms(lease, "lease")
     if not 1 <= lease_ms <= limits.INVISIBLE_MS_MAX:
         raise RequestError(f"lease={lease!r}: between 1 ms and {limits.INVISIBLE_MS_MAX // limits.HOUR_MS} h")
-    return wire.Receive(
-        topic=topic,
-        group=group,
-        rows=min(rows, limits.POP_ROWS_MAX),
-        wait_ms=wait_ms,
-        invisible_ms=lease_ms,
-        latest=start == "latest",
-        tag=message_filter.tag,
-        sql=message_filter.sql,
+    return Receiving(
+        topic,
+        group,
+        min(rows, limits.POP_ROWS_MAX),
+        wait_ms,
+        lease_ms,
+        start,
+        message_filter.tag,
+        message_filter.sql,
     )
 
 
 # ---- receive and answer ---------------------------------------------------------------------------------------
 
 
-class Receiver(Actions, Protocol):
-    """The calls to a broker that receive messages."""
-
-    def check(self) -> None:
-        """Raise RequestError if no call can be made."""
-
-    def receive(self, request: wire.Receive, open_read: OpenRead | None = None) -> Sequence[ReceivedRow]:
-        """Lease messages to a group."""
-
-    def open_stream(self, request: wire.Receive, credit: int, open_read: OpenRead | None) -> RowStream | None:
-        """Prepare a stream of messages with credit. None if the protocol has none."""
-
-
-class RowStream(Protocol):
-    """A stream of messages with credit. Belongs to one thread."""
-
-    def read(self, wait_ms: int) -> Sequence[ReceivedRow]:
-        """Wait up to `wait_ms` for messages, and return all that have come. Opens the stream when needed."""
-
-    def close(self) -> Sequence[ReceivedRow]:
-        """End the stream, and return the messages that had come."""
-
-
 class Consumer:
     """Receives messages as a member of any group, and answers for them. Thread safe and stateless."""
 
-    def __init__(self, calls: Receiver, clock: Clock) -> None:
+    def __init__(self, calls: HttpCalls, clock: Clock) -> None:
         self._calls = calls
         self._clock = clock
 
@@ -129,7 +103,7 @@ class Consumer:
     ) -> list[Message]:
         """Lease up to `rows` messages. Timeball.pull documents the arguments."""
         self._calls.check()
-        request = receive_request(topic, group, rows, wait, start, lease, message_filter)
+        request = receiving(topic, group, rows, wait, start, lease, message_filter)
         return self._view(request, self._calls.receive(request, open_read))
 
     def open_feed(
@@ -142,32 +116,32 @@ class Consumer:
         message_filter: MessageFilter = NO_FILTER,
         open_read: OpenRead | None = None,
     ) -> Feed:
-        """Prepare the messages of a loop: a stream with a credit of `rows`, or else pulls of up to `rows` messages."""
+        """Prepare the messages of a loop: a stream with a credit of `rows`."""
         self._calls.check()
-        request = receive_request(topic, group, rows, 0, start, lease, message_filter)
-        stream = self._calls.open_stream(request, min(rows, limits.CREDIT_ROWS_MAX), open_read)
-        return Feed(self, self._calls, request, stream, min(rows, limits.CREDIT_ROWS_MAX), open_read)
+        request = receiving(topic, group, rows, 0, start, lease, message_filter)
+        credit = min(rows, limits.CREDIT_ROWS_MAX)
+        return Feed(self, request, self._calls.open_stream(request, credit, open_read), credit)
 
-    def _view(self, request: wire.Receive, rows: Iterable[ReceivedRow]) -> list[Message]:
+    def _view(self, request: Receiving, rows: Iterable[Received]) -> list[Message]:
         """Wrap received rows as messages that this client holds."""
         member, now_ms = Member(self._calls, request.topic, request.group), self._clock.wall_ms()
         return [Message(row, now_ms, member) for row in rows]
 
-    def ack(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> int:
+    def ack(self, messages: Iterable[Leased]) -> int:
         """Acknowledge messages. Returns the number of messages whose lease had not ended."""
         return sum(
-            is_valid
-            for member, receipts in self._receipts(messages, group)
-            for is_valid in member.ack(receipts)
+            receipt is not None
+            for member, receipts in _receipts(messages)
+            for receipt in member.ack(receipts)
         )
 
-    def give_back(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> None:
+    def give_back(self, messages: Iterable[Leased]) -> None:
         """Give back messages that the program has not seen.
 
         Other members get them at once, and no attempt is counted.
         """
-        for member, receipts in self._receipts(messages, group):
-            member.change(receipts, 0, counts=False)
+        for member, receipts in _receipts(messages):
+            member.extend(receipts, 0, counts=False)
 
     def change(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
         """Make the leases of these messages end `lease_ms` from now.
@@ -181,70 +155,38 @@ class Consumer:
             by_member.setdefault((member.topic, member.group), []).append(message)
         for member_messages in by_member.values():
             member, _ = member_messages[0].lease
-            receipts = member.change(
+            receipts = member.extend(
                 [message.lease[1] for message in member_messages], lease_ms, counts=counts
             )
             for message, receipt in zip(member_messages, receipts, strict=True):
                 message.update_receipt(receipt)
         return [message.is_leased for message in messages]
 
-    def _receipts(
-        self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None
-    ) -> list[tuple[Member, list[str]]]:
-        """Group the receipts of these messages by topic and group. A batch needs its `group`."""
-        if is_batch(messages):
-            if group is None or RECEIPT not in messages.schema.names:
-                raise RequestError(
-                    "ack of a batch: give the batch that pull_batch has returned, and its group"
-                )
-            topics, receipts = (messages.column(name).to_pylist() for name in ("topic", RECEIPT))
-            by_topic: dict[str, list[str]] = {}
-            for topic, receipt in zip(topics, receipts, strict=True):
-                by_topic.setdefault(topic, []).append(receipt)
-            return [
-                (Member(self._calls, topic, group), topic_receipts)
-                for topic, topic_receipts in by_topic.items()
-            ]
-        by_member: dict[tuple[str, str], tuple[Member, list[str]]] = {}
-        for message in messages:
-            member, receipt = message.lease
-            by_member.setdefault((member.topic, member.group), (member, []))[1].append(receipt)
-        return list(by_member.values())
 
-
-def is_batch(messages: Iterable[Leased] | pa.RecordBatch) -> TypeGuard[pa.RecordBatch]:
-    """True for a record batch. Does not import pyarrow: a program without it has no batches."""
-    return type(messages).__module__.startswith("pyarrow")
+def _receipts(messages: Iterable[Leased]) -> list[tuple[Member, list[str]]]:
+    """Group the receipts of these messages by topic and group."""
+    by_member: dict[tuple[str, str], tuple[Member, list[str]]] = {}
+    for message in messages:
+        member, receipt = message.lease
+        by_member.setdefault((member.topic, member.group), (member, []))[1].append(receipt)
+    return list(by_member.values())
 
 
 class Feed:
-    """The messages of a loop: a stream with credit, or pulls where the protocol has no streams."""
+    """The messages of a loop: a stream with credit."""
 
-    def __init__(
-        self,
-        consumer: Consumer,
-        calls: Receiver,
-        request: wire.Receive,
-        stream: RowStream | None,
-        credit: int,
-        open_read: OpenRead | None,
-    ) -> None:
-        self._consumer, self._calls, self._request = consumer, calls, request
-        self._stream, self._open_read = stream, open_read
-        # The number of processed messages after which the loop acknowledges, so that the stream gets credit. None for
-        # pulls, before which the loop acknowledges.
-        self.ack_rows = None if stream is None else max(1, credit // 2)
+    def __init__(self, consumer: Consumer, request: Receiving, stream: MessageStream, credit: int) -> None:
+        self._consumer, self._request, self._stream = consumer, request, stream
+        # The number of processed messages after which the loop acknowledges, so that the stream gets credit.
+        self.ack_rows = max(1, credit // 2)
 
     def read(self, wait_ms: int) -> list[Message]:
         """Wait up to `wait_ms` for messages, and return those that have come."""
-        if self._stream is not None:
-            return self._consumer._view(self._request, self._stream.read(wait_ms))
-        request = msgspec.structs.replace(self._request, wait_ms=wait_ms)
-        return self._consumer._view(request, self._calls.receive(request, self._open_read))
+        return self._consumer._view(self._request, self._stream.read(wait_ms))
 
     def close(self) -> list[Message]:
         """End the stream, and return the messages that had come and were not read."""
-        return [] if self._stream is None else self._consumer._view(self._request, self._stream.close())
+        return self._consumer._view(self._request, self._stream.close())
 
 
 # ---- the loop behind `consume` --------------------------------------------------------------------------------
@@ -265,7 +207,7 @@ class MessageFeed(Protocol):
     """The part of a Feed that a loop uses."""
 
     @property
-    def ack_rows(self) -> int | None: ...
+    def ack_rows(self) -> int: ...
     def read(self, wait_ms: int) -> list[Message]: ...
     def close(self) -> list[Message]: ...
 
@@ -293,9 +235,8 @@ class ConsumeLoop:
         if stop is not None:
             # A short wait, so that the loop notices `stop` within a second.
             self._wait_ms = min(self._wait_ms, limits.SECOND_MS)
-        if feed.ack_rows is not None:
-            # Only an empty read of a stream shows that no lease is running, so one must end long before a lease does.
-            self._wait_ms = min(self._wait_ms, max(ACK_PAUSE_MS, self._lease_ms // 4))
+        # Only an empty read of a stream shows that no lease is running, so one must end long before a lease does.
+        self._wait_ms = min(self._wait_ms, max(ACK_PAUSE_MS, self._lease_ms // 4))
         # An acknowledgement must reach the broker before the lease ends.
         self._ack_interval_ms = min(ACK_INTERVAL_MS, self._lease_ms // 4)
         self._queued: deque[Message] = deque()  # received, and not handed out yet
@@ -331,14 +272,13 @@ class ConsumeLoop:
             now_ms = self._now_ms()
             if self._is_acknowledgement_due(now_ms):
                 self._acknowledge()
-                if self._feed.ack_rows is not None:  # the broker ends a stream that is not read for long
-                    self._queued.extend(self._feed.read(0))
+                # The broker ends a stream that is not read for long.
+                self._queued.extend(self._feed.read(0))
             if now_ms - self._renewed_ms >= self._lease_ms // 2:
                 self._renew()
             return
         now_ms = self._now_ms()
-        may_wait = self._feed.ack_rows is not None and self._has_read_messages
-        if not (may_wait and not self._is_acknowledgement_due(now_ms)):
+        if not self._has_read_messages or self._is_acknowledgement_due(now_ms):
             self._acknowledge()
             now_ms = self._now_ms()
         if self._has_read_messages:
@@ -346,11 +286,9 @@ class ConsumeLoop:
         elif self._idle_ms is not None and now_ms - self._last_message_ms >= self._idle_ms:
             self._is_over = True
             return
-        if self._feed.ack_rows is None:
-            self._renewed_ms = now_ms
         self._queued.extend(self._feed.read(ACK_PAUSE_MS if self._processed else self._wait_ms))
         self._has_read_messages = bool(self._queued)
-        if self._feed.ack_rows is not None and not self._queued:
+        if not self._queued:
             # Messages of a stream may have waited for this read, with their leases running. After an empty read the
             # leases of the next ones begin later.
             self._renewed_ms = self._now_ms()
@@ -367,29 +305,26 @@ class ConsumeLoop:
         self._acknowledge()
         if current is not None:
             self._consumer.change([current], 0, counts=True)
-        self._consumer.give_back(unread, None)
+        self._consumer.give_back(unread)
 
     def _is_acknowledgement_due(self, now_ms: int) -> bool:
-        ack_rows = self._feed.ack_rows
-        return now_ms - self._acknowledged_ms >= self._ack_interval_ms or (
-            ack_rows is not None and len(self._processed) >= ack_rows
-        )
+        is_interval_over = now_ms - self._acknowledged_ms >= self._ack_interval_ms
+        return is_interval_over or len(self._processed) >= self._feed.ack_rows
 
     def _is_call_due(self, now_ms: int) -> bool:
         return self._is_acknowledgement_due(now_ms) or now_ms - self._renewed_ms >= self._lease_ms // 2
 
     def _acknowledge(self) -> None:
         if self._processed:
-            self._consumer.ack(self._processed, None)
+            self._consumer.ack(self._processed)
             self._processed.clear()
         self._acknowledged_ms = self._now_ms()
 
     def _renew(self) -> None:
         """Renew the leases of messages that are not handed out yet. Drops messages whose lease has ended."""
-        if self._feed.ack_rows is not None:
-            # Their leases count from when the broker sent them. The second read is for those that had to wait there.
-            self._queued.extend(self._feed.read(0))
-            self._queued.extend(self._feed.read(ACK_PAUSE_MS))
+        # Their leases count from when the broker sent them. The second read is for those that had to wait there.
+        self._queued.extend(self._feed.read(0))
+        self._queued.extend(self._feed.read(ACK_PAUSE_MS))
         messages = list(self._queued)
         still_leased = self._consumer.change(messages, self._lease_ms, counts=False)
         self._queued = deque(

@@ -19,8 +19,8 @@ from timeball.client.credentials import Credentials, credentials
 from timeball.model.errors import RequestError
 
 FORKED = (
-    "this process was forked from one that had used a Timeball client, which gRPC does not survive: "
-    "use an http:// endpoint, make the first call after the fork, or start processes by spawn"
+    "this process was forked from one that had used columns over Flight, which gRPC does not survive: "
+    "make the first call for columns after the fork, or start processes by spawn"
 )
 
 

@@ -27,14 +27,13 @@ from dramatiq.broker import Broker, Consumer, MessageProxy
 from dramatiq.errors import ConnectionClosed, DecodeError, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 
-from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import path
 from timeball.client.http_connection import Request
 from timeball.client.messages import Message as Received
 from timeball.client.messages import reason_of
 from timeball.client.timeball import Timeball
 from timeball.model import limits
-from timeball.model.errors import GroupNotFound, InvalidName, NotFound, OverLimit, RequestError, Unavailable
+from timeball.model.errors import GroupNotFound, InvalidName, NotFound, OverLimit, Unavailable
 from timeball.model.time_parsing import After, delay_ms
 
 logger = logging.getLogger(__name__)
@@ -55,12 +54,10 @@ class TimeballBroker(Broker):
             lease: The time after which the messages of a worker that has died are delivered again.
 
         Raises:
-            RequestError: The client is one over Flight, which does not survive the fork of Dramatiq's workers.
+            RequestError: The client has no address of HTTP.
         """
         super().__init__(middleware)
-        if not isinstance(ball._connection, HttpCalls):
-            raise RequestError("Dramatiq forks its workers, so it needs a client over HTTP: http://host:port")
-        self.ball, self._calls = ball, ball._connection
+        self.ball, self._calls = ball, ball._operations
         self._prefix, self._lease = prefix, lease
         # Messages that workers of this process have leased, by queue. They outlive a consumer, which Dramatiq may
         # replace while actors run.
@@ -239,7 +236,7 @@ class LeasedMessages(Consumer):
         with self._changed:
             self._held.difference_update(received)
         try:
-            self._ball._consumer.give_back(received, None)
+            self._ball._consumer.give_back(received)
         except (Unavailable, OverLimit) as error:  # they are delivered again when their leases end
             raise ConnectionClosed(error) from error
 

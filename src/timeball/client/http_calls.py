@@ -3,7 +3,7 @@
 A connection serves one call at a time, and is kept for the next one. Connections are never shared between processes: a
 child process after a fork closes its copies, and opens its own.
 
-An error in a problem document has the code of the broker's error, so it becomes the same error as over Flight.
+An error in a problem document has the code of the broker's error, so it becomes the error of the same class.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from timeball.client.attempts import REPEATABLE, Attempts, Lost, NotNow, OpenRead, split_endpoints
+from timeball.client.attempts import Attempts, Lost, NotNow, OpenRead, split_endpoints
 from timeball.client.credentials import Credentials, credentials
 from timeball.client.http_codec import (
-    ACTIONS,
+    Operation,
     Received,
+    Receiving,
     decode_lines,
     decode_received,
     decoded,
@@ -26,7 +27,6 @@ from timeball.client.http_codec import (
 )
 from timeball.client.http_connection import Connection, Reply, Request, node_of
 from timeball.io.clock import Clock
-from timeball.model import wire
 from timeball.model.errors import RequestError, TimeballError, Unavailable
 
 if TYPE_CHECKING:
@@ -50,14 +50,25 @@ class HttpCalls(Attempts):
     """The calls to one broker or cluster over HTTP. Thread safe."""
 
     def __init__(
-        self, endpoint: str, timeout_ms: int, who: Credentials | None = None, *, clock: Clock | None = None
+        self,
+        endpoint: str,
+        timeout_ms: int,
+        who: Credentials | None = None,
+        *,
+        patience_s: float | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Prepare calls to http://host:port, or http://host:port,host:port for the nodes of a cluster.
 
-        `who`: the credentials, by default from the environment. Raises RequestError for a malformed endpoint, or
-        certificates that cannot be read.
+        `who`: the credentials, by default from the environment. `patience_s`: retry each call for this many seconds
+        (see attempts.py). Raises RequestError for a malformed endpoint, or certificates that cannot be read.
         """
-        super().__init__(split_endpoints(endpoint, SCHEMES, "http://host:port"), timeout_ms, clock=clock)
+        super().__init__(
+            split_endpoints(endpoint, SCHEMES, "http://host:port"),
+            timeout_ms,
+            patience_s=patience_s,
+            clock=clock,
+        )
         self._who = credentials() if who is None else who
         self._nodes = {each: node_of(each) for each in self._endpoints}
         self._tls = _tls_context(self._who) if endpoint.startswith("https") else None
@@ -83,16 +94,11 @@ class HttpCalls(Attempts):
 
     # ---- calls ------------------------------------------------------------------------------------------
 
-    def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
-        """Make the call `verb`. The result is of the type `answer`.
+    def run(self, operation: Operation[T]) -> T:
+        """Make the call of one operation."""
+        return self.ask(operation.request, operation.decode, is_repeatable=operation.is_repeatable)
 
-        `timeout_ms` replaces the time limit of the client for this call.
-        """
-        action = ACTIONS[verb](body)
-        result: T = self.ask(action.request, action.decode, timeout_ms, is_repeatable=verb in REPEATABLE)
-        return result
-
-    def receive(self, request: wire.Receive, open_read: OpenRead | None = None) -> list[Received]:
+    def receive(self, request: Receiving, open_read: OpenRead | None = None) -> list[Received]:
         """Lease messages to a group. Waits for the first one."""
         return self.ask(
             Request("POST", receive_target(request)),
@@ -102,7 +108,7 @@ class HttpCalls(Attempts):
             open_read=open_read,
         )
 
-    def open_stream(self, request: wire.Receive, credit: int, open_read: OpenRead | None) -> MessageStream:
+    def open_stream(self, request: Receiving, credit: int, open_read: OpenRead | None) -> MessageStream:
         """Prepare a stream of messages."""
         return MessageStream(self, request, credit, open_read)
 
@@ -131,6 +137,7 @@ class HttpCalls(Attempts):
                 raise error_of(reply, endpoint)
             return decoded(decode, reply.body, endpoint, is_read=request.method == "GET")
 
+        is_repeatable |= self._patience_s is not None
         retry_on: type[Unavailable] = Unavailable if is_repeatable else NotNow
         return self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
 
@@ -223,9 +230,7 @@ class MessageStream:
     it may hold more messages than its credit for a while.
     """
 
-    def __init__(
-        self, calls: HttpCalls, request: wire.Receive, credit: int, open_read: OpenRead | None
-    ) -> None:
+    def __init__(self, calls: HttpCalls, request: Receiving, credit: int, open_read: OpenRead | None) -> None:
         self._calls, self._open_read, self._credit = calls, open_read, credit
         self._request = Request("POST", receive_target(request, credit))
         self._connection: Connection | None = None
@@ -235,7 +240,7 @@ class MessageStream:
         self._opens_ns, self._pause_s = 0, 0.0  # when a stream may be opened, and the pause after it
 
     def read(self, wait_ms: int) -> list[Received]:
-        """Wait up to `wait_ms` for messages, and return all that have come. See RowStream.
+        """Wait up to `wait_ms` for messages, and return all that have come. Opens the stream when needed.
 
         Their leases run already, so no message is left in the socket. The broker ends a stream that is not read.
         """
@@ -279,7 +284,7 @@ class MessageStream:
         return messages
 
     def close(self) -> list[Received]:
-        """End the stream. See RowStream."""
+        """End the stream, and return the messages that had come."""
         if self._connection is None:
             return []
         messages = self._take_lines(self._connection.finish(LAST_BYTES_S))

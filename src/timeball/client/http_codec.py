@@ -1,14 +1,14 @@
-"""Requests and answers of the HTTP API as the client's calls have them. No I/O.
+"""Requests of the HTTP API, and the conversion of their answers to the results of the client's methods. No I/O.
 
-`ACTIONS` has for each verb the request to make of its body, and the conversion of the answer's bytes to the answer of
-the verb.
+The JSON has the structs of model/http_api.py. An `Operation` is the request of one method and the conversion of its
+answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -23,7 +23,6 @@ from timeball.model.answers import (
     Content,
     DeadLetterPage,
     DeadLetterRow,
-    GroupPage,
     GroupPlace,
     GroupState,
     MessagePlace,
@@ -130,7 +129,10 @@ def send_request(
 
 def _encode_messages(messages: Sequence[Outgoing], *, as_text: bool) -> bytes:
     """Encode one message in a line. Bodies are texts where they can be, or base64."""
-    return b"\n".join([encode(_to_json(message, as_text)) for message in messages])
+    try:
+        return b"\n".join([encode(_to_json(message, as_text)) for message in messages])
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(f"tag, keys, properties and message_id are text: {error}") from error
 
 
 def _to_json(message: Outgoing, as_text: bool) -> http_api.Message:
@@ -216,14 +218,31 @@ def _to_ms(time: str) -> int:
     return round(datetime.fromisoformat(time).timestamp() * 1000)
 
 
-def receive_target(request: wire.Receive, credit: int | None = None) -> str:
+class Receiving(NamedTuple):
+    """A receive of up to `rows` messages, leased for `lease_ms`. It waits up to `wait_ms` for the first one.
+
+    `start`: where a new group begins. `tag` or `sql`: only messages that match. Empty texts select all.
+    """
+
+    topic: str
+    group: str
+    rows: int
+    wait_ms: int
+    lease_ms: int
+    start: str = "earliest"
+    tag: str = ""
+    sql: str = ""
+
+
+def receive_target(request: Receiving, credit: int | None = None) -> str:
     """Build the target of a receive, or with a `credit` that of a stream."""
     return path(
         "topics", request.topic, "receive" if credit is None else "stream",
-        group=request.group, credit=credit, lease=f"{request.invisible_ms}ms",
+        group=request.group, credit=credit, lease=f"{request.lease_ms}ms",
         max=request.rows if credit is None else None,
         wait=f"{request.wait_ms}ms" if credit is None else None,
-        start="latest" if request.latest else None, tag=request.tag or None, sql=request.sql or None,
+        start=request.start if request.start != "earliest" else None, tag=request.tag or None,
+        sql=request.sql or None,
     )  # fmt: skip
 
 
@@ -237,39 +256,47 @@ def decode_lines(data: bytes) -> list[Received]:
     return [_RECEIVED.decode(line) for line in data.split(b"\n") if line]
 
 
-# ---- actions --------------------------------------------------------------------------------------------------
+# ---- operations -----------------------------------------------------------------------------------------------
 
 
-class Action(NamedTuple):
-    """A request, and the conversion of the body of its answer."""
+class Operation(NamedTuple, Generic[T]):
+    """A request, the conversion of the body of its answer, and whether it is safe to repeat."""
 
     request: Request
-    decode: Callable[[bytes], Any]
+    decode: Callable[[bytes], T]
+    is_repeatable: bool = False
 
 
-def _post(target: str, body: object) -> Request:
-    return Request("POST", target, encode(body), JSON)
+def _read(target: str, decode: Callable[[bytes], T]) -> Operation[T]:
+    return Operation(Request("GET", target), decode, is_repeatable=True)
 
 
-def _get(body: wire.Get) -> Action:
-    def decode(data: bytes) -> dict[str, list[MessagePlace]]:
-        return {
-            "messages": [_place(place) for place in msgspec.json.decode(data, type=http_api.Places).messages]
-        }
+def _post(target: str, body: object, decode: Callable[[bytes], T]) -> Operation[T]:
+    return Operation(Request("POST", target, encode(body), JSON), decode)
 
-    return Action(Request("GET", path("messages", body.id, topic=body.topic)), decode)
+
+def read_status() -> Operation[dict[str, Any]]:
+    """Read the figures of the broker."""
+    return _read(path("broker"), msgspec.json.Decoder(dict[str, Any]).decode)
+
+
+# ---- messages by id and key -----------------------------------------------------------------------------------
+
+
+def get(id: str, topic: str | None) -> Operation[list[MessagePlace]]:
+    """Find the messages with an id, the newest first."""
+
+    def decode(data: bytes) -> list[MessagePlace]:
+        return [_place(place) for place in msgspec.json.decode(data, type=http_api.Places).messages]
+
+    return _read(path("messages", id, topic=topic), decode)
 
 
 def _place(place: http_api.Place) -> MessagePlace:
     content = None
     if place.size_bytes is not None:
-        content = Content(
-            _body(place.body, place.base64),
-            place.size_bytes,
-            place.tag,
-            place.keys or [],
-            place.properties or {},
-        )
+        body = _body(place.body, place.base64)
+        content = Content(body, place.size_bytes, place.tag, place.keys or [], place.properties or {})
     return MessagePlace(
         place.state, place.seq, place.topic, place.queue_id, place.queue_offset, place.at_ms, place.due_ms, content,
         [GroupPlace(each.group, each.state, each.attempts, each.until_ms) for each in place.groups], place.by,
@@ -277,73 +304,116 @@ def _place(place: http_api.Place) -> MessagePlace:
     )  # fmt: skip
 
 
-def _settle(verb: str) -> Callable[[wire.Cancel | wire.Reschedule], Action]:
-    def decode(data: bytes) -> dict[str, list[Verdict]]:
-        verdicts = msgspec.json.decode(data, type=http_api.SettledMany).verdicts
-        return {
-            "verdicts": [
-                Verdict(each.id, each.verdict, each.seq, each.at_ms, each.due_ms) for each in verdicts
-            ]
-        }
-
-    def build(body: wire.Cancel | wire.Reschedule) -> Action:
-        request: object = http_api.CancellingMany(body.ids, body.keys)
-        if isinstance(body, wire.Reschedule):
-            request = http_api.ReschedulingMany(
-                body.ids, body.keys,
-                UNSET if body.due_ms is None else body.due_ms,
-                UNSET if body.delay_ms is None else f"{body.delay_ms}ms",
-            )  # fmt: skip
-        return Action(_post(path(verb), request), decode)
-
-    return build
+def cancel(ids: list[str], keys: list[str]) -> Operation[list[Verdict]]:
+    """Cancel the messages with these ids, or with these keys."""
+    return _post(path("cancel"), http_api.CancellingMany(ids, keys), _verdicts)
 
 
-def _answered(data: bytes) -> list[http_api.Answered]:
-    return msgspec.json.decode(data, type=http_api.AnsweredMany).results
+def reschedule(
+    ids: list[str], keys: list[str], due_ms: int | None, delay_ms: int | None
+) -> Operation[list[Verdict]]:
+    """Move the messages with these ids, or with these keys, to exactly one of `due_ms` and `delay_ms`."""
+    at = UNSET if due_ms is None else due_ms
+    after = UNSET if delay_ms is None else f"{delay_ms}ms"
+    return _post(path("reschedule"), http_api.ReschedulingMany(ids, keys, at, after), _verdicts)
 
 
-def _valid(data: bytes) -> dict[str, list[bool]]:
-    return {"valid": [each.valid for each in _answered(data)]}
+def _verdicts(data: bytes) -> list[Verdict]:
+    verdicts = msgspec.json.decode(data, type=http_api.SettledMany).verdicts
+    return [Verdict(each.id, each.verdict, each.seq, each.at_ms, each.due_ms) for each in verdicts]
 
 
-def _acknowledge(body: wire.Acknowledge) -> Action:
-    target = path("topics", body.topic, "ack", group=body.group)
-    return Action(_post(target, http_api.Answering(body.receipts)), _valid)
+# ---- answers for leased messages ------------------------------------------------------------------------------
 
 
-def _dead_letter(body: wire.DeadLetter) -> Action:
-    target = path("topics", body.topic, "dead-letter", group=body.group)
-    return Action(_post(target, http_api.GivingUp(body.receipts, body.reason)), _valid)
+def acknowledge(topic: str, group: str, receipts: list[str]) -> Operation[list[str | None]]:
+    """Acknowledge messages. The answer has each receipt, or None for a lease that had ended."""
+    return _post(path("topics", topic, "ack", group=group), http_api.Answering(receipts), _valid_receipts)
 
 
-def _change(body: wire.ChangeInvisibleTime) -> Action:
-    """A nack, or an extension. A lease that ends at once without a nack is given back."""
-    lease = None if body.invisible_ms is None else f"{body.invisible_ms}ms"
-    request: object
-    if body.nack:
-        verb, after = "nack", UNSET if lease is None else lease
-        request = http_api.GivingBack(body.receipts, after, body.reason, body.counts)
-    else:
-        verb, request = "extend", http_api.Extending(body.receipts, lease or "0", body.counts)
+def nack(
+    topic: str, group: str, receipts: list[str], after_ms: int | None, reason: str, *, counts: bool
+) -> Operation[list[str | None]]:
+    """Give messages back as failed attempts. The answer has the new receipts, as for `acknowledge`.
 
-    def decode(data: bytes) -> dict[str, list[str | None]]:
-        return {"receipts": [each.receipt if each.valid else None for each in _answered(data)]}
-
-    return Action(_post(path("topics", body.topic, verb, group=body.group), request), decode)
+    `after_ms`: the delay until the next delivery, or None for that of the retry policy.
+    """
+    after = UNSET if after_ms is None else f"{after_ms}ms"
+    body = http_api.GivingBack(receipts, after, reason, counts)
+    return _post(path("topics", topic, "nack", group=group), body, _valid_receipts)
 
 
-def _groups(body: wire.Groups) -> Action:
-    if body.group is not None:
-        return Action(
-            Request("GET", path("groups", body.group)),
-            lambda data: GroupPage([msgspec.json.decode(data, type=GroupState)]),
-        )
-    target = path("groups", max=body.rows, page=body.after)
-    return Action(Request("GET", target), lambda data: msgspec.json.decode(data, type=GroupPage))
+def extend(
+    topic: str, group: str, receipts: list[str], lease_ms: int, *, counts: bool
+) -> Operation[list[str | None]]:
+    """Make leases end `lease_ms` from now. The answer has the new receipts, as for `acknowledge`."""
+    body = http_api.Extending(receipts, f"{lease_ms}ms", counts)
+    return _post(path("topics", topic, "extend", group=group), body, _valid_receipts)
 
 
-def _list_dead_letters(body: wire.DeadLetters) -> Action:
+def dead_letter(topic: str, group: str, receipts: list[str], reason: str) -> Operation[list[str | None]]:
+    """Move messages to the dead letters of the group. The answer is that of `acknowledge`."""
+    target = path("topics", topic, "dead-letter", group=group)
+    return _post(target, http_api.GivingUp(receipts, reason), _valid_receipts)
+
+
+def _valid_receipts(data: bytes) -> list[str | None]:
+    results = msgspec.json.decode(data, type=http_api.AnsweredMany).results
+    return [each.receipt if each.valid else None for each in results]
+
+
+# ---- topics, groups and dead letters --------------------------------------------------------------------------
+
+
+def list_topics() -> Operation[dict[str, int]]:
+    """List the topics with their numbers of queues."""
+
+    def decode(data: bytes) -> dict[str, int]:
+        return {each.topic: each.queues for each in msgspec.json.decode(data, type=http_api.Topics).topics}
+
+    return _read(path("topics"), decode)
+
+
+def create_topic(topic: str, queues: int) -> Operation[dict[str, Any]]:
+    """Create a topic, or add queues to one that has fewer."""
+    request = Request("PUT", path("topics", topic), encode(http_api.TopicMade(queues)), JSON)
+    return Operation(request, msgspec.json.decode)
+
+
+def read_queues(topic: str) -> Operation[dict[int, QueueRange]]:
+    """Read the offsets that each queue of a topic keeps."""
+    return _read(
+        path("topics", topic), lambda data: msgspec.json.decode(data, type=http_api.TopicQueues).queues
+    )
+
+
+def read_offsets(topic: str, group: str) -> Operation[dict[int, int]]:
+    """Read the offsets that a group has committed in a topic, by queue."""
+    target = path("topics", topic, "offsets", group=group)
+    return _read(target, lambda data: msgspec.json.decode(data, type=http_api.GroupOffsets).offsets)
+
+
+def commit_offsets(topic: str, group: str, offsets: dict[int, int]) -> Operation[dict[str, Any]]:
+    """Store these offsets of a group, by queue."""
+    target = path("topics", topic, "offsets", group=group)
+    request = Request("PUT", target, encode(http_api.Committing(offsets)), JSON)
+    return Operation(request, msgspec.json.decode, is_repeatable=True)
+
+
+def read_group(group: str) -> Operation[GroupState]:
+    """Read the lags, leases and dead letters of one group."""
+    return _read(path("groups", group), lambda data: msgspec.json.decode(data, type=GroupState))
+
+
+def list_groups(after: str | None) -> Operation[http_api.Groups]:
+    """List the groups by name, from the one that follows `after`."""
+    target = path("groups", page=after)
+    return _read(target, lambda data: msgspec.json.decode(data, type=http_api.Groups))
+
+
+def list_dead_letters(group: str, rows: int, after: str | None) -> Operation[DeadLetterPage]:
+    """List unresolved dead letters of a group, from the one that follows `after`."""
+
     def decode(data: bytes) -> DeadLetterPage:
         page = msgspec.json.decode(data, type=http_api.DeadLetters)
         rows = [
@@ -356,72 +426,17 @@ def _list_dead_letters(body: wire.DeadLetters) -> Action:
         ]  # fmt: skip
         return DeadLetterPage(rows, page.next_page)
 
-    return Action(
-        Request("GET", path("groups", body.group, "dead-letters", max=body.rows, page=body.after)), decode
-    )
+    return _read(path("groups", group, "dead-letters", max=rows, page=after), decode)
 
 
-def _resolve(verb: str) -> Callable[[wire.ResolveDeadLetters], Action]:
+def resolve_dead_letters(
+    group: str, verb: Literal["resend", "delete"], handles: list[str] | None
+) -> Operation[Resolved]:
+    """Resend or delete the dead letters with these handles, or all of the group."""
+
     def decode(data: bytes) -> Resolved:
         dealt = msgspec.json.decode(data, type=http_api.DealtMany)
         return Resolved(dealt.count, [each.verdict != "not_found" for each in dealt.results])
 
-    def build(body: wire.ResolveDeadLetters) -> Action:
-        request = http_api.Resolving(body.dead_letters, body.dead_letters is None)
-        return Action(_post(path("groups", body.group, "dead-letters", verb), request), decode)
-
-    return build
-
-
-def _create_topic(body: wire.CreateTopic) -> Action:
-    request = Request("PUT", path("topics", body.topic), encode(http_api.TopicMade(body.queues)), JSON)
-    return Action(request, msgspec.json.decode)
-
-
-def _topics(_: object) -> Action:
-    def decode(data: bytes) -> dict[str, dict[str, dict[str, int]]]:
-        topics = msgspec.json.decode(data, type=http_api.Topics).topics
-        return {"topics": {each.topic: {"queues": each.queues} for each in topics}}
-
-    return Action(Request("GET", path("topics")), decode)
-
-
-def _queues(body: wire.Queues) -> Action:
-    def decode(data: bytes) -> dict[str, dict[int, QueueRange]]:
-        return {"queues": msgspec.json.decode(data, type=http_api.TopicQueues).queues}
-
-    return Action(Request("GET", path("topics", body.topic)), decode)
-
-
-def _read_offsets(body: wire.GetOffsets) -> Action:
-    def decode(data: bytes) -> dict[str, dict[int, int]]:
-        return {"offsets": msgspec.json.decode(data, type=http_api.GroupOffsets).offsets}
-
-    return Action(Request("GET", path("topics", body.topic, "offsets", group=body.group)), decode)
-
-
-def _commit(body: wire.Commit) -> Action:
-    target = path("topics", body.topic, "offsets", group=body.group)
-    return Action(
-        Request("PUT", target, encode(http_api.Committing(body.offsets)), JSON), msgspec.json.decode
-    )
-
-
-ACTIONS: dict[str, Callable[[Any], Action]] = {
-    "ack": _acknowledge,
-    "cancel": _settle("cancel"),
-    "change_invisible_time": _change,
-    "commit": _commit,
-    "create_topic": _create_topic,
-    "dead_letter": _dead_letter,
-    "dead_letters": _list_dead_letters,
-    "delete_dead_letters": _resolve("delete"),
-    "get": _get,
-    "groups": _groups,
-    "offsets": _read_offsets,
-    "queues": _queues,
-    "reschedule": _settle("reschedule"),
-    "resend_dead_letters": _resolve("resend"),
-    "status": lambda _: Action(Request("GET", path("broker")), msgspec.json.decode),
-    "topics": _topics,
-}
+    body = http_api.Resolving(handles, handles is None)
+    return _post(path("groups", group, "dead-letters", verb), body, decode)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import SentRows, decode_sent, send_request
@@ -18,17 +16,11 @@ from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, Sen
 from timeball.client.rows import Outgoing, outgoing_row
 from timeball.client.tracing import current_context
 from timeball.model import limits
-from timeball.model.errors import InvalidMessage, RequestError, TimeballError
-
-if TYPE_CHECKING:
-    from timeball.client.outgoing import Rows
+from timeball.model.errors import InvalidMessage, TimeballError
 
 ROWS_MAX = 10_000  # of one request
 BATCH_ROWS = 1_024  # rows of a batch of a generator
 BATCH_BYTES = limits.BODY_BYTES_MAX
-ROW_NAMES = (
-    "after", "at", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms",
-)  # fmt: skip
 
 
 class HttpSender:
@@ -37,33 +29,21 @@ class HttpSender:
     def __init__(self, calls: HttpCalls) -> None:
         self._calls = calls
 
-    def close(self) -> None:
-        """Nothing is under way outside of the methods."""
-
     def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
         """Send a message. It is on the broker's disk on return. Raises the broker's refusal, or Unavailable."""
         sent = self._send([message], SendKeys(if_settled, is_used=retry))
-        found = receipt(message._replace(delay_ms=None, due_ms=sent.due_ms), sent.ack)
-        return msgspec.structs.replace(found, past_ms=sent.past_ms)
+        return receipt(message.id, sent.ack, sent.due_ms, sent.past_ms)
 
     def send_many(
         self,
-        rows: Rows,
+        rows: Iterable[Mapping[str, Any]],
         topic: str | None,
         batch_rows: int | None,
-        window: int,
         collect: bool,
         retry: bool,
         if_settled: IfSettled,
     ) -> SendSummary:
-        """Send dicts in batches, one after another. Timeball.send_many documents the arguments.
-
-        Raises RequestError for columns of Arrow.
-        """
-        if type(rows).__module__.startswith("pyarrow"):
-            raise RequestError(
-                "send_many of a table: columns are sent over Flight; use an endpoint such as grpc://host:7400"
-            )
+        """Send dicts in batches, one after another. Timeball.send_many documents the arguments."""
         if isinstance(rows, (str, bytes, Mapping)):
             raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
         keys, outcomes, ids = SendKeys(if_settled, is_used=retry), Outcomes(collect=collect), list[str]()
@@ -107,7 +87,7 @@ def _batches(
     while chunk := list(islice(remaining, batch_rows)):
         batch, size_bytes = list[Outgoing](), 0
         for row in chunk:
-            message = outgoing_row(row, row_number, topic, ROW_NAMES)
+            message = outgoing_row(row, row_number, topic)
             row_number += 1
             row_bytes = len(message.body) + len(message.properties or "")
             if batch and (message.topic != batch[0].topic or size_bytes + row_bytes > BATCH_BYTES):

@@ -5,22 +5,15 @@ A receipt is an opaque text by which the broker recognises a lease.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from timeball.model import limits, wire
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_codec import Operation, acknowledge, dead_letter, extend, nack
+from timeball.model import limits
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After, delay_ms
 from timeball.model.values import NACK_REASON
-
-T = TypeVar("T")
-
-
-class Actions(Protocol):
-    """The calls to a broker that answer for messages."""
-
-    def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
-        """Make a call and decode its answer."""
 
 
 class ReceivedRow(Protocol):
@@ -61,54 +54,51 @@ class ReceivedRow(Protocol):
 
 
 class Member:
-    """A member of a consumer group, which answers for messages of one topic by their receipts. Thread safe."""
+    """A member of a consumer group, which answers for messages of one topic by their receipts. Thread safe.
 
-    def __init__(self, calls: Actions, topic: str, group: str) -> None:
+    Each answer has the receipt for the next request about each message, or None if the lease had ended: that message is
+    delivered again, or was answered before.
+    """
+
+    def __init__(self, calls: HttpCalls, topic: str, group: str) -> None:
         self._calls = calls
         self.topic = topic
         self.group = group
 
-    def ack(self, receipts: Sequence[str]) -> list[bool]:
-        """Acknowledge messages. The result is False for each message whose lease had ended: it is delivered again."""
-        valid: list[bool] = []
-        for chunk in _chunks(receipts, limits.POP_ROWS_MAX):
-            body = wire.Acknowledge(topic=self.topic, group=self.group, receipts=chunk)
-            valid += self._calls.action("ack", body, dict[str, list[bool]])["valid"]
-        return valid
+    def ack(self, receipts: Sequence[str]) -> list[str | None]:
+        """Acknowledge messages."""
+        return self._answer(receipts, lambda chunk: acknowledge(self.topic, self.group, chunk))
 
-    def change(
-        self,
-        receipts: Sequence[str],
-        invisible_ms: int | None,
-        *,
-        counts: bool = True,
-        nack: bool = False,
-        reason: str = "",
-    ) -> list[str | None]:
-        """Make leases end `invisible_ms` from now. Returns their new receipts, with None for each lease that had ended.
+    def nack(self, receipts: Sequence[str], after_ms: int | None, reason: str) -> list[str | None]:
+        """Give messages back as failed attempts, for `reason`. They are delivered again after `after_ms`.
 
-        `invisible_ms` None means the delay of the group's retry policy. `counts`: count the lease as an attempt.
-        `nack`: this is a negative acknowledgement, for `reason`.
+        `after_ms` None means the delay of the group's retry policy.
         """
-        new_receipts: list[str | None] = []
-        for chunk in _chunks(receipts, limits.POP_ROWS_MAX):
-            body = wire.ChangeInvisibleTime(
-                topic=self.topic, group=self.group, receipts=chunk, invisible_ms=invisible_ms, counts=counts,
-                nack=nack, reason=_shortened(reason),
-            )  # fmt: skip
-            answer = self._calls.action("change_invisible_time", body, dict[str, list[str | None]])
-            new_receipts += answer["receipts"]
-        return new_receipts
+        short = _shortened(reason)
+        return self._answer(
+            receipts, lambda chunk: nack(self.topic, self.group, chunk, after_ms, short, counts=True)
+        )
 
-    def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[bool]:
-        """Move messages to the group's dead letters. The result is False for each message whose lease had ended."""
-        valid: list[bool] = []
-        for chunk in _chunks(receipts, limits.POP_ROWS_MAX):
-            body = wire.DeadLetter(
-                topic=self.topic, group=self.group, receipts=chunk, reason=_shortened(reason)
-            )
-            valid += self._calls.action("dead_letter", body, dict[str, list[bool]])["valid"]
-        return valid
+    def extend(self, receipts: Sequence[str], lease_ms: int, *, counts: bool = True) -> list[str | None]:
+        """Make leases end `lease_ms` from now. `counts`: count the lease as an attempt."""
+        return self._answer(
+            receipts, lambda chunk: extend(self.topic, self.group, chunk, lease_ms, counts=counts)
+        )
+
+    def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[str | None]:
+        """Move messages to the group's dead letters, for `reason`."""
+        short = _shortened(reason)
+        return self._answer(receipts, lambda chunk: dead_letter(self.topic, self.group, chunk, short))
+
+    def _answer(
+        self, receipts: Sequence[str], operation: Callable[[list[str]], Operation[list[str | None]]]
+    ) -> list[str | None]:
+        """Answer for any number of messages, in requests of as many receipts as one may have."""
+        answered: list[str | None] = []
+        for begin in range(0, len(receipts), limits.POP_ROWS_MAX):
+            part = self._calls.run(operation([*receipts[begin : begin + limits.POP_ROWS_MAX]]))
+            answered += part
+        return answered
 
 
 class Leased:
@@ -229,23 +219,23 @@ class Leased:
 
     def _extend(self, lease_ms: int) -> bool:
         member, receipt = self.lease
-        (new_receipt,) = member.change([receipt], lease_ms)
+        (new_receipt,) = member.extend([receipt], lease_ms)
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
     def _nack(self, after_ms: int | None, reason: str) -> bool:
         member, receipt = self.lease
-        (new_receipt,) = member.change([receipt], after_ms, nack=True, reason=reason)
+        (new_receipt,) = member.nack([receipt], after_ms, reason)
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
     def _ack(self) -> bool:
         member, receipt = self.lease
-        return member.ack([receipt])[0]
+        return member.ack([receipt])[0] is not None
 
     def _dead_letter(self, reason: str) -> bool:
         member, receipt = self.lease
-        return member.dead_letter([receipt], reason)[0]
+        return member.dead_letter([receipt], reason)[0] is not None
 
     def __repr__(self) -> str:
         return (
@@ -312,7 +302,3 @@ def _shortened(reason: str) -> str:
     # The broker keeps no more bytes of a reason. JSON cannot represent half of a surrogate pair, which an exception's
     # text may contain.
     return reason[: limits.NACK_REASON_BYTES_MAX].encode(errors="replace").decode()
-
-
-def _chunks(receipts: Sequence[str], max_size: int) -> list[list[str]]:
-    return [list(receipts[begin : begin + max_size]) for begin in range(0, len(receipts), max_size)]

@@ -1,18 +1,16 @@
-"""Prepare messages for a send stream of Flight: conversion to record batches.
+"""Prepare columns for a send stream of Flight: batches with ids, all of one schema.
 
-A single message becomes a batch of one row in `ONE_SCHEMA`. Many messages come as a table, a batch, a reader or dicts.
-Their columns are those of the Flight protocol, and two more for convenience:
+The columns of a table, a batch or a reader are those of the Flight protocol, and two more for convenience:
 
-    at      timestamp with a time zone -> due_ms      (dicts: as in `send(at=…)`)
-    after   duration                   -> delay_ms    (dicts: as in `send(after=…)`)
+    at      timestamp with a time zone -> due_ms
+    after   duration                   -> delay_ms
 
 Missing ids and birth times are filled in. Unknown columns of tables are passed on: the broker refuses them by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.client.identifiers import IDENTIFIERS, Identifiers
-from timeball.client.rows import TIME_NAMES, Outgoing, body_bytes, check_names, single_time
+from timeball.client.rows import TIME_NAMES
 from timeball.client.tracing import current_context
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage
@@ -33,26 +31,11 @@ from timeball.model.rules import (
     key_faults,
     keys_text,
     label_faults,
-    properties_text,
 )
-from timeball.model.time_parsing import when
 from timeball.model.trace_context import with_contexts
 
 # ---- conversion to record batches -----------------------------------------------------------------------------
 
-ONE_SCHEMA = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("body", pa.binary()),
-        ("tag", pa.string()),
-        ("keys", pa.string()),
-        ("unique_key", pa.string()),
-        ("properties", pa.string()),
-        ("born_ms", pa.int64()),
-        ("due_ms", pa.int64()),
-        ("delay_ms", pa.int64()),
-    ]
-)
 # Up to this many rows that are all available at once, and fit into BATCH_BYTES, are sent as one batch.
 ATOMIC_ROWS = limits.ROWS_PER_REQUEST_MAX // 2
 BATCH_ROWS = 8_192  # rows of a batch when there are more rows, or when they come one by one
@@ -61,23 +44,12 @@ _SECONDS_MAX = (
 )  # for values in seconds: converted to milliseconds, they fit into 64 bits
 BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is halved until it is at most this large, or one row
 
-Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
+Columns: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader
 
 
-def one(message: Outgoing, born_ms: int) -> pa.RecordBatch:
-    """Build a batch of one message. Raises InvalidMessage."""
-    row = (
-        message.topic, message.body, message.tag, message.keys, message.id, message.properties, born_ms,
-        message.due_ms, message.delay_ms,
-    )  # fmt: skip
-    try:
-        columns = [pa.array([value], field.type) for value, field in zip(row, ONE_SCHEMA)]
-    except (pa.ArrowException, TypeError, UnicodeError) as error:
-        raise InvalidMessage(f"topic, tag and message_id are text: {error}") from error
-    return pa.RecordBatch.from_arrays(columns, schema=ONE_SCHEMA)
-
-
-def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int) -> Iterator[pa.RecordBatch]:
+def batches(
+    rows: Columns, topic: str | None, batch_rows: int | None, born_ms: int
+) -> Iterator[pa.RecordBatch]:
     """Yield batches with ids, all of one schema. Raises InvalidMessage and InvalidDelay.
 
     Rows that are all available at once form one batch, if they are at most `batch_rows` rows and BATCH_BYTES bytes. The
@@ -85,34 +57,27 @@ def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int)
     split into batches of BATCH_ROWS.
     """
     max_rows, first_row = batch_rows or BATCH_ROWS, 0
-    are_dicts = not isinstance(rows, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
-    if isinstance(rows, (pa.Table, pa.RecordBatch, list, tuple)) and 0 < len(rows) <= (
-        batch_rows or ATOMIC_ROWS
-    ):
+    if isinstance(rows, (pa.Table, pa.RecordBatch)) and 0 < len(rows) <= (batch_rows or ATOMIC_ROWS):
         for whole in _to_batches(rows, len(rows)):
-            _check_times(rows, whole, 0)
-            completed = complete(whole, topic, born_ms, are_keys_joined=are_dicts)
+            _check_times(whole, 0)
+            completed = complete(whole, topic, born_ms)
             if completed.nbytes <= BATCH_BYTES:
                 yield completed
             else:
                 yield from _split_by_size(completed, max_rows)
         return
     for batch in _to_batches(rows, max_rows):
-        _check_times(rows, batch, first_row)
+        _check_times(batch, first_row)
         first_row += batch.num_rows
         # Columns are filled in for many rows at once, even if the batches are small.
         for begin in range(0, batch.num_rows, max(max_rows, ATOMIC_ROWS)):
             chunk = batch.slice(begin, max(max_rows, ATOMIC_ROWS))
-            yield from _split_by_size(complete(chunk, topic, born_ms, are_keys_joined=are_dicts), max_rows)
+            yield from _split_by_size(complete(chunk, topic, born_ms), max_rows)
 
 
-def _check_times(rows: Rows, batch: pa.RecordBatch, first_row: int) -> None:
-    """Raise InvalidDelay for a null time in a table or batch of the program. `first_row` is the first row of `batch`.
-
-    In a batch made of dicts a null is allowed: the dict does not have this name.
-    """
-    if isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
-        check_no_nulls(dict(zip(batch.schema.names, batch.columns)), TIME_NAMES, first_row)
+def _check_times(batch: pa.RecordBatch, first_row: int) -> None:
+    """Raise InvalidDelay for a null time. `first_row` is the number of the first row of `batch`."""
+    check_no_nulls(dict(zip(batch.schema.names, batch.columns)), TIME_NAMES, first_row)
 
 
 def _split_by_size(batch: pa.RecordBatch, max_rows: int) -> Iterator[pa.RecordBatch]:
@@ -120,32 +85,23 @@ def _split_by_size(batch: pa.RecordBatch, max_rows: int) -> Iterator[pa.RecordBa
         yield from halves(batch.slice(begin, max_rows))
 
 
-def _to_batches(rows: Rows, max_rows: int) -> Iterator[pa.RecordBatch]:
-    """Convert the rows to record batches. The batches of a slow generator have at most `max_rows` rows."""
+def _to_batches(rows: Columns, max_rows: int) -> Iterator[pa.RecordBatch]:
+    """Convert the rows to record batches."""
     if isinstance(rows, pa.RecordBatch):
         yield rows
     elif isinstance(rows, pa.Table):
         # `combine_chunks`, so that the chunks of the table do not become small batches.
         for begin in range(0, rows.num_rows, max(max_rows, ATOMIC_ROWS)):
             yield from rows.slice(begin, max(max_rows, ATOMIC_ROWS)).combine_chunks().to_batches()
-    elif isinstance(rows, pa.RecordBatchReader):
+    else:
         yield from rows
-    elif isinstance(rows, (str, bytes, Mapping)):
-        raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
-    else:  # perhaps a slow generator, so its rows are sent as soon as they fill a batch
-        remaining, first_row = iter(rows), 0
-        while chunk := list(islice(remaining, max_rows)):
-            yield from_dicts(chunk, first_row)
-            first_row += len(chunk)
 
 
-def complete(
-    batch: pa.RecordBatch, topic: str | None, born_ms: int, *, are_keys_joined: bool = False
-) -> pa.RecordBatch:
+def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.RecordBatch:
     """Complete a batch to the columns of the Flight protocol.
 
     Converts `at` and `after` to due_ms and delay_ms, and fills in the topic, ids, birth times and the trace context.
-    `are_keys_joined`: the column `keys` is in its stored form. Raises InvalidMessage and InvalidDelay.
+    Raises InvalidMessage and InvalidDelay.
     """
     columns = dict(zip(batch.schema.names, batch.columns))
     if len(columns) != batch.num_columns:
@@ -159,7 +115,7 @@ def complete(
             columns[name] = pc.cast(column, pa.large_string())
         elif pa.types.is_binary_view(column.type):
             columns[name] = pc.cast(column, pa.large_binary())
-    _check_texts(columns, are_keys_joined=are_keys_joined)
+    _check_texts(columns)
     for name, target, convert in (("at", "due_ms", due_column), ("after", "delay_ms", delay_column)):
         if name in columns:
             if target in columns:
@@ -180,7 +136,7 @@ def complete(
     return with_contexts(completed, [context] * completed.num_rows) if context else completed
 
 
-def _check_texts(columns: dict[str, pa.Array], *, are_keys_joined: bool) -> None:
+def _check_texts(columns: dict[str, pa.Array]) -> None:
     """Check tags and ids, and join keys to one text.
 
     In a column of texts, each text is one key. In a column of lists, each row may have several keys.
@@ -189,7 +145,7 @@ def _check_texts(columns: dict[str, pa.Array], *, are_keys_joined: bool) -> None
         if name in columns and _is_text(columns[name]):
             _raise_first(name, columns[name], label_faults(columns[name]), check_label)
     keys = columns.get("keys")
-    if keys is None or are_keys_joined:
+    if keys is None:
         return
     if pa.types.is_list(keys.type) or pa.types.is_large_list(keys.type):
         columns["keys"] = pa.array([keys_text(row_keys) for row_keys in keys.to_pylist()], pa.string())
@@ -248,61 +204,6 @@ def _milliseconds(column: pa.Array, name: str) -> pa.Array:
     # -(-values // per_ms) would overflow for the smallest number
     milliseconds = values // per_ms + (values % per_ms > 0)
     return pa.array(milliseconds, mask=np.asarray(column.is_null()))
-
-
-def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.RecordBatch:
-    """Build a batch from dicts whose names are arguments of `send` or columns of the protocol.
-
-    `first_row` is the row number of the first dict in the call, for error texts. Raises InvalidMessage and
-    InvalidDelay.
-    """
-    names: dict[str, None] = {}
-    columns: dict[str, list[Any]] = {}
-    for row in rows:
-        names.update(dict.fromkeys(row))
-    for row_number, row in enumerate(rows, first_row):
-        check_names(row, row_number)
-    if "message_id" in names:
-        names = dict.fromkeys("unique_key" if name == "message_id" else name for name in names)
-    times = [when(row.get("after"), row.get("at")) for row in rows]  # (delay_ms, due_ms) of each row
-    for name in names:
-        if name == "after":
-            columns["delay_ms"] = [
-                single_time(row, "delay_ms", delay) for row, (delay, _) in zip(rows, times)
-            ]
-        elif name == "at":
-            columns["due_ms"] = [single_time(row, "due_ms", due) for row, (_, due) in zip(rows, times)]
-        elif name not in columns:
-            columns[name] = [_encode_value(row, name) for row in rows]
-    # All batches of a stream have one schema, even if their dicts have different keys.
-    typed: dict[str, pa.Array] = {}
-    try:
-        for name in dict.fromkeys([*ONE_SCHEMA.names, *columns]):
-            if name in ("topic", "unique_key") and name not in columns:
-                continue  # `complete` fills these in
-            values = columns.get(name, [None] * len(rows))
-            column_type = ONE_SCHEMA.field(name).type if name in ONE_SCHEMA.names else None
-            typed[name] = pa.array(values, column_type)
-    except (pa.ArrowException, TypeError, UnicodeError, OverflowError) as error:
-        raise InvalidMessage(f"column {name!r}: {error}") from error
-    return pa.RecordBatch.from_arrays(list(typed.values()), names=list(typed))
-
-
-def _encode_value(row: Mapping[str, Any], name: str) -> Any:
-    value = row.get(name)
-    if name == "unique_key" and value is None:
-        return row.get("message_id")
-    if value is None:
-        return None
-    if name == "body":
-        return body_bytes(value)
-    if name == "keys":
-        return keys_text(value)
-    if name in ("tag", "unique_key"):
-        return check_label(name, value)
-    if name == "properties" and not isinstance(value, str):
-        return properties_text(value)
-    return value
 
 
 def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -3,7 +3,7 @@
 `Timeball` inherits the methods from `Reader`. The loop and the leases of consuming are in consumer.py, and the
 positions of browsing in browser.py.
 
-In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
+In the examples below `endpoint` is a broker's address, as in "http://127.0.0.1:7480".
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from timeball.client import positions
-from timeball.client.consumer import ConsumeLoop, Consumer, Receiver, Start, make_filter, receive_request
+from timeball.client.consumer import ConsumeLoop, Consumer, Start, make_filter
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_codec import commit_offsets, read_offsets
 from timeball.client.messages import Leased, Message
 from timeball.io.clock import Clock
 from timeball.model.errors import RequestError
@@ -28,28 +29,55 @@ if TYPE_CHECKING:
 # ---- the methods of `Timeball` --------------------------------------------------------------------------------
 
 
-ONLY_FLIGHT = "{}: only over Flight; use an endpoint such as grpc://host:7400, with the extra `arrow`"
+ONLY_FLIGHT = (
+    '{}: only over Flight; name its address, as in Timeball("http://host:7480", flight="grpc://host:7400"), and '
+    "install the extra `arrow`"
+)
+ONLY_HTTP = (
+    "{} is an address of Flight, which serves columns only. Operations go over HTTP: use an endpoint such as "
+    "http://host:7480, and this address as flight="
+)
 
 
 class Reader:
     """The reading methods, which `Timeball` inherits. Thread safe."""
 
-    def __init__(self, calls: Receiver, columns: Calls | None, clock: Clock) -> None:
-        """Prepare. `columns` are the calls over Flight, or None for a client of the HTTP API."""
-        self._calls, self._columns = calls, columns
+    def __init__(self, http: HttpCalls | None, flight: Calls | None, clock: Clock) -> None:
+        """Prepare. `http` are the calls of operations and `flight` those of columns. A client has one or both."""
+        self._http, self._flight = http, flight
         self._clock = clock
-        self._consumer = Consumer(calls, clock)
+        self._group_member = None if http is None else Consumer(http, clock)
         self._browser: Browser | None = None
-        if columns is not None:
+        if flight is not None:
             from timeball.client.browser import Browser  # needs pyarrow
 
-            self._browser = Browser(columns, clock)
+            self._browser = Browser(flight, lambda: self._operations, clock)
 
-    def _flight(self, method: str) -> Calls:
-        """The calls over Flight. Raises RequestError for a client of the HTTP API."""
-        if self._columns is None:
+    @property
+    def _operations(self) -> HttpCalls:
+        """The calls over HTTP. Raises RequestError for a client that has only the address of Flight."""
+        if self._http is None:
+            assert self._flight is not None
+            raise RequestError(ONLY_HTTP.format(self._flight.endpoint))
+        return self._http
+
+    def _columns(self, method: str) -> Calls:
+        """The calls over Flight. Raises RequestError for a client that has no address of Flight."""
+        if self._flight is None:
             raise RequestError(ONLY_FLIGHT.format(method))
-        return self._columns
+        return self._flight
+
+    def _check(self) -> None:
+        """Raise RequestError if no call can be made: the client is closed."""
+        for calls in (self._http, self._flight):
+            if calls is not None:
+                calls.check()
+                return
+
+    @property
+    def _consumer(self) -> Consumer:
+        """The receives of any group. Raises RequestError as `_operations`."""
+        return self._group_member or Consumer(self._operations, self._clock)
 
     # ---- consuming --------------------------------------------------------------------------------------
 
@@ -111,39 +139,19 @@ class Reader:
         """
         return self._consumer.pull(topic, group, max_messages, wait, start, lease, make_filter(tag, sql))
 
-    def pull_batch(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 1_024,
-        wait: After = "10s",
-        start: Start = "earliest",
-        lease: After = "60s",
-        tag: str | None = None,
-        sql: str | None = None,
-    ) -> pa.RecordBatch:
-        """Receive the next messages as columns: message.READ_SCHEMA and a column `receipt`.
-
-        Arguments and errors are those of `pull`. The batch is empty if no message came in time.
-        """
-        request = receive_request(topic, group, max_messages, wait, start, lease, make_filter(tag, sql))
-        return self._flight("pull_batch").rows(request, request.wait_ms)
-
-    def ack(self, messages: Leased | Iterable[Leased] | pa.RecordBatch, group: str | None = None) -> int:
+    def ack(self, messages: Leased | Iterable[Leased]) -> int:
         """Acknowledge messages. They are not delivered to the group again.
 
         Args:
-            messages: One message, several messages, or a batch that `pull_batch` returned.
-            group: The group that received the batch. Only needed for a batch.
+            messages: One message, or several messages.
 
         Returns:
             The number of messages whose lease had not ended. The others are delivered again, or were answered before.
 
         Raises:
-            RequestError: A message was browsed and has no lease, or the group of a batch is missing.
+            RequestError: A message was browsed and has no lease.
         """
-        return self._consumer.ack([messages] if isinstance(messages, Leased) else messages, group)
+        return self._consumer.ack([messages] if isinstance(messages, Leased) else messages)
 
     def consume(
         self,
@@ -164,7 +172,7 @@ class Reader:
         a second, before it waits for further ones, and when it ends. A loop that you leave in the middle gives back its
         last message as a failed attempt, and the messages not yet handed out without counting an attempt.
 
-        Over HTTP the broker sends messages as they become visible, up to `max_messages` that are not acknowledged.
+        The broker sends messages as they become visible, up to `max_messages` that are not acknowledged.
 
         The loop renews the leases of messages that it has not handed out yet. If a single message needs longer than
         `lease`, call its `extend`.
@@ -172,8 +180,8 @@ class Reader:
         Args:
             topic: The topic.
             group: The name of the consumer group. The first call of a group creates it.
-            max_messages: The largest number of messages that the loop holds, from 1 to 65,536: the credit of its
-                stream over HTTP (at most 10,000), or the number in one pull over Flight (at most 1,024).
+            max_messages: The largest number of messages that the loop holds, from 1 to 65,536. More than 10,000 count
+                as 10,000.
             until_idle: End the loop when no message has come for this time.
             stop: An event that ends the loop when it is set. The loop looks at it at least once a second.
             start: Where a new group begins, as for `pull`.
@@ -191,11 +199,12 @@ class Reader:
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
         ...     summary = ball.send_many([{"body": "a"}, {"body": "b", "after": "50ms"}], topic="steps")
-        ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
+        ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="2s"))
         [b'a', b'b']
         """
-        feed = self._consumer.open_feed(topic, group, max_messages, start, lease, make_filter(tag, sql))
-        loop = ConsumeLoop(self._consumer, self._clock, feed, lease=lease, idle=until_idle, stop=stop)
+        consumer = self._consumer
+        feed = consumer.open_feed(topic, group, max_messages, start, lease, make_filter(tag, sql))
+        loop = ConsumeLoop(consumer, self._clock, feed, lease=lease, idle=until_idle, stop=stop)
         try:
             while not loop.is_over:
                 message = loop.next()
@@ -238,7 +247,7 @@ class Reader:
             OutOfRange: Retention has removed the messages at the position.
             NotFound: The topic does not exist, as for `pull`.
         """
-        return self._browse().read(topic, group, max_messages, wait, start)
+        return self._browser_of("browse").read(topic, group, max_messages, wait, start)
 
     def browse_batch(
         self,
@@ -253,7 +262,7 @@ class Reader:
 
         Arguments and errors are those of `browse`.
         """
-        return self._browse().read_batch(topic, group, max_messages, wait, start)
+        return self._browser_of("browse_batch").read_batch(topic, group, max_messages, wait, start)
 
     def commit(self, topic: str, group: str, offsets: Mapping[int, int] | None = None) -> None:
         """Store the group's offsets at the broker. They are on disk within about a second.
@@ -270,15 +279,15 @@ class Reader:
             OutOfRange: An offset lies beyond the end of its queue.
         """
         if offsets is None or self._browser is not None:
-            self._browse().commit(topic, group, None if offsets is None else dict(offsets))
+            self._browser_of("commit").commit(topic, group, None if offsets is None else dict(offsets))
         else:
-            positions.commit(self._calls, group, topic, dict(offsets))
+            self._operations.run(commit_offsets(topic, group, dict(offsets)))
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
         """Read the offsets that a group has committed in a topic, by queue. Queues without a commit are left out."""
-        return positions.offsets(self._calls, group, topic)
+        return self._operations.run(read_offsets(topic, group))
 
-    def _browse(self) -> Browser:
-        if self._browser is None:
-            raise RequestError(ONLY_FLIGHT.format("browse"))
+    def _browser_of(self, method: str) -> Browser:
+        self._columns(method)
+        assert self._browser is not None
         return self._browser

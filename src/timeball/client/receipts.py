@@ -9,7 +9,6 @@ import msgspec
 
 from timeball.client.attempts import NotNow
 from timeball.client.identifiers import IDENTIFIERS
-from timeball.client.rows import Outgoing
 from timeball.model.answers import EXISTS, SendAck, SentState
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.wire import SendKey
@@ -39,17 +38,13 @@ class Receipt(msgspec.Struct, frozen=True):
     past_ms: int = 0
 
 
-def receipt(message: Outgoing, ack: SendAck) -> Receipt:
+def receipt(message_id: str, ack: SendAck, due_ms: int | None, past_ms: int) -> Receipt:
     """Build the receipt of a message from the broker's answer."""
     if ack.states:
         current = ack.states[0]
-        return Receipt(message.id, ack.first_seq, current.due_ms, ack.store_ms, ack.outcome, current.state)
-    due_ms = message.due_ms
-    if message.delay_ms is not None:
-        due_ms = ack.store_ms + message.delay_ms
+        return Receipt(message_id, ack.first_seq, current.due_ms, ack.store_ms, ack.outcome, current.state)
     state = "visible" if due_ms is None or due_ms <= ack.store_ms else "waiting"
-    past_ms = 0 if due_ms is None else max(0, ack.store_ms - due_ms)
-    return Receipt(message.id, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state, past_ms)
+    return Receipt(message_id, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state, past_ms)
 
 
 class ExistingRows(msgspec.Struct, frozen=True):

@@ -12,10 +12,9 @@ from timeball.model.values import Keys, check_label, keys_text, properties_text,
 
 Body: TypeAlias = bytes | bytearray | memoryview | str
 
-# The names that a dict may have: the arguments of `send` and the columns of the Flight protocol.
+# The names that a dict may have: the arguments of `send`, and the names of columns for the id and the times.
 ROW_NAMES = (
-    "after", "at", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "queue_id", "born_ms",
-    "flag", "sys_flag", "reconsume_times", "due_ms", "delay_ms",
+    "after", "at", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms",
 )  # fmt: skip
 TIME_NAMES = ("after", "at", "delay_ms", "due_ms")
 
@@ -57,14 +56,12 @@ def outgoing(
     )
 
 
-def outgoing_row(
-    row: Mapping[str, Any], row_number: int, topic: str | None, known: tuple[str, ...]
-) -> Outgoing:
-    """Check a dict of `send_many`, whose names must be in `known`. `topic`: the topic of rows that name none.
+def outgoing_row(row: Mapping[str, Any], row_number: int, topic: str | None) -> Outgoing:
+    """Check a dict of `send_many`. `topic`: the topic of rows that name none.
 
     `row_number` is the number of the row in the call, for error texts. Raises InvalidMessage and InvalidDelay.
     """
-    check_names(row, row_number, known)
+    _check_names(row, row_number)
     delay_ms, due_ms = when(row.get("after"), row.get("at"))
     row_topic, properties = row.get("topic", topic), row.get("properties")
     if not isinstance(row_topic, str):
@@ -77,22 +74,22 @@ def outgoing_row(
         keys_text(row.get("keys")),
         properties if isinstance(properties, str) else properties_text(properties),
         IDENTIFIERS.next_id() if message_id is None else check_label("message_id", message_id) or "",
-        single_time(row, "delay_ms", delay_ms),
-        single_time(row, "due_ms", due_ms),
+        _single_time(row, "delay_ms", delay_ms),
+        _single_time(row, "due_ms", due_ms),
     )
 
 
-def check_names(row: Mapping[str, Any], row_number: int, known: tuple[str, ...] = ROW_NAMES) -> None:
+def _check_names(row: Mapping[str, Any], row_number: int) -> None:
     """Raise InvalidMessage for an unknown name of a dict, and InvalidDelay for a time that is None."""
     for name in row:
-        if name not in known:
-            raise InvalidMessage(f"unknown column {name!r} of a row; {valid(str(name), known)}")
+        if name not in ROW_NAMES:
+            raise InvalidMessage(f"unknown column {name!r} of a row; {valid(str(name), ROW_NAMES)}")
     for name in TIME_NAMES:
         if name in row and row[name] is None:
             raise InvalidDelay(f"{name} of row {row_number} is None; leave it out to deliver at once")
 
 
-def single_time(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
+def _single_time(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
     """Choose between the row's `name` (delay_ms or due_ms) and `value`, the converted `after` or `at`.
 
     Raises InvalidDelay if both are given.
@@ -112,3 +109,8 @@ def body_bytes(body: Body) -> bytes:
     if isinstance(body, (bytearray, memoryview)):
         return bytes(body)
     raise InvalidMessage(f"a body is bytes or str, not {type(body).__name__}; encode it first")
+
+
+def is_arrow(rows: object) -> bool:
+    """True for columns of Arrow. Does not import pyarrow: a program without it has none."""
+    return type(rows).__module__.startswith("pyarrow")

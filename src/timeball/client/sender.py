@@ -1,4 +1,4 @@
-"""Sending: single messages over a stream that stays open, many messages over a separate stream per call.
+"""Sends columns over Flight: each call opens a stream for its batches.
 
 A batch that was never written, or that a stopping broker refused, is sent again a few times on a new stream. A batch
 whose answer was lost is sent again only with an idempotency key, by which the broker recognizes a batch that it already
@@ -8,7 +8,6 @@ repeated batch says that the batch exists, and contains the current states of it
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from concurrent.futures import Future
 
@@ -17,97 +16,37 @@ import pyarrow as pa
 
 from timeball.client.attempts import Lost, NotNow, NotSent
 from timeball.client.calls import Calls
-from timeball.client.dialing import is_inherited
 from timeball.client.exchange import SendExchange
-from timeball.client.outgoing import ONE_SCHEMA, Rows, batches, one
-from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, SendSummary, receipt
-from timeball.client.rows import Outgoing
-from timeball.client.tracing import current_context
+from timeball.client.outgoing import Columns, batches
+from timeball.client.receipts import IfSettled, Outcomes, SendKeys, SendSummary
 from timeball.io.clock import Clock
 from timeball.model.answers import SendAck
-from timeball.model.errors import RequestError, TimeballError, Unavailable
-from timeball.model.message import encode_properties
+from timeball.model.errors import TimeballError, Unavailable
 from timeball.model.rules import past_due
-from timeball.model.trace_context import with_contexts
 
 
-class Sender:
-    """Sends messages for a client. Thread safe."""
-
-    def __init__(self, calls: Calls, clock: Clock) -> None:
-        self._calls = calls
-        self._clock = clock
-        self._open_lock = threading.Lock()  # held while the stream is replaced, but not while it is used
-        self._exchange: SendExchange | None = None
-        self._closed = False
-
-    def close(self) -> None:
-        """Finish the open stream. Waits a few seconds for answers that are under way."""
-        if is_inherited():
-            return  # the stream, and perhaps the held lock, belong to the parent process
-        with self._open_lock:
-            self._closed = True
-            exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
-
-    def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled = "keep") -> Receipt:
-        """Send a message. It is on the broker's disk on return. Raises the broker's refusal, or Unavailable."""
-        batch = one(message, self._clock.wall_ms())
-        if context := encode_properties(current_context()):
-            batch = with_contexts(batch, [context])
-        key = _encode_key(SendKeys(if_settled, is_used=retry), batch)
-        retry_on = Unavailable if retry else NotNow
-        for may_retry in self._calls.attempts():
-            exchange: SendExchange | None = None
-            try:
-                exchange = self._open()
-                return receipt(message, self._wait_for_ack(exchange.submit(batch, key)))
-            except retry_on:
-                if not may_retry:
-                    raise
-                self._abandon(exchange)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def send_many(
-        self,
-        rows: Rows,
-        topic: str | None,
-        batch_rows: int | None,
-        window: int,
-        collect: bool,
-        retry: bool,
-        if_settled: IfSettled = "keep",
-    ) -> SendSummary:
-        """Send rows in batches, pipelined. Timeball.send_many documents the arguments."""
-        sending = _SendMany(self._calls, window, collect, retry, if_settled)
-        try:
-            for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
-                sending.put(batch)
-            return sending.end()
-        except TimeballError as error:
-            raise sending.failed(error) from error
-        finally:
-            sending.close()
-
-    def _open(self) -> SendExchange:
-        with self._open_lock:
-            if self._closed:
-                raise RequestError("this Timeball client is closed")
-            if self._exchange is None or not self._exchange.alive:
-                self._exchange = SendExchange(self._calls.flight, ONE_SCHEMA, self._calls.endpoint)
-            return self._exchange
-
-    def _abandon(self, exchange: SendExchange | None) -> None:
-        """Stop writing to a stream, so that the next batch opens a new stream, perhaps to another node."""
-        with self._open_lock:
-            if exchange is None or self._exchange is not exchange:
-                return
-            self._exchange = None
-        exchange.finish()
-
-    def _wait_for_ack(self, future: Future[SendAck]) -> SendAck:
-        return wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
+def send_columns(
+    calls: Calls,
+    clock: Clock,
+    rows: Columns,
+    topic: str | None,
+    batch_rows: int | None,
+    window: int,
+    collect: bool,
+    retry: bool,
+    if_settled: IfSettled,
+) -> SendSummary:
+    """Send rows in batches, pipelined. Timeball.send_many documents the arguments."""
+    calls.check()
+    sending = _SendMany(calls, window, collect, retry, if_settled)
+    try:
+        for batch in batches(rows, topic, batch_rows, clock.wall_ms()):
+            sending.put(batch)
+        return sending.end()
+    except TimeballError as error:
+        raise sending.failed(error) from error
+    finally:
+        sending.close()
 
 
 def wait_for_ack(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
@@ -181,7 +120,7 @@ class _SendMany:
         return self._outcomes.error(error, self._all_ids())
 
     def _all_ids(self) -> pa.ChunkedArray:
-        return pa.chunked_array(self._ids, pa.string())
+        return pa.chunked_array([ids.cast(pa.string(), safe=False) for ids in self._ids], pa.string())
 
     def close(self) -> None:
         """Close the stream."""

@@ -5,12 +5,14 @@
     with Timeball("http://127.0.0.1:7480") as ball:
         ball.send("orders", "close order 17 if unpaid", after="30m")
 
-The scheme of the endpoint selects the protocol:
+Operations go over HTTP, also in a child process after a fork. Columns (`send_many` of tables, `browse`, `read_log`) go
+over Flight. They need the extra `arrow`, and the address of the Flight port in `flight`:
 
-    http://, https://         the HTTP API: all operations, without pyarrow, also in a child process after a fork
-    grpc://, grpc+tls://      Flight: columns as well (`send_many` of tables, `pull_batch`, `browse`, `read_log`). Needs
-                              the extra `arrow`. gRPC does not survive a fork: in a child of a process that has already
-                              made a call, every call raises RequestError at once instead of hanging
+    with Timeball("http://127.0.0.1:7480", flight="grpc://127.0.0.1:7400") as ball:
+        ball.send_many(table, topic="orders")
+
+A program that uses columns only can give the address of Flight as its endpoint. gRPC does not survive a fork: in a
+child of a process that has used Flight, each call for columns raises RequestError at once instead of hanging.
 
 Any number of threads can share one object. It connects at its first call, and reconnects when the broker has been away.
 
@@ -25,23 +27,23 @@ In the examples below `endpoint` is a broker's address, and `flight_endpoint` th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import msgspec
-
-from timeball.client import positions
+from timeball.client import http_codec
 from timeball.client.credentials import credentials
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_sender import HttpSender
 from timeball.client.reader import Reader
 from timeball.client.receipts import IfSettled, Receipt, SendSummary
-from timeball.client.rows import Body, Outgoing, outgoing
+from timeball.client.rows import Body, is_arrow, outgoing
 from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
 from timeball.model.answers import (
     Attached,
     DeadLetterPage,
-    GroupPage,
     GroupState,
     MessagePlace,
     QueueRange,
@@ -55,35 +57,11 @@ from timeball.model.values import Keys
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.client.calls import Calls
-    from timeball.client.http_calls import HttpCalls
-    from timeball.client.outgoing import Rows
+    from timeball.client.outgoing import Columns
     from timeball.client.schedules import Schedules
 
 ENDPOINT = "http://127.0.0.1:7480"
 WINDOW = 32  # the default number of batches of a send_many that may wait for their answers
-
-
-class Sends(Protocol):
-    """The sends of one protocol."""
-
-    def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
-        """Send a message. It is on the broker's disk on return."""
-
-    def send_many(
-        self,
-        rows: Rows,
-        topic: str | None,
-        batch_rows: int | None,
-        window: int,
-        collect: bool,
-        retry: bool,
-        if_settled: IfSettled,
-    ) -> SendSummary:
-        """Send rows in batches. Timeball.send_many documents the arguments."""
-
-    def close(self) -> None:
-        """Finish the sends that are under way."""
 
 
 class Timeball(Reader):
@@ -99,6 +77,7 @@ class Timeball(Reader):
         self,
         endpoint: str = ENDPOINT,
         *,
+        flight: str | None = None,
         timeout_ms: int = 30_000,
         access_key: str | None = None,
         secret_key: str | None = None,
@@ -110,8 +89,10 @@ class Timeball(Reader):
         and TIMEBALL_TLS_ROOTS (the path of a PEM file).
 
         Args:
-            endpoint: The broker's address: http:// or https://host:port (port 7480 by default), or grpc:// or
-                grpc+tls://host:port for Flight. For a cluster, list the nodes: http://host:port,host:port.
+            endpoint: The broker's address: http:// or https://host:port (port 7480 by default). For a cluster, list
+                the nodes: http://host:port,host:port. Or only an address for `flight`.
+            flight: The address of the broker's Flight port, for columns: grpc:// or grpc+tls://host:port, with nodes
+                as for `endpoint`.
             timeout_ms: The longest time for an answer, in milliseconds. A long poll may take its waiting time in
                 addition.
             access_key: The access key, for a broker with access control. Give both keys or neither.
@@ -122,35 +103,31 @@ class Timeball(Reader):
         Raises:
             RequestError: The endpoint is malformed, `timeout_ms` is below 1, or the credentials are incomplete or
                 unreadable.
-            ModuleNotFoundError: The endpoint is one of Flight, and pyarrow is not installed.
+            ModuleNotFoundError: An address of Flight is given, and pyarrow is not installed.
         """
-        self._constructor_arguments = (endpoint, timeout_ms, access_key, secret_key, tls_roots)
+        self._constructor_arguments = (endpoint, flight, timeout_ms, access_key, secret_key, tls_roots)
         if timeout_ms <= 0:
             raise RequestError(f"timeout_ms={timeout_ms}: at least 1")
         clock, who = SystemClock(), credentials(access_key, secret_key, tls_roots)
-        self._sender: Sends
-        self._connection: Calls | HttpCalls
-        self._http_calls: HttpCalls | None = None
+        http = None
         if endpoint.startswith(("http://", "https://")):
-            from timeball.client.http_calls import HttpCalls  # each protocol's own libraries
-            from timeball.client.http_sender import HttpSender
-
-            http_calls = HttpCalls(endpoint, timeout_ms, who)
-            self._connection = self._http_calls = http_calls
-            self._sender = HttpSender(http_calls)
-            super().__init__(http_calls, None, clock)
+            http = HttpCalls(endpoint, timeout_ms, who)
+        elif flight is None and endpoint.startswith("grpc"):
+            flight = endpoint
         else:
-            from timeball.client.calls import Calls  # needs pyarrow
-            from timeball.client.sender import Sender
+            raise RequestError(f"endpoint {endpoint!r}: write it as http://host:port")
+        if flight is None:
+            super().__init__(http, None, clock)
+            return
+        from timeball.client.calls import Calls  # needs pyarrow
 
-            calls = Calls(endpoint, timeout_ms, who)
-            self._connection, self._sender = calls, Sender(calls, clock)
-            super().__init__(calls, calls, clock)
+        super().__init__(http, Calls(flight, timeout_ms, who), clock)
 
     def close(self) -> None:
-        """Close the connection. Waits a few seconds for answers that are still under way."""
-        self._sender.close()
-        self._connection.close()
+        """Close the connections."""
+        for calls in (self._http, self._flight):
+            if calls is not None:
+                calls.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of the constructor, keys included, so that the copy dials a connection of its own."""
@@ -227,11 +204,11 @@ class Timeball(Reader):
         >>> ball.close()
         """
         message = outgoing(topic, body, tag, keys, properties, message_id, after, at)
-        return self._sender.send(message, retry=retry, if_settled=if_settled)
+        return HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled)
 
     def send_many(
         self,
-        rows: Rows,
+        rows: Columns | Iterable[Mapping[str, Any]],
         *,
         topic: str | None = None,
         batch_rows: int | None = None,
@@ -242,13 +219,14 @@ class Timeball(Reader):
     ) -> SendSummary:
         """Send many messages in pipelined batches. The broker accepts each batch as a whole or not at all.
 
-        A table, a record batch or a list of at most 65,536 rows and 4 MiB is one batch. Larger inputs, readers and
-        generators are split into batches of 8,192 rows, or of `batch_rows`. The method returns when the broker has
-        answered every batch.
+        A list of at most 10,000 dicts and 4 MiB is one batch, if all have one topic. A table or a record batch of at
+        most 65,536 rows and 4 MiB is one batch. Larger inputs, readers and generators are split into batches of 1,024
+        dicts, of 8,192 rows of columns, or of `batch_rows`. The method returns when the broker has answered every
+        batch. Columns go over Flight, and dicts over HTTP.
 
         The columns (or the keys of the dicts) are `topic` and `body`, and optionally `tag`, `keys`, `properties`,
-        `unique_key` (the message id), `queue_id`, `born_ms`, `flag`, `due_ms`, `delay_ms`, `at` (a timestamp with a
-        time zone) and `after` (a duration).
+        `unique_key` (the message id), `due_ms`, `delay_ms`, `at` (a timestamp with a time zone) and `after` (a
+        duration). Columns may also be `queue_id`, `born_ms` and `flag`.
 
         Args:
             rows: A table, a record batch, a record batch reader, or an iterable of dicts.
@@ -282,7 +260,14 @@ class Timeball(Reader):
         if on_refused not in ("raise", "collect"):
             raise RequestError(f"on_refused={on_refused!r}: 'raise' or 'collect'")
         collect = on_refused == "collect"
-        return self._sender.send_many(rows, topic, batch_rows, window, collect, retry, if_settled)
+        if is_arrow(rows):
+            columns = self._columns("send_many of a table")
+            from timeball.client.sender import send_columns  # needs pyarrow
+
+            return send_columns(
+                columns, self._clock, rows, topic, batch_rows, window, collect, retry, if_settled
+            )
+        return HttpSender(self._operations).send_many(rows, topic, batch_rows, collect, retry, if_settled)
 
     def get(self, id: str, topic: str | None = None) -> MessagePlace:
         """Look a message up by its id: its state, due time, queue and offset.
@@ -306,9 +291,7 @@ class Timeball(Reader):
         ...     place.state, place.due_ms == receipt.due_ms
         ('waiting', True)
         """
-        messages = self._calls.action("get", wire.Get(id=id, topic=topic), dict[str, list[MessagePlace]])[
-            "messages"
-        ]
+        messages = self._operations.run(http_codec.get(id, topic))
         if not messages:
             raise NotFound(f"no message with the id {id!r} is known here")
         return messages[0]
@@ -346,7 +329,7 @@ class Timeball(Reader):
         'cancelled'
         ['already_cancelled']
         """
-        return self._cancel_or_reschedule("cancel", wire.Cancel(), id, key, ids)
+        return self._cancel_or_reschedule("cancel", http_codec.cancel, id, key, ids)
 
     @overload
     def reschedule(self, id: str, *, after: After | None = None, at: At | None = None) -> Verdict: ...
@@ -395,33 +378,29 @@ class Timeball(Reader):
         delay_ms, due_ms = when(after, at)
         if delay_ms is None and due_ms is None:
             raise InvalidDelay("reschedule to when? give after= or at=")
-        return self._cancel_or_reschedule(
-            "reschedule", wire.Reschedule(delay_ms=delay_ms, due_ms=due_ms), id, key, ids
-        )
+        operation = partial(http_codec.reschedule, due_ms=due_ms, delay_ms=delay_ms)
+        return self._cancel_or_reschedule("reschedule", operation, id, key, ids)
 
     def _cancel_or_reschedule(
         self,
         verb: str,
-        body: wire.Cancel | wire.Reschedule,
+        operation: Callable[[list[str], list[str]], http_codec.Operation[list[Verdict]]],
         id: str | None,
         key: str | None,
         ids: Iterable[str] | None,
     ) -> Verdict | list[Verdict]:
-        """Run the action `verb` with `body` for one id, for a key, or for ids in chunks that a request may have."""
+        """Run an operation on ids and keys for one id, for a key, or for ids in chunks that a request may have."""
         if sum(name is not None for name in (id, key, ids)) != 1:
             raise RequestError(f"{verb} by one of: id, key=, ids=")
-
-        def request(**names: list[str]) -> list[Verdict]:
-            request = msgspec.structs.replace(body, **names)
-            return self._calls.action(verb, request, dict[str, list[Verdict]])["verdicts"]
-
+        calls = self._operations
         if id is not None:
-            return request(ids=[id])[0]
+            return calls.run(operation([id], []))[0]
         if key is not None:
-            return request(keys=[key])
+            return calls.run(operation([], [key]))
         all_ids, verdicts = list(ids or ()), list[Verdict]()
         for begin in range(0, len(all_ids), limits.CANCELS_PER_REQUEST_MAX):
-            verdicts += request(ids=all_ids[begin : begin + limits.CANCELS_PER_REQUEST_MAX])
+            part = calls.run(operation(all_ids[begin : begin + limits.CANCELS_PER_REQUEST_MAX], []))
+            verdicts += part
         return verdicts
 
     # ---- reading as tables ------------------------------------------------------------------------------
@@ -452,12 +431,12 @@ class Timeball(Reader):
         Raises:
             OutOfRange: The log no longer keeps the row `from_seq`.
 
-        >>> with Timeball(flight_endpoint) as ball:
+        >>> with Timeball(endpoint, flight=flight_endpoint) as ball:
         ...     seq = ball.send("audit", "x").seq
         ...     ball.read_log(seq, seq + 1).read_all().column("topic").to_pylist()
         ['audit']
         """
-        return self._flight("read_log").stream(
+        return self._columns("read_log").stream(
             wire.ReadLog(
                 from_seq=from_seq,
                 to_seq=to_seq,
@@ -483,9 +462,9 @@ class Timeball(Reader):
             NotFound: The topic or the queue does not exist.
             OutOfRange: The offset lies outside the range that the queue keeps.
         """
-        import pyarrow as pa  # only for a client over Flight
+        import pyarrow as pa  # only for columns
 
-        calls = self._flight("read_queue")
+        calls = self._columns("read_queue")
         batch = calls.rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=offset, rows=rows))
         return pa.RecordBatchReader.from_batches(batch.schema, [batch])
 
@@ -496,12 +475,11 @@ class Timeball(Reader):
 
         docs/flight.md describes the fields.
         """
-        return self._calls.action("status", wire.Nothing(), dict[str, Any])
+        return self._operations.run(http_codec.read_status())
 
     def topics(self) -> dict[str, int]:
         """List all topics with their numbers of queues."""
-        answer = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
-        return {name: topic["queues"] for name, topic in answer["topics"].items()}
+        return self._operations.run(http_codec.list_topics())
 
     def groups(self, group: str | None = None) -> list[GroupState]:
         """List all consumer groups, or read one: its lag, its messages in flight and its dead letters.
@@ -512,10 +490,12 @@ class Timeball(Reader):
         Raises:
             GroupNotFound: The group does not exist.
         """
-        page = self._calls.action("groups", wire.Groups(group=group), GroupPage)
+        if group is not None:
+            return [self._operations.run(http_codec.read_group(group))]
+        page = self._operations.run(http_codec.list_groups(None))
         groups = page.groups
         while page.next_page is not None:
-            page = self._calls.action("groups", wire.Groups(after=page.next_page), GroupPage)
+            page = self._operations.run(http_codec.list_groups(page.next_page))
             groups += page.groups
         return groups
 
@@ -543,8 +523,7 @@ class Timeball(Reader):
         ...     ball.dead_letters("billing").dead_letters
         []
         """
-        request = wire.DeadLetters(group=group, rows=max_messages, after=after)
-        return self._calls.action("dead_letters", request, DeadLetterPage)
+        return self._operations.run(http_codec.list_dead_letters(group, max_messages, after))
 
     def resend_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
         """Deliver dead letters to their group again, with their attempts counted from 0. Durable on return.
@@ -557,10 +536,8 @@ class Timeball(Reader):
         Returns:
             The number of dead letters that were resent, and for each given handle whether the dead letter was found.
         """
-        request = wire.ResolveDeadLetters(
-            group=group, dead_letters=None if dead_letters is None else [*dead_letters]
-        )
-        return self._calls.action("resend_dead_letters", request, Resolved)
+        handles = None if dead_letters is None else [*dead_letters]
+        return self._operations.run(http_codec.resolve_dead_letters(group, "resend", handles))
 
     def delete_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
         """Delete dead letters, so that the group does not receive them again. Durable on return.
@@ -573,10 +550,8 @@ class Timeball(Reader):
         Returns:
             The number of dead letters that were deleted, and for each given handle whether the dead letter was found.
         """
-        request = wire.ResolveDeadLetters(
-            group=group, dead_letters=None if dead_letters is None else [*dead_letters]
-        )
-        return self._calls.action("delete_dead_letters", request, Resolved)
+        handles = None if dead_letters is None else [*dead_letters]
+        return self._operations.run(http_codec.resolve_dead_letters(group, "delete", handles))
 
     def create_topic(self, topic: str, queues: int = 8) -> None:
         """Create a topic, or add queues to one that has fewer. Durable on return.
@@ -590,30 +565,30 @@ class Timeball(Reader):
         Raises:
             InvalidName: The topic may not have this name.
         """
-        self._calls.action("create_topic", wire.CreateTopic(topic=topic, queues=queues), dict[str, Any])
+        self._operations.run(http_codec.create_topic(topic, queues))
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
-        return positions.queues(self._calls, topic)
+        return self._operations.run(http_codec.read_queues(topic))
 
     @property
     def schedules(self) -> Schedules:
         """The recurring schedules of the broker: put, get, all, pause, resume, delete, run, preview, history.
 
         Raises:
-            RequestError: The endpoint is one of Flight.
+            RequestError: The client has no address of HTTP.
         """
-        if self._http_calls is None:
-            raise RequestError("schedules need an endpoint of HTTP, such as http://127.0.0.1:7480")
         from timeball.client.schedules import Schedules  # most programs have none
 
-        return Schedules(self._http_calls)
+        return Schedules(self._operations)
 
     # ---- for programs that build the pending table --------------------------------------------------------
 
     def reserve(self, rows: int) -> int:
         """Reserve `rows` sequence numbers (at most 2^40) for a later bulk attach, and return the first of them."""
-        return self._flight("reserve").action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
+        return self._columns("reserve").action("reserve", wire.Reserve(rows=rows), dict[str, int])[
+            "first_seq"
+        ]
 
     def attach(self, attachment: bytes) -> Attached:
         """Attach data files to the pending table. A repeated attach of the same job and epoch has no further effect.
@@ -629,7 +604,7 @@ class Timeball(Reader):
             OutOfRange: The attachment does not begin at the current watermark.
             RequestError: The same job and epoch were attached with another digest.
         """
-        return self._flight("attach").action("attach", attachment, Attached)
+        return self._columns("attach").action("attach", attachment, Attached)
 
     def compact(self) -> Attached | None:
         """Make the broker move the tail of its log to the pending table now.
@@ -637,7 +612,7 @@ class Timeball(Reader):
         Returns the new version and watermark of the table, or None if no row was added to the log since the last
         compaction. Raises RequestError if the broker's strategy is not `hour_log`.
         """
-        answer = self._flight("compact").action("compact", wire.Nothing(), dict[str, Any])
+        answer = self._columns("compact").action("compact", wire.Nothing(), dict[str, Any])
         return Attached(**answer) if answer else None
 
     def lease_compaction(self, lease_ms: int) -> None:
@@ -645,13 +620,23 @@ class Timeball(Reader):
 
         At most an hour counts. 0 ends the lease.
         """
-        self._flight("lease_compaction").action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
+        self._columns("lease_compaction").action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
 
 def _recreate(
-    endpoint: str, timeout_ms: int, access_key: str | None, secret_key: str | None, tls_roots: bytes | None
+    endpoint: str,
+    flight: str | None,
+    timeout_ms: int,
+    access_key: str | None,
+    secret_key: str | None,
+    tls_roots: bytes | None,
 ) -> Timeball:
     """Create a copy of a pickled client from its arguments. Pickle calls this in the process that loads the copy."""
     return Timeball(
-        endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
+        endpoint,
+        flight=flight,
+        timeout_ms=timeout_ms,
+        access_key=access_key,
+        secret_key=secret_key,
+        tls_roots=tls_roots,
     )

@@ -377,7 +377,7 @@ class Worker:
         with self._state_changed:
             queued, self._queued = list(self._queued), deque()
             self._state_changed.notify_all()
-        self._try_call("give_back", lambda: consumer.give_back(queued, None))
+        self._try_call("give_back", lambda: consumer.give_back(queued))
 
     def _free_threads(self) -> int:
         return self._thread_count - len(self._queued) - len(self._running)

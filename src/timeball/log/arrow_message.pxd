@@ -5,8 +5,6 @@ cdef enum:
     COLUMNS_MAX = 64
     TEXT = -1
     BINARY = -2
-    PREFIX_BYTES = 8  # before the metadata: -1, and the length of the metadata
-    SENT_ROWS_MAX = 16  # rows of a client's message; more rows are read as columns, which then cost less
 
 
 cdef struct Column:
@@ -25,7 +23,6 @@ cdef class MessageEncoder:
     cdef Py_ssize_t columns
     cdef Column column[COLUMNS_MAX]
 
-    cdef Py_ssize_t open_sent(self, bytes header, bytes body) except -2
     cdef int open(self, bytes message, Py_ssize_t at) except -1
     cdef bytes shared(self, const char* data)
     cdef bytes lay_out(self, Py_ssize_t count)

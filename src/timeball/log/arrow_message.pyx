@@ -1,8 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Convert a few rows (tuples of Python values) to the Arrow message of a frame, and back.
 
-row_encoder.py describes the layout. Messages of clients are read as well, if they have exactly the layout that pyarrow
-writes. Their numbers and buffer positions are checked before they are used.
+row_encoder.py describes the layout.
 
 pyarrow makes the same message in two steps, an array of structs and its serialisation, which costs about thirty times
 as much for one row. Values that do not have exactly the type of their column are left to pyarrow, whose error names the
@@ -13,7 +12,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int8_t, int32_t, int64_t
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy, memset
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) noexcept
@@ -93,86 +92,6 @@ cdef class MessageEncoder:
             assert column < self.columns and self.column[column].width <= 0
             size += text_at(&self.column[column], at, &begin)
         return size
-
-    def sent_rows(self, bytes header not None, bytes body not None, list order not None, list required not None):
-        """Read all rows of a client's message: tuples with a value for each column number in `order`, None for -1.
-
-        Returns None for a message that pyarrow must read, because it has another layout, or because pyarrow's error
-        names the fault: inconsistent buffers, a text that is not UTF-8, a null in a `required` column.
-        """
-        cdef Py_ssize_t count = self.open_sent(header, body), at, each
-        cdef list found = [], row
-        for each in required:
-            if count < 0 or self.column[each].nulls:
-                return None
-        try:
-            for at in range(count):
-                row = []
-                for each in order:
-                    row.append(None if each < 0 else value_at(&self.column[each], at))
-                found.append(tuple(row))
-        except UnicodeDecodeError:
-            return None
-        return found
-
-    cdef Py_ssize_t open_sent(self, bytes header, bytes body) except -2:
-        """Check a client's message and set the columns to it. Returns its row count, or -1 if it is not consistent."""
-        cdef Py_ssize_t size = len(header), head_bytes = len(self.head), buffers = 2 * self.columns, at, each
-        cdef Py_ssize_t count, previous_end = 0, nulls
-        cdef Column* column
-        if size > head_bytes - PREFIX_BYTES or size + 8 <= head_bytes - PREFIX_BYTES:  # padding aside
-            return -1
-        for each in range(self.columns):
-            buffers += self.column[each].width <= 0
-        sent_head, own_head = PyBytes_FromStringAndSize(NULL, head_bytes), PyBytes_FromStringAndSize(NULL, head_bytes)
-        cdef char* received = PyBytes_AsString(sent_head)
-        cdef char* expected = PyBytes_AsString(own_head)
-        memcpy(received, PyBytes_AsString(self.head), PREFIX_BYTES)
-        memcpy(received + PREFIX_BYTES, PyBytes_AsString(header), size)
-        memset(received + PREFIX_BYTES + size, 0, head_bytes - PREFIX_BYTES - size)
-        # This encoder's head with the numbers of the received one. If both are equal, the numbers have the positions of
-        # this encoder's head.
-        memcpy(expected, PyBytes_AsString(self.head), head_bytes)
-        memcpy(expected + self.rows_at, received + self.rows_at, 8)
-        memcpy(expected + self.body_at, received + self.body_at, 8)
-        memcpy(expected + self.nodes_at, received + self.nodes_at, 16 * self.columns)
-        memcpy(expected + self.buffers_at, received + self.buffers_at, 16 * buffers)
-        if memcmp(expected, received, head_bytes) or get64(received + self.body_at) != len(body):
-            return -1
-        count = get64(received + self.rows_at)
-        if not 0 < count <= SENT_ROWS_MAX:
-            return -1
-        cdef char* begin = PyBytes_AsString(body)
-        cdef char* node = received + self.nodes_at
-        cdef char* buffer = received + self.buffers_at
-        cdef Buffer described
-        for each in range(self.columns):
-            column = &self.column[each]
-            nulls = get64(node + 8)
-            if get64(node) != count or not 0 <= nulls <= count:
-                return -1
-            node += 16
-            if not next_buffer(&buffer, len(body), &previous_end, &described) or (nulls and 8 * described.size < count):
-                return -1
-            column.nulls, column.valid = nulls, begin + described.at if nulls else NULL
-            if nulls:
-                for at in range(count):
-                    nulls -= not (column.valid[at >> 3] >> (at & 7)) & 1
-                if nulls:
-                    return -1
-            if not next_buffer(&buffer, len(body), &previous_end, &described):
-                return -1
-            column.values = begin + described.at
-            if column.width > 0:
-                if described.size < column.width * count:
-                    return -1
-                continue
-            if described.size < 4 * (count + 1) or not next_buffer(&buffer, len(body), &previous_end, &described):
-                return -1
-            column.data = begin + described.at
-            if not are_ends(column.values, count, described.size):
-                return -1
-        return count
 
     def share(self, message not None):
         """Let the buffers of zeros in a message of pyarrow overlap. See `share_zeros` in row_encoder.py."""
@@ -281,33 +200,6 @@ cdef class MessageEncoder:
                 column.data = body + done
                 buffer = place(buffer, &done, column.size, False)
         return message
-
-
-cdef struct Buffer:
-    Py_ssize_t at, size
-
-
-cdef bint next_buffer(char** described, Py_ssize_t room, Py_ssize_t* done, Buffer* found) noexcept:
-    """Read the position and size of the next buffer. Returns whether it is in the body and after the one before it."""
-    cdef int64_t at = get64(described[0]), size = get64(described[0] + 8)
-    described[0] += 16
-    if at & 7 or at < done[0] or at > room or size < 0 or size > room - at:
-        return False
-    found.at, found.size = at, size
-    done[0] = at + size
-    return True
-
-
-cdef bint are_ends(const char* ends, Py_ssize_t count, Py_ssize_t size) noexcept:
-    """Check that the `count` + 1 text offsets ascend and are at most `size`."""
-    cdef int32_t last = 0, end
-    cdef Py_ssize_t at
-    for at in range(count + 1):
-        memcpy(&end, ends + 4 * at, 4)
-        if end < last or end > size:
-            return False
-        last = end
-    return True
 
 
 cdef bint is_zeros(const char* data, Py_ssize_t size) noexcept:

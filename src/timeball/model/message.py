@@ -31,7 +31,6 @@ from timeball.model.values import NACK_REASON as NACK_REASON
 from timeball.model.values import NACK_TIME as NACK_TIME
 from timeball.model.values import PROPERTY_END as PROPERTY_END
 from timeball.model.values import PROPERTY_NAME_END as PROPERTY_NAME_END
-from timeball.model.values import RECEIPT
 from timeball.model.values import decode_properties as decode_properties
 from timeball.model.values import encode_properties as encode_properties
 from timeball.model.values import lateness_ms as lateness_ms
@@ -156,8 +155,6 @@ TABLE_SCHEMA = pa.schema(
 
 # The schema of reads: the sequence number, then the log's columns.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
-# The schema of a receive over Flight.
-RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
 
 # The value of `from_due_ms` in the row that gives a half message its first due time.
 NO_DUE_TIME_MS = 0

@@ -19,7 +19,6 @@ Keys: TypeAlias = str | Iterable[str]
 # NACK_TIME: when the last delivery was negatively acknowledged (ms since 1970). The next delivery removes it.
 # NACK_REASON: the last reason for a negative acknowledgement or for giving the message up, kept until replaced.
 NACK_TIME, NACK_REASON = "NACK_TIME", "NACK_REASON"
-RECEIPT = "receipt"  # the column that a receive over Flight adds to the columns of the log
 
 PROPERTY_NAME_END = "\x01"
 

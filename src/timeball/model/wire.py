@@ -24,10 +24,8 @@ CAMPAIGN_GROUPS_MAX = 256
 
 TICKET_BYTES_MAX = 64 * 1024  # a pull of 1,024 queues needs about 30 KiB
 BODY_BYTES_MAX = 64 * 1024
-CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
+CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # of 10,000 ranges
 ATTACH_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 files of about 400 bytes
-
-RECEIPT_CHARACTERS_MAX = 64
 
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
 SOURCE_PATH = [b"source"]
@@ -38,19 +36,9 @@ Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Rows = Annotated[int, Meta(ge=1, le=2**40)]
 QueueId = Annotated[int, Meta(ge=0, le=QUEUE_ID_MAX)]
 Topic = Annotated[str, Meta(min_length=1, max_length=limits.OWN_TOPIC_BYTES_MAX)]
-Group = Annotated[str, Meta(min_length=1, max_length=limits.GROUP_BYTES_MAX)]
-Key = Annotated[str, Meta(min_length=1, max_length=limits.UNIQUE_KEY_BYTES_MAX)]
 Column = Annotated[str, Meta(min_length=1, max_length=32)]
 KindNumber = Annotated[int, Meta(ge=0, le=127)]
 Offsets = Annotated[dict[QueueId, Int64], Meta(max_length=limits.QUEUES_PER_TOPIC_MAX)]
-Keys = Annotated[list[Key], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
-Seqs = Annotated[list[Int64], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
-ReceiptText = Annotated[str, Meta(min_length=1, max_length=RECEIPT_CHARACTERS_MAX)]
-Receipts = Annotated[list[ReceiptText], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
-FilterText = Annotated[str, Meta(max_length=limits.FILTER_BYTES_MAX)]
-Handle = Annotated[str, Meta(min_length=3, max_length=limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX)]
-# Fewer receipts, for requests after which each receipt is written again.
-FewReceipts = Annotated[list[ReceiptText], Meta(max_length=limits.POP_ROWS_MAX)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,35 +49,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Nothing(Request, frozen=True):
-    """An action without arguments: status, topics, compact."""
-
-
-class CreateTopic(Request, frozen=True):
-    """create_topic: create a topic. An existing topic keeps its queues or gains some."""
-
-    topic: Topic
-    queues: Annotated[int, Meta(ge=1, le=limits.QUEUES_PER_TOPIC_MAX)]
+    """An action without arguments: status, compact."""
 
 
 class Queues(Request, frozen=True):
     """queues: read the range of kept offsets of each queue of a topic."""
 
     topic: Topic
-
-
-class GetOffsets(Request, frozen=True):
-    """offsets: read the position of a group in a topic."""
-
-    group: Group
-    topic: Topic
-
-
-class Commit(Request, frozen=True):
-    """commit: set the position of a group in a topic."""
-
-    group: Group
-    topic: Topic
-    offsets: Offsets
 
 
 SourceName = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,200}$")]
@@ -120,64 +86,6 @@ class SourceStep(Request, frozen=True):
     source: SourceName
     begin: Positions
     end: Positions
-
-
-class Acknowledge(Request, frozen=True):
-    """ack: acknowledge these messages."""
-
-    group: Group
-    topic: Topic
-    receipts: Receipts
-
-
-class ChangeInvisibleTime(Request, frozen=True):
-    """change_invisible_time: end leases `invisible_ms` from now, or (null) after the delay of the retry policy.
-
-    The receipts stay valid. If `counts` is false, the lease does not count as an attempt. `nack`: this is a negative
-    acknowledgement, for `reason`. It ends the leases, except in order.
-    """
-
-    group: Group
-    topic: Topic
-    receipts: FewReceipts
-    invisible_ms: Annotated[int, Meta(ge=0, le=limits.INVISIBLE_MS_MAX)] | None = None
-    counts: bool = True
-    nack: bool = False
-    reason: str = ""
-
-
-class DeadLetter(Request, frozen=True):
-    """dead_letter: move these messages to the dead letters of the group, for `reason`."""
-
-    group: Group
-    topic: Topic
-    receipts: FewReceipts
-    reason: str = ""
-
-
-class Get(Request, frozen=True):
-    """get: find the messages with an id. `topic`: only messages sent to this topic."""
-
-    id: Key
-    topic: Topic | None = None
-
-
-class Cancel(Request, frozen=True):
-    """cancel: cancel the messages in exactly one of the three lists."""
-
-    ids: Keys = []
-    keys: Keys = []
-    seqs: Seqs = []
-
-
-class Reschedule(Request, frozen=True):
-    """reschedule: move the messages in exactly one of the three lists to exactly one of `due_ms` and `delay_ms`."""
-
-    ids: Keys = []
-    keys: Keys = []
-    seqs: Seqs = []
-    due_ms: Int64 | None = None
-    delay_ms: Int64 | None = None
 
 
 class CancelRange(Request, frozen=True):
@@ -217,29 +125,6 @@ class Drain(Request, frozen=True):
 
     heir: ClusterGroupName
     dry_run: bool = False
-
-
-class Groups(Request, frozen=True):
-    """groups: read lags, leases and dead letters of one group, or of `rows` groups by name, after the group `after`."""
-
-    group: Group | None = None
-    rows: Annotated[int, Meta(ge=1, le=limits.LISTED_ROWS_MAX)] = limits.LISTED_ROWS_MAX
-    after: Group | None = None
-
-
-class DeadLetters(Request, frozen=True):
-    """dead_letters: list the unresolved dead letters of a group, after the dead letter `after`."""
-
-    group: Group
-    rows: Annotated[int, Meta(ge=1, le=limits.DEAD_LETTERS_PER_REQUEST_MAX)] = 100
-    after: Handle | None = None
-
-
-class ResolveDeadLetters(Request, frozen=True):
-    """resend_dead_letters, delete_dead_letters: resolve these dead letters, or all unresolved dead letters."""
-
-    group: Group
-    dead_letters: Annotated[list[Handle], Meta(max_length=limits.DEAD_LETTERS_PER_REQUEST_MAX)] | None = None
 
 
 class Starts(Request, frozen=True):
@@ -302,21 +187,4 @@ class Pull(Request, frozen=True, tag_field="read", tag="pull"):
     wait_ms: Annotated[int, Meta(ge=0, le=limits.PULL_WAIT_MS_MAX)] = 0
 
 
-class Receive(Request, frozen=True, tag_field="read", tag="receive"):
-    """Messages for a consumer of a group, leased for `invisible_ms`. Waits for the first one.
-
-    `latest`: a group without offsets begins at the ends of the queues. `tag` or `sql`: only messages that match. The
-    group skips the others.
-    """
-
-    topic: Topic
-    group: Group
-    rows: Annotated[int, Meta(ge=1, le=limits.POP_ROWS_MAX)]
-    wait_ms: Annotated[int, Meta(ge=0, le=limits.PULL_WAIT_MS_MAX)] = 0
-    invisible_ms: Annotated[int, Meta(ge=1, le=limits.INVISIBLE_MS_MAX)] = limits.MINUTE_MS
-    latest: bool = False
-    tag: FilterText = ""
-    sql: FilterText = ""
-
-
-Ticket = ReadLog | ReadQueue | Pull | Receive
+Ticket = ReadLog | ReadQueue | Pull

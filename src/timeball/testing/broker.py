@@ -185,13 +185,13 @@ class TestBroker:
 
     @property
     def endpoint(self) -> str:
-        """The Flight address: for a `Timeball` that sends or reads columns."""
-        return f"grpc://127.0.0.1:{self._node.port}"
+        """The address for `Timeball` and `AsyncTimeball`, and the base URL of the HTTP API."""
+        return f"http://127.0.0.1:{self._node.http_port}"
 
     @property
-    def http_url(self) -> str:
-        """The base URL of the HTTP API."""
-        return f"http://127.0.0.1:{self._node.http_port}"
+    def flight(self) -> str:
+        """The address of Flight, for columns."""
+        return f"grpc://127.0.0.1:{self._node.port}"
 
     @property
     def ports(self) -> dict[str, int]:
@@ -203,13 +203,13 @@ class TestBroker:
         """Connect a client over HTTP, which `stop` closes."""
         from timeball import Timeball
 
-        return self._resources.enter_context(Timeball(self.http_url))
+        return self._resources.enter_context(Timeball(self.endpoint))
 
     def async_client(self) -> AsyncTimeball:
         """Make a client for asyncio over HTTP. Use it by `async with`, which closes it."""
         from timeball import AsyncTimeball
 
-        return AsyncTimeball(self.http_url)
+        return AsyncTimeball(self.endpoint)
 
     # -- handlers and time -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import msgspec
 import pyarrow.compute as pc
 import pytest
 from tests.bounds import BOUND_S
-from tests.cli.processes import Running
+from tests.cli.processes import Running, client_of
 from tests.edges.grpc.wire import Wire
 
 from timeball import Timeball
@@ -129,7 +129,7 @@ def test_answers_stay_in_effect(tmp_path: Path) -> None:
     known, sent = Known(), {f"m{n}" for n in range(1_500)}
     server, ready = serve(tmp_path / "data")
     try:
-        with Timeball(ready["endpoint"]) as ball:
+        with client_of(ready) as ball:
             ball.create_topic(TOPIC, 4)
             ball.send_many([{"topic": TOPIC, "body": body.encode()} for body in sorted(sent)])
         for _ in range(KILLS):
@@ -144,7 +144,7 @@ def test_answers_stay_in_effect(tmp_path: Path) -> None:
             server, ready = serve(tmp_path / "data")
         assert len(known.acked) > KILLS * RECEIVED_BEFORE / 4
         after: Counter[str] = Counter()
-        with Wire(grpc_port(ready), "last") as wire, Timeball(ready["endpoint"]) as ball:
+        with Wire(grpc_port(ready), "last") as wire, client_of(ready) as ball:
             while messages := receive(wire):
                 after.update(one.body.decode() for one in messages)
             assert known.faults(sent, after, held(ball)) == []

@@ -52,7 +52,7 @@ def test_kills_neither_lose_nor_double_an_occurrence(tmp_path: Path) -> None:
     finally:
         broker.clear()
     due_ms: defaultdict[str, list[int]] = defaultdict(list)
-    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data") as node, node.client() as ball:
         state = ball.status()
         for rows in ball.read_log(state["log"]["first_seq"], state["log"]["next_seq"], kinds=[Kind.RELEASE]):
             for key in rows.column("unique_key").to_pylist():

@@ -23,7 +23,6 @@ from tests.s3_server import BUCKET, FaultyStore
 from tests.spark.due_rows import attach
 from tests.spark.traffic import visible
 
-from timeball import Timeball
 from timeball.broker.tables import table_changes
 from timeball.io.clock import ManualClock
 from timeball.io.threads import in_thread
@@ -76,7 +75,7 @@ class World:
         self.node.run(self.node.broker.mover.compact())
 
     def visible(self, topic: str) -> int:
-        with Timeball(self.node.endpoint) as ball:
+        with self.node.client() as ball:
             return visible(ball, topic)
 
     @property
@@ -123,7 +122,7 @@ def world(store: FaultyStore, tmp_path: Path) -> Iterator[World]:
 
 
 def test_scheduled_messages_go_there_and_come_back_when_they_are_due(world: World) -> None:
-    with Timeball(world.node.endpoint) as ball:
+    with world.node.client() as ball:
         for i in range(6):
             ball.send("orders", f"body {i}", after="20m" if i < 3 else "40d", keys=f"key{i}")
         world.compact()
@@ -134,7 +133,7 @@ def test_scheduled_messages_go_there_and_come_back_when_they_are_due(world: Worl
         ends = [ball.cancel(key=key)[0].verdict for key in ("key4", "key0", "none")]
         assert ends == ["cancelled", "released", "not_found"]
         world.restart()
-    with Timeball(world.node.endpoint) as ball:
+    with world.node.client() as ball:
         ends = [ball.cancel(key=key)[0].verdict for key in ("key4", "key5")]
         assert ends == ["already_cancelled", "cancelled"]
         world.clock.advance(41 * DAY_MS)
@@ -207,7 +206,7 @@ def is_in_time(world: World) -> bool:
         eventually(world.copies, "it is fetched ahead")
     world.store.go_away()
     world.clock.advance(SOON_MS)
-    with Timeball(world.node.endpoint) as ball:
+    with world.node.client() as ball:
         ball.send("marker", "x", after="1ms")
         world.clock.advance(1_000)
         # Messages due later, and those in the log, are released. The ones before them are released, or late.
@@ -301,7 +300,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
     world.attach("far", *[3 * DAY_MS] * 10)
     world.attach("soon", *[SOON_MS] * 100)
     eventually(world.copies, "what is due soon is local")
-    with Timeball(world.node.endpoint) as ball:
+    with world.node.client() as ball:
         ball.send("kept", "x", after="20m")
         world.store.break_next("silent", "PUT", "_delta_log", times=1 << 30)
         commit = begin(world, broker.mover.compact())

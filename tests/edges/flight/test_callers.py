@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
-from tests.node_fixture import RunningNode, eventually, running_node
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
-from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.client.exchange import SendExchange
 from timeball.edges.flight import codec
 from timeball.model import wire
 from timeball.model.access import ANONYMOUS
@@ -33,27 +33,26 @@ ROWS = pa.table(
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     with guarded_node(tmp_path_factory.mktemp("guarded")) as running:
-        with Timeball(running.endpoint, **keys("root")) as root:
-            root.create_topic("orders", 2)
-            root.create_topic("news", 2)
+        for topic in ("orders", "news"):
+            running.run(running.broker.create_topic(topic, 2))
         yield running
 
 
 @pytest.fixture
 def shop(node: RunningNode) -> Iterator[Timeball]:
-    with Timeball(node.endpoint, **keys("shop")) as ball:
+    with node.client(**keys("shop")) as ball:
         yield ball
 
 
 @pytest.fixture
 def other(node: RunningNode) -> Iterator[Timeball]:
-    with Timeball(node.endpoint, **keys("other")) as ball:
+    with node.client(**keys("other")) as ball:
         yield ball
 
 
 @pytest.fixture
 def root(node: RunningNode) -> Iterator[Timeball]:
-    with Timeball(node.endpoint, **keys("root")) as ball:
+    with node.client(**keys("root")) as ball:
         yield ball
 
 
@@ -132,31 +131,17 @@ def test_the_caller_is_checked_before_a_message_is_received(node: RunningNode, m
 # ---- every verb ---------------------------------------------------------------------------------------------
 
 BODIES: dict[str, Any] = {
-    "create_topic": {"topic": "orders", "queues": 1},
     "queues": {"topic": "orders"},
-    "offsets": {"group": "workers", "topic": "orders"},
-    "commit": {"group": "workers", "topic": "orders", "offsets": {"0": 0}},
-    "ack": {"group": "workers", "topic": "orders", "receipts": []},
-    "change_invisible_time": {"group": "workers", "topic": "orders", "receipts": []},
-    "dead_letter": {"group": "workers", "topic": "orders", "receipts": []},
-    "get": {"id": "nobody's"},
-    "dead_letters": {"group": "workers"},
-    "resend_dead_letters": {"group": "workers"},
-    "delete_dead_letters": {"group": "workers"},
-    "cancel": {"ids": ["nobody's"]},
     "cancel_range": {"ranges": [[1 << 40, 1]]},
     "reserve": {"rows": 1},
     "campaign": {"campaign": "x", "change": "pause"},
     "compactor": {"lease_ms": 0},
     "dispatcher": {"lease_ms": 0},
-    "reschedule": {"ids": ["nobody's"], "delay_ms": 1_000},
     "source_positions": {"source": "kafka"},  # of the caller's own
     "drain": {"heir": "g2"},
 }
-OF_GROUPS = {"offsets", "commit", "ack", "change_invisible_time", "dead_letter", "dead_letters"}
-# Of orders and workers: nothing.
-OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule", "source_positions"}
-SHOP_MAY = {*OTHER_MAY, "queues", *OF_GROUPS}
+OTHER_MAY = {"status", "source_positions"}
+SHOP_MAY = {*OTHER_MAY, "queues"}
 
 
 def may(ball: Timeball, verb: str) -> bool:
@@ -166,7 +151,7 @@ def may(ball: Timeball, verb: str) -> bool:
                 b'{"job": "bulk", "job_id": "x", "epoch": 0, "from_seq": 0, "to_seq": 0, "files": []}'
             )
         else:
-            ball._calls.action(verb, BODIES.get(verb, {}), dict[str, Any])
+            ball._columns("it").action(verb, BODIES.get(verb, {}), dict[str, Any])
     except Forbidden:
         return False
     except RequestError:
@@ -185,17 +170,10 @@ def test_each_action_needs_its_permission(shop: Timeball, other: Timeball, root:
 def test_a_large_body_is_decoded_for_admins_only(shop: Timeball, root: Timeball, verb: str) -> None:
     nonsense = b"[" * (codec.body_bytes_max(verb) - 1)
     with pytest.raises(Forbidden):
-        shop._calls.action(verb, nonsense, dict[str, Any])
+        shop._columns("it").action(verb, nonsense, dict[str, Any])
     with pytest.raises(RequestError) as refused:
-        root._calls.action(verb, nonsense, dict[str, Any])
+        root._columns("it").action(verb, nonsense, dict[str, Any])
     assert not isinstance(refused.value, Forbidden)
-
-
-async def come_again(node: RunningNode, group: str, topic: str) -> None:
-    """Make the retry topic of a group: one of its members gives a message back."""
-    await node.broker.send(ROWS.to_batches()[0])
-    received = await node.broker.consuming.receive(ReceiveRequest(group, topic, rows=1), 0)
-    assert await node.broker.consuming.nack(received.receipts[0], 0)
 
 
 def test_each_read_needs_its_permission(
@@ -206,93 +184,67 @@ def test_each_read_needs_its_permission(
     for ball in (shop, other):
         with pytest.raises(Forbidden):
             ball.read_log(seq, seq + 1).read_all()
-    assert b"read me" in [m.body for m in shop.pull("orders", "workers")]
     assert b"read me" in [m.body for m in shop.browse("orders")]
     assert shop.read_queue("orders", 0, 0, 10)
     for forbidden in (
         lambda: other.read_queue("orders", 0, 0, 10),
-        lambda: other.pull("orders", "readers", wait=0),
-        lambda: shop.pull("orders", "readers", wait=0),
         lambda: other.browse("orders"),
-        lambda: other._calls.rows(wire.Pull(topic="orders", offsets={0: 0}, rows=1)),
+        lambda: other._columns("it").rows(wire.Pull(topic="orders", offsets={0: 0}, rows=1)),
     ):
         with pytest.raises(Forbidden):
             forbidden()
-    node.run(come_again(node, "workers", "orders"))
-    assert shop.topics().keys() == {"orders", "%RETRY%workers_orders"} and other.topics().keys() == {"news"}
-    assert {"orders", "news"} <= root.topics().keys()
 
 
 # ---- sending ------------------------------------------------------------------------------------------------
 
 
+def table(**topics: str) -> pa.Table:
+    return pa.table({"body": [body.encode() for body in topics], "topic": list(topics.values())})
+
+
 def test_a_batch_with_a_forbidden_topic_is_refused_and_the_stream_continues(
     node: RunningNode, shop: Timeball
 ) -> None:
-    shop.send("orders", "1")
+    shop.send_many(table(a="orders"))
     before = node.broker.log.writer.next_seq
     with pytest.raises(Forbidden, match="news"):
-        shop.send("news", "2")
+        shop.send_many(table(b="news"))
     with pytest.raises(Forbidden, match="news"):
-        shop.send_many([{"topic": "orders", "body": "3"}, {"topic": "news", "body": "4"}])
+        shop.send_many(table(c="orders", d="news"))
     assert node.broker.log.writer.next_seq == before
-    assert shop.send("orders", "5").seq == before
+    summary = shop.send_many(table(e="news", f="orders"), batch_rows=1, on_refused="collect")
+    assert [each.first_row for each in summary.refused] == [0] and summary.ranges == [(before, 1)]
 
 
 def test_a_forbidden_send_does_not_create_the_topic(node: RunningNode, shop: Timeball) -> None:
     with pytest.raises(Forbidden):
-        shop.send("made-up", "x")
+        shop.send_many(table(a="made-up"))
     with pytest.raises(Forbidden):
-        shop.pull("made-up", "workers", wait="0.1s")
+        shop.browse("made-up", wait="0.1s")
     assert "made-up" not in node.broker.topics()
 
 
 def test_a_removed_account_is_refused_on_its_open_stream(tmp_path: Path) -> None:
     path = access_file(tmp_path)
     with running_node(tmp_path / "data", access_file=str(path)) as node:
-        with Timeball(node.endpoint, **keys("shop")) as shop:
-            shop.send("orders", "1")
+        with node.client(**keys("shop")) as shop:
+            schema = ROWS.schema
+            exchange = SendExchange(shop._columns("it").flight, schema, node.endpoint)
+            exchange.submit(ROWS.to_batches()[0]).result(BOUND_S)
             access_file(tmp_path, ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
             node.loop.call_soon_threadsafe(node.node.security.reload)
 
             def refused() -> bool:
                 try:
-                    shop.send("orders", "2")
+                    exchange.submit(ROWS.to_batches()[0]).result(BOUND_S)
                 except Unauthorized:
                     return True
                 return False
 
             eventually(refused, "the stream is of no use any more")
             with pytest.raises(Unauthorized):
-                shop.status()
-
-
-# ---- taking back --------------------------------------------------------------------------------------------
-
-
-def test_pending_messages_of_a_forbidden_topic_are_not_found(
-    shop: Timeball, other: Timeball, root: Timeball
-) -> None:
-    mine = shop.send("orders", "mine", after="1h", keys="k-1")
-    theirs = other.send("news", "theirs", after="1h", keys="k-1", message_id=mine.id)
-    assert [v.verdict for v in other.cancel(ids=[mine.id])] == ["cancelled"], (
-        "the one with this id that is theirs"
-    )
-    assert other.cancel(mine.id).seq == theirs.seq
-    assert other.cancel(shop.send("orders", "x", after="1h").id).verdict == "not_found"
-    by_number = other._calls.action("cancel", {"seqs": [mine.seq]}, dict[str, list[dict[str, Any]]])[
-        "verdicts"
-    ]
-    assert [verdict["verdict"] for verdict in by_number] == ["not_found"]
-    [verdict] = shop.cancel(key="k-1")
-    assert (verdict.seq, verdict.verdict) == (mine.seq, "cancelled")
-    assert {v.seq for v in root.cancel(key="k-1")} == {mine.seq, theirs.seq}
-
-
-def test_pending_messages_of_a_forbidden_topic_are_not_rescheduled(shop: Timeball, other: Timeball) -> None:
-    mine = shop.send("orders", "mine", after="1h")
-    assert other.reschedule(mine.id, after="2h").verdict == "not_found"
-    assert shop.reschedule(mine.id, after="2h").verdict == "rescheduled"
+                shop.read_queue("orders", 0, 0, 1)
+            exchange.close()
 
 
 # ---- without an access file -----------------------------------------------------------------------------------
@@ -302,5 +254,5 @@ def test_without_an_access_file_no_credentials_are_needed(tmp_path: Path) -> Non
     with running_node(tmp_path) as node:
         edge = node.node.edges.flight
         assert edge is not None and edge.caller({}) is ANONYMOUS
-        with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
-            assert ball.send("orders", "x").seq == 2
+        with node.client(access_key="any", secret_key="body") as ball:
+            assert ball.send_many(ROWS).ranges == [(2, 1)]

@@ -33,7 +33,7 @@ def test_a_call_holds_its_slot_from_its_headers_to_its_end(node: RunningNode) ->
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
         eventually(lambda: edge._calls.taken == 1, "its place is taken, and nothing has been sent")
-        client.data(number, message(b"\x0a\x06topics"))
+        client.data(number, message(b"\x0a\x06status"))
         assert trailers_of(client, number)["grpc-status"] == "0"
         eventually(lambda: not edge._calls.taken, "its place is free again")
         remaining = client.headers(headers=fields(f"{SERVICE}DoAction"))

@@ -25,8 +25,8 @@ def test_empty_body_means_no_arguments() -> None:
 
 
 def test_actions_decode_into_their_structs() -> None:
-    commit = codec.decode_action("commit", body(group="g", topic="t", offsets={"0": 5, "7": 0}))
-    assert commit == wire.Commit(group="g", topic="t", offsets={0: 5, 7: 0})
+    queues = codec.decode_action("queues", body(topic="t"))
+    assert queues == wire.Queues(topic="t")
     assert codec.decode_action("reserve", body(rows=10)) == wire.Reserve(rows=10)
     attach = codec.decode_action("attach", body(job="bulk", job_id="x", epoch=1))
     assert attach == Attachment(job="bulk", job_id="x", epoch=1)
@@ -47,21 +47,17 @@ def test_unknown_verb_names_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("verb", "fields", "named"),
     [
-        ("create_topic", {"topic": "", "queues": 1}, "topic"),
-        ("create_topic", {"topic": "t" * 256, "queues": 1}, "topic"),
-        ("create_topic", {"topic": "t", "queues": 0}, "queues"),
-        ("create_topic", {"topic": "t", "queues": 10**30}, "queues"),
-        ("create_topic", {"topic": "t", "queues": 1.5}, "queues"),
-        ("create_topic", {"topic": "t"}, "queues"),
-        ("create_topic", {"topic": "t", "queues": 1, "owner": "me"}, "owner"),
-        ("commit", {"group": "g", "topic": "t", "offsets": {"-1": 0}}, "offsets"),
-        ("commit", {"group": "g", "topic": "t", "offsets": {"0": -1}}, "offsets"),
-        ("commit", {"group": "g", "topic": "t", "offsets": {"zero": 1}}, "offsets"),
-        ("cancel", {"ids": [1]}, "ids"),
-        ("cancel", {"seqs": [2**63]}, "seqs"),
-        ("reschedule", {"ids": ["a"], "due_ms": -1}, "due_ms"),
-        ("reschedule", {"ids": ["a"], "delay_ms": 1.5}, "delay_ms"),
-        ("reschedule", {"ids": ["a"], "after": 5}, "after"),
+        ("queues", {"topic": ""}, "topic"),
+        ("queues", {"topic": "t" * 256}, "topic"),
+        ("queues", {}, "topic"),
+        ("queues", {"topic": "t", "owner": "me"}, "owner"),
+        ("reserve", {"rows": 10**30}, "rows"),
+        ("reserve", {"rows": 1.5}, "rows"),
+        ("starts", {"from_seq": 2**63}, "from_seq"),
+        ("campaign", {"campaign": "a", "change": "pause", "at_ms": -1}, "at_ms"),
+        ("campaign", {"campaign": "a", "change": "stop"}, "change"),
+        ("cancel_range", {"ranges": [[-1, 1]]}, "ranges"),
+        ("cancel_range", {"ranges": []}, "ranges"),
         ("reserve", {"rows": 0}, "rows"),
         ("compactor", {"lease_ms": -1}, "lease_ms"),
         ("dispatcher", {"lease_ms": -1}, "lease_ms"),
@@ -73,32 +69,11 @@ def test_wrong_fields_are_named(verb: str, fields: dict[str, object], named: str
         codec.decode_action(verb, body(**fields))
 
 
-@pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
-def test_a_cancel_with_two_selectors_or_none_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(RequestError, match="ids, keys or seqs"):
-        codec.decode_action("cancel", body(**fields))
-
-
-@pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
-def test_a_reschedule_with_two_selectors_or_none_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(RequestError, match=r"reschedule: .*ids, keys or seqs"):
-        codec.decode_action("reschedule", body(**fields, due_ms=5))
-
-
-@pytest.mark.parametrize("when", [{}, {"due_ms": 5, "delay_ms": 5}])
-def test_a_reschedule_with_two_times_or_none_is_refused(when: dict[str, int]) -> None:
-    with pytest.raises(RequestError, match="due_ms or delay_ms"):
-        codec.decode_action("reschedule", body(ids=["a"], **when))
-    assert codec.decode_action("reschedule", body(seqs=[1], delay_ms=0)) == wire.Reschedule(
-        seqs=[1], delay_ms=0
-    )
-
-
-def test_cancel_takes_no_more_than_its_limit() -> None:
-    maximum = [0] * limits.CANCELS_PER_REQUEST_MAX
-    codec.decode_action("cancel", body(seqs=maximum))
-    with pytest.raises(RequestError, match="seqs"):
-        codec.decode_action("cancel", body(seqs=[*maximum, 0]))
+def test_a_cancel_of_ranges_takes_no_more_than_its_limit() -> None:
+    maximum = [[1, 1]] * limits.ATTACH_FILES_MAX
+    codec.decode_action("cancel_range", body(ranges=maximum))
+    with pytest.raises(RequestError, match="ranges"):
+        codec.decode_action("cancel_range", body(ranges=[*maximum, [1, 1]]))
 
 
 def test_tickets_decode_by_what_they_read() -> None:
@@ -115,6 +90,10 @@ def test_tickets_decode_by_what_they_read() -> None:
         b"null",
         b"[]",
         body(read="disk"),
+        body(read="receive", topic="t", group="g", rows=1),
+        body(read="pull", topic="t", offsets={"-1": 0}, rows=1),
+        body(read="pull", topic="t", offsets={"0": -1}, rows=1),
+        body(read="pull", topic="t", offsets={"zero": 1}, rows=1),
         body(read="log", from_seq=5, to_seq=4),
         body(read="log", from_seq=0, to_seq=2**64),
         body(read="log", from_seq=0, to_seq=1, kinds=[1] * 17),

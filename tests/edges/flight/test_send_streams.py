@@ -15,7 +15,6 @@ from tests.bounds import BOUND_S
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball
 from timeball.edges.flight import exchange
 from timeball.edges.flight.exchange import Upload
 from timeball.edges.flight.server import SERVICE, FlightEdge
@@ -113,11 +112,16 @@ def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
 ) -> None:
     monkeypatch.setattr(edge_of(node)._send_streams, "limit", 2)
     monkeypatch.setattr(exchange, "IDLE_S", 0.0)
-    keys = {"access_key": "shop", "secret_key": "shop secret 1"}
-    with Timeball(node.endpoint, **keys) as first, Timeball(node.endpoint, **keys) as second:
-        for at in range(6):  # each time the other's stream is ended, and a client opens a new one by itself
-            ball = (first, second)[at % 2]
-            assert ball.send("orders", "x").seq > 0
+    with ExitStack() as clients:
+        wires = [clients.enter_context(flight.FlightClient(node.endpoint)) for _ in range(2)]
+        streams = [opened(wires[0], "shop")]
+        assert acknowledged(*streams[0])["rows"] == 1
+        for at in range(1, 6):  # each time the other's stream is ended
+            streams.append(opened(wires[at % 2], "shop"))
+            assert acknowledged(*streams[-1])["rows"] == 1
+            with pytest.raises(flight.FlightServerError) as caught:
+                streams[-2][1].read_chunk()
+            assert caught.value.extra_info == b"unavailable"
     eventually(lambda: not edge_of(node)._send_streams.taken, "all places are free again")
 
 

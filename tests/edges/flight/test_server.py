@@ -10,14 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
-from tests.loop_turns import LoopTurns
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
-from timeball import Timeball
 from timeball.edges.flight import codec
-from timeball.edges.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge, encode_answer
-from timeball.io.threads import SLICE_ROWS
-from timeball.model.answers import Verdict
+from timeball.edges.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import BODY_BYTES_MAX
@@ -57,7 +53,7 @@ def test_errors_have_code_and_text(wire: flight.FlightClient) -> None:
     [
         lambda wire: act(wire, "queues", b'{"topic": "nowhere"}'),
         lambda wire: act(wire, "no such verb"),
-        lambda wire: act(wire, "commit", b"[" * 50_000),
+        lambda wire: act(wire, "reserve", b"[" * 50_000),
         lambda wire: wire.do_get(flight.Ticket(b"x")).read_all(),
         lambda wire: wire.do_get(flight.Ticket(b"x" * 100_000)).read_all(),
         lambda wire: get(wire, read="log", from_seq=0, to_seq=2**50),
@@ -106,7 +102,7 @@ def test_an_abandoned_read_of_the_log_frees_its_slot(node: RunningNode, wire: fl
 
 
 def test_a_cancelled_long_poll_frees_its_slot(node: RunningNode, wire: flight.FlightClient) -> None:
-    act(wire, "create_topic", b'{"topic": "quiet", "queues": 1}')
+    node.run(node.broker.create_topic("quiet", 1))
     ticket = flight.Ticket(
         b'{"read": "pull", "topic": "quiet", "offsets": {"0": 0}, "rows": 1, "wait_ms": 60000}'
     )
@@ -147,8 +143,8 @@ def test_calls_beyond_the_limit_are_refused(node: RunningNode, wire: flight.Flig
 def test_a_too_large_action_is_refused_by_its_length(wire: flight.FlightClient, node: RunningNode) -> None:
     with pytest.raises(pa.ArrowException, match="larger than max"):
         act(wire, "status", bytes(MESSAGE_BYTES_MAX))
-    with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name fewer things at once"):
-        ball.cancel(ids=["x" * 500] * 10_000)
+    with node.client() as ball, pytest.raises(OverLimit, match="name fewer things at once"):
+        ball.attach(bytes(MESSAGE_BYTES_MAX))
     with pytest.raises(flight.FlightServerError, match="at most 65536"):  # received, and refused by us
         act(wire, "status", bytes(MESSAGE_BYTES_MAX - 100))
 
@@ -175,24 +171,6 @@ def test_the_bytes_of_unread_answers_are_limited(node: RunningNode, wire: flight
     eventually(lambda: answers.held_bytes == 0, "what was sent counts no more")
 
 
-def test_a_long_answer_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, encode = LoopTurns(), codec.encode
-
-    def counted(answer: Any) -> bytes:
-        for _ in answer if isinstance(answer, list) else ():
-            turns.count()
-        return encode(answer)
-
-    monkeypatch.setattr(codec, "encode", counted)
-    for rows in (0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS):
-        answer = {"verdicts": [Verdict(f"[k{row}]", "cancelled", row, 5) for row in range(rows)]}
-        encoded, most = asyncio.run(turns.most(encode_answer(answer)))
-        assert encoded == encode(answer)
-        assert most <= SLICE_ROWS
-    for other in ({}, {"verdicts": [], "more": 1}, Verdict("k", "cancelled")):
-        assert asyncio.run(encode_answer(other)) == encode(other)
-
-
 def test_a_taken_port_is_a_setup_error(node: RunningNode, tmp_path: Path) -> None:
     with (
         pytest.raises(SetupError, match=f"--port {node.settings.port}"),
@@ -203,7 +181,7 @@ def test_a_taken_port_is_a_setup_error(node: RunningNode, tmp_path: Path) -> Non
 
 def test_a_stop_ends_long_polls_and_refuses_new_calls(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, flight.FlightClient(node.endpoint) as wire:
-        act(wire, "create_topic", b'{"topic": "quiet", "queues": 1}')
+        node.run(node.broker.create_topic("quiet", 1))
         ticket = flight.Ticket(
             b'{"read": "pull", "topic": "quiet", "offsets": {"0": 0}, "rows": 1, "wait_ms": 60000}'
         )
@@ -225,4 +203,4 @@ def test_a_stop_ends_long_polls_and_refuses_new_calls(tmp_path: Path) -> None:
         assert edge._calls.taken == 0
         asyncio.run(edge.close())  # a second time does nothing
         node.start()
-        assert act(wire, "topics", timeout=BOUND_S)["topics"].keys() == {"quiet"}
+        assert act(wire, "queues", b'{"topic": "quiet"}', timeout=BOUND_S)["queues"].keys() == {"0"}

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.bounds import BOUND_S
-from tests.cli.processes import Running
+from tests.cli.processes import Running, client_of
 from tests.edges.grpc.sending import message, send_request
 from tests.edges.grpc.wire import Wire
 from tests.node_fixture import eventually
@@ -157,7 +157,7 @@ def test_calls_answered_with_ok_stay_in_effect_after_a_kill(tmp_path: Path) -> N
     last_due_ms = int(time.time() * 1_000) + DELAY_MS
     server, ready = serve(tmp_path / "data")
     try:
-        with Timeball(ready["endpoint"]) as ball:
+        with client_of(ready) as ball:
             eventually(
                 lambda: ball.status()["settled_before_ms"] > last_due_ms, "all delayed messages are due"
             )

@@ -14,6 +14,7 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.client.calls import Calls
+from timeball.client.http_calls import HttpCalls
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue
 
 NAMES = itertools.count()
@@ -88,8 +89,15 @@ def options(kafka: SmallKafka, tmp_path: Path) -> BridgeOptions:
 
 
 @pytest.fixture
-def queue(calls: Calls, options: BridgeOptions) -> BridgeQueue:
-    queue = BridgeQueue(calls, options.topic)
+def operations(node: RunningNode) -> Iterator[HttpCalls]:
+    calls = HttpCalls(node.http_endpoint, 30_000)
+    yield calls
+    calls.close()
+
+
+@pytest.fixture
+def queue(operations: HttpCalls, calls: Calls, options: BridgeOptions) -> BridgeQueue:
+    queue = BridgeQueue(operations, calls, options.topic)
     queue.ensure()
     return queue
 

@@ -9,6 +9,7 @@ from tests.bounds import BOUND_S
 from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
+from timeball.client.http_codec import create_topic
 from timeball.edges.kafka.bridge import Bridge
 from timeball.edges.kafka.options import BridgeOptions
 from timeball.io.clock import SystemClock
@@ -19,7 +20,7 @@ def test_records_pass_through_the_bridge_unchanged(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, stop: threading.Event
 ) -> None:
     ready = threading.Event()
-    bridge = Bridge(options, node.endpoint, SystemClock())
+    bridge = Bridge(options, node.http_endpoint, node.endpoint, SystemClock())
     running = threading.Thread(target=bridge.run, args=(stop, ready.set))
     running.start()
     assert ready.wait(BOUND_S)
@@ -42,10 +43,9 @@ def test_records_pass_through_the_bridge_unchanged(
 def test_an_error_in_one_direction_stops_both(
     node: RunningNode, options: BridgeOptions, calls: object
 ) -> None:
-    bridge = Bridge(options, node.endpoint, SystemClock())
+    bridge = Bridge(options, node.http_endpoint, node.endpoint, SystemClock())
     bridge._queue.ensure()
-    bridge._queue._calls.action(
-        "create_topic", {"topic": options.topic, "queues": 2}, dict[str, object]
-    )  # more than a bridge's topic may have
+    # More queues than a bridge's topic may have.
+    bridge._queue._operations.run(create_topic(options.topic, 2))
     with pytest.raises(SetupError, match="has 2 queues"):
         bridge.run(threading.Event(), lambda: None)

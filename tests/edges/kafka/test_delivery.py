@@ -9,7 +9,6 @@ import pytest
 from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
-from timeball import Timeball
 from timeball.edges.kafka.delivery import END_MARKERS_S, NO_ENVELOPE, Delivery, read_position
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
 from timeball.io.clock import ManualClock, SystemClock
@@ -25,7 +24,7 @@ def test_a_message_of_another_client_becomes_a_dead_letter(
     assert read_position(options) == 0
     running = threading.Thread(target=delivery.run, args=(stop,))
     running.start()
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send(options.topic, "by hand")
     eventually(lambda: counts.delivered == 1, "it is delivered")
     stop.set()
@@ -64,7 +63,7 @@ def test_the_pause_before_a_transaction_counts_from_the_last_commit(
 def test_a_used_queue_without_a_position_is_a_setup_error(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: BridgeQueue, stop: threading.Event
 ) -> None:
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send(options.topic, "before")
     with pytest.raises(SetupError, match=f"--position-topic {options.position_topic}: has no position"):
         Delivery(options, queue, Counts(), SystemClock()).open(stop)

@@ -11,7 +11,6 @@ import pytest
 from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
-from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.edges.kafka import intake
@@ -58,7 +57,7 @@ def test_a_restarted_intake_continues_at_the_positions_in_the_log(
     assert taken(made, 2).taken == 2
     positions = node.broker.tables.source_positions.of("", options.name)
     assert positions == {0: 6, 1: 0, 2: 1, 3: 0}
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert ball.get(f"{options.name}-0-5").state == "waiting"
 
 
@@ -76,7 +75,7 @@ def test_a_message_cancelled_in_its_own_batch_is_never_sent(
     )
     counts = taken(made, 4)
     assert (counts.cancelled, counts.dead) == (2, 1)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         states = [ball.get(f"{options.name}-0-{at}").state for at in (0, 3, 4)]
         assert states == ["cancelled", "waiting", "visible"]
         assert [verdict.verdict for verdict in ball.cancel(key=f"{options.name}/k")].count("cancelled") == 1
@@ -184,7 +183,7 @@ def test_an_intake_from_latest_skips_no_record_that_arrives_later(
     first._consumer.close()
     kafka.produce(options.own, {"value": b"later", "headers": LATER})  # while no bridge runs
     assert taken(make, 1).taken == 1
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert ball.get(f"{options.name}-0-1").state == "waiting"
         with pytest.raises(NotFound):
             ball.get(f"{options.name}-0-0")

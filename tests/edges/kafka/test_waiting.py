@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from tests.node_fixture import running_node
 
-from timeball import Timeball
 from timeball.client.calls import Calls
+from timeball.client.http_calls import HttpCalls
 from timeball.edges.kafka.options import BridgeQueue
 from timeball.model.errors import OutOfRange, SetupError
 
 
 def test_messages_of_the_queue_are_pulled_and_cancelled(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
-        calls = Calls(node.endpoint, 30_000)
-        queue = BridgeQueue(calls, "kafka-in")
+    with running_node(tmp_path / "data") as node, node.client() as ball:
+        operations, columns = HttpCalls(node.http_endpoint, 30_000), Calls(node.endpoint, 30_000)
+        queue = BridgeQueue(operations, columns, "kafka-in")
         queue.ensure()
         queue.ensure()
         assert (queue.span().min, queue.span().max) == (0, 0)
@@ -29,5 +29,6 @@ def test_messages_of_the_queue_are_pulled_and_cancelled(tmp_path: Path) -> None:
         assert queue.cancel(["in/k", "in/none"]) == 1 and queue.cancel(["in/k"]) == 0
         ball.create_topic("kafka-many", 3)
         with pytest.raises(SetupError, match="--name: Timeball's topic 'kafka-many' has 3 queues"):
-            BridgeQueue(calls, "kafka-many").ensure()
-        calls.close()
+            BridgeQueue(operations, columns, "kafka-many").ensure()
+        operations.close()
+        columns.close()

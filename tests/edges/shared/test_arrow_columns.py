@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE
 from tests.edges.arrow_types import TYPES
 
-from timeball.broker.accepting.admission import rows_in
 from timeball.broker.policy import Policy
-from timeball.edges.shared import arrow_ipc as ipc
 from timeball.edges.shared.arrow_ipc import SEND_SCHEMA, SendColumns
-from timeball.log.row_encoder import MessageEncoder
 from timeball.model import limits
 from timeball.model.access import Access, parse
 from timeball.model.errors import Forbidden, InvalidDelay, InvalidMessage, OverLimit
-from timeball.model.message import SendRow
 
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -149,7 +145,6 @@ def test_a_due_time_that_is_not_in_milliseconds_is_refused(due_ms: int) -> None:
     rows = batch(topic=["t"] * 3, body=[b"x"] * 3, due_ms=[None, limits.DUE_MS_MIN, due_ms])
     with pytest.raises(InvalidDelay, match=f"due_ms {due_ms} of row 2: milliseconds since 1970 are meant"):
         adopt(rows)
-    assert read(*message(rows), rows.schema) is None
 
 
 def test_a_value_that_does_not_fit_refuses_the_batch() -> None:
@@ -205,95 +200,3 @@ def test_batches_with_false_offsets_are_refused(topic: bytes) -> None:
     assert received(HONEST).column("topic").to_pylist() == ["lying-one"]
     with pytest.raises(InvalidMessage, match="not a sound record batch"):
         adopt(received(topic))
-
-
-# ---- a few rows, read in C -------------------------------------------------------------------------------------
-
-compiled = pytest.mark.skipif(MessageEncoder is None, reason="built without a compiler")
-OF_ROWS = [name for name in SEND_SCHEMA.names if name != "delay_ms"]
-VALUES: dict[pa.DataType, st.SearchStrategy[object]] = {
-    pa.int32(): st.integers(-(2**31), 2**31 - 1),
-    pa.int64(): st.integers(-(2**63), 2**63 - 1),
-    pa.string(): st.text(max_size=6),
-    pa.binary(): st.binary(max_size=6),
-}
-
-
-DUE_TIMES = st.none() | st.integers(limits.DUE_MS_MIN, 2**63 - 1)
-
-
-@st.composite
-def few_rows(draw: st.DrawFn) -> pa.RecordBatch:
-    count, columns = draw(st.integers(1, 16)), {}
-    for name in dict.fromkeys([*draw(st.lists(st.sampled_from(OF_ROWS))), "body", "topic"]):
-        kind = SEND_SCHEMA.field(name).type
-        if name == "due_ms":  # a smaller number is refused, by a test of its own
-            columns[name] = pa.array(draw(st.lists(DUE_TIMES, min_size=count, max_size=count)), kind)
-            continue
-        value = VALUES[kind] if name in ("topic", "body") else st.none() | VALUES[kind]
-        columns[name] = pa.array(draw(st.lists(value, min_size=count, max_size=count)), kind)
-    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
-
-
-def message(rows: pa.RecordBatch) -> tuple[bytes, bytes]:
-    ((header, body),) = ipc.parts(rows, 1 << 20)
-    return bytes(header), bytes(body)
-
-
-def read(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
-    return SendColumns(schema).rows(memoryview(header), [body[:3], body[3:]])
-
-
-def reference(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
-    return rows_in(SendColumns(schema).adopt(ipc.batch(memoryview(header), memoryview(body), schema), None))
-
-
-@compiled
-@given(few_rows())
-def test_rows_of_a_small_batch_equal_those_of_pyarrow(rows: pa.RecordBatch) -> None:
-    header, body = message(rows)
-    result = read(header, body, rows.schema)
-    assert result is not None and result == reference(header, body, rows.schema)
-
-
-@compiled
-@given(few_rows(), st.data())
-def test_any_bytes_give_the_rows_of_pyarrow_or_none(rows: pa.RecordBatch, data: st.DataObject) -> None:
-    parts = [bytearray(part) for part in message(rows)]
-    for _ in range(data.draw(st.integers(1, 3))):
-        part = data.draw(st.sampled_from(parts))
-        at = data.draw(st.integers(0, len(part) - 1))
-        if data.draw(st.booleans()):
-            part[at] = data.draw(st.integers(0, 255))
-        else:  # a number of the header, or an end of a text
-            at -= at % 4
-            part[at : at + 4] = data.draw(st.integers(-2, 90)).to_bytes(4, "little", signed=True)
-    header, body = map(bytes, parts)
-    result = read(header, body, rows.schema)
-    assert result is None or result == reference(header, body, rows.schema)
-
-
-@compiled
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pa.record_batch({"topic": ["t"] * 17, "body": [b"x"] * 17}),
-        pa.record_batch({"topic": ["t"], "body": [b"x" * 70_000]}),
-        pa.record_batch({"topic": ["t"], "body": [b"x"], "delay_ms": [5]}),
-        pa.record_batch({"topic": ["t"], "body": ["text"]}),
-        pa.record_batch({"topic": pa.array([None], pa.string()), "body": [b"x"]}),
-        pa.record_batch({"topic": pa.array(["t"], pa.large_string()), "body": [b"x"]}),
-    ],
-    ids=["many", "large", "of a relative delay", "converted", "without a topic", "of large texts"],
-)
-def test_unusual_batches_are_left_to_pyarrow(rows: pa.RecordBatch) -> None:
-    assert read(*message(rows), rows.schema) is None
-
-
-@compiled
-def test_invalid_utf8_is_left_to_pyarrow() -> None:
-    raw = pa.record_batch({"topic": pa.array([b"\xff\xfe"]), "body": [b"x"]})
-    schema = pa.schema([("topic", pa.string()), ("body", pa.binary())])
-    assert read(*message(raw), schema) is None
-    with pytest.raises(InvalidMessage, match="not a sound record batch"):
-        reference(*message(raw), schema)

@@ -162,7 +162,7 @@ def test_a_timeball_client_at_a_wrong_port_gets_an_error_with_the_endpoint(
     nodes: tuple[RunningNode, RunningNode], edge: str, has_tls: bool, scheme: str
 ) -> None:
     endpoint = f"{scheme}://127.0.0.1:{nodes[has_tls].node.edges.ports[edge]}"  # type: ignore[union-attr]
-    ended = run_here("status", "--endpoint", endpoint)
+    ended = run_here("campaign", "list", "--endpoint", endpoint)
     if edge == "flight" and has_tls == (scheme == "grpc+tls"):
         # The right port; the one with TLS has a certificate that is not trusted here.
         assert ended.returncode == (ExitCode.UNREACHABLE if has_tls else ExitCode.OK)
@@ -179,4 +179,4 @@ def test_a_client_of_timeball_at_the_port_for_rocketmq_s_is_told_so(
         Timeball(f"grpc://127.0.0.1:{nodes[False].node.grpc_port}") as ball,
         pytest.raises(Unavailable, match="7400"),
     ):
-        ball.status()
+        ball.reserve(1)

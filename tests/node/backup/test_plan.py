@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from tests.node_fixture import running_node
 
-from timeball import Timeball
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.model.errors import Corrupt, NotFound
@@ -19,7 +18,7 @@ LOG = "log/0000000001.log"
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
-    with running_node(folder) as node, Timeball(node.endpoint) as ball:
+    with running_node(folder) as node, node.client() as ball:
         ball.send_many([{"body": f"{i}", "after": "7200s"} for i in range(100)], topic="t")
         ball.compact()
         ball.send_many([{"body": f"{i}", "after": "9000s"} for i in range(100)], topic="t")

@@ -14,7 +14,6 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode
 from tests.spark.traffic import send, send_due_now
 
-from timeball import Timeball
 from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
@@ -50,7 +49,7 @@ def traffic(node: RunningNode) -> None:
     """Make released, immediate, cancelled and pending messages. The first two pass."""
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         for n in range(3):
             ball.send("news", f"at once {n}")
         ball.cancel(ball.send("orders", b"x", after="1d").id)
@@ -121,7 +120,7 @@ def test_files_without_matching_rows_are_skipped(
 ) -> None:
     uri = sibling(broker.status().table.uri, "archive")
     for topic in ("a", "b", "c"):
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ball.send(topic, "x")
         archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table = opened(broker)

@@ -151,7 +151,7 @@ def test_scheduled_messages_of_delay_levels_balance(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     seqs = send_levels(node, 1, 18, 18, 17, 1)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert [verdict.verdict for verdict in ball.cancel(ids=["level2"])] == ["cancelled"]
         eventually(lambda: visible(ball, "orders") == 2, "the first level is over")
     node.run(node.broker.compact())
@@ -193,7 +193,7 @@ def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode
     assert [v.verdict for v in node.run(node.broker.reschedule(ids=["level1"], delay_ms=0))] == [
         "rescheduled"
     ]
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         eventually(lambda: visible(ball, "orders") + visible(ball, "bulk") == 4, "four have come")
     report = audit.run(spark, node.endpoint)
     assert report.ok, report
@@ -214,7 +214,7 @@ def test_half_messages_balance(spark: SparkSession, node: RunningNode) -> None:
     reported = node.run(node.broker.reschedule(seqs=[later[1], later[4]], delay_ms=10**6))
     assert [v.verdict for v in reported] == ["rescheduled"] * 2
     extend_ledger(spark, node)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         eventually(lambda: visible(ball, "orders") == len(soon), "they are released")
     report = audit.run(spark, node.endpoint)
     assert report.ok and counts(report) == (9, 2, 5, 0), report
@@ -239,7 +239,7 @@ def test_messages_that_are_given_back_with_a_delay_balance(spark: SparkSession, 
     assert node.run(verbs.change_invisible_time(held[1], 10**7)) is not None
     assert node.run(verbs.dead_letter(dead[0]))
     receive(2, invisible_ms=1)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         eventually(lambda: visible(ball, "%RETRY%g_plain") == 3, "three are here again")
     extend_ledger(spark, node)
     node.run(node.broker.compact())
@@ -342,7 +342,7 @@ def test_messages_moved_by_other_strategies_balance(
         "unread_retention_ms": 1,
         "segment_bytes": MIB,
     }
-    with running_node(tmp_path / "data", clock, **settings) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", clock, **settings) as node, node.client() as ball:
         for after_ms in (30 * SECOND_MS, 100 * SECOND_MS):
             send_at(ball, [clock.wall + after_ms] * 10)
         fill_segment(node)
@@ -433,7 +433,7 @@ def test_a_real_broker_balances_at_every_stage(
 ) -> None:
     send_due_now(node.endpoint, 5)
     send(node.endpoint, 100)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send("plain", b"at once")
         ball.cancel(ball.send("orders", b"x", after="1d").id)
     bulk(node, broker, 40, 10**9)

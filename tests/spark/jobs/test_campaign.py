@@ -13,7 +13,6 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.campaigning import attach, campaign_of, released, waiting
 from tests.written_again import fill_segment, let_go
 
-from timeball import Timeball
 from timeball.model.config import MIB
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
 from timeball.model.limits import HOUR_MS
@@ -45,7 +44,7 @@ def test_progress_counts_messages_until_all_are_released(node: RunningNode, brok
     )
     due = sorted(waiting(broker).values())
     assert (result.next_due_ms, result.last_due_ms) == (due[0], due[-1])
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.cancel(key="k0")
         assert campaign.progress().next_due_ms == due[1]
         assert counts(campaign) == ("running", 0, 1, 29, 0)
@@ -91,7 +90,7 @@ def test_pause_holds_pending_messages_and_resume_frees_them(node: RunningNode, b
     campaign = campaign_of(node)
     attach(campaign, ROWS)
     before = waiting(broker)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.cancel(key="k7")
     paused = campaign.pause()
     assert (paused.held, paused.repeated) == (ROWS - 1, False)

@@ -12,7 +12,6 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.traffic import send, send_due_now, visible
 
-from timeball import Timeball
 from timeball.io.clock import SystemClock
 from timeball.model.errors import SetupError, StorageError
 from timeball.spark.endpoint import Endpoint
@@ -40,7 +39,7 @@ def test_every_event_is_recorded_once_over_restarts(
 ) -> None:
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         doomed = ball.send("orders", b"x", after="1d")
         ball.cancel(doomed.id)
     drain(engine, node, max_rows_per_batch="10", rows_per_partition="4")
@@ -57,7 +56,7 @@ def test_view_has_one_row_per_scheduled_message(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     send_due_now(node.endpoint, 2)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         kept, doomed = ball.send("orders", b"x", after="10d"), ball.send("orders", b"y", after="10d")
         ball.cancel(doomed.id)
     options = write_options({"endpoint": node.endpoint})
@@ -114,12 +113,12 @@ def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: Running
 
 
 def test_lateness_during_an_outage_has_the_cause_outage(spark: SparkSession, tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", compact_rows=0) as first, Timeball(first.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as first, first.client() as ball:
         late = ball.send("orders", b"x", after="3s")  # longer than a stop takes
         ball.send("orders", b"y", after="1d")
     threading.Event().wait(max(0, late.due_ms + 50 - SystemClock().wall_ms()) / 1000)
     with running_node(tmp_path / "data", compact_rows=0) as second:
-        with Timeball(second.endpoint) as ball:
+        with second.client() as ball:
             eventually(lambda: visible(ball, "orders") == 1, "it is released")
             ball.send("orders", b"z", after="1d")
         with Endpoint(second.endpoint) as broker:

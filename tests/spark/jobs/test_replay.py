@@ -17,7 +17,6 @@ from pyspark.sql import functions as f
 from tests.node_fixture import RunningNode, eventually
 from tests.spark.traffic import log_rows, send, send_due_now, visible
 
-from timeball import Timeball
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
 from timeball.model.message import Kind, decode_properties, encode_properties
@@ -223,7 +222,7 @@ def test_messages_of_one_time_are_replayed_in_order(spark: SparkSession, stretch
 
 def window_of(node: RunningNode, topic: str, **changes: object) -> Window:
     """Make a window of all messages that have passed until now, to be replayed in a day."""
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "a moment later")
     hour = Window(
@@ -248,7 +247,7 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
     uri = sibling(broker.status().table.uri, "archive")
     archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     send_due_now(node.endpoint, 4, "news")
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send("orders", b"at once", tag="red")
         ball.cancel(ball.send("orders", b"never", after="1d").id)
         window = window_of(node, "orders")
@@ -309,7 +308,7 @@ def test_replayed_messages_become_visible_with_replay_of(
     window = window_of(node, "orders", to_topic="again", stretch=0.0)
     window = msgspec.structs.replace(window, start_ms=broker.status().now_ms + 1_500)
     report = replay.run(spark, node.endpoint, window)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         eventually(lambda: visible(ball, "again") == 5, "replayed messages are visible")
         first, second = (ball.browse(topic, wait="10s") for topic in ("orders", "again"))
         assert sorted(message.body for message in second) == sorted(message.body for message in first)
@@ -325,7 +324,7 @@ def test_keys_that_stand_side_by_side_are_replayed(
 ) -> None:
     """Keys and tags that RocketMQ's clients may send, which a column of texts of a user's own may not have."""
     sent = {"topic": ["orders"], "body": [b"b"], "keys": ["k1 k\t2"], "tag": ["red "]}
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         node.run(node.broker.send(pa.record_batch(sent)))
         eventually(lambda: visible(ball, "orders") == 1, "it is visible")
     assert replay.run(spark, node.endpoint, window_of(node, "orders")).rows == 1

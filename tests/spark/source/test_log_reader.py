@@ -14,7 +14,6 @@ from tests.node_fixture import RunningNode
 from tests.spark.traffic import log_rows, send, send_due_now
 from tests.spark.two_groups import two_groups
 
-from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.errors import OutOfRange, SetupError, Unavailable
 from timeball.model.message import READ_SCHEMA, Kind
@@ -102,7 +101,7 @@ def restart(node: RunningNode) -> None:
 
 
 def test_interrupted_log_read_resumes_at_the_last_row(node: RunningNode, broker: Endpoint) -> None:
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         # More than the connection takes in ahead of the reader.
         ball.send_many([{"body": bytes(65_536), "after": "86400s"}] * 400, topic="orders", batch_rows=20)
     end = broker.status().log.durable_seq

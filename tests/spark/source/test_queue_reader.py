@@ -13,7 +13,6 @@ from tests.node_fixture import RunningNode
 from tests.spark.traffic import send_due_now
 from tests.spark.two_groups import two_groups
 
-from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.endpoint import Group
@@ -214,11 +213,11 @@ def test_a_query_sees_every_row_once_over_a_restart(
         query.awaitTermination()
         return [p["batchId"] for p in query.recentProgress]
 
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.create_topic("orders", 2)  # each batch has a task for each queue
     send_due_now(node.endpoint, 40)
     assert len(drain()) >= 3
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.create_topic("orders", 3)
     send_due_now(node.endpoint, 70)  # those of before among them
     drain()

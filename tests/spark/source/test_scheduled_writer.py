@@ -12,7 +12,6 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.node_fixture import RunningNode, eventually
 from tests.spark.traffic import attached_seqs, visible
 
-from timeball import Timeball
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OverLimit, RequestError, SetupError
 from timeball.model.limits import DAY_MS
@@ -206,7 +205,7 @@ def test_due_rows_are_released_with_all_their_fields(spark: SparkSession, node: 
         "topic string, body binary, due timestamp, keys string, properties map<string,string>",
     )
     save(frame, node)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         eventually(lambda: visible(ball, "t") == 2, "both rows released")
         result = {m.body: m for m in ball.browse("t", max_messages=10, wait="5s")}
     assert set(result) == {b"at once", b"past"}
@@ -227,7 +226,7 @@ def test_a_cancel_by_key_ends_the_messages_of_this_key_alone(
         rows.selectExpr("topic", "body", "due_ms", "array('customers', concat('customer-', id)) as keys"),
         node,
     )
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         assert [each.verdict for each in ball.cancel(key="customer-3")] == ["cancelled"]
         verdicts = sorted(each.verdict for each in ball.cancel(key="customers"))
         assert verdicts == ["already_cancelled", *["cancelled"] * 3]

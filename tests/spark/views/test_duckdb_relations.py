@@ -8,7 +8,6 @@ import pytest
 from tests.spark.traffic import send, send_due_now
 from tests.spark.two_groups import two_groups
 
-from timeball import Timeball
 from timeball.model.errors import NotFound, RequestError, SetupError
 from timeball.spark.views.duckdb_session import SqlSession, union_of_groups
 from timeball.spark.views.view_sql import VIEWS
@@ -27,7 +26,7 @@ def test_every_view_has_the_rows_of_all_groups_and_says_which(tmp_path: Path) ->
             send(node.endpoint, rows)
             send_due_now(node.endpoint, 2)
         groups.add()
-        with Timeball(groups.other.endpoint) as ball:
+        with groups.other.client() as ball:
             ball.send("orders", "unwanted", after="1h", keys="k")
             ball.cancel(key="k")
 

@@ -14,7 +14,6 @@ import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.traffic import send, send_due_now, visible
 
-from timeball import Timeball
 from timeball.model.errors import NotFound, OverLimit, RequestError
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.views import due_histogram
@@ -28,7 +27,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         send(node.endpoint, 10)  # 2..11
         node.run(node.broker.compact())
         send_due_now(node.endpoint, 3)
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ball.send("mail", b"tail", after="1d", tag="blue")
             ball.cancel(ids=[ball.send("mail", b"gone", after="1d").id])
             ball.send("plain", b"at once")
@@ -37,7 +36,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode) -> None:
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         past_ms = ball.status()["now_ms"] - DAY_MS
         ball.send("overdue", b"x", at=past_ms)
         eventually(lambda: visible(ball, "overdue") == 1, "it is released")

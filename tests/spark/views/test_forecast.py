@@ -14,7 +14,6 @@ from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.spark.traffic import send
 from tests.written_again import fill_segment, let_go
 
-from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
@@ -97,7 +96,7 @@ def test_forecast_equals_the_releases(tmp_path: Path) -> None:
     rng = np.random.default_rng(7)
     due_ms = NINE_MS + SECOND_MS * np.sort(rng.integers(60, 3_600, 25).repeat(rng.integers(1, 40, 25)))
     with running_node(tmp_path / "d", clock, compact_rows=0) as node, Endpoint(node.endpoint) as broker:
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             half = len(due_ms) // 2
             for part in (due_ms[:half], due_ms[half:]):
                 rows = {"topic": ["t"] * len(part), "body": pa.array([b"x"] * len(part), pa.binary())}
@@ -121,7 +120,7 @@ def test_forecast_is_checked_until_now(tmp_path: Path) -> None:
     clock = ManualClock(wall=NINE_MS)
     due_ms = NINE_MS + 6_000 * np.arange(1, 601)
     with running_node(tmp_path / "d", clock, compact_rows=0) as node, Endpoint(node.endpoint) as broker:
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ball.send_many([{"topic": "t", "body": b"x", "due_ms": due} for due in due_ms.tolist()])
             ball.compact()
             node.run(node.broker.cancel(seqs=[5]))

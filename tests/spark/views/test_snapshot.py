@@ -19,7 +19,6 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.traffic import commit_half, send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
 
-from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.errors import NotFound, OutOfRange, SetupError
@@ -93,7 +92,7 @@ def test_snapshot_has_each_pending_message_once(engine: Engine, node: RunningNod
     node.run(node.broker.compact())
     send_due_now(node.endpoint, 3)
     kept = send_level(node, 18)
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         sent = ball.send("mail", b"tail", after="1d", tag="blue")
         deleted = ball.send("orders", b"tail", after="1d")
         assert [each.verdict for each in ball.cancel(ids=[deleted.id])] == ["cancelled"]
@@ -146,7 +145,7 @@ def test_due_bounds_select_pending_messages(engine: Engine, node: RunningNode, b
 
 def test_rewritten_message_is_pending_once_after_its_rows_are_removed(engine: Engine, tmp_path: Path) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
         repeated = write_again(node, 2, 3, 4)
         write_again(node, repeated[2])
@@ -219,7 +218,7 @@ def test_overdue_message_stays_pending_while_the_clock_stands_still(engine: Engi
         node.run(node.broker.compact())
         assert len(engine.seqs(broker)) == 10
         clock.advance(HOUR_MS + 5 * HOUR_MS)
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             eventually(lambda: visible(ball, "orders") == 6, "six hours are over")
         assert len(engine.seqs(broker)) == 4
         assert len(engine.seqs(broker, Snapshot.pin(broker, upcoming=True))) == 4
@@ -242,7 +241,7 @@ def test_snapshot_during_moves_hides_and_repeats_no_message(node: RunningNode, b
     stop, sent = threading.Event(), [0]
 
     def work() -> None:
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             while not stop.is_set():
                 ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS}] * 100)
                 sent[0] += 100

@@ -17,7 +17,6 @@ from tests.node_fixture import RunningNode, running_node
 from tests.spark.traffic import send, send_due_now
 from tests.written_again import write_again
 
-from timeball import Timeball
 from timeball.model.config import MIB
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint
@@ -65,7 +64,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         send_due_now(node.endpoint, 3)
         level = {"topic": ["later"], "body": [b"level"], "delay_level": pa.array([18], pa.int32())}
         node.run(node.broker.send(pa.record_batch(level)))
-        with Timeball(node.endpoint) as ball:
+        with node.client() as ball:
             tail = [ball.send("mail", b"tail", after="1d").seq for _ in range(3)]
             ball.cancel(ids=[ball.send("mail", b"gone", after="1d").id])
             ball.send("plain", b"at once")

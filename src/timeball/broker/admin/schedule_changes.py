@@ -45,9 +45,9 @@ from timeball.log.row_encoder import rows_of
 from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
+from timeball.model.answers import MessagePlace
 from timeball.model.errors import InvalidDelay, NotFound, OutOfRange
 from timeball.model.message import encode_properties, send_row
-from timeball.model.wire import MessagePlace
 from timeball.schedule.scheduler import Scheduler
 
 HISTORY_ROWS = 10

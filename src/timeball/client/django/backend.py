@@ -38,9 +38,9 @@ from timeball.client.django.tasks_api import (
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.client.timeball import ENDPOINT, Timeball
 from timeball.model import limits
+from timeball.model.answers import MessagePlace
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.values import with_valid_fields
-from timeball.model.wire import MessagePlace
 
 # The state of a visible message in the group of the workers -> the status of its task.
 STATUSES = {

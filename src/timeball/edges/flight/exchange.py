@@ -49,7 +49,6 @@ from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model import answers
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import InvalidMessage, OverLimit, RequestError, TimeballError, Unavailable
-from timeball.model.message import SendBatch
 from timeball.model.wire import END_OF_STREAM
 
 logger = logging.getLogger(__name__)
@@ -142,12 +141,12 @@ class Sends:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
-    def put(self, batch: SendBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Pass on a list of rows, or a batch with the types of SEND_SCHEMA. The slot is settled later.
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Pass on a batch with the types of SEND_SCHEMA. The slot is settled later.
 
         `key` is the JSON of wire.SendKey, or "" for a batch without an idempotency key.
         """
-        piece = _Piece(self, batch, len(batch), slot.size_bytes, 0, caller, slot)
+        piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
         try:
             if key:
                 send_key = codec.decode_send_key(key)
@@ -255,12 +254,12 @@ class UploadContext(NamedTuple):
 
 
 class _DecodedBatch(NamedTuple):
-    """A checked batch (columns, or a list of rows), or the encoded answer to a batch that is refused.
+    """A checked batch, or the encoded answer to a batch that is refused.
 
     `key` is the metadata of the batch, "" for none.
     """
 
-    batch: SendBatch | bytes
+    batch: pa.RecordBatch | bytes
     size_bytes: int
     key: str
 
@@ -445,14 +444,6 @@ class Upload(FlightCall):
         try:
             if self._is_stopping:
                 raise Unavailable(STOPPING)
-            # Most messages of producers contain one row. Converting it to columns would cost as much as everything
-            # else. Only small messages are read as rows, which the loop's thread decodes: the reader is not thread
-            # safe.
-            is_small = message.size_bytes <= INLINE_DECODE_BYTES_MAX and not message.metadata
-            if is_small and isinstance(self._columns, SendColumns):
-                rows = self._columns.rows(message.header, message.body)
-                if rows is not None:
-                    return _DecodedBatch(rows, message.size_bytes, "")
             caller = self.call.caller
             allow = None if caller is ANONYMOUS else partial(self._context.allow, caller)
             batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema), allow)

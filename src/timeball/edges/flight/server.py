@@ -22,7 +22,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec, verbs
 from timeball.edges.flight.exchange import (
@@ -47,11 +46,10 @@ from timeball.edges.shared import arrow_ipc as ipc
 from timeball.edges.shared.arrow_ipc import ReleaseColumns, SendColumns, SourceColumns
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.io.security import OPEN, Security
-from timeball.io.threads import SLICE_ROWS, in_slices
 from timeball.model import limits, wire
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import NotFound, OverLimit, RequestError, Unavailable
-from timeball.model.message import READ_SCHEMA, RECEIVED_SCHEMA
+from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
 logger = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class FlightEdge:
         `status` answers the action `status`. By default it is the broker's own status, without figures of the process.
         `security` has the accounts and the TLS certificate.
         """
-        self._broker, self._served = broker, verbs.ServedBroker.by(broker, status or broker.status)
+        self._broker, self._status = broker, status or broker.status
         self._security, self._clock = security, broker.clock.clock
         self._sends, self._source_sends, self._releases = (
             Sends(broker),
@@ -88,7 +86,7 @@ class FlightEdge:
             Releases(broker),
         )
         self._budget = MemoryQuota(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
-        self._reads = Reads(self._served, self._check_open)
+        self._reads = Reads(broker, self._check_open)
         self._calls = SharedLimit("calls", CALLS_MAX)
         self._send_streams = SharedLimit("send streams", STREAMS_MAX)
         self._decode_thread = ThreadPoolExecutor(1, "flight-decodes")
@@ -207,8 +205,8 @@ class FlightEdge:
         if verb in codec.LARGE_ADMIN_ACTIONS:  # checked before the body is decoded, and again by the broker
             self._broker.policy.allow(call.call.caller, Verb.ADMIN)
         request = codec.decode_action(verb, bytes(body))
-        answer = await verbs.perform(self._served, verb, request, call.call.caller)
-        call.answer(codec.encode_result(await encode_answer(answer)))
+        answer = await verbs.perform(self._broker, self._status, verb, request, call.call.caller)
+        call.answer(codec.encode_result(codec.encode(answer)))
 
     async def _list_actions(self, call: FlightCall, message: bytes) -> None:
         """List the verbs of DoAction."""
@@ -268,7 +266,7 @@ async def _refuse_method(call: FlightCall, message: bytes) -> None:
 
 
 # ---- DoGet: the rows of a ticket -----------------------------------------------------------------------------
-# Rows come from the log, a queue, a long poll, or a group's leases. Rows that the client has not read yet count towards
+# Rows come from the log, a queue, or a long poll. Rows that the client has not read yet count towards
 # a limit for the answers of all calls. Threads read and encode the rows of the log, one batch at a time. A client that
 # stops reading occupies one batch in memory and no thread.
 
@@ -285,9 +283,8 @@ SCHEMA_DELAY_S = 0.02
 class Reads:
     """Answers DoGet calls. `check_open` raises Unavailable once the edge closes."""
 
-    def __init__(self, served: verbs.ServedBroker, check_open: Callable[[], None]) -> None:
-        self._served, self._broker, self._check_open = served, served.broker, check_open
-        self._filters = FilterCache()
+    def __init__(self, broker: Broker, check_open: Callable[[], None]) -> None:
+        self._broker, self._check_open = broker, check_open
         self.answers = MemoryQuota(ANSWERS_BYTES_MAX, ANSWER_PART_BYTES)
         self._threads = ThreadPoolExecutor(LOG_THREADS, "flight-log")
 
@@ -296,45 +293,29 @@ class Reads:
         self._threads.shutdown(wait=False)
 
     async def answer(self, call: FlightCall, message: bytes) -> None:
-        """Send the rows that the ticket in `message` asks for. Leased rows that could not be sent are given back."""
+        """Send the rows that the ticket in `message` asks for."""
         request = codec.decode_ticket(codec.parse_ticket(message))
-        caller = call.call.caller
         if isinstance(request, wire.ReadLog):
             await self._send_log(call, request)
-        elif isinstance(request, wire.Receive):
-            schema = _DelayedSchema(call, _RECEIVED)
-            is_delivered = False
-            try:
-                leased = await verbs.receive(self._served, self._filters, request, caller, schema.send_later)
-            finally:
-                schema.cancel()
-            try:
-                await self._send(call, schema.unsent, leased.rows)
-                is_delivered = not call.is_over
-            finally:
-                # If the client has disconnected, other members may receive the messages at once.
-                if not is_delivered:
-                    self._broker.consuming.return_unseen(leased.receipts)
-        else:
-            schema = _DelayedSchema(call, _READ)
-            if isinstance(request, wire.Pull) and request.wait_ms:
-                schema.send_later()
-            try:
-                batch = await verbs.rows(self._broker, request, caller)
-            finally:
-                schema.cancel()
-            await self._send(call, schema.unsent, batch)
+            return
+        schema = _DelayedSchema(call)
+        if isinstance(request, wire.Pull) and request.wait_ms:
+            schema.send_later()
+        try:
+            batch = await verbs.rows(self._broker, request, call.call.caller)
+        finally:
+            schema.cancel()
+        await self._send(call, schema.unsent, batch)
 
-    async def _send(self, call: FlightCall, head: bytes, rows: pa.RecordBatch | bytes) -> None:
-        """Send a batch, or its encoded Arrow message, after the bytes `head`.
+    async def _send(self, call: FlightCall, head: bytes, rows: pa.RecordBatch) -> None:
+        """Send a batch after the bytes `head`.
 
         A large batch is split into several messages.
         """
         address, size_bytes = call.call.peer, _size_bytes(rows)
         await self._reserve(address, size_bytes)
         try:
-            is_encoded = isinstance(rows, bytes)
-            for segments in [ipc.split_message(rows)] if is_encoded else ipc.parts(rows, ANSWER_PART_BYTES):
+            for segments in ipc.parts(rows, ANSWER_PART_BYTES):
                 first, last = framed_in_two(*codec.encode_data(*segments))
                 await _send_message(call, head + first, last)
                 head = b""
@@ -384,8 +365,8 @@ class _DelayedSchema:
     It must not wait for the rows, because a client with pyarrow can only cancel a read after it has the schema.
     """
 
-    def __init__(self, call: FlightCall, schema: bytes) -> None:
-        self.unsent = schema  # the message, or b"" after it was sent
+    def __init__(self, call: FlightCall) -> None:
+        self.unsent = _READ  # the message, or b"" after it was sent
         self._call = call
         self._later: asyncio.TimerHandle | None = None
 
@@ -404,10 +385,8 @@ class _DelayedSchema:
             self._later.cancel()
 
 
-def _size_bytes(rows: pa.RecordBatch | bytes) -> int:
+def _size_bytes(rows: pa.RecordBatch) -> int:
     """Compute the size of a batch in its encoded form."""
-    if isinstance(rows, bytes):
-        return len(rows)
     # The sum of the buffers would be too large, because columns of the log share buffers of zeros.
     return int(pa.ipc.get_record_batch_size(rows))
 
@@ -420,16 +399,6 @@ async def _send_message(call: FlightCall, first: bytes, last: Payload) -> None:
         call.send_messages(first)
     if not call.send_messages(last):
         await call.sent()
-
-
-async def encode_answer(answer: object) -> bytes:
-    """Encode an answer as JSON, like `codec.encode`. The verdicts of a cancel by key may be a million: in slices."""
-    if isinstance(answer, dict) and len(answer) == 1:
-        [(name, rows)] = answer.items()
-        if isinstance(rows, list) and len(rows) > SLICE_ROWS:
-            parts = [codec.encode(part)[1:-1] async for part in in_slices(rows)]
-            return b"{%s:[%s]}" % (codec.encode(name), b",".join(parts))
-    return codec.encode(answer)
 
 
 def _encode_next_batch(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payload]] | None:
@@ -448,4 +417,4 @@ def schema_message(schema: pa.Schema) -> bytes:
     return framed(*codec.encode_data(ipc.schema_header(schema)))
 
 
-_READ, _RECEIVED = schema_message(READ_SCHEMA), schema_message(RECEIVED_SCHEMA)
+_READ = schema_message(READ_SCHEMA)

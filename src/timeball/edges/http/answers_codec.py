@@ -38,7 +38,6 @@ from timeball.model.http_api import (
     GroupAt,
     Place,
     Settled,
-    SettledMany,
 )
 from timeball.model.message import decode_properties, lateness_ms
 from timeball.monitoring.figures import ReplicaGroup
@@ -207,17 +206,15 @@ def show_verdict(verdict: Verdict) -> Granted:
     )
 
 
-def show_verdicts(verdicts: Sequence[Verdict]) -> SettledMany:
-    """Build the answer to a cancel or reschedule of several messages."""
-    return SettledMany(
-        [
-            Settled(
-                each.subject, each.verdict, each.seq, _format_optional_time(each.at_ms), each.at_ms,
-                _format_optional_time(each.due_ms), each.due_ms,
-            )
-            for each in verdicts
-        ]
-    )  # fmt: skip
+def show_verdicts(verdicts: Sequence[Verdict]) -> list[Settled]:
+    """Build the outcomes in the answer (`SettledMany`) to a cancel or reschedule of several messages."""
+    return [
+        Settled(
+            each.subject, each.verdict, each.seq, _format_optional_time(each.at_ms), each.at_ms,
+            _format_optional_time(each.due_ms), each.due_ms,
+        )
+        for each in verdicts
+    ]  # fmt: skip
 
 
 def show_dead_letters(page: DeadLetterPage) -> DeadLetters:

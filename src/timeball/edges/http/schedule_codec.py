@@ -11,9 +11,10 @@ from timeball.broker.admin.schedule_changes import Past, Shown
 from timeball.broker.recurring.rule import Occurrence, Rule
 from timeball.broker.recurring.successors import occurrence_id
 from timeball.broker.registry.schedules import CatchUp, ScheduleFacts, State
-from timeball.edges.http.codec import At, format_time, text_or_bytes
-from timeball.edges.http.send_codec import Message, template_fields
+from timeball.edges.http.codec import format_time, text_or_bytes
+from timeball.edges.http.send_codec import template_fields
 from timeball.model import limits, time_parsing
+from timeball.model.http_api import At, Message
 
 StateName = Literal["active", "paused", "ended", "failed"]
 _STATES: dict[State, StateName] = {
@@ -34,7 +35,7 @@ class SchedulePut(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rule: dict[str, Any]
     topic: str
     body: str | None = None
-    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     base64: bytes | None = None
     key: str | None = None
     keys: list[str] = []

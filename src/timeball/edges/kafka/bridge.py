@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from confluent_kafka import KafkaException
 
 from timeball.client.calls import Calls
+from timeball.client.http_calls import HttpCalls
 from timeball.client.source import Source
 from timeball.edges.kafka.delivery import Delivery
 from timeball.edges.kafka.intake import Intake
@@ -30,11 +31,13 @@ RESTART_DELAY_S = 1.0  # before a direction is restarted
 class Bridge:
     """One bridge between a topic of Kafka and a topic of Timeball. `counts` may be read at any time."""
 
-    def __init__(self, options: BridgeOptions, endpoint: str, clock: Clock) -> None:
+    def __init__(self, options: BridgeOptions, endpoint: str, flight: str, clock: Clock) -> None:
+        """Prepare a bridge. `endpoint` is the address of the HTTP API, and `flight` that of the Flight port."""
         self.counts = Counts()
         self.options, self._clock = options, clock
-        self._calls = Calls(endpoint, CALL_TIMEOUT_MS, patience_s=PATIENCE_S, clock=clock)
-        self._queue = BridgeQueue(self._calls, options.topic)
+        self._operations = HttpCalls(endpoint, CALL_TIMEOUT_MS, patience_s=PATIENCE_S, clock=clock)
+        self._columns = Calls(flight, CALL_TIMEOUT_MS, patience_s=PATIENCE_S, clock=clock)
+        self._queue = BridgeQueue(self._operations, self._columns, options.topic)
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None]) -> None:
         """Copy records in both directions until `stop` is set. Raises errors that a restart does not resolve.
@@ -58,7 +61,7 @@ class Bridge:
             while not is_delivery_open.wait(RESTART_DELAY_S):
                 if stop.is_set():
                     return
-            source = Source(self._calls, self.options.name)
+            source = Source(self._columns, self.options.name)
             Intake(self.options, self._queue, source, self.counts, self._clock).run(stop)
 
         with ThreadPoolExecutor(2, "kafka") as threads:
@@ -69,7 +72,8 @@ class Bridge:
                 stop.wait()
             finally:
                 stop.set()
-                self._calls.close()  # ends calls that are being retried
+                for calls in (self._operations, self._columns):
+                    calls.close()  # ends calls that are being retried
         for direction in directions:
             direction.result()
 

@@ -18,8 +18,11 @@ import msgspec
 import pyarrow as pa
 
 from timeball.client.calls import Calls
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_codec import cancel, create_topic, read_queues
 from timeball.io.clock import Clock
-from timeball.model import answers, limits, wire
+from timeball.model import limits, wire
+from timeball.model.answers import QueueRange
 from timeball.model.errors import SetupError
 
 # ---- settings ------------------------------------------------------------------------------------------------
@@ -196,19 +199,19 @@ class BridgeQueue:
     Each call is repeated while Timeball cannot be reached.
     """
 
-    def __init__(self, calls: Calls, topic: str) -> None:
-        self._calls, self.topic = calls, topic
+    def __init__(self, operations: HttpCalls, columns: Calls, topic: str) -> None:
+        self._operations, self._columns, self.topic = operations, columns, topic
 
     def ensure(self) -> None:
         """Create the topic. Raises SetupError if it exists and has more than one queue."""
-        self._calls.action("create_topic", wire.CreateTopic(topic=self.topic, queues=1), dict[str, Any])
+        self._operations.run(create_topic(self.topic, 1))
         queues = self._queues()
         if len(queues) != 1:
             raise SetupError(
                 f"--name: Timeball's topic {self.topic!r} has {len(queues)} queues, a bridge's one: choose another name"
             )
 
-    def span(self) -> answers.QueueRange:
+    def span(self) -> QueueRange:
         """Ask for the offset of the first stored message (`min`) and the next offset to be assigned (`max`)."""
         return self._queues()[QUEUE]
 
@@ -218,17 +221,16 @@ class BridgeQueue:
         Raises OutOfRange if `offset` is before the first stored message or after the end of the queue.
         """
         ticket = wire.Pull(topic=self.topic, offsets={QUEUE: offset}, rows=rows, wait_ms=wait_ms)
-        return self._calls.rows(ticket, wait_ms)
+        return self._columns.rows(ticket, wait_ms)
 
     def cancel(self, keys: Sequence[str]) -> int:
         """Cancel all pending messages with these keys. The result is the number of cancelled messages."""
         cancelled_count = 0
         for start in range(0, len(keys), limits.CANCELS_PER_REQUEST_MAX):
-            request = wire.Cancel(keys=list(keys[start : start + limits.CANCELS_PER_REQUEST_MAX]))
-            verdicts = self._calls.action("cancel", request, dict[str, list[answers.Verdict]])["verdicts"]
+            chunk = [*keys[start : start + limits.CANCELS_PER_REQUEST_MAX]]
+            verdicts = self._operations.run(cancel([], chunk))
             cancelled_count += sum(verdict.verdict == "cancelled" for verdict in verdicts)
         return cancelled_count
 
-    def _queues(self) -> dict[int, answers.QueueRange]:
-        request = wire.Queues(topic=self.topic)
-        return self._calls.action("queues", request, dict[str, dict[int, answers.QueueRange]])["queues"]
+    def _queues(self) -> dict[int, QueueRange]:
+        return self._operations.run(read_queues(self.topic))

@@ -20,18 +20,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.log.row_encoder import encoder_of
 from timeball.model import flatbuffer as fb
 from timeball.model import limits, rules
 from timeball.model.access import Verb
 from timeball.model.errors import InvalidMessage, OverLimit
-from timeball.model.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
+from timeball.model.message import SEND_COLUMNS, TABLE_SCHEMA
 
 # ---- messages ------------------------------------------------------------------------------------------------
 
@@ -281,8 +278,6 @@ ACCEPTED: dict[pa.DataType, tuple[pa.DataType, ...]] = {
     pa.int32(): (*_INTEGERS, pa.null()),
     pa.int64(): (*_INTEGERS, pa.null()),
 }
-_DUE_MS = SEND_NAMES.index("due_ms")
-FEW_BYTES_MAX = 64 * 1024  # a larger IPC message is read as columns, not as rows
 RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
 
@@ -317,30 +312,7 @@ class SendColumns:
         self._target = pa.schema([SEND_SCHEMA.field(name) for name in names])
         self._has_exact_types = all(field.type == SEND_SCHEMA.field(field.name).type for field in schema)
         self._required_indices = [names.index(name) for name in REQUIRED]
-        # A SendRow has no field for a relative delay, so a stream with `delay_ms` is read as columns.
-        can_read_rows = self._has_exact_types and "delay_ms" not in names
-        self._row_reader = _row_reader(tuple(names)) if can_read_rows else None
         self._has_due = "due_ms" in names
-        # For each field of a SendRow, the index of its column in the stream, or -1.
-        self._column_indices = [names.index(name) if name in names else -1 for name in SEND_NAMES]
-
-    def rows(self, header: memoryview, body: Sequence[bytes | memoryview]) -> list[SendRow] | None:
-        """Read a small batch as rows (event loop's thread). Returns None for a batch that `adopt` must check.
-
-        `header` and `body` are those of one IPC message.
-        """
-        if self._row_reader is None or len(header) + sum(map(len, body)) > FEW_BYTES_MAX:
-            return None
-        rows: list[SendRow] | None = self._row_reader.sent_rows(
-            bytes(header), b"".join(body), self._column_indices, self._required_indices
-        )
-        if (
-            rows is None
-            or not self._has_due
-            or all(row[_DUE_MS] is None or row[_DUE_MS] >= limits.DUE_MS_MIN for row in rows)
-        ):
-            return rows
-        return None  # `adopt` raises the error that names the row
 
     def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """Check a batch and convert it to the types of SEND_SCHEMA. Raises InvalidMessage, OverLimit, Forbidden.
@@ -379,12 +351,6 @@ class SourceColumns(SendColumns):
     """The columns of one stream from a source. A batch may be empty: not every record of a source becomes a message."""
 
     rows_min = 0
-
-    def __init__(self, schema: pa.Schema) -> None:
-        """Check names and types. Raises InvalidMessage naming the column."""
-        super().__init__(schema)
-        # Each batch has its step in its metadata, which only the reader of whole batches hands on.
-        self._row_reader = None
 
 
 class ReleaseColumns:
@@ -426,12 +392,6 @@ class ReleaseColumns:
                 raise InvalidMessage(f"column {name!r} has rows without a value")
         rules.check_columns({"body": batch.column("body")})
         return pa.RecordBatch.from_arrays(batch.columns, schema=TABLE_SCHEMA)
-
-
-@lru_cache(maxsize=64)
-def _row_reader(names: tuple[str, ...]) -> Any:
-    """Return the compiled reader for rows with these columns, or None if the extension was not compiled."""
-    return encoder_of(pa.schema([SEND_SCHEMA.field(name) for name in names]))
 
 
 def _refuse_rows(rows: int) -> None:

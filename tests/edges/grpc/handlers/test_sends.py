@@ -13,7 +13,6 @@ from tests.edges.grpc.sending import BORN_MS, message, refused, rows, send_reque
 from tests.edges.grpc.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball
 from timeball.broker.registry.topics import TopicConfig
 from timeball.broker.revoking.cancel import decode_handle
 from timeball.edges.grpc._generated import definition_pb2 as d
@@ -67,7 +66,7 @@ def test_several_delayed_messages_in_one_call_are_accepted(node: RunningNode, wi
     due_ms = node.broker.clock.now_ms() + 3_600_000
     one, other = sent(wire, message(b"1", due_ms=due_ms), message(b"2", due_ms=due_ms + 1))
     assert one.recall_handle and other.recall_handle and one.recall_handle != other.recall_handle
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         pending = [ball.get(entry.message_id) for entry in (one, other)]
     assert [scheduled.due_ms - due_ms for scheduled in pending] == [0, 1]
 

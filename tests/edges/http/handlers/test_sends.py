@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -11,8 +12,14 @@ import pyarrow as pa
 import pytest
 from tests.edges.arrow_types import ROWS, TYPES, column
 from tests.edges.http.client import Client
+from tests.loop_turns import LoopTurns
 from tests.node_fixture import RunningNode
 
+from timeball.edges.http import answers_codec, codec
+from timeball.edges.http.handlers.sends import settled_answer
+from timeball.io.threads import SLICE_ROWS
+from timeball.model import http_api
+from timeball.model.answers import Verdict
 from timeball.model.limits import DAY_MS, HOUR_MS
 
 
@@ -287,3 +294,20 @@ def test_a_key_with_a_blank_is_refused_in_each_form(client: Client) -> None:
         client.send("keys", {"body": "x", "tag": "a\x02b"}),
     ):
         assert (refused.status, refused.value["code"]) == (400, "invalid_message"), refused
+
+
+def test_a_long_answer_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key may name a million messages, and no other request may wait for more than a slice."""
+    turns, encode = LoopTurns(), codec.encode
+
+    def counted(answer: Any) -> bytes:
+        for _ in answer:
+            turns.count()
+        return encode(answer)
+
+    monkeypatch.setattr(codec, "encode", counted)
+    for rows in (0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS):
+        verdicts = [Verdict(f"[k{row}]", "cancelled", row, 5) for row in range(rows)]
+        answer, most = asyncio.run(turns.most(settled_answer(verdicts)))
+        assert answer.value == encode(http_api.SettledMany(answers_codec.show_verdicts(verdicts)))
+        assert most <= SLICE_ROWS and answer.size_bytes == len(answer.value)

@@ -16,7 +16,6 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball
 from timeball.edges.remoting.calls import Call
 from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import (
@@ -72,7 +71,7 @@ def subscribes(command: Command) -> bool:
 
 def answered_counts(node: RunningNode) -> tuple[int, int]:
     """Return how many pulls were answered since the start: as plain pulls, and by the reference."""
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         pulls = ball.status()["pulls"]
     return pulls["plain"], pulls["other"]
 
@@ -170,7 +169,7 @@ def test_a_pull_returns_at_most_the_requested_bytes_or_one_message(wire: Wire) -
 
 def test_messages_sent_over_flight_have_rocketmqs_properties(node: RunningNode, wire: Wire) -> None:
     node.run(node.broker.create_topic("orders", 1))
-    with Timeball(node.endpoint) as ball:
+    with node.client() as ball:
         ball.send("orders", b"x", tag="A", keys=["k1"], properties={"TAGS2": "no"}, message_id="I" * 32)
     [message] = messages(pulled(wire))
     assert message.properties == {

@@ -20,6 +20,7 @@ from timeball.edges.http.codec import Answer, problem
 from timeball.edges.http.requests import Call, DirectHandler, Paths, Respond, read_request
 from timeball.edges.http.send_codec import DecodedSend
 from timeball.edges.shared.error_codes import Refused
+from timeball.io.threads import in_slices
 from timeball.model import http_api, limits
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS, UNAVAILABLE, Verdict
@@ -256,8 +257,9 @@ class Scheduled:
             call, http_api.CancellingMany, self._broker.policy, Verb.LOOK
         )
         _check_names(request.ids, request.keys)
-        verdicts = await self._broker.cancel(ids=request.ids, keys=request.keys, caller=call.caller)
-        return Answer(200, answers_codec.show_verdicts(verdicts), size_bytes=100 * len(verdicts))
+        return await settled_answer(
+            await self._broker.cancel(ids=request.ids, keys=request.keys, caller=call.caller)
+        )
 
     async def _reschedule_many(self, call: Call) -> Answer:
         request: http_api.ReschedulingMany = await read_request(
@@ -267,10 +269,11 @@ class Scheduled:
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:
             raise InvalidMessage("give one of at and after")
-        verdicts = await self._broker.reschedule(
-            ids=request.ids, keys=request.keys, due_ms=due_ms, delay_ms=delay_ms, caller=call.caller
+        return await settled_answer(
+            await self._broker.reschedule(
+                ids=request.ids, keys=request.keys, due_ms=due_ms, delay_ms=delay_ms, caller=call.caller
+            )
         )
-        return Answer(200, answers_codec.show_verdicts(verdicts), size_bytes=100 * len(verdicts))
 
 
 def _check_names(ids: list[str], keys: list[str]) -> None:
@@ -284,6 +287,13 @@ def _check_names(ids: list[str], keys: list[str]) -> None:
         raise OutOfRange(
             f"{len(ids) + len(keys)} names: at most {limits.CANCELS_PER_REQUEST_MAX} in a request"
         )
+
+
+async def settled_answer(verdicts: list[Verdict]) -> Answer:
+    """Build the answer to a cancel or reschedule of several messages. It may have a million verdicts: in slices."""
+    parts = [codec.encode(answers_codec.show_verdicts(part))[1:-1] async for part in in_slices(verdicts)]
+    data = b'{"verdicts":[%b]}' % b",".join(parts)
+    return Answer(200, data, size_bytes=len(data))
 
 
 def _verdict_answer(verdicts: list[Verdict]) -> Answer:
