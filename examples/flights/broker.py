@@ -25,19 +25,24 @@ KEPT_LINES = 20
 
 
 class Broker:
-    """A running `timeball up`. `endpoint` is its Flight address, once `await_ready` has returned."""
+    """A running `timeball up`. `endpoint` is its Flight address, once `await_ready` has returned.
+
+    `compaction`: what moves scheduled messages out of the log.
+    """
 
     endpoint: str
     http_endpoint: str
 
-    def __init__(self, data: Path, strategy: StrategyName = "hour_log") -> None:
+    def __init__(self, data: Path, strategy: StrategyName = "hour_log", *, on_spark: bool = False) -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--data", str(data)]
         command += ["--strategy", strategy, "--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
         command += ["--grpc-port", "0", "--http-port", "0"]
+        command += [] if on_spark else ["--no-spark"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
         # What malloc keeps for each thread would hide what a scheduled message costs: tens of megabytes, at random.
         env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+        self.compaction = "Spark's compact" if on_spark else "the broker's own compaction"
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._changed = threading.Condition()
@@ -113,10 +118,10 @@ class Broker:
 
 
 @contextmanager
-def broker_in(data: Path, strategy: StrategyName = "hour_log") -> Iterator[Broker]:
+def broker_in(data: Path, strategy: StrategyName = "hour_log", *, on_spark: bool = False) -> Iterator[Broker]:
     """A broker for the length of a block."""
     with kill_children_on_failure():  # Ctrl-C while the process is made: nobody has a handle on it yet
-        broker = Broker(data, strategy)
+        broker = Broker(data, strategy, on_spark=on_spark)
     try:
         broker.await_ready()
         yield broker

@@ -19,6 +19,8 @@ OPTIONS = ("--compact-interval-ms", "3s")
 class Group:
     """The group, as the demo's steps see it. Its endpoints have the addresses of all nodes."""
 
+    compaction = "the leader's own compaction"
+
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self.endpoint, self.http_endpoint = cluster.endpoint, cluster.http_endpoint
@@ -28,8 +30,8 @@ class Group:
         return Timeball(self.http_endpoint, flight=self.endpoint)
 
     def pipeline_state(self) -> str:
-        """Say that the leader compacts by itself: no pipeline runs beside a node."""
-        return "the leader's own compaction"
+        """Say that no pipeline runs beside a node."""
+        return self.compaction
 
     def last_words(self) -> str:
         """Say where the nodes' logs are."""

@@ -70,9 +70,10 @@ def judge(run: DayRun) -> Outcome:
     )
 
 
-def outcome_table(outcome: Outcome, waiting: int, ram_bytes: float, audit_text: str) -> Table:
+def outcome_table(
+    outcome: Outcome, waiting: int, ram_bytes: float, audit_name: str, audit_text: str
+) -> Table:
     """The short table at the end."""
-    # With each schedule the same is measured: what comes from Spark waits in the pending table.
     table = Table(title="What happened", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -89,10 +90,10 @@ def outcome_table(outcome: Outcome, waiting: int, ram_bytes: float, audit_text: 
     table.add_row("at the consumer, p99", f"{outcome.received_p99_ms:.0f} ms")
     table.add_row("still waiting", f"{waiting:,}")
     table.add_row(
-        "RAM per scheduled message in the table",
+        "RAM per scheduled message",
         f"{ram_bytes:.1f} bytes" if ram_bytes >= 1 else "less than 1 byte",
     )
-    table.add_row("audit on Spark", audit_text)
+    table.add_row(audit_name, audit_text)
     return table
 
 

@@ -9,9 +9,9 @@ message here; `timeball bench memory` measures this at millions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -22,16 +22,8 @@ from examples.flights.data import CHECK_IN_MS, CompressedDay, Flights, coming_ye
 from examples.flights.day import DayRun, live_through
 from examples.flights.group import Group, group_in
 from examples.flights.outcome import Outcome, draw, judge, outcome_table
-from examples.flights.pipeline import (
-    CAMPAIGN,
-    Ahead,
-    CalledOff,
-    Spark,
-    answer_table,
-    ask,
-    call_off,
-    look_ahead,
-)
+from examples.flights.questions import Ahead, answer_table, ask, look_ahead
+from examples.flights.writers import CAMPAIGN, CalledOff, Client, Spark, Writer
 from examples.time_limits import limit_s
 
 from timeball.cli.output import err, out, progress_bar
@@ -55,6 +47,7 @@ class Work:
     flights_max: int
     strategy: StrategyName
     on_cluster: bool = False
+    on_spark: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,25 +121,23 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
     with _served(data, work) as broker, broker.client() as ball:
         steps.done(_greeting(broker, work))
         out_folder.mkdir(parents=True, exist_ok=True)
-        with steps.busy("the demo's own Spark session starts"):
-            session = Spark(broker.endpoint, out_folder / "spark.log")
-        with session as spark:
-            steps.done("the demo's own Spark session is ready")
-            waits = _fill_year(ball, broker, spark, year.head(work.flights_max), steps)
-            ended = _call_off(broker, spark, year.head(min(work.flights_max, CAMPAIGN_ROWS)), steps)
+        with _writer(ball, broker.endpoint, work, out_folder, steps) as writer:
+            waits = _fill_year(ball, broker, writer, year.head(work.flights_max), steps)
+            ended = _call_off(writer, year.head(min(work.flights_max, CAMPAIGN_ROWS)), steps)
             view = look_ahead(broker.endpoint)
             steps.done(f"forecast: {view.sentence()}")
             run = _live(broker, flights, work.length_ms, steps, day_name)
-            with steps.busy("Spark audits the log, the table and the ledger"):
-                books = spark.audit()
-            steps.done(f"audit on Spark: {books.summary}")
             with steps.busy("DuckDB reads the ledger and the table"):
                 answer = ask(broker.endpoint)
             steps.done("a question in SQL over the ledger, the table and the log")
+            sent = waits.sent_rows + waits.bulk_rows + ended.rows + len(flights)
+            with steps.busy(writer.audit_name):
+                books = writer.audit(sent, answer)
+            steps.done(f"{writer.audit_name}: {books.summary}")
     outcome = judge(run)
     pictures = draw(run, outcome, day_name, out_folder)
     if not quiet:
-        table = outcome_table(outcome, waits.rows, waits.ram_bytes, books.summary)
+        table = outcome_table(outcome, waits.rows, waits.ram_bytes, writer.audit_name, books.summary)
         out().print(table)
         out().print(answer_table(answer))
         out().print(f"pictures: {', '.join(map(str, pictures))}", markup=False)
@@ -187,8 +178,22 @@ class _Waiting:
     ram_bytes: float
 
 
-def _fill_year(ball: Timeball, broker: Broker | Group, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
-    """Steps 2 and 3: scheduled messages through the client and compaction, scheduled messages from a DataFrame."""
+@contextmanager
+def _writer(ball: Timeball, endpoint: str, work: Work, out_folder: Path, steps: Steps) -> Iterator[Writer]:
+    if not work.on_spark:
+        yield Client(ball, endpoint)
+        return
+    with steps.busy("the demo's own Spark session starts"):
+        session = Spark(endpoint, out_folder / "spark.log")
+    with session as spark:
+        steps.done("the demo's own Spark session is ready")
+        yield spark
+
+
+def _fill_year(
+    ball: Timeball, broker: Broker | Group, writer: Writer, year: Flights, steps: Steps
+) -> _Waiting:
+    """Steps 2 and 3: scheduled messages through the client and compaction, then those of the writer."""
     begun, now_ms = _waiting_rows(ball), steps.clock.wall_ms()
     opens = coming_year(year.departs_ms - CHECK_IN_MS, now_ms)
     ball.send_many(year.messages("check-in-year", opens, "check-in-"))
@@ -198,25 +203,29 @@ def _fill_year(ball: Timeball, broker: Broker | Group, spark: Spark, year: Fligh
     compacted_s = _compacted(ball, broker, steps)
     before_bytes = _held_at_rest(ball)
     departures = year.messages("departures-year", coming_year(year.departs_ms, now_ms), "year-")
-    with steps.busy("Spark writes the departures of the coming year"):
-        written = spark.schedule(departures, "departures-year")
-    bulk_s = steps.done(
-        f"{len(year):,} departures of the coming year written from a Spark DataFrame: "
-        f"{_table_rows(ball):,} in the pending table, {written.amplification or 0:.1f} bytes for each of payload"
-    )
+    with steps.busy(f"{writer.name} writes the departures of the coming year"):
+        amplification = writer.schedule(departures, "departures-year")
+    text = f"{len(year):,} departures of the coming year written by {writer.name}"
+    if amplification is None:
+        bulk_s = steps.done(text)
+        _compacted(ball, broker, steps)
+    else:
+        bulk_s = steps.done(
+            f"{text}: {_table_rows(ball):,} in the pending table, {amplification:.1f} bytes for each of payload"
+        )
     rows = _waiting_rows(ball) - begun
     grown = max(0, _held_at_rest(ball) - before_bytes) / max(1, len(year))
-    return _Waiting(len(year), bulk_s, written.amplification, len(year), sent_s, compacted_s, rows, grown)
+    return _Waiting(len(year), bulk_s, amplification, len(year), sent_s, compacted_s, rows, grown)
 
 
-def _call_off(broker: Broker | Group, spark: Spark, some: Flights, steps: Steps) -> CalledOff:
+def _call_off(writer: Writer, some: Flights, steps: Steps) -> CalledOff:
     """Step 4: a campaign that somebody thinks better of."""
     opens = coming_year(some.departs_ms, steps.clock.wall_ms())
-    with steps.busy("Spark writes a campaign"):
-        spark.schedule(some.messages(CAMPAIGN, opens, f"{CAMPAIGN}-"), CAMPAIGN)
+    with steps.busy(f"{writer.name} writes a campaign"):
+        writer.schedule(some.messages(CAMPAIGN, opens, f"{CAMPAIGN}-"), CAMPAIGN)
     steps.done(f"a campaign of {len(some):,} written in the same way")
-    ended = call_off(broker.endpoint)
-    steps.done(f"called off as one object: {ended.cancelled:,} cancelled, {ended.released:,} too late")
+    ended = writer.call_off()
+    steps.done(f"called off by one call: {ended.cancelled:,} cancelled, {ended.released:,} too late")
     return ended
 
 
@@ -249,8 +258,7 @@ def _compacted(ball: Timeball, broker: Broker | Group, steps: Steps) -> float | 
         steps.left_out(f"nothing is compacted: with {strategy} they wait in the log")
         return None
     _await_compaction(ball, broker, steps)
-    who = "the leader's own compaction" if isinstance(broker, Group) else "Spark's compact"
-    return steps.done(f"{who} has moved them: {_table_rows(ball):,} in the pending table")
+    return steps.done(f"{broker.compaction} has moved them: {_table_rows(ball):,} in the pending table")
 
 
 def _await_compaction(ball: Timeball, broker: Broker | Group, steps: Steps) -> None:
@@ -268,13 +276,16 @@ def _await_compaction(ball: Timeball, broker: Broker | Group, steps: Steps) -> N
 
 
 def _served(data: Path, work: Work) -> AbstractContextManager[Broker | Group]:
-    return group_in(data, work.strategy) if work.on_cluster else broker_in(data, work.strategy)
+    if work.on_cluster:
+        return group_in(data, work.strategy)
+    return broker_in(data, work.strategy, on_spark=work.on_spark)
 
 
 def _greeting(broker: Broker | Group, work: Work) -> str:
     if isinstance(broker, Group):
         return f"three nodes ({work.strategy}) serve {broker.endpoint}, each message on two disks"
-    return f"broker ({work.strategy}) serves {broker.endpoint}; its Spark pipeline starts behind it"
+    pipeline = "its Spark pipeline" if work.on_spark else "its pipeline"
+    return f"broker ({work.strategy}) serves {broker.endpoint}; {pipeline} starts behind it"
 
 
 def _live(broker: Broker | Group, flights: Flights, length_ms: int, steps: Steps, day_name: str) -> DayRun:

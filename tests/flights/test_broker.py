@@ -17,10 +17,11 @@ def _started_here() -> set[psutil.Process]:
     return {child for child in psutil.Process().children(recursive=True) if child.is_running()}
 
 
-def test_it_serves_for_the_length_of_a_block_and_is_gone_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_spark", [False, True])
+def test_it_serves_for_the_length_of_a_block_and_is_gone_after_it(tmp_path: Path, on_spark: bool) -> None:
     """With its pipeline, which is a process of its own."""
     before = _started_here()
-    with broker_in(tmp_path / "d") as broker:
+    with broker_in(tmp_path / "d", on_spark=on_spark) as broker:
         with broker.client() as ball:
             assert ball.status()["log"]["durable_seq"] >= 0
         mine = _started_here() - before

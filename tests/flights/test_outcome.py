@@ -78,11 +78,13 @@ def test_a_cancel_that_came_too_late_is_shown_and_no_fault() -> None:
 def test_the_table_has_a_line_for_each_figure_and_faults_in_red() -> None:
     """Red is what a person sees first."""
     console = Console(record=True, width=80, force_terminal=True, file=io.StringIO())
-    console.print(outcome_table(judge(_run([("a", 0), ("b", 2)])), 1_000, 0.4, "balances"))
+    console.print(outcome_table(judge(_run([("a", 0), ("b", 2)])), 1_000, 0.4, "count in SQL", "balances"))
     shown = console.export_text(clear=False)
     for line in ("scheduled", "cancelled", "released", "early", "lost", "duplicates", "p50 / p99 / max"):
         assert line in shown
-    assert "less than 1 byte" in shown and "1,000" in shown and "balances" in shown
+    assert (
+        "less than 1 byte" in shown and "1,000" in shown and "count in SQL" in shown and "balances" in shown
+    )
     assert "color: #800000" in console.export_html()
 
 
