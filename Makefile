@@ -49,7 +49,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs openapi \
-        sbom lock up
+        release sbom lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,7 +84,7 @@ siege: $(CLASSES)   ## the sieges among them with all their rounds, before a rel
 interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, go, cc, chromium)
 	$(BIN)/python -m pytest -m "interop" $(WAITING) $(ARGS)
 
-wheel-check: $(READY)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
+wheel-check: $(READY) $(TOOLS)   ## build a release, install it on each Python that is here, serve (part of `make slow`)
 	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
 
 check: $(READY)   ## lint, format, types, import contracts
@@ -108,6 +108,12 @@ docs: $(SITE)   ## the documentation as a site, into site/
 
 openapi: $(READY)   ## write the OpenAPI document anew, from the structs of the HTTP API
 	$(BIN)/python -m tests.edges.http.openapi
+
+release: $(READY) $(TOOLS)   ## the files of a release of the commit, into dist/, for each Python here (cc; docs/releasing.md)
+	@rm -rf dist
+	$(BIN)/python -m deploy.release dist $(TOOLS)/bin $(PYTHONS)
+	@$(BILLS)
+	@cd dist && LC_ALL=C && sha256sum * >SHA256SUMS && cat SHA256SUMS
 
 sbom: $(TOOLS)   ## software bills of materials (CycloneDX) of the locked packages, into dist/
 	@mkdir -p $(SBOM_IN)

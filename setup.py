@@ -8,7 +8,8 @@ The files get names of ours: a program that imports Timeball's stubs and the cli
 the generated code imports its neighbours by the place where they lie.
 
 The hot codec of the remoting protocol is compiled where Cython and a C compiler are. Without them the package is whole
-too, and runs the reference in Python. One wheel serves each Python from 3.11 on: the code keeps to the stable ABI.
+too, and runs the reference in Python. It is compiled for the Python that builds it. With `bdist_wheel
+--py-limited-api=cp311`, it is compiled for the stable ABI: one wheel for each Python from 3.11 on, but slower.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SOURCE = "rocketmq-python-client"
 NAMES = ("definition", "service")  # admin.proto has one call, to change a log level, which no client makes
 PACKAGE = Path("timeball", "edges", "grpc", "_generated")
 SOURCES = Path("src", "timeball")
-STABLE_ABI = {"tag": "cp311", "version": "0x030B0000"}  # the oldest Python that we run on
+STABLE_ABI = "0x030B0000"  # of the oldest Python that we run on
 
 
 class BuildStubs(build_py):
@@ -109,6 +110,14 @@ class BuildCodec(build_ext):
         super().initialize_options()
         self.cython_c_in_temp = True
 
+    def finalize_options(self) -> None:
+        """Choose the stable ABI if the wheel is to have it."""
+        if self.distribution.get_option_dict("bdist_wheel").get("py_limited_api"):
+            for module in self.distribution.ext_modules:
+                module.py_limited_api = True
+                module.define_macros = [("Py_LIMITED_API", STABLE_ABI)]
+        super().finalize_options()
+
     def run(self) -> None:
         """Note where the modules go, before setuptools takes that away; then compile."""
         self.in_tree = bool(self.inplace) or self.editable_mode
@@ -142,10 +151,8 @@ def codec_modules() -> list[Extension]:
             ".".join(path.with_suffix("").parts[1:]),
             [str(path)],
             depends=[Path(__file__).name, *(str(each) for each in sorted(SOURCES.rglob("*.pxd")))],
-            define_macros=[("Py_LIMITED_API", STABLE_ABI["version"])],
             # Cython writes a conversion that this code does not use. Python's own -g would be four fifths of the bytes.
             extra_compile_args=["-Wno-unused-function", "-g0"],
-            py_limited_api=True,
             optional=True,
         )
         for path in compiled_sources()
@@ -171,5 +178,4 @@ def compiles(source: str) -> bool:
 setup(
     cmdclass={"build_py": BuildStubs, "build_ext": BuildCodec},
     ext_modules=codec_modules(),
-    options={"bdist_wheel": {"py_limited_api": STABLE_ABI["tag"]}},
 )

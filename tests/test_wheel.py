@@ -1,13 +1,17 @@
-"""The package as a stranger gets it: built from a clean tree, installed outside of it, on each Python that is here.
+"""The package as a stranger gets it: the files of `make release`, installed outside of the tree, on each Python here.
 
 `make wheel-check` runs this file alone. An editable installation (`make setup`) finds what lies in `src`, built or
 not; only a wheel shows what was left out of it.
+
+The tools are there after `make release`, and in `make slow`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,19 +24,23 @@ from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
+from deploy.release import VERSIONS, interpreter
 from tests.cli.processes import Running, http_endpoint_of, serving
 from tests.client.test_light import NEED, TALK, arguments
 from tests.rounds import only_in_a_siege, rounds
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
 STUBS = "timeball/edges/grpc/_generated"
 STUB_FILES = {"__init__.py", "definition_pb2.py", "definition_pb2.pyi", "service_pb2.py", "service_pb2.pyi"}
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.siege,  # with the wheels of all Pythons
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("wheel"),  # one build serves them all
+    pytest.mark.xdist_group("wheel"),  # one release serves them all
+    pytest.mark.skipif(
+        not Path(sys.prefix, "release").exists(), reason="no auditwheel here: `make slow` installs it"
+    ),
 ]
 
 
@@ -50,30 +58,79 @@ def run(*command: str | Path, **environment: str) -> str:
     return said.stdout
 
 
+def commit_of_the_tree(folder: Path) -> Path:
+    """Copy the tracked files as they are now into a repository of their own, and commit them."""
+    listed = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    assert not (folder / "src" / STUBS).exists(), "a clean tree has no stubs"
+    git = ["git", "-C", folder, "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    run(*git, "init", "--quiet")
+    run(*git, "add", "--all")
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2026-01-31T09:00:00Z")
+    run(*git, "commit", "--quiet", "--message=release", **dates)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def release(folder: Path, **environment: str) -> Path:
+    """Run `make release` there with the tools that are installed here. Return the folder of the files."""
+    installed = [f"--old-file=.venv/{name}" for name in (".base", ".installed", ".built", "release")]
+    # Every wheel takes a minute to compile: but in a siege, the one for this Python and that of the stable ABI.
+    versions = " ".join(rounds(1, 0) * [f"{sys.version_info[0]}.{sys.version_info[1]}"])
+    run("make", "-C", folder, *installed, "release", f"PYTHONS={versions}", **environment)
+    return folder / "dist"
+
+
 @dataclass(frozen=True)
 class Built:
-    wheel: Path
+    folder: Path
     sdist: Path
-    pure: Path  # a wheel that was built where no C compiler is
+    compiled: list[Path]  # the wheels for one version of Python each, then the one for the stable ABI
+    pure: Path  # the wheel with the codec in Python
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """An sdist of the tracked files as they are now, and the wheel that is built from that sdist."""
-    clean, out = tmp_path_factory.mktemp("clean"), tmp_path_factory.mktemp("dist")
-    listed = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (clean / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, clean / name)
-    assert not (clean / "src" / STUBS).exists(), "a clean tree has no stubs"
-    # The tools are those of the lock file: what is tested is our build, not the newest setuptools.
-    build = [Path(sys.executable).parent / "uv", "build", "--no-build-isolation", "--python", sys.executable]
-    run(*build, "--out-dir", out, clean)
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    run(*build, "--out-dir", out / "pure", "--wheel", sdist, CC="/nowhere/cc")
-    (pure,) = (out / "pure").glob("*.whl")
-    return Built(wheel, sdist, pure)
+    """The release of the tracked files as they are now."""
+    if not list((ROOT / "src").rglob("*.so")):
+        pytest.skip("no C compiler with Python's headers here")
+    folder = release(commit_of_the_tree(tmp_path_factory.mktemp("clean")))
+    (sdist,), (pure,), (stable,) = (
+        folder.glob(name) for name in ("*.tar.gz", "*-none-any.whl", "*-abi3-*.whl")
+    )
+    return Built(folder, sdist, [*sorted(set(folder.glob("*.whl")) - {pure, stable}), stable], pure)
+
+
+def test_a_release_has_sdist_wheels_bills_and_sums(built: Built) -> None:
+    names = {path.name for path in built.folder.iterdir()}
+    bills = {f"timeball-{lock}.cdx.json" for lock in ("client", "cli", "broker", "image", "all")}
+    assert names == {
+        *(path.name for path in [built.sdist, *built.compiled, built.pure]),
+        "SHA256SUMS",
+        *bills,
+    }
+    summed = run("env", f"--chdir={built.folder}", "sha256sum", "--strict", "--check", "SHA256SUMS")
+    assert set(re.findall(r"^(.+): OK$", summed, re.M)) == names - {"SHA256SUMS"}
+
+
+@only_in_a_siege
+def test_a_commit_gives_the_same_bytes_elsewhere(built: Built, tmp_path: Path) -> None:
+    """In a folder of another name, with other times and modes, in another zone."""
+    tree = commit_of_the_tree(tmp_path / "another-name")
+    for path in tree.rglob("*.py"):
+        path.chmod(0o600)
+    elsewhere = release(tree, TZ="Asia/Tokyo", LC_ALL="C", HOME=str(tmp_path))
+    assert (elsewhere / "SHA256SUMS").read_text() == (built.folder / "SHA256SUMS").read_text()
+
+
+def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
+    tree = commit_of_the_tree(tmp_path / "changed")
+    (tree / "src/timeball/left_over.py").write_text("")
+    with pytest.raises(AssertionError, match="commit your changes first"):
+        release(tree)
 
 
 def compiled_modules(wheel: Path) -> list[str]:
@@ -84,14 +141,18 @@ def compiled_modules(wheel: Path) -> list[str]:
     return sorted(name for name in names if name.endswith(".so"))
 
 
-def test_one_wheel_carries_the_compiled_codec_for_every_python(built: Built) -> None:
+def test_each_compiled_wheel_carries_the_whole_codec(built: Built) -> None:
     sources = [*(ROOT / "src").rglob("*.pyx"), ROOT / "src/timeball/edges/http2/hpack_decoder.py"]
-    wanted = sorted(str(path.relative_to(ROOT / "src").with_suffix(".abi3.so")) for path in sources)
-    assert len(wanted) > 1
-    if "none-any" in built.wheel.name:
-        pytest.skip("no C compiler with Python's headers here")
-    assert compiled_modules(built.wheel) == wanted
-    assert "-cp311-abi3-" in built.wheel.name
+    assert len(sources) > 1 and len(built.compiled) > 1
+    for wheel in built.compiled:
+        _, _, python, abi, platforms = wheel.name.removesuffix(".whl").split("-")
+        assert platforms == f"manylinux_2_17_{platform.machine()}"
+        end = (
+            "abi3" if abi == "abi3" else f"cpython-{python.removeprefix('cp')}-{platform.machine()}-linux-gnu"
+        )
+        wanted = [str(path.relative_to(ROOT / "src").with_suffix(f".{end}.so")) for path in sources]
+        assert compiled_modules(wheel) == sorted(wanted)
+        assert (python, abi) == ("cp311", "abi3") or python == abi
 
 
 def test_without_a_compiler_the_wheel_is_whole_and_for_every_machine(built: Built) -> None:
@@ -100,7 +161,7 @@ def test_without_a_compiler_the_wheel_is_whole_and_for_every_machine(built: Buil
 
 
 def test_wheel_holds_the_stubs_and_the_page_for_the_registry(built: Built) -> None:
-    with zipfile.ZipFile(built.wheel) as wheel:
+    with zipfile.ZipFile(built.compiled[0]) as wheel:
         names = set(wheel.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         fields = BytesParser().parsebytes(wheel.read(metadata))
@@ -121,20 +182,6 @@ def test_sdist_can_be_built_from(built: Built) -> None:
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "src/timeball/py.typed"} <= names
 
 
-def interpreter(version: str) -> str | None:
-    """A Python of this version that runs: on the path, or one of pyenv's."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    beside = sorted(pyenv.glob(f"{version}.*/bin/python{version}"))
-    for found in (shutil.which(f"python{version}"), *map(str, beside)):
-        # A shim is on the path for versions that its owner has not switched on: it exits with 127.
-        if (
-            found
-            and subprocess.run([found, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
-        ):
-            return found
-    return None
-
-
 def new_environment(python: str, folder: Path) -> list[str]:
     """Make an environment of this Python; return the command of the pip that installs into it, which is ours."""
     run(python, "-m", "venv", "--without-pip", folder)
@@ -146,7 +193,6 @@ def new_environment(python: str, folder: Path) -> list[str]:
 QUICK = ["--quiet", "--no-compile", "--no-deps"]
 
 
-@pytest.mark.siege
 @pytest.mark.parametrize("version", VERSIONS[:: rounds(4, 1)])
 def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> None:
     python = interpreter(version)
@@ -154,7 +200,8 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         pytest.skip(f"no Python {version} here")
     install = [*new_environment(python, tmp_path / "env"), "install", *QUICK]
     run(*install, "--require-hashes", "-r", ROOT / "requirements/broker.txt")
-    run(*install, built.wheel)
+    # pip chooses the wheel: the one for this version, or else that of the stable ABI.
+    run(*install, "--no-index", "--find-links", built.folder, "timeball")
     timeball = tmp_path / "env/bin/timeball"
     with served(timeball, tmp_path / "data") as (endpoint, ended):
         at = ("--endpoint", endpoint, "--json")
@@ -162,7 +209,7 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         (line,) = run(timeball, "pull", "orders", "--wait", "60s", *at).splitlines()
         assert json.loads(line)["body"] == "close order 17 if unpaid"
         codec = json.loads(run(timeball, "status", *at))["codec"]
-        assert codec == ("compiled" if compiled_modules(built.wheel) else "python")
+        assert codec == "compiled"
     assert ended() == 0
 
     run(*install, "--force-reinstall", built.pure)
@@ -177,12 +224,11 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         pass
 
 
-@pytest.mark.siege
 @only_in_a_siege
 def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
     pip, timeball = new_environment(sys.executable, tmp_path / "env"), tmp_path / "env/bin/timeball"
     run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/client.txt")
-    run(*pip, "install", *QUICK, built.wheel)
+    run(*pip, "install", *QUICK, "--no-index", "--find-links", built.folder, "timeball")
     run(*pip, "check")
     with pytest.raises(AssertionError, match=r"pip install '\.\[cli\]'"):
         run(timeball, "topics")
