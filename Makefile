@@ -148,7 +148,7 @@ $(SMALL): $(BASE)
 	$(call step,Timeball itself,CC=false $(OURS))
 	@touch $@
 
-# Everything: 1.5 GB. The last install finds the codec compiled (setup.py), so it is compiled once.
+# Everything: 1.7 GB. The last install finds the codec compiled (setup.py), so it is compiled once.
 $(STAMP): $(BASE)
 	$(call step,all packages: Arrow$(comma) Spark with a Java$(comma) the tools of the tests,$(LOCKED) -r requirements/all.txt)
 	$(call step,the compiled codec: $(words $(filter-out %.pxd,$(COMPILED))) modules,$(CODEC))

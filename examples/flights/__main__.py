@@ -41,7 +41,7 @@ examples:
   make demo
   make demo ARGS='--day 12-25 --seconds 30'
   make demo ARGS='--strategy timer_wheel'
-  make demo ARGS=--spark                  # with Spark, which is fetched once: 1.5 GB in all
+  make demo ARGS=--spark                  # with Spark, which is fetched once: 1.7 GB in all
   make demo ARGS=--cluster                # three nodes (Debian: etcd-server); the leader is killed at noon
   make demo ARGS='--data ./demo-data'     # keeps the data, for 'timeball dump' and 'timeball up'
 """
