@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> None:
                 continue
             python = build_environment(found, Path(folder, tag), tree / "requirements/build.txt")
             build_compiled(sdist, out, tools, f"{tag}-{tag}", python=python)
+    (out / ".gitignore").unlink(missing_ok=True)  # uv leaves it there
 
 
 def run(*command: str | Path, **environment: str) -> str:
