@@ -40,7 +40,7 @@ def _messages(now_ms: int, rows: int) -> pa.RecordBatch:
 
 def test_the_client_ends_its_campaign_and_counts_what_it_sent(tmp_path: Path) -> None:
     """Also in a folder that has messages of an earlier demo, some of them cancelled."""
-    with running_node(tmp_path / "d", compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", compact_rows=0) as node, node.client() as ball:
         for before in (0, 140):
             writer, now_ms = Client(ball, node.endpoint), ball.status()["now_ms"]
             assert writer.schedule(_messages(now_ms, 100), "departures") is None
