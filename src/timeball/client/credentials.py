@@ -55,8 +55,13 @@ def credentials(
         raise RequestError("access key or secret: only printable ASCII can be sent")
     path = os.environ.get(TLS_ROOTS, "")
     if tls_roots is None and path:
-        try:
-            tls_roots = Path(path).read_bytes()
-        except OSError as error:
-            raise RequestError(f"{TLS_ROOTS}={path}: {error.strerror or error}") from error
+        tls_roots = read_roots(path, TLS_ROOTS)
     return Credentials(key, secret, tls_roots, os.environ.get(TLS_NAME, ""))
+
+
+def read_roots(path: str, name: str) -> bytes:
+    """Read the certificates at `path`, which the setting `name` gives. Raises RequestError."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RequestError(f"{name}={path}: {error.strerror or error}") from error

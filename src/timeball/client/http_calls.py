@@ -36,7 +36,7 @@ SCHEMES = ("http", "https")
 IDLE_S = 60.0  # a connection is used again within this time; the broker closes it after 75 s
 KEPT_MAX = 64  # idle connections to a node
 CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
-STREAM_TYPE = "application/x-ndjson"
+STREAM_TYPES = ("application/x-ndjson", "text/event-stream")
 STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
 LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
 REOPEN_PAUSES_S = (0.1, 1.0)  # the first and the longest pause after streams that brought nothing
@@ -172,7 +172,7 @@ class HttpCalls(Attempts):
                     open_read.begin(connection.interrupt)
                 reply = connection.open(sent, self._seconds_until(end_ns))
                 if reply.status < 400:
-                    if not reply.content_type.startswith(STREAM_TYPE):
+                    if not reply.content_type.startswith(STREAM_TYPES):
                         raise TimeballError(
                             f"{endpoint} answered with {reply.content_type!r}, not as a broker would"
                         )
@@ -238,6 +238,11 @@ class MessageStream:
         self._tail = b""  # the beginning of a line
         self._heard_ns = 0  # when the last bytes had come
         self._opens_ns, self._pause_s = 0, 0.0  # when a stream may be opened, and the pause after it
+
+    @property
+    def descriptor(self) -> int | None:
+        """The file descriptor of the socket, for a poll. None while no stream is open."""
+        return None if self._connection is None else self._connection.descriptor
 
     def read(self, wait_ms: int) -> list[Received]:
         """Wait up to `wait_ms` for messages, and return all that have come. Opens the stream when needed.

@@ -137,6 +137,11 @@ class Connection:
 
     # ---- an endless answer ------------------------------------------------------------------------------
 
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor of the socket, for a poll. After a read that returned b"", no bytes wait in memory."""
+        return self._socket.fileno()
+
     def read(self, wait_s: float) -> bytes | None:
         """Return the bytes of the body that have come, b"" if none come within `wait_s`, None at the end.
 
