@@ -10,7 +10,7 @@ from tests.cli.processes import environment, timeball
 
 from timeball.cli.main import COMMANDS as ALL
 
-GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules"}
+GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules", "import"}
 OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "drain", "force")
 OF_SCHEDULES = ("put", "preview", "list", "show", "history", "pause", "resume", "run", "delete")
 COMMANDS = sorted(set(ALL) - GROUPS)
@@ -58,6 +58,7 @@ def test_a_command_loads_no_other_one() -> None:
         ["pipeline", "run"],
         *(["cluster", name] for name in OF_CLUSTER),
         *(["schedules", name] for name in OF_SCHEDULES),
+        ["import", "celery"],
     ],
     ids="-".join,
 )

@@ -131,6 +131,7 @@ NEED = {
     ),
     "cluster": (["cluster", "status", "--cluster", "c", "--etcd", "http://127.0.0.1:1"], "broker"),
     "kafka": (["kafka", "--in", "delayed", "--status-every", "1h"], "kafka"),
+    "import": (["import", "celery", "--from", "redis://127.0.0.1:1"], "celery"),
     "backup": (["backup", "DATA/copy", "--data", "DATA/own"], "broker"),
     "restore": (["restore", "DATA/own", "--data", "DATA/new"], "broker"),
     "dump": (["dump", "--data", "DATA/own"], "broker"),

@@ -42,6 +42,7 @@ SECTIONS = {
         "bulk",
         "campaign",
         "replay",
+        "import",
     ],
     "Look and check": [
         "topics",
@@ -61,6 +62,7 @@ MODULES = {
     "pending": "sql",
     "campaign": "bulk",
     "audit": "pipeline",
+    "import": "import_celery",
     **dict.fromkeys(("topics", "groups", "dead-letters"), "status"),
     **dict.fromkeys(("backup", "restore", "dump"), "data_folder"),
     **dict.fromkeys(("send", "schedule", "get", "cancel", "reschedule", "pull"), "messages"),

@@ -460,7 +460,7 @@ def addresses_of(endpoint: str) -> str:
 # A command imports its dependencies when it runs, so the list of commands and every help text work in a plain
 # installation too.
 
-BROKER, SPARK, PICTURE, KAFKA = "broker", "spark", "picture", "kafka"
+BROKER, SPARK, PICTURE, KAFKA, CELERY = "broker", "spark", "picture", "kafka", "celery"
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:

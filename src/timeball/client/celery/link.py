@@ -1,0 +1,450 @@
+"""The thread of a transport: it receives messages, answers for them, and renews their leases.
+
+The transport's own thread may run a task for hours (the solo pool), and must not wait for a broker that restarts. So
+all calls of consuming are made here. The two threads exchange messages by deques, and wake each other by a byte in a
+socket, which an event loop can watch.
+
+    sources      streams of groups and live tails; messages wait in `received` until the transport takes them
+    settle       the answers of the transport, sent together
+    renewals     a lease ends LEASE_PARTS renewals after the worker has died
+
+While no broker answers, sources are opened again and answers are repeated every RETRY_S. Leases are in the log, so a
+task that runs meanwhile is acknowledged afterwards and does not run twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal
+
+import msgspec
+
+from timeball.client.celery.messages import payload_of
+from timeball.client.consumer import Consumer, Start, receive_request
+from timeball.client.http_calls import HttpCalls, MessageStream
+from timeball.client.http_codec import path
+from timeball.client.http_connection import Connection, Request
+from timeball.client.messages import Member, Message
+from timeball.io.clock import SystemClock
+from timeball.model import wire
+from timeball.model.errors import NotFound, OverLimit, TimeballError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+LEASE_PARTS = 3
+RETRY_S = 1.0
+CLOSED_S = 0.1  # how soon a source that has ended is opened again
+SILENCE_S = 60.0  # the broker writes a comment every 15 s
+BEGIN_S = 10.0  # for the first event of a live tail, which has its position
+END_S = 10.0  # for the last answers
+
+Answer = Literal["ack", "nack", "dead_letter", "give_back"]
+Item = Message | dict[str, Any]  # a leased message, or the payload of one from a live tail
+
+
+# ---- sources --------------------------------------------------------------------------------------------------
+
+
+class GroupSource:
+    """The messages of a topic for a group, up to a credit."""
+
+    def __init__(
+        self, calls: HttpCalls, topic: str, group: str, credit: int, lease_ms: int, start: Start = "earliest"
+    ) -> None:
+        request = receive_request(topic, group, 1, 0, start, f"{lease_ms}ms")
+        self.credit, self.received = credit, deque[Item]()
+        self._stream = MessageStream(calls, request, credit, None)
+        self._member, self._clock = Member(calls, topic, group), SystemClock()
+
+    @property
+    def descriptor(self) -> int | None:
+        """The socket, or None while the stream is not open."""
+        return self._stream.descriptor
+
+    def read(self) -> Sequence[Item]:
+        """Return the messages that have come. Opens the stream when it must."""
+        return self._messages(self._stream.read(0))
+
+    def close(self) -> list[Message]:
+        """End the stream, and return the messages that had come and were not read."""
+        return self._messages(self._stream.close())
+
+    def _messages(self, rows: Iterable[Any]) -> list[Message]:
+        now_ms = self._clock.wall_ms()
+        return [Message(row, now_ms, self._member) for row in rows]
+
+
+class _Event(msgspec.Struct):
+    body: str | None = None
+
+
+class TailSource:
+    """The messages that become visible in a topic from now on, for each reader. Nothing is leased.
+
+    After an interruption it goes on with the next message.
+    """
+
+    def __init__(
+        self,
+        calls: HttpCalls,
+        topic: str,
+        tag: str | None,
+        is_wanted: Callable[[str], bool],
+        position: str = "",
+    ) -> None:
+        """Prepare. `is_wanted` selects messages by their routing keys, beside the tag. `position`: where to begin."""
+        self.received = deque[Item]()
+        self._calls, self.topic, self._is_wanted = calls, topic, is_wanted
+        self._target = path("topics", topic, "events", tag=tag)
+        self._clock = SystemClock()
+        self._connection: Connection | None = None
+        self.position, self._text, self._heard_ns = position, b"", 0
+
+    @property
+    def descriptor(self) -> int | None:
+        """The socket, or None while the tail is not open."""
+        return None if self._connection is None else self._connection.descriptor
+
+    def read(self) -> Sequence[Item]:
+        """Return the payloads that have come. Opens the tail when it must, the first time with its position."""
+        if self._connection is None:
+            self._open()
+        payloads: list[dict[str, Any]] = []
+        wait_s = 0.0 if self.position else BEGIN_S
+        while (data := self._read(wait_s)) is not None:
+            payloads += self._take_events(data)
+            wait_s = 0.0
+        return payloads
+
+    def close(self) -> list[Message]:
+        """End the tail."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        return []
+
+    def _open(self) -> None:
+        headers = (("last-event-id", self.position),) if self.position else ()
+        request = Request("GET", self._target, headers=headers)
+        try:
+            self._connection = self._calls.open(request, None)
+        except NotFound:  # a message creates a topic, and a reader does not
+            self._calls.action("create_topic", wire.CreateTopic(topic=self.topic, queues=1), dict[str, Any])
+            self._connection = self._calls.open(request, None)
+        self._text, self._heard_ns = b"", self._clock.monotonic_ns()
+
+    def _read(self, wait_s: float) -> bytes | None:
+        """Return bytes, or None if none are there or the tail has ended."""
+        assert self._connection is not None
+        try:
+            data = self._connection.read(wait_s)
+        except Unavailable:
+            data = None
+        now_ns = self._clock.monotonic_ns()
+        if data:
+            self._heard_ns = now_ns
+            return data
+        if data is None or now_ns - self._heard_ns > SILENCE_S * 1e9:
+            self.close()
+        return None
+
+    def _take_events(self, data: bytes) -> list[dict[str, Any]]:
+        *events, self._text = (self._text + data).split(b"\n\n")
+        payloads = []
+        for event in events:
+            fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line)
+            if b"id" in fields:
+                self.position = fields[b"id"].decode()
+            body = msgspec.json.decode(fields[b"data"], type=_Event).body if b"data" in fields else None
+            payload = None if body is None else payload_of(body.encode())
+            if payload is None:
+                continue
+            info = payload["properties"].get("delivery_info") or {}
+            if self._is_wanted(str(info.get("routing_key", ""))):
+                payloads.append(payload)
+        return payloads
+
+
+Source = GroupSource | TailSource
+
+
+# ---- the thread -----------------------------------------------------------------------------------------------
+
+
+class Link:
+    """The thread. Its methods are called by the thread of the transport.
+
+    In a child process after a fork they do nothing: the sources and the leases are those of the parent.
+    """
+
+    def __init__(self, calls: HttpCalls, lease_ms: int) -> None:
+        self.calls, self.lease_ms = calls, lease_ms
+        self._clock, self._pid = SystemClock(), os.getpid()
+        self._consumer = Consumer(calls, self._clock)
+        self._to_transport: _Bell | None = None  # by which this thread wakes the transport
+        self._to_thread: _Bell | None = None
+        self._is_closed = False
+        self._commands: deque[Callable[[], None]] = deque()
+        self._answers: deque[tuple[Answer, Message]] = deque()
+        self._thread: threading.Thread | None = None
+        # Of the thread alone:
+        self._sources: list[Source] = []
+        self._held: set[Message] = set()
+        self._renew_ns = self._retry_ns = 0
+        self._is_over = False
+
+    # ---- for the transport ------------------------------------------------------------------------------
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a child process after a fork."""
+        return self._pid != os.getpid()
+
+    @property
+    def bell(self) -> _Bell:
+        """Rings when a source has received something."""
+        if self._to_transport is None:
+            self._to_transport = _Bell()
+        return self._to_transport
+
+    def subscribe(self, source: Source) -> None:
+        """Begin to receive. Raises the error of the first try."""
+        self._ask(lambda: self._add(source))
+
+    def unsubscribe(self, source: Source) -> None:
+        """Receive no more, and give back the messages that were not taken."""
+        self._ask(lambda: self._remove(source))
+
+    def hold(self, message: Message) -> None:
+        """Renew the lease of a message that came otherwise."""
+        self._order(lambda: self._held.add(message))
+
+    def settle(self, answer: Answer, message: Message) -> None:
+        """Answer for a message soon."""
+        self._answers.append((answer, message))
+        self._order(None)
+
+    def close(self) -> None:
+        """Answer, give back all other messages, and end the thread."""
+        if self._thread is not None and not self.is_inherited:
+            self._ask(self._finish)
+            self._thread.join(END_S)
+        self._is_closed = True
+        for bell in (self._to_transport, self._to_thread):
+            if bell is not None:
+                bell.close()
+
+    def _ask(self, command: Callable[[], None]) -> None:
+        """Let the thread run a command, and wait for its end."""
+        if self.is_inherited or self._is_closed:
+            return
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                command()
+                done.set_result(None)
+            except Exception as error:  # raised again where it was asked for
+                done.set_exception(error)
+
+        self._order(run)
+        try:
+            done.result(self.calls.timeout_ms / 1000 + END_S)
+        except TimeoutError:
+            raise Unavailable(f"{self.calls.endpoint} did not answer in time") from None
+
+    def _order(self, command: Callable[[], None] | None) -> None:
+        if self.is_inherited or self._is_closed:
+            return
+        if self._to_thread is None:
+            self._to_thread = _Bell()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._to_thread,), name="timeball-celery", daemon=True
+            )
+            self._thread.start()
+        if command is not None:
+            self._commands.append(command)
+        self._to_thread.ring()
+
+    # ---- the thread -------------------------------------------------------------------------------------
+
+    def _run(self, bell: _Bell) -> None:
+        while not self._is_over:
+            self._wait_for_work(bell)
+            bell.silence()
+            while self._commands:
+                self._commands.popleft()()
+            if self._clock.monotonic_ns() >= self._retry_ns:
+                try:
+                    self._settle()
+                    self._renew()
+                    self._read()
+                except (Unavailable, OverLimit) as error:
+                    logger.warning("broker not reached, trying again reason=%s", error)
+                    self._pause()
+                except Exception:  # without this thread no lease would be renewed
+                    logger.exception("fault in the thread of the transport, trying again")
+                    self._pause()
+
+    def _pause(self) -> None:
+        self._retry_ns = self._clock.monotonic_ns() + int(RETRY_S * 1e9)
+
+    def _wait_for_work(self, bell: _Bell) -> None:
+        now_ns = self._clock.monotonic_ns()
+        poll = select.poll()
+        poll.register(bell.descriptor, select.POLLIN)
+        times_ns = [self._renew_ns] if self._held else []
+        if self._retry_ns > now_ns:
+            # What the sources have received waits as well.
+            times_ns = [self._retry_ns]
+        else:
+            for source in self._sources:
+                if source.descriptor is None:
+                    times_ns.append(now_ns + int(CLOSED_S * 1e9))
+                else:
+                    poll.register(source.descriptor, select.POLLIN)
+        poll.poll(max(0, min(times_ns) - now_ns) / 1e6 if times_ns else SILENCE_S * 1000)
+
+    def _settle(self) -> None:
+        """Send the answers. Those that no broker has taken stay. Raises Unavailable and OverLimit."""
+        while self._answers:
+            answer, message = self._answers[0]
+            messages = [message]
+            for other, further in list(self._answers)[1:]:
+                if answer not in ("ack", "give_back") or other != answer:
+                    break
+                messages.append(further)
+            try:
+                self._send_answer(answer, messages)
+            except (Unavailable, OverLimit):
+                raise
+            except TimeballError as error:
+                logger.warning("answer refused answer=%s messages=%d reason=%s", answer, len(messages), error)
+            for each in messages:
+                self._answers.popleft()
+                self._held.discard(each)
+
+    def _send_answer(self, answer: Answer, messages: list[Message]) -> None:
+        if answer == "ack":
+            if (late := len(messages) - self._consumer.ack(messages, None)) > 0:
+                logger.warning("tasks acknowledged after their leases, they run again tasks=%d", late)
+        elif answer == "give_back":
+            self._consumer.give_back(messages, None)
+        elif answer == "nack":
+            messages[0].nack(0, reason="rejected with requeue")
+        else:
+            messages[0].dead_letter(reason="rejected")
+
+    def _renew(self) -> None:
+        """Renew the leases of the messages that the transport has or will take."""
+        if not self._held or self._clock.monotonic_ns() < self._renew_ns:
+            return
+        held = list(self._held)
+        self._consumer.change(held, self.lease_ms, counts=True)
+        lost = [message for message in held if not message.is_leased]
+        if lost:
+            logger.warning("leases lost, the tasks run again tasks=%d", len(lost))
+            self._held.difference_update(lost)
+            for source in self._sources:
+                for message in lost:
+                    with suppress(ValueError):  # the transport may have taken it
+                        source.received.remove(message)
+        self._plan_renewal()
+
+    def _plan_renewal(self) -> None:
+        self._renew_ns = self._clock.monotonic_ns() + self.lease_ms * 1_000_000 // LEASE_PARTS
+
+    def _read(self) -> None:
+        """Read what has come. Raises Unavailable if a source cannot be opened."""
+        for source in self._sources:
+            self._read_source(source)
+
+    def _read_source(self, source: Source) -> None:
+        try:
+            while items := source.read():
+                self._take(source, items)
+                if source.descriptor is None:
+                    break  # it has ended, and is opened in the next turn
+        except (Unavailable, OverLimit):
+            raise
+        except TimeballError as error:
+            logger.error("not received, trying again reason=%s", error)
+            self._pause()
+
+    def _add(self, source: Source) -> None:
+        if source in self._sources:
+            return
+        self._take(source, source.read())
+        self._sources.append(source)
+
+    def _take(self, source: Source, items: Sequence[Item]) -> None:
+        if not self._held:
+            self._plan_renewal()
+        self._held.update(each for each in items if isinstance(each, Message))
+        source.received.extend(items)
+        self.bell.ring()
+
+    def _remove(self, source: Source) -> None:
+        if source in self._sources:
+            self._sources.remove(source)
+            left = [each for each in source.received if isinstance(each, Message)]
+            source.received.clear()
+            self._answers.extend(("give_back", message) for message in [*left, *source.close()])
+
+    def _finish(self) -> None:
+        self._is_over = True
+        for source in list(self._sources):
+            self._remove(source)
+        try:
+            self._settle()
+            self._consumer.give_back(self._held, None)
+        except TimeballError as error:
+            logger.warning("messages not given back, their leases end reason=%s", error)
+
+
+class _Bell:
+    """A byte in a socket, by which a thread wakes another one that waits in a poll."""
+
+    def __init__(self) -> None:
+        self._ears, self._bell = socket.socketpair()
+        self._ears.setblocking(False)
+        self._bell.setblocking(False)
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor that is readable after `ring`."""
+        return self._ears.fileno()
+
+    def ring(self) -> None:
+        """Wake the other thread."""
+        try:
+            self._bell.send(b"\0")
+        except OSError:
+            pass  # it rings already, or is closed
+
+    def silence(self) -> None:
+        """Make the descriptor unreadable until the next `ring`."""
+        try:
+            while self._ears.recv(4096):
+                pass
+        except OSError:
+            pass
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a ring."""
+        poll = select.poll()
+        poll.register(self._ears, select.POLLIN)
+        poll.poll(max(0.0, timeout_s) * 1000)
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self._ears.close()
+        self._bell.close()

@@ -1,0 +1,181 @@
+"""Moves pending tasks from Celery's Redis transport to Timeball.
+
+Redis has a task with an ETA in one of two places. It is in the list of its queue, or of a priority step of the queue,
+until a worker fetches it. From then on until its ETA it is in the hash `unacked`, also after the worker has died.
+
+Each task is sent first and removed then. It is sent with an id of its own, by which the broker recognizes a repetition.
+So a move that breaks off can be repeated, and no task is lost or doubled.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+from kombu.utils.json import loads
+
+from timeball.client.celery import messages
+from timeball.client.timeball import Timeball
+from timeball.io.clock import SystemClock
+from timeball.model.errors import InvalidDelay, RequestError, SetupError
+
+UNACKED, UNACKED_INDEX = "unacked", "unacked_index"
+BINDINGS = "_kombu.binding."
+SEPARATOR = "\x06\x16"
+CHUNK = 1_000
+_NAMESPACE = uuid.UUID("7c3cf3c0-7d0f-4b64-93a4-0d3c2b4f7d5b")  # of the ids of moved tasks
+
+
+class Moved(msgspec.Struct):
+    """The tasks that were moved, or with a dry run would be. Times are milliseconds since 1970 UTC.
+
+    `left`: tasks without an ETA in the future, which stay for the workers of Redis. `priorities`: moved tasks that had
+    a priority and have none any more.
+    """
+
+    moved: int = 0
+    left: int = 0
+    priorities: int = 0
+    queues: dict[str, int] = {}
+    first_due_ms: int | None = None
+    last_due_ms: int | None = None
+
+
+class _Task(NamedTuple):
+    queue: str
+    payload: dict[str, Any]
+    remove: Callable[[], object]
+
+
+def move(
+    url: str, ball: Timeball, *, prefix: str = "", is_dry_run: bool = False, force: bool = False
+) -> Moved:
+    """Move the tasks with an ETA in the future from the Redis at `url` to topics named `prefix` and their queues.
+
+    Raises SetupError if Redis does not answer, and RequestError if workers seem to use it and not `force`.
+    """
+    client, report = redis.Redis.from_url(url), Moved()
+    try:
+        workers = _workers(client)
+        if workers and not (force or is_dry_run):
+            raise RequestError(
+                f"{workers} connections of Celery workers to this Redis: stop the workers first, because they run the "
+                "tasks that they hold"
+            )
+        now_ms = SystemClock().wall_ms()
+        for task in _tasks(client):
+            due_ms = _due_ms(task.payload)
+            if due_ms is None or due_ms <= now_ms:
+                report.left += 1
+                continue
+            if not is_dry_run:
+                _send(ball, prefix, task, report)
+                task.remove()
+            _count(report, task.queue, due_ms)
+    except redis.RedisError as error:
+        raise SetupError(f"{url.rpartition('@')[2]}: {error}") from error
+    finally:
+        client.close()
+    return report
+
+
+def _send(ball: Timeball, prefix: str, task: _Task, report: Moved) -> None:
+    properties = task.payload["properties"]
+    if properties.pop("priority", 0):
+        report.priorities += 1
+    properties[messages.ID] = uuid.uuid5(_NAMESPACE, str(properties.get("delivery_tag"))).hex
+    ball.send(prefix + messages.topic_name(task.queue), retry=True, **messages.fields_of(task.payload))
+
+
+def _count(report: Moved, queue: str, due_ms: int) -> None:
+    report.moved += 1
+    report.queues[queue] = report.queues.get(queue, 0) + 1
+    report.first_due_ms = min(due_ms, report.first_due_ms or due_ms)
+    report.last_due_ms = max(due_ms, report.last_due_ms or due_ms)
+
+
+def _due_ms(payload: dict[str, Any]) -> int | None:
+    eta = (payload.get("headers") or {}).get("eta")
+    try:
+        return messages.due_ms(eta) if eta else None
+    except InvalidDelay:
+        return None
+
+
+def _workers(client: redis.Redis) -> int:
+    """The number of connections by which workers wait for tasks or for remote control."""
+    own_db = str(client.get_connection_kwargs().get("db") or 0)
+    return sum(
+        str(each.get("db")) == own_db and (each.get("cmd") == "brpop" or str(each.get("psub", "0")) != "0")
+        for each in client.client_list()
+    )
+
+
+def _tasks(client: redis.Redis) -> Iterator[_Task]:
+    """Yield all tasks. Those that the caller has removed are not counted as places in the lists."""
+    bindings = _bindings(client)
+    queues = {queue for found in bindings.values() for _, queue in found}
+    for key in sorted(_lists(client, queues)):
+        queue = key.partition(SEPARATOR)[0]
+        passed = 0  # from the end of the list, where workers fetch and nobody adds
+        while chunk := client.lrange(key, -(passed + CHUNK), -(passed + 1)):
+            before = client.llen(key)
+            for raw in reversed(chunk):
+                payload = _payload(raw)
+                if payload is not None:
+                    yield _Task(queue, payload, partial(_forget_listed, client, key, raw))
+            passed += len(chunk) - (before - client.llen(key))
+    for tag, raw in list(client.hscan_iter(UNACKED)):
+        payload, exchange, routing_key = loads(raw)
+        for queue in _destinations(bindings, exchange, routing_key):
+            yield _Task(queue, payload, partial(_forget_unacked, client, tag))
+
+
+def _payload(raw: bytes | str) -> dict[str, Any] | None:
+    try:
+        payload = loads(raw)
+    except ValueError:
+        return None
+    return payload if isinstance(payload, dict) and isinstance(payload.get("properties"), dict) else None
+
+
+def _forget_listed(client: redis.Redis, key: str, raw: bytes | str) -> None:
+    # redis-py's annotation has no bytes here, although it takes them.
+    client.lrem(key, -1, raw)  # type: ignore[arg-type]
+
+
+def _forget_unacked(client: redis.Redis, tag: bytes | str) -> None:
+    with client.pipeline() as pipeline:
+        pipeline.zrem(UNACKED_INDEX, tag)
+        pipeline.hdel(UNACKED, tag)
+        pipeline.execute()
+
+
+def _bindings(client: redis.Redis) -> dict[str, list[tuple[str, str]]]:
+    """The routing keys and queues of each exchange."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for key in client.scan_iter(f"{BINDINGS}*"):
+        members = [_text(member).split(SEPARATOR) for member in client.smembers(key)]
+        found[_text(key).removeprefix(BINDINGS)] = [(each[0], each[-1]) for each in members]
+    return found
+
+
+def _text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else value.decode()
+
+
+def _lists(client: redis.Redis, queues: set[str]) -> set[str]:
+    """The lists of these queues, and of their priority steps."""
+    keys = {_text(key) for key in client.scan_iter(_type="list")}
+    return {key for key in keys if key.partition(SEPARATOR)[0] in queues}
+
+
+def _destinations(bindings: dict[str, list[tuple[str, str]]], exchange: str, routing_key: str) -> list[str]:
+    if not exchange:
+        return [routing_key]
+    queues = [queue for key, queue in bindings.get(exchange, []) if key == routing_key]
+    return queues[:1] or [routing_key]

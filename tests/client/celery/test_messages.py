@@ -1,0 +1,87 @@
+"""Messages of kombu as messages of Timeball, and back."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+
+from timeball.client.celery import messages
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.limits import NAME
+
+
+@pytest.mark.parametrize(
+    ("queue", "topic"),
+    [("celery", "celery"), ("mail.high", "mail%2Ehigh"), ("50%", "50%25"), ("a|b", "a%7Cb"), ("é", "%C3%A9")],
+)
+def test_a_queue_has_a_topic_of_its_name(queue: str, topic: str) -> None:
+    assert messages.topic_name(queue) == topic
+    assert NAME.fullmatch(topic)
+
+
+def test_a_virtual_host_is_a_prefix() -> None:
+    assert [messages.topic_prefix(host) for host in ("", "/", "shop", "/shop")] == ["", "", "shop-", "shop-"]
+
+
+@pytest.mark.parametrize(
+    ("eta", "due_ms"),
+    [
+        ("2027-01-31T09:30:00+00:00", 0),
+        ("2027-01-31T09:30:00Z", 0),
+        ("2027-01-31T09:30:00", 0),
+        ("2027-01-31T10:30:00+01:00", 0),
+        ("2027-01-31T09:30:00.000001+00:00", 1),
+        ("2027-01-31T09:30:00.001000+00:00", 1),
+        ("2027-01-31T09:30:00.001001+00:00", 2),
+    ],
+)
+def test_a_due_time_is_never_before_the_eta(eta: str, due_ms: int) -> None:
+    begin = datetime(2027, 1, 31, 9, 30, tzinfo=UTC)
+    assert messages.due_ms(eta) == int(begin.timestamp() * 1000) + due_ms
+
+
+def test_an_eta_before_1970_and_one_that_is_no_time() -> None:
+    early = datetime(1969, 12, 31, 23, 59, 59, 999_500, tzinfo=timezone(timedelta(0)))
+    assert messages.due_ms(early.isoformat()) == 0
+    with pytest.raises(InvalidDelay, match="eta 'soon'"):
+        messages.due_ms("soon")
+
+
+def message(**headers: object) -> dict[str, object]:
+    return {
+        "body": "W10=",
+        "headers": headers,
+        "properties": {"priority": 0, "delivery_tag": "d", messages.ID: "m", "delivery_info": {}},
+    }
+
+
+def test_a_task_has_its_name_as_the_tag_and_its_id_as_the_key() -> None:
+    fields = messages.fields_of(message(task="shop.close", id="task-17", eta="2027-01-31T09:30:00Z"))
+    assert (fields["tag"], fields["keys"], fields["message_id"]) == ("shop.close", "task-17", "m")
+    assert fields["at"] == messages.due_ms("2027-01-31T09:30:00Z")
+    assert messages.ID not in json.loads(fields["body"])["properties"]
+
+
+def test_labels_that_timeball_refuses_are_left_out() -> None:
+    fields = messages.fields_of(message(task="a || b", id="x" * 256))
+    assert (fields["tag"], fields["keys"]) == (None, None) and "at" not in fields
+
+
+def test_a_priority_is_refused() -> None:
+    urgent = message()
+    urgent["properties"] = {"priority": 5}
+    with pytest.raises(InvalidMessage, match="priority 5"):
+        messages.fields_of(urgent)
+
+
+def test_a_received_payload_has_no_eta() -> None:
+    body = json.dumps(message(id="a", eta="2999-01-01T00:00:00Z")).encode()
+    payload = messages.payload_of(body)
+    assert payload is not None and payload["headers"] == {"id": "a", "eta": None}
+
+
+@pytest.mark.parametrize("body", [b"", b"hello", b"\xff", b"[]", b'{"properties": 1}', b"{}"])
+def test_other_bodies_are_no_payload(body: bytes) -> None:
+    assert messages.payload_of(body) is None

@@ -1,0 +1,460 @@
+"""kombu's transport and Celery's worker against a broker whose clock the test moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from celery.exceptions import Reject
+from kombu import Connection, Consumer, Exchange, Producer, Queue
+from kombu.exceptions import ChannelError
+from tests.node_fixture import HttpNode, eventually, running_node
+
+from timeball.client.celery import Control
+from timeball.model.errors import InvalidDelay, InvalidMessage, RequestError
+from timeball.testing import TestBroker
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:celery"),
+    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning:celery"),
+]
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def broker() -> Iterator[TestBroker]:
+    """A broker of its own for each test, because some advance its clock by years."""
+    with TestBroker() as running:
+        yield running
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest) -> str:
+    """A virtual host for each test."""
+    return "".join(each if each.isalnum() else "-" for each in request.node.name)[:60]
+
+
+@pytest.fixture
+def connection(broker: TestBroker, host: str) -> Iterator[Connection]:
+    with Connection(f"{broker.http_url.replace('http', 'timeball', 1)}/{host}") as made:
+        yield made
+
+
+@contextmanager
+def consuming(
+    connection: Connection, *queues: Queue, prefetch: int = 0, **options: Any
+) -> Iterator[list[Any]]:
+    """Consume on a channel of its own. Returns the messages so far; `drain` adds to them."""
+    found: list[Any] = []
+    channel = connection.channel()
+    with Consumer(channel, list(queues), on_message=found.append, prefetch_count=prefetch or None, **options):
+        yield found
+    channel.close()
+
+
+def drain(connection: Connection, found: list[Any], count: int) -> list[Any]:
+    """Wait until there are so many messages."""
+    while len(found) < count:
+        connection.drain_events(timeout=WAIT_S)
+    return found
+
+
+def nothing_comes(connection: Connection) -> None:
+    with pytest.raises(TimeoutError):
+        connection.drain_events(timeout=0.2)
+
+
+TASKS = Queue("tasks", Exchange("tasks"), routing_key="tasks")
+
+
+def send(connection: Connection, *bodies: Any, queue: Queue = TASKS, **options: Any) -> None:
+    producer = Producer(connection)
+    for body in bodies:
+        producer.publish(
+            body, exchange=queue.exchange, routing_key=queue.routing_key, declare=[queue], **options
+        )
+
+
+# ---- queues ---------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_received_once_and_acknowledged(connection: Connection) -> None:
+    send(connection, {"a": 1}, b"\x00\xff".hex())
+    with consuming(connection, TASKS) as found:
+        first, second = drain(connection, found, 2)
+        assert sorted([str(first.decode()), str(second.decode())]) == ["00ff", "{'a': 1}"]
+        first.ack()
+        second.ack()
+        nothing_comes(connection)
+    eventually(
+        lambda: connection.default_channel.queue_declare("tasks", passive=True)[1] == 0, "acknowledged"
+    )
+
+
+def test_a_closed_channel_gives_its_messages_back(connection: Connection) -> None:
+    send(connection, "a")
+    with consuming(connection, TASKS) as found:
+        drain(connection, found, 1)
+    with consuming(connection, TASKS) as found:
+        (again,) = drain(connection, found, 1)
+        assert not again.delivery_info.get("redelivered"), "no attempt was counted"
+        again.ack()
+
+
+def test_a_rejected_message_comes_again_or_is_a_dead_letter(
+    connection: Connection, broker: TestBroker, host: str
+) -> None:
+    send(connection, "a")
+    with consuming(connection, TASKS) as found:
+        drain(connection, found, 1)[0].reject(requeue=True)
+        again = drain(connection, found, 2)[1]
+        assert again.delivery_info["redelivered"] and again.decode() == "a"
+        again.reject()
+        nothing_comes(connection)
+    (dead,) = broker.client().dead_letters(f"{host}-tasks").dead_letters
+    assert dead.topic == f"{host}-tasks"
+
+
+def test_a_prefetch_count_is_a_limit(connection: Connection) -> None:
+    send(connection, *"abcd")
+    with consuming(connection, TASKS, prefetch=2) as found:
+        drain(connection, found, 2)
+        nothing_comes(connection)
+        found[0].ack()
+        drain(connection, found, 3)
+        nothing_comes(connection)
+        for message in found[1:]:
+            message.ack()
+        drain(connection, found, 4)[3].ack()
+
+
+def test_messages_without_a_place_go_to_another_consumer(connection: Connection) -> None:
+    """Of two queues that share a prefetch count of 1, one message would wait behind the other."""
+    other = Queue("other", Exchange("other"), routing_key="other")
+    with connection.clone() as idle, consuming(connection, TASKS, other, prefetch=1) as found:
+        send(connection, "a")
+        (held,) = drain(connection, found, 1)
+        send(connection, "b", queue=other)
+        with pytest.raises(TimeoutError):
+            connection.drain_events(timeout=2.5)  # it looks whether it must give messages back
+        with consuming(idle, other) as free:
+            assert drain(idle, free, 1)[0].decode() == "b"
+            free[0].ack()
+        held.ack()
+        send(connection, "c", queue=other)
+        assert drain(connection, found, 2)[1].decode() == "c"
+        found[1].ack()
+
+
+def test_consumers_without_acknowledgement(connection: Connection) -> None:
+    send(connection, "a", "b")
+    with consuming(connection, TASKS, no_ack=True) as found:
+        drain(connection, found, 2)
+    with consuming(connection, TASKS, no_ack=True):
+        nothing_comes(connection)
+
+
+def test_a_single_message_can_be_taken(connection: Connection) -> None:
+    queue = TASKS(connection)
+    queue.declare()
+    assert queue.get() is None
+    send(connection, "a", "b")
+    message = queue.get()
+    assert message.decode() in ("a", "b")
+    message.ack()
+    assert queue.get(no_ack=True).decode() in ("a", "b")
+    assert queue.get() is None
+
+
+def test_the_length_of_a_queue_and_a_purge(connection: Connection) -> None:
+    channel = connection.default_channel
+    with pytest.raises(ChannelError, match="NOT_FOUND"):
+        channel.queue_declare("tasks", passive=True)
+    send(connection, *range(5))
+    assert channel.queue_declare("tasks", passive=True).message_count == 5
+    assert TASKS(channel).purge() == 5
+    assert channel.queue_declare("tasks", passive=True).message_count == 0
+    assert TASKS(channel).purge() == 0
+    with consuming(connection, TASKS):
+        nothing_comes(connection)
+
+
+def test_a_priority_is_refused(connection: Connection) -> None:
+    with pytest.raises(InvalidMessage, match="priority 3"):
+        send(connection, "a", priority=3)
+
+
+def test_a_message_of_another_program_becomes_a_dead_letter(
+    connection: Connection, broker: TestBroker, host: str
+) -> None:
+    ball = broker.client()
+    ball.send(f"{host}-tasks", "hello")
+    with consuming(connection, TASKS):
+        nothing_comes(connection)
+        eventually(lambda: ball.dead_letters(f"{host}-tasks").dead_letters, "a dead letter")
+
+
+def test_a_persistent_message_without_a_known_queue_is_refused(connection: Connection) -> None:
+    with pytest.raises(ChannelError, match="no queue is known"):
+        Producer(connection).publish("a", exchange="nowhere", routing_key="tasks")
+
+
+def test_a_repeated_publish_is_one_message(connection: Connection) -> None:
+    """kombu repeats a publish with the same properties if the connection broke."""
+    channel, properties = connection.default_channel, {"delivery_info": {}, "delivery_mode": 2}
+    TASKS(channel).declare()
+    for _ in range(2):
+        channel.basic_publish(channel.prepare_message("a", properties=properties), "tasks", "tasks")
+    assert channel.queue_declare("tasks", passive=True).message_count == 1
+
+
+# ---- exchanges ------------------------------------------------------------------------------------------------
+
+
+def temporary(name: str, exchange: Exchange, routing_key: str = "") -> Queue:
+    return Queue(name, exchange, routing_key=routing_key, auto_delete=True, durable=False)
+
+
+def test_a_fanout_reaches_each_temporary_queue(connection: Connection) -> None:
+    exchange = Exchange("news", type="fanout")
+    one, two = temporary("one", exchange), temporary("two", exchange)
+    with (
+        connection.clone() as other,
+        consuming(connection, one, no_ack=True) as first,
+        consuming(other, two, no_ack=True) as second,
+    ):
+        Producer(connection).publish("a", exchange=exchange, declare=[exchange])
+        assert drain(connection, first, 1)[0].decode() == "a"
+        assert drain(other, second, 1)[0].decode() == "a"
+        nothing_comes(connection)
+
+
+def test_a_durable_queue_of_a_fanout_is_a_group(connection: Connection) -> None:
+    exchange = Exchange("orders", type="fanout")
+    billing, mail = Queue("billing", exchange), Queue("mail", exchange)
+    with consuming(connection, billing, mail) as found:
+        Producer(connection).publish("a", exchange=exchange, declare=[exchange])
+        for message in drain(connection, found, 2):
+            message.ack()
+        nothing_comes(connection)
+
+
+def test_a_topic_exchange_selects_by_patterns(connection: Connection) -> None:
+    exchange = Exchange("events", type="topic")
+    producer = Producer(connection)
+    with consuming(connection, temporary("some", exchange, "task.#"), no_ack=True) as found:
+        for key in ("worker.online", "task.sent", "task.multi.x"):
+            producer.publish(key, exchange=exchange, routing_key=key, declare=[exchange], delivery_mode=1)
+        assert [each.decode() for each in drain(connection, found, 2)] == ["task.sent", "task.multi.x"]
+        nothing_comes(connection)
+
+
+def test_a_reply_may_come_before_it_is_consumed(connection: Connection) -> None:
+    exchange = Exchange("replies", type="direct", durable=False, delivery_mode="transient")
+    queue = temporary("mine", exchange, "mine")
+    queue(connection.default_channel).declare()
+    with connection.clone() as other:
+        for key in ("another", "mine"):
+            Producer(other).publish(key, exchange=exchange, routing_key=key)
+    with consuming(connection, queue, no_ack=True) as found:
+        assert drain(connection, found, 1)[0].decode() == "mine"
+        nothing_comes(connection)
+    connection.default_channel.after_reply_message_received("mine")
+
+
+# ---- outages --------------------------------------------------------------------------------------------------
+
+
+def test_a_consumer_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", kind=HttpNode) as node:
+        exchange = Exchange("news", type="fanout")
+        with (
+            Connection(node.endpoint.replace("http", "timeball", 1)) as connection,
+            consuming(connection, TASKS) as found,
+            consuming(connection, temporary("one", exchange), no_ack=True) as news,
+        ):
+            send(connection, "before")
+            (running,) = drain(connection, found, 1)
+            node.stop()
+            node.start()
+            running.ack()  # its lease is still the same one
+            send(connection, "after")
+            Producer(connection).publish("told", exchange=exchange, declare=[exchange])
+            while not (len(found) == 2 and news):
+                connection.drain_events(timeout=WAIT_S)
+            assert (found[1].decode(), news[0].decode()) == ("after", "told")
+            found[1].ack()
+            count = connection.default_channel
+            eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
+
+
+# ---- Celery ---------------------------------------------------------------------------------------------------
+
+
+class Shop:
+    """An application, and the ids that its task has run with."""
+
+    def __init__(self, url: str) -> None:
+        self.ran: list[str] = []
+        self.app = Celery("shop", broker=url, control=Control, set_as_current=False)
+        self.app.conf.update(broker_connection_retry_on_startup=True, worker_hijack_root_logger=False)
+        self.start = threading.Event()
+
+        @self.app.task(shared=False, name="shop.close", bind=True, acks_late=True)
+        def close(task: Any, order: str) -> None:
+            assert task.request.eta is None
+            self.ran.append(order)
+
+        @self.app.task(shared=False, name="shop.refuse", acks_late=True)
+        def refuse() -> None:
+            raise Reject("no", requeue=False)
+
+        self.close, self.refuse = close, refuse
+
+    @contextmanager
+    def worker(self, **options: Any) -> Iterator[Any]:
+        with start_worker(
+            self.app, pool="solo", perform_ping_check=False, loglevel="WARNING", **options
+        ) as started:
+            yield started
+
+
+@pytest.fixture
+def shop(broker: TestBroker, host: str) -> Shop:
+    return Shop(f"{broker.http_url.replace('http', 'timeball', 1)}/{host}")
+
+
+@pytest.mark.parametrize("days", [1 / 12, 3_652], ids=["2 h", "10 years"])
+def test_a_task_with_an_eta_waits_at_the_broker(
+    broker: TestBroker, host: str, shop: Shop, days: float
+) -> None:
+    eta = broker.clock.now + timedelta(days=days)
+    with shop.worker():
+        result = shop.close.apply_async(["17"], eta=eta)
+        pending = broker.assert_scheduled(f"{host}-celery", key=result.id)
+        assert pending.due >= eta and pending.due - eta < timedelta(milliseconds=1)
+        assert pending.tag == "shop.close"
+        broker.clock.advance_to(eta - timedelta(seconds=1))
+        shop.close.delay("now")
+        eventually(lambda: shop.ran == ["now"], "the task without an ETA")
+        assert len(broker.clock.advance("2s")) == 1
+        eventually(lambda: shop.ran == ["now", "17"], "the task")
+
+
+def test_a_countdown_and_a_retry_wait_at_the_broker(broker: TestBroker, host: str, shop: Shop) -> None:
+    tries: list[int] = []
+
+    @shop.app.task(
+        shared=False, name="shop.retry", bind=True, max_retries=2, default_retry_delay=14_400
+    )  # counted from now, by the clock of the worker
+    def retry(task: Any) -> None:
+        tries.append(task.request.retries)
+        if task.request.retries == 0:
+            raise task.retry()
+
+    with shop.worker():
+        retry.apply_async(countdown=7_200)
+        (pending,) = broker.pending(f"{host}-celery")
+        assert pending.due - broker.clock.now > timedelta(hours=1, minutes=59)
+        broker.clock.advance_to(pending.due)
+        eventually(lambda: broker.pending(f"{host}-celery"), "a retry")
+        assert tries == [0]
+        broker.clock.advance_to(broker.pending(f"{host}-celery")[0].due)
+        eventually(lambda: tries == [0, 1], "the second try")
+
+
+def test_an_eta_beyond_the_limit_is_refused(broker: TestBroker, shop: Shop) -> None:
+    with pytest.raises(InvalidDelay):
+        shop.close.apply_async(["17"], eta=broker.clock.now + timedelta(days=5_000))
+
+
+def test_a_revoked_task_is_cancelled(broker: TestBroker, host: str, shop: Shop) -> None:
+    one, two = (shop.close.apply_async([each], countdown=3_600) for each in "ab")
+    assert [verdict.verdict for verdict in shop.app.control.revoke(one.id)] == ["cancelled"]
+    two.revoke()
+    assert broker.pending(f"{host}-celery") == []
+    verdicts = shop.app.control.revoke([one.id, "unknown"])
+    assert [verdict.verdict for verdict in verdicts] == ["already_cancelled", "not_found"]
+
+
+def test_a_task_that_rejects_is_a_dead_letter(broker: TestBroker, host: str, shop: Shop) -> None:
+    with shop.worker():
+        shop.refuse.delay()
+        ball = broker.client()
+        eventually(lambda: ball.groups() and _dead(ball, f"{host}-celery"), "a dead letter")
+
+
+def _dead(ball: Any, group: str) -> bool:
+    return any(each.group == group for each in ball.groups()) and bool(ball.dead_letters(group).dead_letters)
+
+
+def test_remote_control(shop: Shop) -> None:
+    with shop.worker() as worker:
+        inspect = shop.app.control.inspect([worker.hostname], timeout=WAIT_S)
+        assert list(inspect.ping()) == [worker.hostname]
+        assert [each["name"] for each in inspect.active_queues()[worker.hostname]] == ["celery"]
+        assert inspect.scheduled() == {worker.hostname: []}
+
+
+def test_events(shop: Shop) -> None:
+    seen: list[str] = []
+    ready = threading.Event()
+    with shop.worker(task_events=True), shop.app.connection_for_read() as connection:
+        receiver = shop.app.events.Receiver(
+            connection, handlers={"*": lambda event: seen.append(event["type"])}
+        )
+        receiver.on_consume_ready = lambda *_, **__: ready.set()
+        thread = threading.Thread(target=lambda: receiver.capture(limit=None, timeout=None, wakeup=False))
+        thread.start()
+        try:
+            assert ready.wait(WAIT_S)
+            shop.close.delay("a")
+            eventually(lambda: "task-succeeded" in seen, "an event of the task")
+        finally:
+            receiver.should_stop = True
+            thread.join(WAIT_S)
+
+
+def test_results_by_rpc(shop: Shop) -> None:
+    shop.app.conf.result_backend = "rpc://"
+
+    @shop.app.task(shared=False, name="shop.add")
+    def add(one: int, two: int) -> int:
+        return one + two
+
+    with shop.worker():
+        results = [add.delay(number, 1) for number in range(3)]
+        assert [result.get(timeout=WAIT_S) for result in results] == [1, 2, 3]
+
+
+# ---- connections ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "endpoint"),
+    [
+        ("timeball://", {}, "http://127.0.0.1:7480"),
+        ("timeball://broker:7000/shop", {}, "http://broker:7000"),
+        ("timeball://a:7480;timeball://b:7481", {}, "http://a:7480,b:7481"),
+        ("timeball://[::1]:7480", {}, "http://[::1]:7480"),
+        ("timeball://broker", {"ssl": True}, "https://broker:7480"),
+    ],
+)
+def test_a_url_names_the_nodes(url: str, options: dict[str, Any], endpoint: str) -> None:
+    connection = Connection(url, **options)
+    assert connection.transport.link.calls._endpoints == tuple(
+        f"{endpoint.partition('://')[0]}://{address}" for address in endpoint.partition("://")[2].split(",")
+    )
+
+
+def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "roots.pem"
+    with pytest.raises(RequestError, match=f"ca_certs={path}"):
+        Connection("timeball://broker", ssl={"ca_certs": str(path)}).transport  # noqa: B018
