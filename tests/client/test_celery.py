@@ -15,7 +15,7 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Reject
 from kombu import Connection, Consumer, Exchange, Producer, Queue
 from kombu.exceptions import ChannelError
-from tests.node_fixture import HttpNode, eventually, running_node
+from tests.node_fixture import eventually, running_node
 
 from timeball.client.celery import Control
 from timeball.model.errors import InvalidDelay, InvalidMessage, RequestError
@@ -43,7 +43,7 @@ def host(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def connection(broker: TestBroker, host: str) -> Iterator[Connection]:
-    with Connection(f"{broker.http_url.replace('http', 'timeball', 1)}/{host}") as made:
+    with Connection(f"{broker.endpoint.replace('http', 'timeball', 1)}/{host}") as made:
         yield made
 
 
@@ -273,10 +273,10 @@ def test_a_reply_may_come_before_it_is_consumed(connection: Connection) -> None:
 
 
 def test_a_consumer_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", kind=HttpNode) as node:
+    with running_node(tmp_path / "data") as node:
         exchange = Exchange("news", type="fanout")
         with (
-            Connection(node.endpoint.replace("http", "timeball", 1)) as connection,
+            Connection(node.http_endpoint.replace("http", "timeball", 1)) as connection,
             consuming(connection, TASKS) as found,
             consuming(connection, temporary("one", exchange), no_ack=True) as news,
         ):
@@ -328,7 +328,7 @@ class Shop:
 
 @pytest.fixture
 def shop(broker: TestBroker, host: str) -> Shop:
-    return Shop(f"{broker.http_url.replace('http', 'timeball', 1)}/{host}")
+    return Shop(f"{broker.endpoint.replace('http', 'timeball', 1)}/{host}")
 
 
 @pytest.mark.parametrize("days", [1 / 12, 3_652], ids=["2 h", "10 years"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import celery.app.control
 
-from timeball.model.wire import Verdict
+from timeball.model.answers import Verdict
 
 
 class Control(celery.app.control.Control):

@@ -28,13 +28,12 @@ from typing import Any, Literal
 import msgspec
 
 from timeball.client.celery.messages import payload_of
-from timeball.client.consumer import Consumer, Start, receive_request
+from timeball.client.consumer import Consumer, Start, receiving
 from timeball.client.http_calls import HttpCalls, MessageStream
-from timeball.client.http_codec import path
+from timeball.client.http_codec import create_topic, path
 from timeball.client.http_connection import Connection, Request
 from timeball.client.messages import Member, Message
 from timeball.io.clock import SystemClock
-from timeball.model import wire
 from timeball.model.errors import NotFound, OverLimit, TimeballError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class GroupSource:
     def __init__(
         self, calls: HttpCalls, topic: str, group: str, credit: int, lease_ms: int, start: Start = "earliest"
     ) -> None:
-        request = receive_request(topic, group, 1, 0, start, f"{lease_ms}ms")
+        request = receiving(topic, group, 1, 0, start, f"{lease_ms}ms")
         self.credit, self.received = credit, deque[Item]()
         self._stream = MessageStream(calls, request, credit, None)
         self._member, self._clock = Member(calls, topic, group), SystemClock()
@@ -137,7 +136,7 @@ class TailSource:
         try:
             self._connection = self._calls.open(request, None)
         except NotFound:  # a message creates a topic, and a reader does not
-            self._calls.action("create_topic", wire.CreateTopic(topic=self.topic, queues=1), dict[str, Any])
+            self._calls.run(create_topic(self.topic, 1))
             self._connection = self._calls.open(request, None)
         self._text, self._heard_ns = b"", self._clock.monotonic_ns()
 
@@ -334,10 +333,10 @@ class Link:
 
     def _send_answer(self, answer: Answer, messages: list[Message]) -> None:
         if answer == "ack":
-            if (late := len(messages) - self._consumer.ack(messages, None)) > 0:
+            if (late := len(messages) - self._consumer.ack(messages)) > 0:
                 logger.warning("tasks acknowledged after their leases, they run again tasks=%d", late)
         elif answer == "give_back":
-            self._consumer.give_back(messages, None)
+            self._consumer.give_back(messages)
         elif answer == "nack":
             messages[0].nack(0, reason="rejected with requeue")
         else:
@@ -405,7 +404,7 @@ class Link:
             self._remove(source)
         try:
             self._settle()
-            self._consumer.give_back(self._held, None)
+            self._consumer.give_back(self._held)
         except TimeballError as error:
             logger.warning("messages not given back, their leases end reason=%s", error)
 

@@ -37,8 +37,8 @@ from timeball.client.messages import Message
 from timeball.client.timeball import Timeball
 from timeball.io.clock import SystemClock
 from timeball.model import limits
+from timeball.model.answers import Verdict
 from timeball.model.errors import GroupNotFound, NotFound, Unavailable
-from timeball.model.wire import Verdict
 
 LEASE_MS = 30_000  # renewed every 10 s: the tasks of a dead worker run again after 20 to 30 s
 TIMEOUT_MS = 10_000  # of a call
