@@ -8,12 +8,11 @@ from examples.flights.questions import answer_table, ask, look_ahead
 from rich.console import Console
 from tests.node_fixture import running_node
 
-from timeball import Timeball
 from timeball.model.limits import DAY_MS
 
 
 def test_the_busiest_minutes_and_the_states_are_counted(tmp_path: Path) -> None:
-    with running_node(tmp_path / "d", compact_rows=0) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", compact_rows=0) as node, node.client() as ball:
         busy_ms = (ball.status()["now_ms"] + 2 * DAY_MS) // 60_000 * 60_000
         ball.send_many([{"body": "x", "at": busy_ms + n} for n in range(7)], topic="busy")
         ball.send_many([{"body": "x", "after": f"{86_400 + 300 * n}s"} for n in range(5)], topic="quiet")
