@@ -463,6 +463,32 @@ def test_empty_lines_keep_no_connection_open() -> None:
     asyncio.run(serve())
 
 
+def test_at_a_stop_a_request_on_its_way_is_refused_and_a_running_one_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that sends on a connection that it believes idle knows that the broker did nothing."""
+
+    async def serve() -> None:
+        asked = Asked()
+        idle, running, silent = Served(short=short), Served(asked=asked.handler), Served()
+        await idle.receive(get_of("none"))
+        await running.receive(get_of("asked"))
+        idle.connection.shutdown()
+        running.connection.shutdown()
+        assert not idle.stored.is_closed and not running.stored.is_closed
+        await idle.receive(get_of("short"))
+        asked.answer()
+        await running.settle()
+        assert (idle.statuses, running.statuses) == ([b"404", b"503"], [b"200"])
+        assert idle.stored.is_closed and running.stored.is_closed
+        monkeypatch.setattr(bounds, "LINGER_S", 0)
+        silent.connection.shutdown()
+        await silent.settle()
+        assert silent.stored.is_closed and not silent.statuses
+
+    asyncio.run(serve())
+
+
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_task_that_is_cancelled_before_its_first_step_is_not_kept() -> None:
     async def serve() -> None:

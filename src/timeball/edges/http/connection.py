@@ -22,12 +22,18 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from timeball.edges.http.codec import problem
 from timeball.edges.http.exchange import Exchange
 from timeball.edges.http.requests import ANSWER_S, Endpoint, PathTable, no_path
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, protocol_of
+from timeball.model.errors import Unavailable
 
+STOPPING = problem(503, Unavailable.code, "the broker stops, and did nothing; send the request again")
 _FIRST_BYTES_MAX = 64  # of a connection; enough to recognize another protocol
 HEAD_BYTES_MAX = 32 * 1024  # also for bytes of other kinds between two parts of a body, such as trailers
+# An idle connection stays open for this long at a stop. A request that is on its way gets an answer, from which the
+# client knows that it was not carried out. uvicorn waits for 0.1 s at a stop anyway.
+LINGER_S = 0.08
 LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
 HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
 
@@ -123,6 +129,7 @@ class HttpConnection(HttpToolsProtocol):
         # of a head that has not come at once; None while there is none
         self._head_deadline: asyncio.TimerHandle | None = None
         self._idle_since_s: float | None = None  # None while a request is under way
+        self._is_stopping = False  # the broker stops: requests that come are refused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the head of the first request."""
@@ -140,6 +147,14 @@ class HttpConnection(HttpToolsProtocol):
             self._serving.disconnected = True
             self._serving.notify()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Refuse further requests, and close the connection after the present one, or after LINGER_S."""
+        self._is_stopping = True
+        if self._serving is not None:
+            self.cycle.keep_alive = self._serving.keep_alive = False
+        elif not self.transport.is_closing():
+            self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> None:
         """Close the connection within LAST_BYTES_S. asyncio would close it when the client has read all answers."""
@@ -279,11 +294,16 @@ class HttpConnection(HttpToolsProtocol):
     def _start_next(self) -> None:
         """Start the next request, unless another one is under way."""
         if self.waiting and self._serving is None and not self.transport.is_closing():
+            if self._is_stopping and self.waiting[0][0].more_body:
+                return  # closed with bytes unread, the connection would be reset, and the answer lost
             exchange, endpoint = self.waiting.popleft()
             self._serving, self._idle_since_s = exchange, None
             if len(exchange.body) <= HIGH_WATER_LIMIT:  # else when its handler takes the body
                 self.flow.resume_reading()
-            if endpoint is not None:
+            if self._is_stopping:
+                exchange.keep_alive = False
+                exchange.write(STOPPING)
+            elif endpoint is not None:
                 endpoint.start(exchange, partial(self._run, exchange))
             elif self.flow.write_paused:
                 self._run(exchange, _refuse_later(exchange))
