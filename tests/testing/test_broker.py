@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
+import threading
 import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -14,6 +16,7 @@ import pytest
 from tests.edges.push.receiver import Reply, receiver_of
 
 from timeball import InvalidDelay, OutOfRange
+from timeball.model.errors import SetupError
 from timeball.testing import ReleasedMessage, TestBroker
 
 START = datetime(2027, 1, 1, tzinfo=UTC)
@@ -215,6 +218,39 @@ def test_a_broker_continues_after_a_restart_at_its_own_time(tmp_path: Path) -> N
     with TestBroker(start=START, data=tmp_path / "data") as broker:
         assert broker.clock.now >= stopped
         assert bodies(broker.clock.advance("100d")) == [b"x"]
+
+
+def test_a_clock_may_begin_in_1970() -> None:
+    with TestBroker(start="1970-01-01T00:00:00Z") as first:
+        assert first.clock.now_ms == 0
+
+
+@pytest.mark.parametrize("settings", [{"no_setting": 1}, {"durability": "none"}, {"host": "192.0.2.1"}])
+def test_a_start_that_fails_leaves_no_thread_and_no_folder(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    threads = set(threading.enumerate())
+    broker = TestBroker(**settings)
+    with pytest.raises(Exception):  # noqa: B017, PT011  # of the settings or of the system
+        broker.start()
+    assert set(threading.enumerate()) == threads and list(tmp_path.iterdir()) == []
+
+
+def test_a_broker_that_does_not_run_says_so() -> None:
+    broker = TestBroker()
+    for call_it in (
+        broker.client,
+        broker.pending,
+        lambda: broker.clock.now,
+        lambda: broker.clock.advance("1h"),
+    ):
+        with pytest.raises(SetupError, match="does not run"):
+            call_it()
+    with broker, pytest.raises(SetupError, match="runs already"):
+        broker.start()
+    with pytest.raises(SetupError, match="does not run"):
+        broker.clock.advance_to("2100-01-01T00:00:00Z")
 
 
 def test_all_interfaces_have_a_port(broker: TestBroker) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from timeball import AsyncTimeball, Timeball
     from timeball.broker.consuming.requests import Receipt, ReceiveRequest
+    from timeball.broker.virtual_time import VirtualTime
     from timeball.node.node import Node
 
 T = TypeVar("T")
@@ -122,28 +123,41 @@ class TestBroker:
         self._handlers: list[tuple[ReceiveRequest, Handler]] = []
         self._released: list[ReleasedMessage] = []
         self._resources = ExitStack()
+        self._started: Node | None = None
         self.clock = VirtualClock(self)
 
     # -- start and stop ------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the broker. Raises SetupError if the extra `timeball[broker]` is not installed."""
+        """Start the broker.
+
+        Raises SetupError if it runs already, if the extra `timeball[broker]` is not installed, or for a wrong setting.
+        """
+        if self._started is not None:
+            raise SetupError("this TestBroker runs already")
         try:
-            from timeball.io.clock import ManualClock, SystemClock
-            from timeball.io.files import RealFiles
-            from timeball.log.disk_thread import InlineDisk
-            from timeball.node.node import Node
-            from timeball.schedule.loaded import LoadBounds
-        except ModuleNotFoundError as error:
-            raise SetupError(f"{error}: a TestBroker needs the extra timeball[broker]") from error
+            self._start()
+        except BaseException as error:  # of any kind: neither the thread nor the folder may stay
+            self.stop()
+            if isinstance(error, ModuleNotFoundError):
+                raise SetupError(f"{error}: a TestBroker needs the extra timeball[broker]") from error
+            raise
+        return self
+
+    def _start(self) -> None:
+        from timeball.io.clock import ManualClock, SystemClock
+        from timeball.io.files import RealFiles
+        from timeball.log.disk_thread import InlineDisk
+        from timeball.node.node import Node
+        from timeball.schedule.loaded import LoadBounds
+
         files = None
         if (folder := self._data) is None:
             folder = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
             files = RealFiles(folder, syncs=False)
         real = SystemClock()
-        clock = ManualClock(
-            self._start_ms or real.wall_ms(), real.boot_ms(), real.monotonic_ns() // 1_000_000
-        )
+        start_ms = real.wall_ms() if self._start_ms is None else self._start_ms
+        clock = ManualClock(start_ms, real.boot_ms(), real.monotonic_ns() // 1_000_000)
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="timeball-test-broker", daemon=True)
         thread.start()
@@ -151,21 +165,28 @@ class TestBroker:
         settings = Settings(data=folder, **{**_SETTINGS, **self._settings})
         # Bodies stay in memory until they are due, as in a broker those of the next seconds.
         bounds = LoadBounds(ahead_ms=limits.DELAY_MS_MAX) if settings.strategy == "hour_log" else LoadBounds()
-        self._node: Node = Node(settings, clock, files, load_bounds=bounds, executor=InlineDisk())
-        try:
-            self._run(self._node.start())
-        except BaseException:  # of any kind: neither the thread nor the folder may stay
-            self._resources.close()
-            raise
-        self._resources.callback(lambda: self._run(self._node.stop()))
-        virtual_time = self._node.broker.virtual_time
-        assert virtual_time is not None
-        self._virtual_time = virtual_time
-        return self
+        self._started = node = Node(settings, clock, files, load_bounds=bounds, executor=InlineDisk())
+        self._run(node.start())
+        self._resources.callback(lambda: self._run(node.stop()))
 
     def stop(self) -> None:
         """Close the clients, stop the broker and remove a temporary folder."""
-        self._resources.close()
+        try:
+            self._resources.close()
+        finally:
+            self._started = None
+
+    @property
+    def _node(self) -> Node:
+        if self._started is None:
+            raise SetupError("this TestBroker does not run: use it as a context manager, or call start")
+        return self._started
+
+    @property
+    def _virtual_time(self) -> VirtualTime:
+        virtual_time = self._node.broker.virtual_time
+        assert virtual_time is not None
+        return virtual_time
 
     def __enter__(self) -> Self:
         return self.start()
@@ -179,6 +200,9 @@ class TestBroker:
         self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._started is None:
+            coroutine.close()
+        self._node  # noqa: B018  # raises if the broker does not run
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     # -- addresses and clients -------------------------------------------------------------------------------------
