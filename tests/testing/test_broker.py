@@ -190,6 +190,21 @@ def test_a_handler_runs_at_the_time_of_a_visible_message(broker: TestBroker) -> 
     assert seen == [begin]
 
 
+def test_a_handler_may_advance_the_clock_past_the_end_of_the_advance(broker: TestBroker) -> None:
+    begin, seen = broker.clock.now, list[tuple[bytes, timedelta]]()
+
+    def take_two_hours(message: ReleasedMessage) -> None:
+        seen.append((message.body, broker.clock.now - begin))
+        broker.clock.advance("2h")
+
+    broker.handle("long-jobs", take_two_hours)
+    for hour in (1, 2):
+        broker.client().send("long-jobs", str(hour).encode(), after=f"{hour}h")
+    assert bodies(broker.clock.advance("90m")) == [b"1", b"2"]
+    assert seen == [(b"1", timedelta(hours=1)), (b"2", timedelta(hours=2))]
+    assert broker.clock.now - begin == timedelta(hours=4)
+
+
 def test_the_clock_goes_only_forward(broker: TestBroker) -> None:
     with pytest.raises(OutOfRange, match="advance to a time from then on"):
         broker.clock.advance_to(broker.clock.now - timedelta(seconds=2))

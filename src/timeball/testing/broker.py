@@ -253,6 +253,8 @@ class TestBroker:
         delivered = self._run(self._advance_to_handler(target_ms))
         while delivered is not None:
             failure = _failure_of(delivered)
+            # A handler may have advanced the clock further.
+            target_ms = max(target_ms, self.clock.now_ms)
             delivered = self._run(self._settle_and_advance(delivered.receipt, failure, target_ms))
         return self._released[first:]
 
