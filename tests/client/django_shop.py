@@ -1,5 +1,6 @@
 """Tasks for the tests of the backend."""
 
+import asyncio
 import os
 import threading
 from typing import Any
@@ -41,6 +42,12 @@ def fail(context: Any, failures: int) -> int:
 @task
 def give_up() -> None:
     raise Dead("no such order")
+
+
+@task
+def leave(name: str) -> None:
+    """Raise an exception that is no Exception."""
+    raise {"SystemExit": SystemExit, "CancelledError": asyncio.CancelledError}[name]
 
 
 @task

@@ -287,6 +287,16 @@ def test_a_task_may_give_up_and_may_ask_for_a_later_attempt(broker: TestBroker) 
     assert backend().ball.get(asked.id).groups[0].attempts >= 2
 
 
+def test_a_task_that_exits_or_is_cancelled_ends_no_worker() -> None:
+    with working():
+        for name in ("SystemExit", "CancelledError"):
+            result = shop.leave.enqueue(name)
+            eventually(lambda result=result: backend().get_result(result.id).errors, "the attempt has failed")
+            wait_for(result, "READY")
+            assert result.errors[0].exception_class.__name__ == name
+        wait_for(shop.note.enqueue("after them"), "SUCCESSFUL")
+
+
 def test_a_running_task_is_running(broker: TestBroker) -> None:
     shop.HOLDING.clear()
     shop.MAY_END.clear()

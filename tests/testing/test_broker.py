@@ -247,7 +247,7 @@ def test_a_start_that_fails_leaves_no_thread_and_no_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads = set(threading.enumerate())
     broker = TestBroker(**settings)
-    with pytest.raises(Exception):  # noqa: B017, PT011  # of the settings or of the system
+    with pytest.raises(Exception):  # noqa: B017  # of the settings or of the system
         broker.start()
     assert set(threading.enumerate()) == threads and list(tmp_path.iterdir()) == []
 

@@ -76,7 +76,9 @@ class TaskHandler:
         try:
             context = (TaskContext(task_result=result),) if result.task.takes_context else ()
             value = normalize_json(result.task.call(*context, *result.args, **result.kwargs))
-        except Exception as error:  # a task may raise any error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of any kind, as sys.exit() or the cancellation of a coroutine
             path = f"{type(error).__module__}.{type(error).__qualname__}"
             result.errors.append(
                 TaskError(exception_class_path=path, traceback="".join(format_exception(error)))
@@ -86,6 +88,8 @@ class TaskHandler:
             _settle(backend, result)
             if is_last and not isinstance(error, Dead):
                 raise Dead(reason_of(error)) from error
+            if not isinstance(error, Exception):  # it would end the worker
+                raise RuntimeError(reason_of(error)) from error
             raise
         _update(result, status=TaskResultStatus.SUCCESSFUL, _return_value=value)
         _settle(backend, result)
