@@ -21,6 +21,7 @@ import pytest
 from django.apps import apps
 from django.conf import settings
 from django.core import checks
+from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.db import transaction
@@ -295,6 +296,30 @@ def test_a_task_that_exits_or_is_cancelled_ends_no_worker() -> None:
             wait_for(result, "READY")
             assert result.errors[0].exception_class.__name__ == name
         wait_for(shop.note.enqueue("after them"), "SUCCESSFUL")
+
+
+def test_a_result_that_cannot_be_stored_or_told_does_not_repeat_its_task(
+    broker: TestBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("out of order")
+
+    monkeypatch.setattr(LocMemCache, "set", refuse)
+    for each in (task_started, task_finished):
+        each.connect(refuse)
+    try:
+        options = {"max_attempts": 1, "prefix": "refused-", "results": "default"}
+        with override_settings(TASKS=tasks(broker.http_url, **options)), working():
+            done, failed = shop.note.enqueue("once"), shop.fail.enqueue(99)
+            wait_for(done, "SUCCESSFUL")
+            wait_for(failed, "FAILED")
+    finally:
+        for each in (task_started, task_finished):
+            each.disconnect(refuse)
+    assert shop.RUNS == [("once", {})]
+    (letter,) = broker.client().dead_letters("refused-default").dead_letters
+    assert letter.reason == "Dead: ValueError: attempt 1"
+    assert f"result not stored id={done.id}" in caplog.text
 
 
 def test_a_running_task_is_running(broker: TestBroker) -> None:

@@ -8,6 +8,7 @@ Signals of the framework: `task_started` for each attempt, `task_finished` when 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -38,6 +39,9 @@ from timeball.client.django.tasks_api import (
 from timeball.client.messages import Message, reason_of
 from timeball.client.worker import Dead, Worker
 from timeball.model.time_parsing import After
+
+
+logger = logging.getLogger(__name__)
 
 
 class TaskHandler:
@@ -72,7 +76,8 @@ class TaskHandler:
             started_at=result.started_at or started,
             last_attempted_at=started,
         )
-        task_started.send(type(backend), task_result=result)
+        # A receiver that raises an error must not repeat the task: Django logs the error.
+        task_started.send_robust(type(backend), task_result=result)
         try:
             context = (TaskContext(task_result=result),) if result.task.takes_context else ()
             value = normalize_json(result.task.call(*context, *result.args, **result.kwargs))
@@ -105,9 +110,12 @@ def _settle(backend: TimeballBackend, result: TaskResult) -> None:
     """Store the result of an attempt, and send the signal if it was the last one."""
     if result.is_finished:
         _update(result, finished_at=timezone.now())
-    backend.store(result)
+    try:
+        backend.store(result)
+    except Exception:  # of any cache: the outcome of the task stands
+        logger.exception("result not stored id=%s", result.id)
     if result.is_finished:
-        task_finished.send(type(backend), task_result=result)
+        task_finished.send_robust(type(backend), task_result=result)
 
 
 def _handler_of_process(alias: str) -> TaskHandler:
