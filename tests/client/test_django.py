@@ -391,7 +391,7 @@ OTHER = BaseTaskBackend.__module__.removesuffix("base") + "dummy.DummyBackend"
         ({"OPTIONS": {"endpoint": "http:/h"}}, ["timeball.E001"]),
         ({"OPTIONS": {"access_key": "a"}}, ["timeball.E001"]),
         ({"OPTIONS": {"max_attempts": 0}}, ["timeball.E001"]),
-        ({"QUEUES": ["fine", "with.dot", "x" * 130]}, ["timeball.E002"] * 2),
+        ({"QUEUES": ["fine", "with.dot", "x" * 114, "y" * 113]}, ["timeball.E002"] * 2),
         ({"OPTIONS": {"results": "nowhere"}}, ["timeball.E004"]),
         ({"OPTIONS": {"results": "default"}}, ["timeball.W001"]),
     ],

@@ -213,6 +213,8 @@ def test_a_join_ends_after_its_time_or_when_nothing_was_sent(broker: TimeballBro
 def test_what_cannot_be_is_refused_by_name(broker: TimeballBroker, kit: TestBroker) -> None:
     with pytest.raises(InvalidName, match=r"with\.dot"):
         broker.declare_queue("with.dot")
+    with pytest.raises(InvalidName, match="120 letters"):
+        TimeballBroker(broker.ball).declare_queue("q" * 112)
     with pytest.raises(QueueNotFound):
         broker.consume("never declared")
     with Timeball(kit.flight) as ball, pytest.raises(RequestError, match="http://"):

@@ -76,8 +76,11 @@ class TimeballBroker(Broker):
     def declare_queue(self, queue_name: str) -> None:
         """Declare a queue. Its first message creates the topic. Raises InvalidName."""
         if queue_name not in self.queues:
-            if not limits.NAME.fullmatch(self._prefix + queue_name):
-                raise InvalidName(f"queue {queue_name!r}: a topic has only letters, digits, % | _ and -")
+            topic = self._prefix + queue_name
+            if not limits.NAME.fullmatch(topic) or len(topic) > limits.GROUP_BYTES_MAX:
+                raise InvalidName(
+                    f"queue {queue_name!r}: {topic!r} needs 1 to {limits.GROUP_BYTES_MAX} letters, digits, % | _ or -"
+                )
             self.emit_before("declare_queue", queue_name)
             self.queues[queue_name] = None
             self.emit_after("declare_queue", queue_name)

@@ -268,7 +268,7 @@ class TimeballBackend(BaseTaskBackend):
             return
         for queue in sorted(self.queues):
             topic = self.topic(queue)
-            if not limits.NAME.fullmatch(topic) or len(topic) > limits.TOPIC_BYTES_MAX:
+            if not limits.NAME.fullmatch(topic) or len(topic) > limits.GROUP_BYTES_MAX:  # less than a topic
                 text = f"the topic {topic!r} is too long, or has other characters than % | a-z A-Z 0-9 _ -"
                 yield checks.Error(text, hint=f"Rename the queue in {place}['QUEUES'].", id="timeball.E002")
         database = settings.DATABASES.get("default", {}).get("ENGINE", "django.db.backends.dummy")
