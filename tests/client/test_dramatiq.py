@@ -23,8 +23,9 @@ from tests.bounds import BOUND_S
 from tests.cli.processes import environment
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import InvalidName, RequestError, Timeball
+from timeball import InvalidMessage, InvalidName, RequestError, Timeball
 from timeball.client.dramatiq import TimeballBroker
+from timeball.model import limits
 from timeball.testing import TestBroker
 
 NUMBERS = count(1)
@@ -270,6 +271,21 @@ def test_a_retry_that_cannot_be_sent_does_not_lose_the_message(tmp_path: Path, n
         (place,) = broker.ball.get(message.received.id).groups
         assert (place.state, place.attempts) == ("waiting", 1)
         broker.close()
+
+
+def test_a_retry_that_is_refused_does_not_lose_the_message(broker: TimeballBroker) -> None:
+    """A traceback, for instance, makes the message too large."""
+    actor(broker, print).send("x")
+    consumer = broker.consume("default", timeout=1_000)
+    message = next(consumer)
+    assert message is not None
+    message.options["traceback"] = "x" * limits.BODY_BYTES_MAX
+    with pytest.raises(InvalidMessage):
+        broker.enqueue(message, delay=1_000)
+    consumer.ack(message)
+    (place,) = broker.ball.get(message.received.id).groups
+    assert (place.state, place.attempts) == ("waiting", 1)
+    consumer.close()
 
 
 def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:

@@ -86,24 +86,32 @@ class TimeballBroker(Broker):
             self.emit_after("declare_queue", queue_name)
 
     def enqueue(self, message: Any, *, delay: float | None = None) -> Any:
-        """Send a message, to be delivered after `delay` milliseconds. It is on the broker's disk on return.
+        """Send a message, to be delivered after `delay` milliseconds.
+
+        It is on the broker's disk on return.
 
         The message has its id as a key, so `ball.cancel(key=message.message_id)` cancels it.
 
-        Raises ConnectionClosed if the broker cannot be reached, or if the answer was lost.
+        Raises ConnectionClosed if the broker cannot be reached, or if the answer was lost, and RequestError if the
+        message is refused.
         """
         self.declare_queue(message.queue_name)
         self.emit_before("enqueue", message, delay)
-        topic, after = (
-            self.topic(message.queue_name),
-            None if delay is None else timedelta(milliseconds=delay),
-        )
+        after = None if delay is None else timedelta(milliseconds=delay)
         try:
-            self.ball.send(topic, message.encode(), after=after, keys=message.message_id, retry=True)
-        except (Unavailable, OverLimit) as error:
+            self.ball.send(
+                self.topic(message.queue_name),
+                message.encode(),
+                after=after,
+                keys=message.message_id,
+                retry=True,
+            )
+        except Exception as error:  # of any kind, because Dramatiq logs it and acknowledges the message
             if isinstance(message, LeasedMessage):
                 message.is_lost = True
-            raise ConnectionClosed(error) from error
+            if isinstance(error, (Unavailable, OverLimit)):
+                raise ConnectionClosed(error) from error
+            raise
         self.emit_after("enqueue", message, delay)
         return message
 
