@@ -288,6 +288,15 @@ def test_a_retry_that_is_refused_does_not_lose_the_message(broker: TimeballBroke
     consumer.close()
 
 
+def test_a_delay_below_zero_is_none(broker: TimeballBroker) -> None:
+    seen: list[int] = []
+    run = actor(broker, seen.append)
+    with working(broker):
+        run.send_with_options(args=(1,), delay=timedelta(seconds=-5))
+        broker.join("default", timeout=BOUND_S * 1000)
+    assert seen == [1]
+
+
 def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:
     with running_node(tmp_path / "data") as node:
         broker = TimeballBroker(Timeball(node.http_endpoint))

@@ -86,7 +86,7 @@ class TimeballBroker(Broker):
             self.emit_after("declare_queue", queue_name)
 
     def enqueue(self, message: Any, *, delay: float | None = None) -> Any:
-        """Send a message, to be delivered after `delay` milliseconds.
+        """Send a message, to be delivered after `delay` milliseconds, at once if they are negative.
 
         It is on the broker's disk on return.
 
@@ -97,7 +97,7 @@ class TimeballBroker(Broker):
         """
         self.declare_queue(message.queue_name)
         self.emit_before("enqueue", message, delay)
-        after = None if delay is None else timedelta(milliseconds=delay)
+        after = None if delay is None else timedelta(milliseconds=max(delay, 0))
         try:
             self.ball.send(
                 self.topic(message.queue_name),
