@@ -40,7 +40,6 @@ from timeball.client.messages import Message, reason_of
 from timeball.client.worker import Dead, Worker
 from timeball.model.time_parsing import After
 
-
 logger = logging.getLogger(__name__)
 
 
