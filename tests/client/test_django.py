@@ -425,6 +425,8 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     [
         (["--threads", "0"], {}, "threads=0"),
         (["--lease", "soon"], {}, "soon"),
+        (["--queue", "mial"], {"QUEUES": ["mail"]}, r"QUEUES'\] has no 'mial': did you mean 'mail'"),
+        (["--backend", "other"], {}, r"TASKS\['other'\].*doesn't exist"),
         ([], {"QUEUES": []}, "name those to work on"),
         ([], {"BACKEND": OTHER}, "is no TimeballBackend"),
     ],

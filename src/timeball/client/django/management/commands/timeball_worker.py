@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from timeball.client.django.backend import TimeballBackend
 from timeball.client.django.tasks_api import task_backends
 from timeball.client.django.worker import make_workers, run
 from timeball.model.errors import TimeballError
+from timeball.model.values import valid
 
 
 class Command(BaseCommand):
@@ -40,12 +42,20 @@ class Command(BaseCommand):
         **_options: Any,
     ) -> None:
         """Run the workers. Raises CommandError for a wrong option, and if the broker refuses a worker."""
-        tasks = task_backends[backend]
+        try:
+            tasks = task_backends[backend]
+        except ImproperlyConfigured as error:
+            raise CommandError(f"TASKS[{backend!r}]: {error}") from error
         if not isinstance(tasks, TimeballBackend):
             raise CommandError(f"TASKS[{backend!r}] is no TimeballBackend")
         names = queues or sorted(tasks.queues)
         if not names:
             raise CommandError(f"TASKS[{backend!r}] accepts any queue: name those to work on, with --queue")
+        for name in names:
+            if tasks.queues and name not in tasks.queues:
+                raise CommandError(
+                    f"TASKS[{backend!r}]['QUEUES'] has no {name!r}: {valid(name, sorted(tasks.queues))}"
+                )
         try:
             workers = make_workers(tasks, names, threads, processes, lease)
             self.stdout.write(f"working on {', '.join(names)} of {tasks.config.endpoint}")
