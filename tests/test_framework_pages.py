@@ -110,6 +110,11 @@ def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=BOUND_S, check=False,
     )  # fmt: skip
     assert walk.returncode == 0, walk.stderr
+    tests = subprocess.run(
+        [sys.executable, "-m", "django", "test", "shop"],
+        cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert tests.returncode == 0 and "Ran 1 test" in tests.stderr, tests.stderr
     told = json.loads(walk.stdout.splitlines()[-1])
     assert told["verdict"] == "cancelled"
     pending = broker.pending("django-default")
