@@ -170,9 +170,12 @@ def test_the_program_for_those_who_come_from_elsewhere(
     jobs = load(tmp_path, "own_jobs")
     with Timeball(broker.endpoint) as ball:
         assert jobs.examples(ball, broker.clock.now + timedelta(hours=1)) == "cancelled"
-        for _ in range(2):  # two schedulers
-            jobs.daily(ball, "2027-01-01")
-        broker.clock.advance("40d")
+        for _ in range(2):  # two processes
+            jobs.daily(ball)
+        released = broker.clock.advance("40d")
         with Worker(ball, "jobs", "jobs", jobs.run) as worker:
-            eventually(lambda: worker.counts.acknowledged == 2, "handled")
-    assert sorted(capsys.readouterr().out.splitlines()) == ["remind 5", "remind all"]
+            eventually(lambda: worker.counts.acknowledged == len(released), "handled")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("remind 5") == 1
+    # A change to summer time may add or remove one.
+    assert lines.count("remind all") == len(lines) - 1 and 39 <= len(lines) - 1 <= 41
