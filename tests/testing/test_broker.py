@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.edges.push.receiver import Reply, receiver_of
 
-from timeball import InvalidDelay, OutOfRange
+from timeball import Dead, InvalidDelay, OutOfRange, Retry
 from timeball.model.errors import SetupError
 from timeball.testing import ReleasedMessage, TestBroker
 
@@ -87,6 +87,26 @@ def test_a_handler_runs_at_the_due_time_and_again_after_a_failure(broker: TestBr
     assert bodies(broker.clock.advance("1d")) == [b"x"]
     hour = timedelta(hours=1)
     assert seen == [(hour, 1), (hour + timedelta(seconds=10), 2), (hour + timedelta(seconds=40), 3)]
+
+
+def test_a_handler_may_ask_for_a_later_attempt_and_may_give_up_as_that_of_a_worker(
+    broker: TestBroker,
+) -> None:
+    begin, seen = broker.clock.now, list[timedelta]()
+
+    def ask_once(message: ReleasedMessage) -> None:
+        seen.append(broker.clock.now - begin)
+        if message.attempt == 1:
+            raise Retry("5m")
+        raise Dead("no such order")
+
+    broker.handle("asking", ask_once, group="askers")
+    client = broker.client()
+    client.send("asking", b"17", after="1m")
+    broker.clock.advance("1d")
+    assert seen == [timedelta(minutes=1), timedelta(minutes=6)]
+    (letter,) = client.dead_letters("askers").dead_letters
+    assert (letter.reason, letter.attempts) == ("Dead: no such order", 2)
 
 
 def test_a_handler_may_schedule_the_next_message(broker: TestBroker) -> None:

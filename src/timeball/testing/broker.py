@@ -241,7 +241,8 @@ class TestBroker:
         """Call `handler` for each message of a topic while the clock advances, in the thread of the test.
 
         A handler that returns acknowledges the message. One that raises an exception gives it back: the message is
-        delivered again by the group's retry policy, and becomes a dead letter after its last attempt.
+        delivered again by the group's retry policy, and becomes a dead letter after its last attempt. `timeball.Retry`
+        and `timeball.Dead` have the same effect as in the handler of a `Worker`.
         """
         from timeball.broker.consuming.requests import ReceiveRequest
 
@@ -262,13 +263,21 @@ class TestBroker:
     # the threads switch: a switch and back costs as much as a step of the clock.
 
     async def _settle_and_advance(
-        self, receipt: Receipt, failure: str | None, target_ms: int
+        self, receipt: Receipt, failure: Exception | None, target_ms: int
     ) -> _Delivered | None:
+        from timeball.client.messages import reason_of
+        from timeball.client.worker import Dead, Retry
+
         consuming = self._node.broker.consuming
         if failure is None:
             await consuming.acknowledge([receipt])
+        elif isinstance(failure, Dead):
+            await consuming.dead_letter(receipt, reason_of(failure))
+        elif isinstance(failure, Retry):
+            cause = failure.__cause__
+            await consuming.nack(receipt, failure.after_ms, "" if cause is None else reason_of(cause))
         else:
-            await consuming.nack(receipt, None, failure)
+            await consuming.nack(receipt, None, reason_of(failure))
         return await self._advance_to_handler(target_ms)
 
     async def _advance_to_handler(self, target_ms: int) -> _Delivered | None:
@@ -351,12 +360,12 @@ class TestBroker:
         return found[0]
 
 
-def _failure_of(delivered: _Delivered) -> str | None:
-    """Run the handler of a message. Returns the reason of its failure, or None."""
+def _failure_of(delivered: _Delivered) -> Exception | None:
+    """Run the handler of a message. Returns the exception that it raised, or None."""
     try:
         delivered.handler(delivered.message)
     except Exception as error:  # a handler may fail in any way, as a consumer's does
-        return f"{type(error).__name__}: {error}"
+        return error
     return None
 
 
