@@ -309,7 +309,7 @@ def test_a_result_that_cannot_be_stored_or_told_does_not_repeat_its_task(
         each.connect(refuse)
     try:
         options = {"max_attempts": 1, "prefix": "refused-", "results": "default"}
-        with override_settings(TASKS=tasks(broker.http_url, **options)), working():
+        with override_settings(TASKS=tasks(broker.endpoint, **options)), working():
             done, failed = shop.note.enqueue("once"), shop.fail.enqueue(99)
             wait_for(done, "SUCCESSFUL")
             wait_for(failed, "FAILED")
