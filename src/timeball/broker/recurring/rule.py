@@ -285,18 +285,19 @@ def _read_moment(spec: Mapping[str, object], key: str, zone: Zone | None) -> tup
     if shown_time is None or (shown_time.tzinfo is None and zone is None):
         local = "" if zone is None else ", or '2030-01-31T09:00' for a local time in the zone"
         _refuse(key, text, f"must be an instant such as '2030-01-31T09:00:00Z'{local}")
+    local_s = 0
     if shown_time.tzinfo is not None:
         at_ms = instant_ms(text)
-        canonical = instant_text(at_ms)
     else:
         assert zone is not None
         if shown_time.microsecond:
             _refuse(key, text, "a local time has whole seconds")
         local_s = local_seconds(shown_time)
-        canonical, at_ms = local_text(local_s), zone.instant_us(local_s * 1_000_000) // 1_000
+        at_ms = zone.instant_us(local_s * 1_000_000) // 1_000
+    # Before the text is built: with an offset, an instant may be outside the years of a datetime.
     if not 0 <= at_ms <= limits.INSTANT_MS_MAX:
         _refuse(key, text, "must be from 1970 to 9999")
-    return canonical, at_ms
+    return local_text(local_s) if shown_time.tzinfo is None else instant_text(at_ms), at_ms
 
 
 def _parsed(text: str) -> datetime | None:
