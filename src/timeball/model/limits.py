@@ -123,6 +123,8 @@ RULE_LISTED_MAX = 1_000  # local times, or excluded dates, of a recurring rule
 RULE_COUNT_MAX = 1_000  # occurrences of a rule with `count`: the last is found in some milliseconds
 # Parsed rules that are kept: about a kilobyte each. Schedules that are due at the same time often have equal rules.
 RULES_KEPT = 16_384
+LONG_RULE_CHARACTERS = 1_024
+LONG_RULES_KEPT = 256  # of those that are longer: up to 200 KB each
 # Minimum time that a job is remembered, so that repeating yesterday's write does not write twice.
 JOB_KEPT_MS = 7 * DAY_MS
 # Remembered jobs without a digest. Only a writer that still waits for its answer repeats such an attach.

@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import re
 from datetime import date
-from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
+from timeball.broker.recurring.kept_results import kept
 from timeball.broker.recurring.local_times import DAY_S, EPOCH_ORDINAL
-from timeball.model import limits
 from timeball.model.errors import InvalidDelay
 
 _ALIASES = {
@@ -190,7 +189,7 @@ def _lowest(bits: int) -> int:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(limits.RULES_KEPT)
+@kept
 def parse_cron(text: str, seconds: bool = False) -> CronTimes:
     """Parse an expression. `seconds` allows a sixth field, before the others. Raises InvalidDelay."""
     canonical = " ".join(text.split())

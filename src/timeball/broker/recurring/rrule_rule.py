@@ -20,10 +20,10 @@ from bisect import bisect_left
 from calendar import isleap, monthrange
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
+from timeball.broker.recurring.kept_results import kept
 from timeball.broker.recurring.local_times import DAY_S, LAST_S, local_datetime, local_seconds
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay
@@ -241,7 +241,7 @@ def _runs_every_hour(parts: Mapping[str, str], interval: int) -> bool:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(limits.RULES_KEPT)
+@kept
 def parse_rrule(text: str, zone: str) -> RruleTimes:
     """Parse a rule whose local times are in the zone of this name. Raises InvalidDelay."""
     try:

@@ -28,13 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime
-from functools import lru_cache, partial
+from functools import partial
 from typing import NoReturn
 
 import msgspec
 
 from timeball.broker.recurring.cron_rule import parse_cron
 from timeball.broker.recurring.exclusions import ExcludedDays, Excluding
+from timeball.broker.recurring.kept_results import kept
 from timeball.broker.recurring.local_times import (
     ListedTimes,
     LocalTimes,
@@ -110,7 +111,7 @@ class Rule:
         return self._timetable.occurrences(from_ms, until_ms, limit)
 
 
-@lru_cache(limits.RULES_KEPT)
+@kept
 def _rule(text: str) -> Rule:
     try:
         given = msgspec.json.decode(text, type=dict[str, object])

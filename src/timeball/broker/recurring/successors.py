@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
+from timeball.broker.recurring.kept_results import kept
 from timeball.broker.recurring.rule import Occurrence, Rule
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.schedules import (
@@ -55,7 +55,7 @@ _NONE_MISSED = np.empty(0, np.bool_)
 
 
 # Schedules with equal rules are due at the same times, so most calls for them are answered from here.
-@lru_cache(16_384)
+@kept
 def first_after(rule: str, after_ms: int) -> Occurrence | None:
     """Find the first occurrence of a rule later than `after_ms`. None if there is none. Raises InvalidDelay."""
     return next(iter(Rule.from_text(rule).after(after_ms)), None)
