@@ -262,6 +262,15 @@ async def test_the_history_has_what_became_of_the_last_times(world: World) -> No
     assert past[0].message_id == (await released(world))[-1]["unique_key"]
 
 
+@on_node()
+async def test_the_history_asks_the_rule_in_a_thread(world: World) -> None:
+    await put(world, rule={"at": ["2030-01-31T09:00"], "zone": "UTC"})
+    history = asyncio.ensure_future(world.broker.schedules.history(NAME, ANONYMOUS))
+    await asyncio.sleep(0)
+    assert not history.done(), "other tasks have their turns meanwhile"
+    assert await history == []
+
+
 # ---- permissions ---------------------------------------------------------------------------------------------
 
 

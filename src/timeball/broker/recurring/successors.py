@@ -85,6 +85,15 @@ def last_until(rule: str, after_ms: int, until_ms: int) -> Occurrence | None:
     return last
 
 
+def last_times(rule: str, after_ms: int, until_ms: int, number: int) -> list[Occurrence]:
+    """Find the last occurrences later than `after_ms` and not later than `until_ms`, the newest first."""
+    found = list[Occurrence]()
+    while len(found) < number and (occurrence := last_until(rule, after_ms, until_ms)) is not None:
+        found.append(occurrence)
+        until_ms = occurrence.due_ms - 1
+    return found
+
+
 def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | None:
     """Choose the next occurrence to deliver, later than `after_ms`. None if the rule has ended.
 
