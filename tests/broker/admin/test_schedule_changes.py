@@ -235,6 +235,28 @@ async def test_pages_of_schedules(world: World) -> None:
 
 
 @on_node()
+async def test_a_page_has_a_bounded_number_of_schedules_and_bytes(world: World) -> None:
+    schedules = world.broker.schedules
+    for number in range(30):
+        await put(world, f"large{number:02d}", body=bytes(limits.SCHEDULE_BODY_BYTES_MAX))
+    for number in range(120):
+        await put(world, f"small{number:03d}")
+    after: str | None = ""
+    names, pages = list[str](), 0
+    while after is not None:
+        page = schedules.page(limits.LISTED_ROWS_MAX, after, None, ANONYMOUS)
+        assert (
+            sum(len(shown.facts.body) for shown in page.schedules) <= 1024 * 1024
+            and len(page.schedules) <= 100
+        )
+        names += [shown.name for shown in page.schedules]
+        after, pages = page.next_page, pages + 1
+    assert names == sorted(names) and len(set(names)) == 150 and pages == 5
+    # Those that are left out count, too.
+    assert schedules.page(limits.LISTED_ROWS_MAX, "", "news", ANONYMOUS).next_page == "large07"
+
+
+@on_node()
 async def test_a_preview_stores_nothing(world: World) -> None:
     next_seq = world.broker.log.writer.next_seq
     times = await world.broker.schedules.preview(DAILY, None, 3, ANONYMOUS)

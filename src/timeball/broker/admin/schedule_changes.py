@@ -52,7 +52,10 @@ from timeball.schedule.scheduler import Scheduler
 
 HISTORY_ROWS = 10
 HISTORY_MS = 366 * limits.DAY_MS
-NAMES_PER_PAGE_MAX = 10_000  # of which the caller may see a few
+# A page ends here, so that a list holds the event loop for a few milliseconds.
+NAMES_PER_PAGE_MAX = 1_000  # of which the caller may see a few
+SHOWN_PER_PAGE_MAX = 100
+PAGE_BYTES_MAX = 512 * 1024  # of rules and bodies
 NO_TIME_TEXT = "the rule has no time later than now"
 
 Outcome = Literal["created", "replaced", "unchanged"]
@@ -122,12 +125,14 @@ class ScheduleChanges:
     def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
         """List up to `rows` schedules whose names come after `after`. A page may be short, and another one follows."""
         self._policy.allow_somewhere(caller, Verb.LOOK)
-        listed = list[Shown]()
+        listed, size_bytes = list[Shown](), 0
+        rows = min(rows, SHOWN_PER_PAGE_MAX)
         for index, name in enumerate(self._schedules.names_after(after)):
-            if len(listed) == rows or index == NAMES_PER_PAGE_MAX:
+            if len(listed) == rows or index == NAMES_PER_PAGE_MAX or size_bytes >= PAGE_BYTES_MAX:
                 return Page(listed, after)
             after = name
             facts, progress = self._schedules.get(name)
+            size_bytes += len(facts.body) + len(facts.rule)  # of others, too: each is decoded
             if topic in (None, facts.topic) and self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
                 listed.append(self._show(name, facts, progress, caller))
         return Page(listed, None)

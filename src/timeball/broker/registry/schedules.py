@@ -118,7 +118,7 @@ class Schedules:
         meta.register("occurrence", _Checked(_decode_progress))
 
     def __len__(self) -> int:
-        return self._indexed.count
+        return len(self._indexed.names)
 
     @property
     def occurrences(self) -> dict[int, str]:
@@ -148,13 +148,9 @@ class Schedules:
 
     def names_after(self, name: str) -> Iterator[str]:
         """Yield the names after this one, in order."""
-        index = self._indexed
-        if index.names is None:
-            all_names = {*index.occurrences.values()}
-            all_names.update(key[len(_FACTS) :] for key in self._meta.values if key.startswith(_FACTS))
-            index.names = sorted(all_names)
-        for position in range(bisect_right(index.names, name), len(index.names)):
-            yield index.names[position]
+        names = self._indexed.names
+        for position in range(bisect_right(names, name), len(names)):
+            yield names[position]
 
     def check_new(self, name: str, facts: ScheduleFacts, known: ScheduleFacts | None) -> None:
         """Raise InvalidName, InvalidMessage, OutOfRange or OverLimit unless the schedule may be put."""
@@ -196,13 +192,14 @@ class Schedules:
             for key, value in self._meta.values.items():
                 if key.startswith(_PROGRESS):
                     progress = _decode_progress(value)
+                    index.names.append(name := key[len(_PROGRESS) :])
                     if progress.number:
-                        index.occurrences[progress.number] = key[len(_PROGRESS) :]
+                        index.occurrences[progress.number] = name
                 elif not key.startswith(_FACTS):
                     continue
-                else:
-                    index.count += 1
                 index.size_bytes += len(key) + len(value)
+            # Now and not for the first list, which may be long after the start: a million names take seconds.
+            index.names.sort()
         return self._index
 
 
@@ -211,8 +208,8 @@ class _Index:
 
     def __init__(self) -> None:
         self.occurrences: dict[int, str] = {}
-        self.count = self.size_bytes = 0
-        self.names: list[str] | None = None  # sorted; made for the first list of schedules
+        self.size_bytes = 0
+        self.names: list[str] = []  # sorted
 
     def apply(self, entry: Entry) -> None:
         """Apply a change."""
@@ -221,13 +218,11 @@ class _Index:
             del self.occurrences[before.number]
         if progress is not None and progress.number:
             self.occurrences[progress.number] = name
-        self.count += (before is None) - (progress is None)
-        if self.names is not None and (before is None or progress is None):
-            at = bisect_right(self.names, name)
-            if progress is None:
-                del self.names[at - 1]
-            else:
-                self.names.insert(at, name)
+        at = bisect_right(self.names, name)
+        if progress is None:
+            del self.names[at - 1]
+        elif before is None:
+            self.names.insert(at, name)
 
 
 class _Checked:
