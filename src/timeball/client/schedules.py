@@ -112,7 +112,7 @@ class Schedules:
 
         Args:
             name: The name, 1 to 120 of the characters letters, digits, % | _ and -.
-            rule: The rule, such as {"cron": "0 9 * * 1-5", "zone": "Europe/Berlin"}. See docs/recurring.md.
+            rule: The rule, such as {"cron": "0 9 * * 1-5", "zone": "Europe/Berlin"}. See docs/recurring-rules.md.
             topic: The topic of the messages.
             body: The body of each message, at most 64 KiB.
             tag: The tag of each message.
