@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -105,11 +106,13 @@ async def test_a_new_body_keeps_the_next_time_and_a_new_rule_begins_now(world: W
 )  # fmt: skip
 @on_node()
 async def test_a_refused_put_changes_nothing(
-    world: World, error: type[Exception], changes: dict[str, Any]
+    world: World, error: type[Exception], changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    logging.disable(logging.NOTSET)
     next_seq = world.broker.log.writer.next_seq
     with pytest.raises(error):
         await put(world, **{"name": NAME, **changes})
+    assert not caplog.records, "its caller gets the reason"
     assert world.broker.log.writer.next_seq == next_seq and not len(world.broker.tables.schedules)
 
 

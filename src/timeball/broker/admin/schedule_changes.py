@@ -56,7 +56,7 @@ HISTORY_MS = 366 * limits.DAY_MS
 NAMES_PER_PAGE_MAX = 1_000  # of which the caller may see a few
 SHOWN_PER_PAGE_MAX = 100
 PAGE_BYTES_MAX = 512 * 1024  # of rules and bodies
-NO_TIME_TEXT = "the rule has no time later than now"
+NO_TIME_TEXT = "has no time later than now"
 
 Outcome = Literal["created", "replaced", "unchanged"]
 

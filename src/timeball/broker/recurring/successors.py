@@ -151,7 +151,8 @@ def following(
             raise ValueError("the next occurrence is more than ten years ahead")
     # A rule is a user's text, and its zone may leave the time zone database. All other messages must be released.
     except Exception as failure:
-        logger.exception("schedule failed name=%s", name)
+        if not is_put:  # a put is refused with this reason
+            logger.exception("schedule failed name=%s", name)
         occurrence, state, error = None, State.FAILED, str(failure)[:200]
     last = before or Progress(State.ACTIVE, after_ms)
     # The number of the next occurrence is known when its row is appended.
