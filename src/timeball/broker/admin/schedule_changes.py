@@ -46,7 +46,7 @@ from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import MessagePlace
-from timeball.model.errors import InvalidDelay, NotFound, OutOfRange
+from timeball.model.errors import Forbidden, InvalidDelay, NotFound, OutOfRange
 from timeball.model.message import encode_properties, send_row
 from timeball.schedule.scheduler import Scheduler
 
@@ -173,6 +173,8 @@ class ScheduleChanges:
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         known = await self._find_durable(name)
         if known is not None:
+            if not self._policy.allows(caller, Verb.LOOK, topic=known[0].topic):
+                raise Forbidden(f"schedule {name!r} exists for another topic, which you may not see")
             self._policy.allow(caller, Verb.CANCEL, topic=known[0].topic)
             if known[0] == facts and known[1].state != State.FAILED:
                 await self._log.writer.flushed()  # the first copy of the request may not be durable yet
