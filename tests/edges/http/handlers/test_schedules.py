@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from starlette.datastructures import QueryParams
 from tests.accounts import SECRETS, guarded_node
+from tests.broker.on_node import on_node
+from tests.crash.world import World
 from tests.edges.http.client import Client, Reply, client_of
+from tests.edges.http.test_connection import Kept
+from tests.edges.http.test_exchange import Flow
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from timeball.edges.http.exchange import Exchange, Target
+from timeball.edges.http.handlers.schedules import Schedules
+from timeball.edges.http.requests import Call, RequestLimits
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import InvalidDelay
 
 PATH = "/v1/schedules"
 RULE = {"cron": "0 9 * * 1", "zone": "UTC"}
@@ -121,3 +135,20 @@ def test_the_rights_of_the_topic_decide(tmp_path: Path) -> None:
                 assert other.ask(method, f"{PATH}/a{path}").status == 404
             assert shop.ask("GET", f"{PATH}/a").value["body"] == "close"
             assert shop.ask("DELETE", f"{PATH}/a").status == 200
+
+
+@on_node()
+async def test_the_rule_of_a_put_is_read_in_a_thread(world: World) -> None:
+    exchange = Exchange(
+        "PUT", Target(f"{PATH}/a", QueryParams(""), {"name": "a"}), {"content-type": "application/json"}, peer="",
+        transport=Kept(), flow=cast(FlowControl, Flow()), keep_alive=True, expects_continue=False,
+    )  # fmt: skip
+    exchange.add_body(json.dumps({**WANTED, "rule": {"every": "often"}}).encode())
+    exchange.more_body = False
+    call = Call(exchange, RequestLimits())
+    call.caller = ANONYMOUS
+    put_request = asyncio.ensure_future(Schedules(world.broker).paths[f"{PATH}/{{name}}"]["PUT"](call))
+    await asyncio.sleep(0)
+    assert not put_request.done(), "other tasks have their turns meanwhile"
+    with pytest.raises(InvalidDelay):
+        await put_request
