@@ -17,9 +17,9 @@ def kept(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str
     short, long = lru_cache(limits.RULES_KEPT)(function), lru_cache(limits.LONG_RULES_KEPT)(function)
 
     @wraps(function)
-    def call(text: str, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(text: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
         # A result keeps the text, and a parsed rule with a thousand dates takes 200 KB.
         results = short if len(text) <= limits.LONG_RULE_CHARACTERS else long
-        return results(text, *args, **kwargs)
+        return results(text, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
 
     return call
