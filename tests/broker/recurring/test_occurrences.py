@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from tests.broker.recurring.clock_oracle import Case, Clock, at_time, cases, clocks, expected
 from tests.local_time_oracle import CHANGED_ZONES, distinct_zones
+from tests.rounds import rounds
 
 from timeball.broker.recurring.cron_rule import parse_cron
 from timeball.broker.recurring.occurrences import ClockTimetable
@@ -70,7 +71,8 @@ def test_around_one_change_of_every_third_zone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(16))
+@pytest.mark.siege
+@pytest.mark.parametrize("part", range(rounds(3, 16)))
 def test_around_each_change_of_every_zone(part: int) -> None:
     assert sum(check_zone(zone) for zone in distinct_zones()[part::16]) > 700
 
