@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.cli.forecast_days import EIGHT_MS, EXTRA, NINE_MS, NO_EXTRA, TEN_MS, answered, asked, counted
 from tests.cli.forecast_days import NO_EXTRA as NONE
-from tests.cli.unreachable import NOWHERE
+from tests.cli.unreachable import NO_FLIGHT
 from tests.node_fixture import running_node
 from tests.spark.traffic import send
 from tests.spark.two_groups import two_groups
@@ -105,7 +105,7 @@ def test_counts_within_the_window_now_or_at_a_version(tmp_path: Path) -> None:
 
 def test_a_broker_that_is_not_there_is_told_at_once() -> None:
     with pytest.raises(Unavailable, match="no broker answers"):
-        count(NOWHERE, None, Window())
+        count(NO_FLIGHT, None, Window())
 
 
 def lines(**more: object) -> list[str]:

@@ -49,8 +49,9 @@ def answering(*answers: bytes) -> Iterator[str]:
 
 
 def answer(status: str, body: str, content_type: str = "application/problem+json") -> bytes:
-    head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
-    return (head + body).encode()
+    # Without `connection: close`, a fast client would send its next request on a connection that is about to close.
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n"
+    return (head + "connection: close\r\n\r\n" + body).encode()
 
 
 def stream_answer(*chunks: bytes, is_over: bool = False) -> bytes:
