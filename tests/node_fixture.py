@@ -21,6 +21,7 @@ from timeball.edges.grpc.handlers import receipts
 from timeball.edges.remoting.codec.implementation import Codec
 from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
+from timeball.model.message import Kind
 from timeball.node.node import Node
 from timeball.schedule import ticker
 from timeball.schedule.loaded import LoadBounds
@@ -113,6 +114,13 @@ class RunningNode:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The outcome of a coroutine on the node's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(BOUND_S)
+
+    def messages_since(self, first_seq: int) -> list[int]:
+        """The sequence numbers of the rows from `first_seq` on, without the broker's own META rows."""
+        reader, end_seq = self.broker.log.reader, self.broker.log.writer.next_seq
+        eventually(lambda: reader.next_seq >= end_seq, "durable rows")
+        kinds = [kind for kind in Kind if kind is not Kind.META]
+        return [seq for batch in reader.rows(first_seq, end_seq, kinds) for seq in batch["seq"].to_pylist()]
 
     @property
     def broker(self) -> Broker:
