@@ -478,8 +478,8 @@ def _describe(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
                 "schema": {"type": "string", "format": "binary", "description": text}
             }
         description["requestBody"] = {"required": True, "content": content}
-    # A send may repeat an earlier send (200), and a subscription may be new (201).
-    if other_status := {"send": "200", "subscribe": "201"}.get(operation.name):
+    # A send may repeat an earlier send (200), and a subscription or a schedule may be new (201).
+    if other_status := {"send": "200", "subscribe": "201", "put_schedule": "201"}.get(operation.name):
         description["responses"][other_status] = description["responses"][str(operation.status)]
     if operation.path.startswith(("/health", "/leader")):
         description["security"] = []
