@@ -61,7 +61,8 @@ class StockBroker:
 
     def client(self) -> Timeball:
         """A client with columns."""
-        return Timeball(f"http://{self.http}", flight=self.endpoint)
+        scheme = "https" if self.endpoint.startswith("grpc+tls") else "http"
+        return Timeball(f"{scheme}://{self.http}", flight=self.endpoint)
 
     # ---- what the tests ask of it, past the stock clients
 
