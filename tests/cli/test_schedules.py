@@ -37,7 +37,7 @@ def test_a_schedule_from_its_put_to_its_end(http_endpoint: str) -> None:
     assert said("history", "report").splitlines()[0].endswith("  unknown")
     assert said("delete", "report") == "report: deleted"
     assert document("preview", "--every", "90m", "--count", "1", "--after", "2030-01-01T00:00:00Z") == {
-        "due_ms": 1_893_461_400_000, "local": "2030-01-01T01:30:00Z",
+        "due": "2030-01-01T01:30:00.000Z", "due_ms": 1_893_461_400_000, "local": "2030-01-01T01:30:00Z",
     }  # fmt: skip
     rule = '{"at": ["2030-01-31T09:00"]}'
     assert said("preview", "--rule", rule, "--zone", "UTC") == "2030-01-31T09:00:00"

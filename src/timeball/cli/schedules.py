@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.options import EndpointOption, JsonOption, connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import show
 from timeball.model.errors import RequestError
+from timeball.model.values import CatchUp
 
 if TYPE_CHECKING:
-    from timeball.client.schedules import Schedule
-
-HTTP_ENDPOINT = "http://127.0.0.1:7480"
+    from timeball.model.http_api import Schedule
 
 schedules_app = typer.Typer(help="Send a message at each time of a rule.", no_args_is_help=True)
 
@@ -68,9 +67,9 @@ def put(
     rule: RuleOption = None,
     tag: Annotated[str | None, typer.Option("--tag", help="The tag of each message.")] = None,
     catch_up: Annotated[
-        str, typer.Option("--catch-up", help="Missed times that are delivered: latest, all or none.")
+        CatchUp, typer.Option("--catch-up", help="Missed times that are delivered: latest, all or none.")
     ] = "latest",
-    endpoint: EndpointOption = HTTP_ENDPOINT,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
     """Create or replace a schedule. With equal content nothing changes.
@@ -93,7 +92,7 @@ def preview(
     rule: RuleOption = None,
     count: Annotated[int, typer.Option("--count", min=1, max=1_000, help="How many times.")] = 10,
     after: Annotated[str | None, typer.Option("--after", help="Later than this time; else than now.")] = None,
-    endpoint: EndpointOption = HTTP_ENDPOINT,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
     """Show the next times of a rule. Nothing is stored.
@@ -112,7 +111,7 @@ def preview(
 @schedules_app.command("list")
 def list_(
     topic: Annotated[str | None, typer.Option("--topic", help="Only schedules of this topic.")] = None,
-    endpoint: EndpointOption = HTTP_ENDPOINT,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
     """List schedules by name.
@@ -128,7 +127,9 @@ def list_(
 
 
 @schedules_app.command("show")
-def show_(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: JsonOption = False) -> None:
+def show_(
+    name: NameArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False
+) -> None:
     """Show a schedule and its progress.
 
     \b
@@ -142,7 +143,7 @@ def show_(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json:
 
 @schedules_app.command()
 def history(
-    name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: JsonOption = False
+    name: NameArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False
 ) -> None:
     """Show what became of the last ten times of a schedule, the newest first.
 
@@ -158,7 +159,9 @@ def history(
 
 
 @schedules_app.command()
-def pause(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: JsonOption = False) -> None:
+def pause(
+    name: NameArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False
+) -> None:
     """Cancel the pending occurrence of a schedule, and deliver nothing until it is resumed.
 
     \b
@@ -171,7 +174,9 @@ def pause(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json:
 
 
 @schedules_app.command()
-def resume(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: JsonOption = False) -> None:
+def resume(
+    name: NameArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False
+) -> None:
     """Continue a paused or failed schedule. Its catch-up decides about missed times.
 
     \b
@@ -184,7 +189,7 @@ def resume(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json
 
 
 @schedules_app.command()
-def run(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: JsonOption = False) -> None:
+def run(name: NameArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
     """Send a message of a schedule now. Its next time stays.
 
     \b
@@ -198,7 +203,9 @@ def run(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: J
 
 
 @schedules_app.command()
-def delete(name: NameArgument, endpoint: EndpointOption = HTTP_ENDPOINT, as_json: JsonOption = False) -> None:
+def delete(
+    name: NameArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False
+) -> None:
     """Delete a schedule, and cancel its pending occurrence.
 
     \b

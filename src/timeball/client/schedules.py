@@ -10,82 +10,26 @@ import msgspec
 
 from timeball.client.http_codec import JSON, encode, path
 from timeball.client.http_connection import Request
+from timeball.model.http_api import (
+    History,
+    PastOccurrence,
+    Previewing,
+    Schedule,
+    ScheduleDeleted,
+    SchedulePage,
+    SchedulePut,
+    ScheduleRun,
+    Time,
+    Times,
+)
 from timeball.model.time_parsing import due_ms
+from timeball.model.values import CatchUp
 
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Time(msgspec.Struct, frozen=True):
-    """A time of a rule, in milliseconds since 1970, and the same time in the zone of the rule."""
-
-    due_ms: int
-    local: str
-
-
-class NextOccurrence(msgspec.Struct, frozen=True):
-    """The pending occurrence of a schedule. You can cancel and reschedule it by its message id."""
-
-    id: str
-    due_ms: int
-    local: str
-
-
-class PastOccurrence(msgspec.Struct, frozen=True):
-    """A past time of a rule, and the state of its message: visible, waiting, cancelled, expired or unknown."""
-
-    id: str
-    due_ms: int
-    local: str
-    state: str
-    at: str | None = None
-    reason: str | None = None
-
-
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """A recurring schedule: its rule, the template of its messages, and its progress.
-
-    `state` is active, paused, ended or failed. `outcome` is only in the result of `put`: created, replaced or
-    unchanged. A body that is not UTF-8 is in `base64`.
-    """
-
-    name: str
-    state: str
-    topic: str
-    rule: dict[str, Any]
-    body: str | None = None
-    base64: bytes | None = None
-    tag: str | None = None
-    keys: list[str] = []
-    properties: dict[str, str] = {}
-    catch_up: str
-    catch_up_within: str
-    next: NextOccurrence | None = None
-    runs: int
-    last_due: str | None = None
-    last: str | None = None
-    error: str | None = None
-    outcome: str | None = None
-
-
-class _Page(msgspec.Struct):
-    schedules: list[Schedule]
-    next_page: str | None
-
-
-class _Run(msgspec.Struct):
-    id: str
-
-
-class _Times(msgspec.Struct):
-    times: list[Time]
-
-
-class _History(msgspec.Struct):
-    occurrences: list[PastOccurrence]
 
 
 class Schedules:
@@ -105,7 +49,7 @@ class Schedules:
         tag: str | None = None,
         keys: Iterable[str] = (),
         properties: Mapping[str, str] | None = None,
-        catch_up: str = "latest",
+        catch_up: CatchUp = "latest",
         catch_up_within: str = "1d",
     ) -> Schedule:
         """Create or replace a schedule. With equal content nothing changes, so each of your processes may call it.
@@ -126,14 +70,11 @@ class Schedules:
             InvalidMessage: A send would refuse such a message.
             OverLimit: There are too many schedules.
         """
-        wanted: dict[str, Any] = {
-            "rule": dict(rule), "topic": topic, "keys": [*keys], "properties": dict(properties or {}),
-            "catch_up": catch_up, "catch_up_within": catch_up_within,
-        }  # fmt: skip
-        if tag is not None:
-            wanted["tag"] = tag
-        # msgspec encodes bytes as base64.
-        wanted["body" if isinstance(body, str) else "base64"] = body
+        text, data = (body, None) if isinstance(body, str) else (None, body)
+        wanted = SchedulePut(
+            rule=dict(rule), topic=topic, body=text, base64=data, tag=tag, keys=[*keys],
+            properties=dict(properties or {}), catch_up=catch_up, catch_up_within=catch_up_within,
+        )  # fmt: skip
         return self._ask(Request("PUT", path("schedules", name), encode(wanted), JSON), Schedule)
 
     def get(self, name: str) -> Schedule:
@@ -142,10 +83,12 @@ class Schedules:
 
     def all(self, topic: str | None = None) -> list[Schedule]:
         """Read all schedules that you may see, ordered by name. With `topic`, only those of this topic."""
-        page = self._ask(Request("GET", path("schedules", topic=topic)), _Page)
+        page = self._ask(Request("GET", path("schedules", topic=topic)), SchedulePage)
         schedules = page.schedules
         while page.next_page is not None:
-            page = self._ask(Request("GET", path("schedules", topic=topic, page=page.next_page)), _Page)
+            page = self._ask(
+                Request("GET", path("schedules", topic=topic, page=page.next_page)), SchedulePage
+            )
             schedules += page.schedules
         return schedules
 
@@ -159,11 +102,11 @@ class Schedules:
 
     def delete(self, name: str) -> None:
         """Delete a schedule, and cancel its pending occurrence."""
-        self._ask(Request("DELETE", path("schedules", name)), dict[str, Any])
+        self._ask(Request("DELETE", path("schedules", name)), ScheduleDeleted)
 
     def run(self, name: str) -> str:
         """Send a message of the template now. Returns its id. A repeated call sends another message."""
-        return self._ask(Request("POST", path("schedules", name, "run")), _Run, is_repeatable=False).id
+        return self._ask(Request("POST", path("schedules", name, "run")), ScheduleRun, is_repeatable=False).id
 
     def preview(
         self, rule: Mapping[str, object], *, count: int = 10, after: str | int | None = None
@@ -178,14 +121,13 @@ class Schedules:
         Raises:
             InvalidDelay: The rule or `after` is invalid.
         """
-        wanted: dict[str, Any] = {"rule": dict(rule), "count": count}
-        if after is not None:
-            wanted["from"] = due_ms(after)
-        return self._ask(Request("POST", path("preview"), encode(wanted), JSON), _Times).times
+        start = msgspec.UNSET if after is None else due_ms(after)
+        wanted = Previewing(rule=dict(rule), start=start, count=count)
+        return self._ask(Request("POST", path("preview"), encode(wanted), JSON), Times).times
 
     def history(self, name: str) -> list[PastOccurrence]:
         """Read what became of the last ten times of the rule, the newest first."""
-        return self._ask(Request("GET", path("schedules", name, "history")), _History).occurrences
+        return self._ask(Request("GET", path("schedules", name, "history")), History).occurrences
 
     def _ask(self, request: Request, kind: type[T], *, is_repeatable: bool = True) -> T:
         def decode(data: bytes) -> T:

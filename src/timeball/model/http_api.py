@@ -7,9 +7,12 @@ Empty fields are left out. The OpenAPI document is made from the same structs, s
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from timeball.model.answers import GroupState, QueueRange
+from timeball.model.values import CatchUp
 
 At = int | str
 
@@ -322,3 +325,125 @@ class DealtMany(msgspec.Struct):
 
     count: int
     results: list[Dealt]
+
+
+# ---- recurring schedules -------------------------------------------------------------------------------------
+
+
+class SchedulePut(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A schedule to create or to replace: its rule, and the message of each occurrence, as for a send.
+
+    `rule` is described in docs/recurring.md. `catch_up` decides about missed occurrences.
+    """
+
+    rule: dict[str, Any]
+    topic: str
+    body: str | None = None
+    json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    base64: bytes | None = None
+    key: str | None = None
+    keys: list[str] = []
+    tag: str | None = None
+    properties: dict[str, str] = {}
+    catch_up: CatchUp = "latest"
+    catch_up_within: str = "1d"
+
+
+class NextOccurrence(msgspec.Struct, frozen=True):
+    """The pending occurrence: its message id, its time, and this time in the zone of the rule."""
+
+    id: str
+    due: str
+    due_ms: int
+    local: str
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A schedule and its progress. `runs`: releases so far. `last`: time of the last one, `last_due`: its due time.
+
+    `state` is active, paused, ended or failed. `outcome` is only in the answer to a put: created, replaced or
+    unchanged.
+    """
+
+    name: str
+    state: str
+    topic: str
+    rule: dict[str, Any]
+    body: str | None = None
+    base64: bytes | None = None
+    tag: str | None = None
+    keys: list[str] = []
+    properties: dict[str, str] = {}
+    catch_up: str
+    catch_up_within: str
+    next: NextOccurrence | None = None
+    runs: int
+    last_due: str | None = None
+    last: str | None = None
+    error: str | None = None
+    outcome: str | None = None
+
+
+class SchedulePage(msgspec.Struct, frozen=True):
+    """A page of schedules, ordered by name. `next_page` is null on the last page."""
+
+    schedules: list[Schedule]
+    next_page: str | None
+
+
+class ScheduleDeleted(msgspec.Struct, frozen=True):
+    """A schedule that was deleted."""
+
+    name: str
+    verdict: str = "deleted"
+
+
+class ScheduleRun(msgspec.Struct, frozen=True):
+    """The id of the message that a schedule has sent at once."""
+
+    name: str
+    id: str
+
+
+class Previewing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A rule whose next times are wanted: `count` times later than `from` (default: now)."""
+
+    rule: dict[str, Any]
+    start: At | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="from")
+    count: int = 10
+
+
+class Time(msgspec.Struct, frozen=True):
+    """A time of a rule, and the same time in the zone of the rule."""
+
+    due: str
+    due_ms: int
+    local: str
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Times of a rule. Fewer than requested if the rule ends."""
+
+    times: list[Time]
+
+
+class PastOccurrence(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A past time of a rule, and the state of its message: visible, waiting, cancelled, expired or unknown.
+
+    It is unknown if there is no such message: the occurrence was missed, or the log no longer has it.
+    """
+
+    id: str
+    due: str
+    due_ms: int
+    local: str
+    state: str
+    at: str | None = None
+    reason: str | None = None
+
+
+class History(msgspec.Struct, frozen=True):
+    """The last times of a schedule's rule, the newest first."""
+
+    name: str
+    occurrences: list[PastOccurrence]

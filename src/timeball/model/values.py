@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from timeball.model.errors import InvalidMessage
 
 Keys: TypeAlias = str | Iterable[str]
+CatchUp = Literal["latest", "all", "none"]  # the missed occurrences of a schedule that are delivered
 
 # ---- properties -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from tests.ports import free_ports
 from tests.rounds import rounds
 
 from timeball import Timeball
-from timeball.client.schedules import Schedule
+from timeball.model.http_api import Schedule
 from timeball.model.message import Kind
 
 SEED = int(os.environ.get("KILL_SEED", "1"))

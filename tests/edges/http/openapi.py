@@ -13,7 +13,7 @@ import msgspec
 
 from timeball import __version__
 from timeball.broker.revoking import group_questions
-from timeball.edges.http import answers_codec, codec, schedule_codec, send_codec, subscription_codec
+from timeball.edges.http import answers_codec, codec, send_codec, subscription_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.model import http_api
 from timeball.model.answers import GroupState
@@ -87,7 +87,7 @@ _EXACTLY_ONE_OF = {
 }
 _SUBSCRIBED = (subscription_codec.Subscribed,)
 _UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
-_SCHEDULE = (schedule_codec.ScheduleShown,)
+_SCHEDULE = (http_api.Schedule,)
 _DURATION_SCHEMA = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|0|PT[0-9]+[HMS])$"}
 _TIME_SCHEMA = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
 _QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
@@ -352,30 +352,30 @@ OPERATIONS = (
             ("topic", "Only schedules of this topic.", False),
             ("max", "The maximum number of schedules, 1 to 1000; default 100. A page may be shorter.", False),
             ("page", "The next_page of the previous page.", False),
-        ), (), (schedule_codec.SchedulesShown,),
+        ), (), (http_api.SchedulePage,),
     ),
     Operation(
         "put", "/v1/schedules/{name}", "put_schedule",
         "Create or replace a schedule (a new one: 201). With equal content nothing changes.",
-        (), (schedule_codec.SchedulePut,), _SCHEDULE,
+        (), (http_api.SchedulePut,), _SCHEDULE,
     ),
     *(
         Operation(method, f"/v1/schedules/{{name}}{path}", name, summary, (), (), answer, status)
         for method, path, name, summary, answer, status in (
             ("get", "", "schedule", "A schedule and its progress.", _SCHEDULE, 200),
             ("delete", "", "delete_schedule", "Delete a schedule, and cancel its pending occurrence.",
-             (schedule_codec.ScheduleDeleted,), 200),
+             (http_api.ScheduleDeleted,), 200),
             ("post", "/pause", "pause_schedule", "Pause a schedule: cancel its pending occurrence.", _SCHEDULE, 200),
             ("post", "/resume", "resume_schedule", "Resume a paused or failed schedule.", _SCHEDULE, 200),
             ("post", "/run", "run_schedule", "Send a message of the template now.",
-             (schedule_codec.ScheduleRun,), 201),
+             (http_api.ScheduleRun,), 201),
             ("get", "/history", "schedule_history", "The last times of a schedule, and the states of their messages.",
-             (schedule_codec.History,), 200),
+             (http_api.History,), 200),
         )
     ),
     Operation(
         "post", "/v1/preview", "preview", "The next times of a rule. Nothing is stored.",
-        (), (schedule_codec.Previewing,), (schedule_codec.Times,),
+        (), (http_api.Previewing,), (http_api.Times,),
     ),
     Operation(
         "get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format.",

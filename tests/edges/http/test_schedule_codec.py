@@ -10,21 +10,21 @@ from timeball.broker.admin.schedule_changes import Past, Shown
 from timeball.broker.recurring.rule import Occurrence
 from timeball.broker.registry.schedules import Progress, State
 from timeball.edges.http.schedule_codec import (
-    Previewing,
-    SchedulePut,
-    ScheduleShown,
+    preview_after_ms,
     show_history,
     show_schedule,
     show_times,
+    to_facts,
 )
 from timeball.model import limits
 from timeball.model.answers import MessagePlace
 from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.http_api import Previewing, Schedule, SchedulePut
 
 PROGRESS = Progress(State.ACTIVE, 5, number=7, due_ms=60_000, at_ms=5)
 
 
-def shown(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: object) -> ScheduleShown:
+def shown(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: object) -> Schedule:
     return show_schedule(Shown("a", facts_of(**changes), progress, "1970-01-01T00:01:00", may_read))  # type: ignore[arg-type]
 
 
@@ -32,7 +32,7 @@ def test_a_shown_schedule_is_a_valid_request_for_the_same() -> None:
     stored = facts_of(tag="t", keys="k1 k2", properties={"p": "1"}, catch_up_within_ms=90 * limits.MINUTE_MS)
     fields = msgspec.to_builtins(show_schedule(Shown("a", stored, PROGRESS, "", True)))
     again = {name: value for name, value in fields.items() if name in SchedulePut.__struct_fields__}
-    assert msgspec.convert(again, SchedulePut).to_facts() == stored
+    assert to_facts(msgspec.convert(again, SchedulePut)) == stored
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_a_shown_schedule_is_a_valid_request_for_the_same() -> None:
 def test_a_duration_is_shown_in_its_largest_unit(within_ms: int, text: str) -> None:
     found = shown(catch_up_within_ms=within_ms)
     assert found.catch_up_within == text
-    assert SchedulePut(
-        rule=found.rule, topic="t", body="b", catch_up_within=text
-    ).to_facts().catch_up_within_ms == (within_ms)
+    assert to_facts(
+        SchedulePut(rule=found.rule, topic="t", body="b", catch_up_within=text)
+    ).catch_up_within_ms == (within_ms)
 
 
 def test_the_pending_occurrence_and_the_last_release_are_shown() -> None:
@@ -75,13 +75,13 @@ def test_a_body_is_shown_only_to_those_who_may_receive() -> None:
 
 def test_invalid_requests_are_refused() -> None:
     with pytest.raises(InvalidDelay):
-        SchedulePut(rule={}, topic="t", body="b").to_facts()
+        to_facts(SchedulePut(rule={}, topic="t", body="b"))
     with pytest.raises(InvalidDelay):
-        SchedulePut(rule={"every": "1m"}, topic="t", body="b", catch_up_within="soon").to_facts()
+        to_facts(SchedulePut(rule={"every": "1m"}, topic="t", body="b", catch_up_within="soon"))
     with pytest.raises(InvalidMessage):
-        SchedulePut(rule={"every": "1m"}, topic="t").to_facts()
+        to_facts(SchedulePut(rule={"every": "1m"}, topic="t"))
     with pytest.raises(InvalidDelay):
-        _ = Previewing(rule={}, start="soon").after_ms
+        preview_after_ms(Previewing(rule={}, start="soon"))
 
 
 def test_times_and_the_history() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,8 +22,7 @@ from timeball.broker.registry.meta import Change, MetaLog
 from timeball.broker.registry.topics import check_name
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
-
-CatchUp = Literal["latest", "all", "none"]
+from timeball.model.values import CatchUp
 
 _FACTS, _PROGRESS = "schedule/", "occurrence/"  # prefixes of the keys
 

@@ -8,17 +8,15 @@ from timeball.broker.service import Broker
 from timeball.edges.http.codec import Answer
 from timeball.edges.http.requests import Call, Paths, check_no_body, parse_row_count, read_request
 from timeball.edges.http.schedule_codec import (
-    Previewing,
-    ScheduleDeleted,
-    SchedulePut,
-    ScheduleRun,
-    SchedulesShown,
+    preview_after_ms,
     show_history,
     show_schedule,
     show_times,
+    to_facts,
 )
 from timeball.model import limits
 from timeball.model.access import Verb
+from timeball.model.http_api import Previewing, ScheduleDeleted, SchedulePage, SchedulePut, ScheduleRun
 
 PAGE_ROWS = 100
 
@@ -43,7 +41,7 @@ class Schedules:
         rows = parse_row_count(call, PAGE_ROWS, limits.LISTED_ROWS_MAX)
         page = self._schedules.page(rows, call.query.get("page", ""), call.query.get("topic"), call.caller)
         size_bytes = sum(len(shown.facts.body) for shown in page.schedules)
-        answer = SchedulesShown([show_schedule(shown) for shown in page.schedules], page.next_page)
+        answer = SchedulePage([show_schedule(shown) for shown in page.schedules], page.next_page)
         return Answer(200, answer, size_bytes=size_bytes)
 
     async def _get(self, call: Call) -> Answer:
@@ -55,7 +53,7 @@ class Schedules:
         self._policy.allow_somewhere(call.caller, Verb.SEND)
         request: SchedulePut = await read_request(call, SchedulePut, self._policy, Verb.LOOK)
         # In a thread, as for a preview: a rule with `count` computes all its times.
-        facts = await asyncio.to_thread(request.to_facts)
+        facts = await asyncio.to_thread(to_facts, request)
         shown, outcome = await self._schedules.put(call.path["name"], facts, call.caller)
         return Answer(201 if outcome == "created" else 200, show_schedule(shown, outcome))
 
@@ -83,5 +81,7 @@ class Schedules:
     async def _preview(self, call: Call) -> Answer:
         self._policy.allow_somewhere(call.caller, Verb.LOOK)
         request: Previewing = await read_request(call, Previewing, self._policy, Verb.LOOK)
-        times = await self._schedules.preview(request.rule, request.after_ms, request.count, call.caller)
+        times = await self._schedules.preview(
+            request.rule, preview_after_ms(request), request.count, call.caller
+        )
         return Answer(200, show_times(times))
