@@ -19,5 +19,5 @@ A broker that is added later is one more class beside RocketMQ and one more colu
 speaks, and leaves its cells empty where it speaks none of them.
 
 Not measured: the network (loopback), other disks, TLS, several brokers, replication, producers beside consumers, cold
-reads: what is pulled has just been written and is in memory.
+reads (messages are pulled soon after they were written, and are in memory).
 """

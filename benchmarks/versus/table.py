@@ -232,6 +232,7 @@ def _in_queue(figures: Figures) -> str:
             *(["\n".join(figures.table())] if figures.rows else []),
             "Requests that failed: " + ("; ".join(failures) if failures else "none") + ".",
             *_circumstances(figures, settings),
+            figures.not_measured,
         ]
     )
 
@@ -254,13 +255,12 @@ def _warnings(figures: Figures) -> list[str]:
 
 
 def _circumstances(figures: Figures, settings: Sequence[str]) -> list[str]:
-    """Return how the brokers were started, the machine, and what was left out."""
+    """Return how the brokers were started, and the machine."""
     before, after = figures.load_averages
     machine = "; ".join(f"{name}: {value}" for name, value in figures.machine.items())
     return [
         "\n".join(f"- {setting}" for setting in dict.fromkeys(settings)),
         f"Measured {figures.date}. {machine}. Load average {before:.1f} before, {after:.1f} after.",
-        figures.not_measured,
     ]
 
 

@@ -142,7 +142,7 @@ class VirtualTime:
                 await asyncio.sleep(_PAUSE_S)
 
     def _is_busy(self) -> bool:
-        # Not the next deadline: what is opened and loaded ahead is finished, too, so that each run is the same.
+        # Work that is ahead of the next deadline, such as loading bodies, must end too, so that each run is the same.
         return (
             _earliest(self._scheduler.next_due_ms(), self._lease_end_ms(), self._activity_ms()) <= self.now_ms
             or self._scheduler.is_busy

@@ -1,11 +1,11 @@
-"""The rows that continue schedules: whoever ends an occurrence appends them in the same frame.
+"""The rows that continue schedules. The frame that ends an occurrence contains them.
 
     a release         Delivery      RELEASE rows, then these rows
     a cancel, a move  revoking/     CANCEL or MOVED rows, then these rows
     a command         admin/        CANCEL rows of replaced occurrences, then these rows
 
 These rows are the successor of each occurrence (SCHEDULED) and the progress of its schedule (META). A frame is in the
-log as a whole or not at all. So an active schedule has exactly one pending occurrence, whatever stops the broker.
+log as a whole or not at all. So an active schedule has exactly one pending occurrence, also after a crash.
 
 Everything here follows from the META values and the time, so each leader of a cluster appends the same rows. No method
 appends or waits: callers decide, append and call `keep` without an await in between.

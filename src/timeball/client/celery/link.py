@@ -302,7 +302,7 @@ class Link:
         poll.register(bell.descriptor, select.POLLIN)
         times_ns = [self._renew_ns] if self._held else []
         if self._retry_ns > now_ns:
-            # What the sources have received waits as well.
+            # Received messages wait for the same time.
             times_ns = [self._retry_ns]
         else:
             for source in self._sources:
@@ -362,7 +362,7 @@ class Link:
         self._renew_ns = self._clock.monotonic_ns() + self.lease_ms * 1_000_000 // LEASE_PARTS
 
     def _read(self) -> None:
-        """Read what has come. Raises Unavailable if a source cannot be opened."""
+        """Read the received bytes of all sources. Raises Unavailable if a source cannot be opened."""
         for source in self._sources:
             self._read_source(source)
 
