@@ -9,7 +9,8 @@ import pytest
 from tests.node_fixture import RunningNode
 
 from timeball import AsyncTimeball, InvalidDelay, NotFound, RequestError, Timeball
-from timeball.client.schedules import AsyncSchedules, Schedules
+from timeball.client.async_timeball import AsyncSchedules
+from timeball.client.schedules import Schedules
 
 RULE = {"cron": "0 9 * * 1", "zone": "Europe/Berlin"}
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from timeball.client.attempts import OpenRead
 from timeball.client.consumer import ConsumeLoop, Start, make_filter
 from timeball.client.messages import Leased, Message
+from timeball.client.schedules import Schedules
 from timeball.client.timeball import ENDPOINT, Timeball
 from timeball.model import wire
 from timeball.model.errors import RequestError
@@ -39,10 +40,9 @@ CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.client.schedules import AsyncSchedules
-
 P = ParamSpec("P")
 T = TypeVar("T")
+B = TypeVar("B")
 RunInThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
@@ -96,15 +96,37 @@ class AsyncMessage(Leased):
 
 
 def _as_awaitable(
-    method: Callable[Concatenate[Timeball, P], T],
-) -> Callable[Concatenate[AsyncTimeball, P], Coroutine[Any, Any, T]]:
-    """Turn a method of `Timeball` into an awaitable one with the same name, signature and docstring."""
+    method: Callable[Concatenate[B, P], T],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Turn a method into an awaitable one with the same name, signature and docstring.
+
+    It belongs to a class whose `_ball` has the method, and whose `_run` runs a call in a thread.
+    """
 
     @functools.wraps(method)
-    async def call_in_thread(self: AsyncTimeball, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run(functools.partial(method, self._ball, *args, **kwargs))
+    async def call_in_thread(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await self._run(functools.partial(method, self._ball, *args, **kwargs))
+        return result
 
     return call_in_thread  # type: ignore[return-value]  # the type of `wraps` names the first argument
+
+
+class AsyncSchedules:
+    """The methods of `Timeball.schedules`, awaitable."""
+
+    def __init__(self, schedules: Schedules, run: RunInThread) -> None:
+        """See `AsyncTimeball.schedules`. `run` runs a call in a thread."""
+        self._ball, self._run = schedules, run
+
+    put = _as_awaitable(Schedules.put)
+    get = _as_awaitable(Schedules.get)
+    all = _as_awaitable(Schedules.all)
+    pause = _as_awaitable(Schedules.pause)
+    resume = _as_awaitable(Schedules.resume)
+    delete = _as_awaitable(Schedules.delete)
+    run = _as_awaitable(Schedules.run)
+    preview = _as_awaitable(Schedules.preview)
+    history = _as_awaitable(Schedules.history)
 
 
 class AsyncTimeball:
@@ -202,8 +224,6 @@ class AsyncTimeball:
     @property
     def schedules(self) -> AsyncSchedules:
         """The recurring schedules of the broker. See `Timeball.schedules`."""
-        from timeball.client.schedules import AsyncSchedules  # most programs have none
-
         return AsyncSchedules(self._ball.schedules, self._run)
 
     # ---- methods that return messages or wait for them --------------------------------------------------

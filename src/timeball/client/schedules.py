@@ -1,10 +1,9 @@
-"""Recurring schedules over the HTTP API: `Timeball.schedules` and `AsyncTimeball.schedules`."""
+"""Recurring schedules over the HTTP API: `Timeball.schedules`. See async_timeball.py for the awaitable ones."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -28,7 +27,6 @@ from timeball.model.values import CatchUp
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -134,35 +132,3 @@ class Schedules:
             return msgspec.json.decode(data, type=kind)
 
         return self._calls.ask(request, decode, is_repeatable=is_repeatable)
-
-
-def _as_awaitable(
-    method: Callable[Concatenate[Schedules, P], T],
-) -> Callable[Concatenate[AsyncSchedules, P], Coroutine[Any, Any, T]]:
-    """Turn a method of `Schedules` into an awaitable one with the same name, signature and docstring."""
-
-    @functools.wraps(method)
-    async def call_in_thread(self: AsyncSchedules, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run(functools.partial(method, self._schedules, *args, **kwargs))  # type: ignore[no-any-return]
-
-    return call_in_thread  # type: ignore[return-value]  # the type of `wraps` names the first argument
-
-
-class AsyncSchedules:
-    """The methods of `Schedules`, awaitable."""
-
-    def __init__(
-        self, schedules: Schedules, run: Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
-    ) -> None:
-        """See `AsyncTimeball.schedules`. `run` runs a call in a thread."""
-        self._schedules, self._run = schedules, run
-
-    put = _as_awaitable(Schedules.put)
-    get = _as_awaitable(Schedules.get)
-    all = _as_awaitable(Schedules.all)
-    pause = _as_awaitable(Schedules.pause)
-    resume = _as_awaitable(Schedules.resume)
-    delete = _as_awaitable(Schedules.delete)
-    run = _as_awaitable(Schedules.run)
-    preview = _as_awaitable(Schedules.preview)
-    history = _as_awaitable(Schedules.history)
