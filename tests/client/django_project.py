@@ -2,17 +2,14 @@
 
 import os
 import time
+from unittest import mock
 
 import django
 
-os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.client.django_settings")
-zone = os.environ.get("TZ")
-django.setup()
-# Django has set the zone of the whole process, which other tests share.
-if zone is None:
-    os.environ.pop("TZ", None)
-else:
-    os.environ["TZ"] = zone
+# Django sets the zone of the whole process, and a Celery that finds the settings in its environment loads them. Other
+# tests share the process, and the programs that they start share its environment.
+with mock.patch.dict(os.environ, {"DJANGO_SETTINGS_MODULE": "tests.client.django_settings"}):
+    django.setup()
 time.tzset()
 
 from tests.client import django_shop as shop  # noqa: E402
