@@ -59,7 +59,7 @@ from timeball.log.segment import (
 )
 from timeball.model import limits
 from timeball.model.config import Durability
-from timeball.model.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
+from timeball.model.errors import DiskFailed, NotLeader, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.model.message import SMALL_ROWS, ReadRow
 
 logger = logging.getLogger(__name__)
@@ -558,7 +558,9 @@ class LogWriter:
         if is_first:
             self.failed = error
             self.next_segment.is_over = True
-            logger.critical("log stopped reason=%s", error)
+            # A change of the leader is a normal end of this log's writer.
+            level = logging.WARNING if isinstance(error, NotLeader) else logging.CRITICAL
+            logger.log(level, "log stopped reason=%s", error)
         # Entries in flight fail too: only the next start can find out whether their bytes reached the disk.
         failed_entries, self._pending = [*entries, *self._pending], []
         caller_error = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
