@@ -70,6 +70,7 @@ class Disk:
     incarnation: int = 1
     promised: int = 0  # as the running process knows
     promised_durably: int = 0
+    promised_to: str = ""  # the replica to which this epoch is promised
     headers: dict[int, bytes] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     synced: int = 0  # entries

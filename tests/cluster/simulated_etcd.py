@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from msgspec.structs import replace
+
 from timeball.cluster.protocol.effects import Holder, Propose
 from timeball.cluster.protocol.replica import Record
 
@@ -29,6 +31,26 @@ class Etcd:
         revision, record, before = self.now
         if holder != before:
             self.history.append((revision, record, holder))
+
+    def restore(self, random: Random) -> bool:
+        """Go back to an older state with the same set of replicas, as a restore from a copy does.
+
+        Return whether there is one. The revision goes back, too, and no node holds the group.
+        """
+        _, record, _ = self.now
+        older = [
+            (revision, each, None)
+            for revision, each, _ in self.history
+            if each.epoch < record.epoch and each.generation == record.generation
+        ]
+        if older:
+            self.history = [random.choice(older)]
+        return bool(older)
+
+    def renew(self, epoch: int) -> None:
+        """Replace a record that is older than a promise, as `timeball cluster init` does."""
+        revision, record, _ = self.now
+        self.history.append((revision + 1, replace(record, epoch=epoch, leader=""), None))
 
     def swap(self, node: str, proposal: Propose) -> bool:
         """Carry out one transaction."""

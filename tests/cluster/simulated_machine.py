@@ -35,7 +35,7 @@ from timeball.cluster.transport.data_files import DataFiles
 from timeball.io.clock import ManualClock
 from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import Settings
-from timeball.model.errors import PeerError, TimeballError, Unavailable
+from timeball.model.errors import LeaseLost, PeerError, TimeballError, Unavailable
 from timeball.monitoring.figures import ReplicaFigures
 from timeball.node.node import Node
 from timeball.node.replicated_node import LentDisk
@@ -244,6 +244,7 @@ class Machine:
         registration = ClusterNode(
             self.name, {REPLICATION: f"{self.name}:1"}, replica=replica, group=GROUP,
             promised=self.log.identity.promised,
+            promised_to=self.log.identity.promised_to,
         )  # fmt: skip
         store = MachineStore(self.memory, self)
         self.coordinator = KeyCoordinator(store, self.clock, cluster=CLUSTER, node=self.name)

@@ -3,9 +3,9 @@
 The replicas are `timeball.cluster.protocol.machine.step` and nothing else. The simulation carries out its effects on a
 disk, a network and a coordinator with every permitted fault. First come the faults: crashes (of the power or the
 process) between any two effects, pauses, wipes and damage, connections that end, block one way or lag, leases that end
-at any step, outdated reads, lost answers of swaps, replicas that join and leave, hand-overs. Then all is
-repaired, and the group must come to one leader and one log. simulated_checks.py checks the invariants, at each step and
-at the end.
+at any step, outdated reads, lost answers of swaps, replicas that join and leave, hand-overs, and with `restores` a
+coordinator that is restored from an old copy. Then all is repaired, and the group must come to one leader and one log.
+simulated_checks.py checks the invariants, at each step and at the end.
 
 `--fault NAME` breaks one rule on purpose (FAULTS): the simulation must find it.
 """
@@ -35,7 +35,7 @@ from tests.cluster.simulated_etcd import Etcd
 from tests.cluster.simulated_wire import Pair, Wire
 
 from timeball.cluster.protocol import effects as do
-from timeball.cluster.protocol import election, leading
+from timeball.cluster.protocol import election, following, leading
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import BEGINNING, Begin, Bytes, Complete, Data
@@ -53,6 +53,7 @@ FAULTS = (
     "acknowledges_alone",
     "serves_before_epoch",
     "promises_not_durable",
+    "promises_twice",
 )
 
 
@@ -73,6 +74,7 @@ class Node:
     effects_left: int = -1  # until a crash; below zero: none is meant
     unreleased: list[int] = field(default_factory=list)
     answers: list[on.Proposed] = field(default_factory=list)  # came while it was paused
+    is_etcd_restored: bool = False  # since it leads: it reads and swaps nothing
 
     @property
     def runs(self) -> bool:
@@ -88,7 +90,7 @@ class Node:
 class Simulation:
     """One run. All chance comes from the seed."""
 
-    def __init__(self, seed: int, fault: str = "") -> None:
+    def __init__(self, seed: int, fault: str = "", *, restores: bool = False) -> None:
         self.random, self.fault = Random(seed), fault
         self.nodes = {name: Node(name) for name in NODES}
         self.etcd = Etcd(Record(0, "", ("a/1", "b/1", "c/1")))
@@ -111,6 +113,9 @@ class Simulation:
         ):  # fmt: skip
             self.actions.append(action)
             self.weights.append(weight)
+        if restores or fault == "promises_twice":
+            self.actions.append(self.restore)
+            self.weights.append(1.0)
 
     def run(self, steps: int) -> None:
         """Run with faults, then repair. Raises Fault."""
@@ -167,8 +172,8 @@ class Simulation:
                 disk.begin(begin.ordinal, begin.header)
             case do.CutLog(at):
                 self.checks.cut(node.replica, disk.cut(at))
-            case do.KeepPromise(epoch):
-                disk.promised = epoch
+            case do.KeepPromise(epoch, to):
+                disk.promised, disk.promised_to = epoch, to
                 if self.fault != "promises_not_durable":
                     disk.promised_durably = epoch
             case do.Commit(position):
@@ -294,9 +299,10 @@ class Simulation:
             node.life += 1
             rules = Rules(node.replica, batch_bytes=BATCH_BYTES, quorum_ms=3 * TTL_MS)
             node.state = Replica(
-                rules, promised=node.disk.promised, log=log, first=node.disk.first, now_ms=self.now_ms
-            )
-            node.is_paused = node.is_dialing = False
+                rules, promised=node.disk.promised, promised_to=node.disk.promised_to, log=log,
+                first=node.disk.first, now_ms=self.now_ms,
+            )  # fmt: skip
+            node.is_paused = node.is_dialing = node.is_etcd_restored = False
             node.effects_left, node.unreleased, node.answers = -1, [], []
 
     def kill(self, node: Node, *, power: bool) -> None:
@@ -375,7 +381,8 @@ class Simulation:
 
     def watch(self) -> None:
         """Let a node read the record."""
-        if node := self.running():
+        node = self.running()
+        if node and not node.is_etcd_restored:
             is_stale = not self.healing and self.random.random() < 0.3
             self.give(node, on.Seen(*self.etcd.read(self.random, is_stale=is_stale)))
 
@@ -385,7 +392,7 @@ class Simulation:
             return
         name, life, proposal = self.swaps.pop(self.random.randrange(len(self.swaps)))
         node, before = self.nodes[name], self.etcd.now[1]
-        succeeded: bool | None = self.etcd.swap(name, proposal)
+        succeeded: bool | None = not node.is_etcd_restored and self.etcd.swap(name, proposal)
         if succeeded:
             self.checks.swap(before, proposal.record)
         if not self.healing and self.random.random() < 0.15:
@@ -465,6 +472,15 @@ class Simulation:
         """End the holder's lease."""
         self.etcd.hold(None)
 
+    def restore(self) -> None:
+        """Restore the coordinator from an old copy. Replicas that do not lead begin anew (cluster/member.py)."""
+        if self.etcd.restore(self.random):
+            self.swaps.clear()  # their answers are lost
+            for node in self.nodes.values():
+                if node.state is not None and node.state.role not in (Role.SYNCING, Role.LEADER):
+                    self.kill(node, power=False)
+                node.is_etcd_restored = True
+
     def wipe(self) -> None:
         """Give a machine an empty disk."""
         node = self.random.choice(list(self.nodes.values()))
@@ -538,6 +554,9 @@ class Simulation:
         self.now_ms += 60
         while self.swaps:
             self.swap()
+        promised = max(node.disk.promised for node in self.nodes.values())
+        if promised > self.etcd.now[1].epoch:
+            self.etcd.renew(promised)  # an operator does
         holder = self.etcd.now[2]
         if holder and (self.nodes[holder].state is None or not self.nodes[holder].is_dialing):
             self.etcd.hold(None)
@@ -546,7 +565,8 @@ class Simulation:
         for node in order:
             self.boot(node)
             self.give(node, on.LeaseExtended(self.now_ms + TTL_MS))
-            self.give(node, on.Seen(*self.etcd.now))
+            if not node.is_etcd_restored:
+                self.give(node, on.Seen(*self.etcd.now))
             if node.is_dialing:
                 for to in NODES:
                     if to != node.name and self.wire.open(node.name, to):
@@ -587,6 +607,9 @@ def broken(fault: str) -> Iterator[None]:
     elif fault == "acknowledges_alone":
         with mock.patch.object(leading, "find_quorum_position", lambda state, replicas: state.log.end):
             yield
+    elif fault == "promises_twice":
+        with mock.patch.object(following, "is_promised_to_another", lambda state, hello: False):
+            yield
     elif fault == "serves_before_epoch":
         with mock.patch.object(leading, "is_of_own_epoch", lambda lead, position: True):
             yield
@@ -594,9 +617,9 @@ def broken(fault: str) -> Iterator[None]:
         yield
 
 
-def run(seed: int, steps: int, fault: str = "") -> Simulation:
+def run(seed: int, steps: int, fault: str = "", *, restores: bool = False) -> Simulation:
     """Run one seed; raises Fault."""
-    simulation = Simulation(seed, fault)
+    simulation = Simulation(seed, fault, restores=restores)
     simulation.run(steps)
     return simulation
 
@@ -607,12 +630,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--restores", action="store_true", help="restore the coordinator from old copies")
     parser.add_argument("--fault", choices=FAULTS, default="")
     options = parser.parse_args()
     found = epochs = rows = 0
     for seed in range(options.seed, options.seed + options.seeds):
         try:
-            simulation = run(seed, options.steps, options.fault)
+            simulation = run(seed, options.steps, options.fault, restores=options.restores)
             epochs, rows = epochs + simulation.epochs, rows + len(simulation.checks.acknowledged)
         except Fault as fault:
             found += 1

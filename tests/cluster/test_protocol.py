@@ -66,7 +66,7 @@ def leader() -> Replica:
     state, wanted = steps(state, on.Seen(1, Record(0, "", SET), None))
     assert wanted == [do.Propose(1, Record(1, "a/1", SET), do.Holder.TAKE)] and state.role is Role.CANDIDATE
     state, wanted = steps(state, on.Proposed(2, Record(1, "a/1", SET), True))
-    assert wanted[0] == do.KeepPromise(1) and state.role is Role.SEALING
+    assert wanted[0] == do.KeepPromise(1, "a/1") and state.role is Role.SEALING
     state, wanted = steps(state, on.Received("b", Promise(1, "b/1", ())))
     assert wanted == [do.Send("b", Cut(1, *BEGINNING)), do.AppendEpoch(1)] and state.role is Role.SYNCING
     begin = Begin(1, 1, SEGMENT_BYTES, 1, HEADER)
@@ -79,7 +79,16 @@ def leader() -> Replica:
 
 def test_a_promise_is_on_the_disk_before_it_is_told() -> None:
     _, wanted = steps(Replica(Rules("b/1")), on.Received("a", Hello(4, "g1", "a/1")))
-    assert wanted == [do.KeepPromise(4), do.Send("a", Promise(4, "b/1", ()))]
+    assert wanted == [do.KeepPromise(4, "a/1"), do.Send("a", Promise(4, "b/1", ()))]
+
+
+def test_an_epoch_is_promised_to_one_replica() -> None:
+    """etcd names one leader for each epoch, unless it was restored from an old copy."""
+    state, _ = steps(Replica(Rules("b/1")), on.Received("a", Hello(4, "g1", "a/1")))
+    assert steps(state, on.Received("c", Hello(4, "g1", "c/1"))) == (state, [do.Send("c", Refuse(4))])
+    assert steps(leader(), on.Received("c", Hello(1, "g1", "c/1")))[1] == [do.Send("c", Refuse(1))]
+    # The same replica may connect again.
+    assert steps(state, on.Received("a", Hello(4, "g1", "a/1")))[1] == [do.Send("a", Promise(4, "b/1", ()))]
 
 
 def test_a_leader_that_went_on_without_its_lease_holds_the_group_again() -> None:
@@ -202,7 +211,7 @@ def test_a_hand_over_swaps_the_record_when_the_successor_has_all() -> None:
     state, wanted = steps(state, on.Proposed(3, Record(2, "b/1", SET), True))
     assert isinstance(wanted[0], do.StopServing)
     state, wanted = steps(follower(), on.Seen(3, Record(2, "b/1", SET), None))
-    assert wanted[0] == do.KeepPromise(2) and state.role is Role.SEALING
+    assert wanted[0] == do.KeepPromise(2, "b/1") and state.role is Role.SEALING
 
 
 def test_messages_about_files_of_a_lower_epoch_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -25,7 +27,8 @@ from tests.crash_files import CrashFiles, PowerCut
 from timeball.cluster import replica_log
 from timeball.cluster.protocol.messages import BEGINNING, Position
 from timeball.cluster.protocol.replica import Log
-from timeball.cluster.replica_log import IDENTITY_NAME, ReplicaLog
+from timeball.cluster.replica_log import IDENTITY_NAME, SLOT_BYTES, ReplicaLog
+from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.log.segment import segment_name
 from timeball.model.errors import Corrupt, SetupError
@@ -152,7 +155,7 @@ class Life:
     def promise(self) -> None:
         epoch = self.log.identity.promised + self.random.randint(1, 2)
         self.promised = [self.log.identity.promised, epoch]
-        self.log.keep_promise(epoch)
+        self.log.keep_promise(epoch, "b/1")
         self.promised = [epoch]
         self.written.epoch = max(self.written.epoch, epoch)
 
@@ -284,7 +287,7 @@ def test_a_node_whose_log_was_wiped_is_a_new_replica_without_promises() -> None:
 def test_an_empty_log_that_never_was_begun_is_the_same_replica() -> None:
     files = CrashFiles()
     log = opened(files)
-    log.keep_promise(4)
+    log.keep_promise(4, "b/1")
     again = opened(files.crash(survival="nothing"))
     assert again.identity == log.identity and again.identity.promised == 4
 
@@ -303,6 +306,33 @@ def test_an_identity_that_cannot_be_read_is_corrupt() -> None:
     files.replace(IDENTITY_NAME, b"{")
     with pytest.raises(Corrupt, match="joins as a new replica"):
         opened(files)
+
+
+def test_a_promise_needs_no_space_on_the_disk(tmp_path: Path) -> None:
+    log = ReplicaLog(RealFiles(tmp_path), NODE, GROUP, SEGMENT_BYTES, BATCH_BYTES)
+    before = (tmp_path / IDENTITY_NAME).stat()
+    for epoch in range(2, 9):
+        log.keep_promise(epoch, "b/1")
+        after = (tmp_path / IDENTITY_NAME).stat()
+        assert (after.st_ino, after.st_blocks, after.st_size) == (
+            before.st_ino,
+            before.st_blocks,
+            before.st_size,
+        )
+        assert os.listdir(tmp_path / "log") == ["replica"]
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_one_damaged_slot_of_the_identity_is_repaired(slot: int) -> None:
+    files = CrashFiles()
+    log = opened(files)
+    log.keep_promise(4, "b/1")
+    whole = bytes(files.map_readonly(IDENTITY_NAME))
+    damaged = bytearray(whole)
+    damaged[slot * SLOT_BYTES + 9] ^= 1
+    files.replace(IDENTITY_NAME, bytes(damaged))
+    assert opened(files).identity == log.identity and log.identity.promised == 4
+    assert bytes(files.map_readonly(IDENTITY_NAME)) == whole
 
 
 def test_frames_prove_a_promise_that_the_identity_lacks() -> None:

@@ -21,6 +21,7 @@ SEEDS = {
     "acknowledges_alone": 5,
     "serves_before_epoch": 20,
     "promises_not_durable": 50,
+    "promises_twice": 200,
 }
 
 
@@ -31,6 +32,12 @@ def test_no_seed_breaks_anything(seeds: int) -> None:
         simulation = run(seed, STEPS)
         epochs, rows = epochs + simulation.epochs, rows + len(simulation.checks.acknowledged)
     assert epochs > seeds and rows > 8 * seeds, "the faults have left it no time to lead"
+
+
+@pytest.mark.parametrize("seeds", [100, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_a_coordinator_restored_from_an_old_copy_breaks_nothing(seeds: int) -> None:
+    for seed in range(seeds):
+        run(seed, STEPS, restores=True)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The log of a replica on its disk, which the protocol's effects change.
 
 The log of a follower equals its leader's log, byte for byte and in the same segments. The segment files are those of
-a broker alone: `log/0000000001.log` and so on. `log/replica.json` stores the identity of the replica and the epoch
-that it has promised. It is in the log folder so that deleting the log makes this disk another replica, even if other
-files of the data folder stay.
+a broker alone: `log/0000000001.log` and so on. `log/replica` stores the identity of the replica and the epoch that it
+has promised (`IdentityFile`). It is in the log folder so that deleting the log makes this disk another replica, even if
+other files of the data folder stay.
 
 While this replica leads, the broker's writer appends. It passes each new segment to `follow_writer`, and it makes the
 frames visible to readers. All methods belong to the replica's thread, except `opened`, which passes the log on to the
@@ -17,6 +17,7 @@ import secrets
 from array import array
 from itertools import takewhile
 
+import google_crc32c
 import msgspec
 
 from timeball.cluster.protocol.messages import BEGINNING, FRAMES_BYTES_MAX, Begin, Ends, EpochEnd, Position
@@ -36,18 +37,66 @@ from timeball.model.errors import Corrupt, SetupError
 
 logger = logging.getLogger(__name__)
 
-IDENTITY_NAME = f"{FOLDER}/replica.json"
+IDENTITY_NAME = f"{FOLDER}/replica"
+SLOT_BYTES = 4_096
 BATCH_BYTES = 8 << 20  # a replica syncs after at most this many bytes; the same in all replicas of a group
 READ_BYTES = 4 << 20  # older frames per message; a follower acknowledges each message before the next is sent
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The content of `log/replica.json`."""
+    """The content of `log/replica`."""
 
     group: str
     replica: str  # node and incarnation
     promised: int = 0  # epoch
+    promised_to: str = ""  # the replica that may lead in this epoch
     has_log: bool = False  # a segment was created: an empty log at a start is a lost one
+
+
+class IdentityFile:
+    """The file `log/replica`: the identity, twice, each time in a slot of its own.
+
+    A slot has the CRC-32C of the JSON (4 bytes, little-endian), and the JSON with zeros behind it. The file is never
+    replaced by a new one: overwriting needs no free space on most file systems, so a replica can vote on a full disk.
+    A save writes and syncs the first slot, then the second. If a power cut tears a slot, or it is damaged later, the
+    other one has the identity. It may be the one before the save, which nobody has been told of yet.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def load(self) -> Identity | None:
+        """Read the identity, and repair a damaged slot. None without a file. Raises Corrupt if both are damaged."""
+        if not self._files.exists(IDENTITY_NAME):
+            return None
+        content = bytes(self._files.map_readonly(IDENTITY_NAME))
+        for begin in (0, SLOT_BYTES):
+            crc, document = content[begin : begin + 4], content[begin + 4 : begin + SLOT_BYTES].rstrip(b"\0")
+            if document and google_crc32c.value(document) == int.from_bytes(crc, "little"):
+                identity = msgspec.json.decode(document, type=Identity)
+                if content[:SLOT_BYTES] != content[SLOT_BYTES:]:
+                    self.save(identity)
+                return identity
+        raise Corrupt(
+            f"{IDENTITY_NAME} is damaged; remove this node's data folder, and it joins as a new replica"
+        )
+
+    def save(self, identity: Identity) -> None:
+        """Store the identity durably. Raises DiskFailed, and OverLimit for the first save on a full disk."""
+        document = msgspec.json.encode(identity)
+        slot = google_crc32c.value(document).to_bytes(4, "little") + document
+        assert len(slot) <= SLOT_BYTES, "names have at most 64 characters"
+        slot = slot.ljust(SLOT_BYTES, b"\0")
+        if not self._files.exists(IDENTITY_NAME):
+            self._files.replace(IDENTITY_NAME, slot * 2)
+            return
+        file = self._files.open(IDENTITY_NAME)
+        try:
+            for begin in (0, SLOT_BYTES):
+                file.write_at(begin, slot)
+                file.sync()
+        finally:
+            file.close()
 
 
 class LogPiece(msgspec.Struct, frozen=True):
@@ -75,16 +124,17 @@ class ReplicaLog:
         self._file: SegmentFile | None = None
         # True while this replica leads: the broker's writer appends, and its event loop adds frames to `segments`.
         self._is_leading = False
+        self._identity_file = IdentityFile(files)
         self.identity = self._load_identity(node, group, damage)
         ends = self.ends()
         self._cut_after(ends[-1].position if ends else BEGINNING, keeps_header=True)
         self._save_has_log()
         if self.minimum_promise(ends) > self.identity.promised:
-            self.keep_promise(self.minimum_promise(ends))
+            self.keep_promise(self.minimum_promise(ends), "")
 
     def _load_identity(self, node: str, group: str, damage: str) -> Identity:
         """Load the identity of this disk, or create a new one if the disk is new, was wiped or is damaged."""
-        identity = _read_identity(self._files)
+        identity = self._identity_file.load()
         if identity is not None and (identity.group, identity.replica.partition("/")[0]) != (group, node):
             raise SetupError(
                 f"the log belongs to replica {identity.replica} of group {identity.group}, this is node {node}, group "
@@ -129,9 +179,9 @@ class ReplicaLog:
         """Find the highest epoch that this replica must have promised, by the frames in its log."""
         return ends[-1].epoch if ends else 0
 
-    def keep_promise(self, epoch: int) -> None:
-        """Store the promised epoch durably."""
-        self._save_identity(msgspec.structs.replace(self.identity, promised=epoch))
+    def keep_promise(self, epoch: int, to: str) -> None:
+        """Store the promised epoch durably, and the replica to which it is promised."""
+        self._save_identity(msgspec.structs.replace(self.identity, promised=epoch, promised_to=to))
 
     def begin_segment(self, begin: Begin) -> None:
         """Create a segment and write and sync its header, unless the segment exists."""
@@ -281,7 +331,7 @@ class ReplicaLog:
             self._save_identity(msgspec.structs.replace(self.identity, has_log=True))
 
     def _save_identity(self, identity: Identity) -> None:
-        self._files.replace(IDENTITY_NAME, msgspec.json.encode(identity))
+        self._identity_file.save(identity)
         self.identity = identity
 
     def _open_file(self) -> SegmentFile:
@@ -356,14 +406,3 @@ def _forget_frames(segment: Segment, at: Position) -> None:
         frame = fmt.read_frame_header(segment.buffer, positions[-1])
         assert frame is not None
         segment.end, segment.next_seq = frame.end, frame.next_seq
-
-
-def _read_identity(files: Files) -> Identity | None:
-    if not files.exists(IDENTITY_NAME):
-        return None
-    try:
-        return msgspec.json.decode(bytes(files.map_readonly(IDENTITY_NAME)), type=Identity)
-    except msgspec.DecodeError as error:
-        raise Corrupt(
-            f"{IDENTITY_NAME}: {error}; remove this node's data folder, and it joins as a new replica"
-        ) from error

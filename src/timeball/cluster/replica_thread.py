@@ -97,7 +97,8 @@ class ReplicaThread(Disk):
         connections.listener = self
         # Only this thread replaces the state. States are immutable, so other threads always read a consistent one.
         self.state = Replica(
-            rules, promised=log.identity.promised, log=log.log(), first=log.first,
+            rules, promised=log.identity.promised, promised_to=log.identity.promised_to,
+            log=log.log(), first=log.first,
             now_ms=clock.boot_ms(), wall_ms=clock.wall_ms(),
         )  # fmt: skip
         self.committed = Position(0, 0, 0)
@@ -337,8 +338,8 @@ class ReplicaThread(Disk):
                 self._log.begin_segment(begin)
             case do.CutLog(at):
                 self._log.cut(at)
-            case do.KeepPromise(epoch):
-                self._log.keep_promise(epoch)
+            case do.KeepPromise(epoch, to):
+                self._log.keep_promise(epoch, to)
             case do.Commit(position):
                 self.committed = position
             case do.Apply(seq):

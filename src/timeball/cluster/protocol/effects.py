@@ -67,9 +67,10 @@ class CutLog(Effect, frozen=True):
 
 
 class KeepPromise(Effect, frozen=True):
-    """Store the promised epoch durably, so that it survives a crash."""
+    """Store durably that an epoch is promised to a replica."""
 
     epoch: int
+    to: str
 
 
 class Holder(StrEnum):

@@ -137,9 +137,9 @@ def start_sealing(state: Replica, record: Record) -> Step:
     """Promise the new epoch, then ask all other replicas for their promise."""
     assert record.epoch > state.promised, "a replica never is a candidate twice in one epoch"
     effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
-    effects += [KeepPromise(record.epoch), Hold(), Dial(record.epoch)]
+    effects += [KeepPromise(record.epoch, state.rules.replica), Hold(), Dial(record.epoch)]
     state = replace(
-        state, role=Role.SEALING, promised=record.epoch, source=None, unsynced_bytes=0,
+        state, role=Role.SEALING, promised=record.epoch, promised_to=state.rules.replica, source=None, unsynced_bytes=0,
         seal=Seal(record.epoch, state.now_ms, {}),
     )  # fmt: skip
     return _continue_election(state, effects)

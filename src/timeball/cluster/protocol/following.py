@@ -86,19 +86,29 @@ def receive(state: Replica, node: str, message: Message) -> Step:
 
 
 def _handle_hello(state: Replica, node: str, hello: Hello) -> Step:
-    """Promise the epoch in a HELLO durably and accept its sender as the source, or refuse a lower epoch."""
-    if hello.epoch < state.promised:
+    """Promise the epoch in a HELLO durably and accept its sender as the source, or refuse it.
+
+    A lower epoch is refused, and also one that is promised to another replica. etcd gives each epoch to one replica
+    only, but forgets that when it is restored from an old copy.
+    """
+    if hello.epoch < state.promised or is_promised_to_another(state, hello):
         return state, [Send(node, Refuse(state.promised))]
     effects: list[Effect] = []
     # Sync before sending the ends: a candidate relies on these frames, so they must survive a crash of this replica.
     if state.unsynced_bytes:
         effects.append(Sync())
-    if hello.epoch > state.promised:
-        effects.append(KeepPromise(hello.epoch))
+    if hello.epoch > state.promised or not state.promised_to:
+        effects.append(KeepPromise(hello.epoch, hello.replica))
     promise = Promise(hello.epoch, state.rules.replica, state.log.ends, first_seq=state.first.seq)
     effects.append(Send(node, promise))
     # With the new source, later messages from a leader of a lower epoch are refused.
-    return replace(state, promised=hello.epoch, source=Source(node), unsynced_bytes=0), effects
+    state = replace(state, promised=hello.epoch, promised_to=hello.replica)
+    return replace(state, source=Source(node), unsynced_bytes=0), effects
+
+
+def is_promised_to_another(state: Replica, hello: Hello) -> bool:
+    """Check whether another replica than the sender may lead in the epoch of a HELLO."""
+    return hello.epoch == state.promised and state.promised_to not in ("", hello.replica)
 
 
 def _handle_cut(state: Replica, source: Source, message: Cut) -> Step:

@@ -125,8 +125,9 @@ def _receive(state: Replica, node: str, message: Message) -> Step:
             return state, effects + further_effects
         return following.receive(state, node, message)
     if isinstance(message, Refuse):
-        # A REFUSE of this epoch or a lower one comes from an older connection. Only a later epoch ends this one.
-        return _handle_refusal(state, message) if message.epoch > state.promised else (state, [])
+        # A REFUSE of a lower epoch comes from an older connection. One of the same epoch comes from a replica that has
+        # promised it to another: etcd was restored from an old copy.
+        return _handle_refusal(state, message) if message.epoch >= state.promised else (state, [])
     if state.epoch and message.epoch == state.epoch and not isinstance(message, Hello):
         return _handle_answer(state, node, message)
     return following.receive(state, node, message)

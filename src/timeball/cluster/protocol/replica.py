@@ -175,6 +175,9 @@ class Replica(msgspec.Struct, frozen=True):
     rules: Rules
     role: Role = Role.LEARNER
     promised: int = 0
+    promised_to: str = (
+        ""  # the replica to which this epoch is promised; "" if only the log proves the promise
+    )
     log: Log = Log()
     first: Position = BEGINNING  # begin of the log, after the segments that retention has deleted
     revision: int = 0  # of the record; records of older revisions are ignored
