@@ -39,7 +39,14 @@ from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases, lea
 from timeball.broker.consuming.redelivery import Redelivery, Return
 from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, with_reasons
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest, Subscription
-from timeball.broker.consuming.selection import Selection, check, check_invisible, selected_rows
+from timeball.broker.consuming.selection import (
+    Selection,
+    check,
+    check_invisible,
+    count_unmatched,
+    find_readable,
+    selected_rows,
+)
 from timeball.broker.consuming.settling import Settling
 from timeball.broker.consuming.waiting import WaitingReceives
 from timeball.broker.filters import EVERYTHING
@@ -50,7 +57,7 @@ from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import MESSAGE_TYPE, PRIORITY_TYPE, check_topic
 from timeball.io.clock import SchedulerClock
-from timeball.io.threads import Threads
+from timeball.io.threads import Threads, in_thread
 from timeball.log.row_encoder import ReadRows
 from timeball.log.writer import CommitLog
 from timeball.model import limits
@@ -338,10 +345,35 @@ class Consuming:
                 received = await self._hand_out(request, selection)
                 if received.receipts:
                     return received
+                if not (request.in_order or request.wanted.uses_index):
+                    await self._skip_unmatched(request)
             elif not selection.has_unsearched:
                 return Received(NO_ROWS, [], rest=selection.rest)
             # The filter matches few messages, so let other tasks run between two selections.
             await asyncio.sleep(0)
+
+    async def _skip_unmatched(self, request: ReceiveRequest) -> None:
+        """Move the group past the next messages that the filter does not match, without leasing each of them.
+
+        Leases cost a hundred times what the filter's decision does. If another consumer of the group leases messages
+        of a queue meanwhile, the group does not move there.
+        """
+        subscription = self._subscription(request.group, request.topic)
+        for queue in self._queues_to_search(request):
+            if queue.topic != request.topic or queue.returned or queue.acked_ahead:
+                continue
+            next_offset = queue.next_offset
+            start = max(next_offset, queue.index.min_offset)
+            seqs = find_readable(queue.index, start)
+            if not len(seqs):
+                continue
+            reader = self._threads.reader
+            unmatched = await in_thread(reader, count_unmatched, self._log.reader, request.wanted, seqs)
+            current = self.leases.open(
+                request.group, subscription.topic, [queue.queue_id], from_max=request.from_max
+            )
+            if current == [queue] and queue.next_offset == next_offset:
+                queue.advance(start + unmatched)
 
     def _begin_at_ends(self, subscription: Subscription) -> None:
         """Let a new group begin at the ends of all queues, unless its configuration says at the first messages."""

@@ -80,6 +80,7 @@ def read(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch:
 
 
 SCAN_ROWS_MAX = 16_384  # index entries searched by one pull: 320 KB
+READ_ROWS_MAX = 1_024  # rows read by one pull for a filter that the index does not help
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,36 +90,43 @@ class FilteredPull:
     seqs: Int64Array
     offsets: Int64Array
     next_offset: int
+    rows: int  # `decide` keeps at most this many
 
 
 def candidates(
     index: QueueIndex, offset: int, rows: int, wanted: Filter, *, bytes_max: int = 1 << 62
 ) -> FilteredPull:
-    """Select up to `rows` messages from `offset` on that may match the filter, by the index. Raises OutOfRange.
+    """Select messages from `offset` on that may match the filter, by the index. Raises OutOfRange.
 
-    Their sizes add up to at most `bytes_max`, unless the first message alone is larger.
+    These are up to `rows` messages, or READ_ROWS_MAX for a filter that the index does not help. Their sizes add up to
+    at most `bytes_max`, unless the first message alone is larger.
     """
     # With a filter, search a limited range that is larger than `rows`, because most messages may not match.
     entries = index.read(offset, rows if wanted.matches_all else SCAN_ROWS_MAX)
     seqs, end = entries["seq"].astype(np.int64), offset + len(entries)
     if wanted.matches_all and entries["size"].sum(dtype=np.int64) <= bytes_max:
-        return FilteredPull(seqs, np.arange(offset, end), end)
+        return FilteredPull(seqs, np.arange(offset, end), end, rows)
     matches = np.arange(len(seqs)) if wanted.matches_all else np.flatnonzero(wanted.candidates(entries))
-    end_bytes = np.cumsum(entries["size"][matches[:rows]], dtype=np.int64)
+    rows_read = rows if wanted.uses_index else max(rows, READ_ROWS_MAX)
+    end_bytes = np.cumsum(entries["size"][matches[:rows_read]], dtype=np.int64)
     # At least one, otherwise a message larger than the limit could never be pulled.
     fitting = max(1, int(np.searchsorted(end_bytes, bytes_max, side="right")))
     if len(matches) > fitting:
         matches = matches[:fitting]
-        return FilteredPull(seqs[matches], offset + matches, offset + int(matches[-1]) + 1)
-    return FilteredPull(seqs[matches], offset + matches, end)
+        return FilteredPull(seqs[matches], offset + matches, offset + int(matches[-1]) + 1, rows)
+    return FilteredPull(seqs[matches], offset + matches, end, rows)
 
 
 def decide(selection: FilteredPull, reader: LogReader, wanted: Filter) -> FilteredPull:
-    """Read the rows of the candidates, and keep those that match the filter (reader thread)."""
+    """Read the rows of the candidates, and keep the first `rows` that match the filter (reader thread)."""
     if wanted.matches_all or not len(selection.seqs):
         return selection
-    keep = wanted.exact(reader.read_rows(selection.seqs))
-    return FilteredPull(selection.seqs[keep], selection.offsets[keep], selection.next_offset)
+    keep = np.flatnonzero(wanted.exact(reader.read_rows(selection.seqs)))
+    next_offset = selection.next_offset
+    if len(keep) > selection.rows:
+        next_offset = int(selection.offsets[keep[selection.rows]])
+        keep = keep[: selection.rows]
+    return FilteredPull(selection.seqs[keep], selection.offsets[keep], next_offset, selection.rows)
 
 
 # ---- by time -----------------------------------------------------------------------------------------------

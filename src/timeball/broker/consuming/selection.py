@@ -18,6 +18,7 @@ from timeball.broker.consuming.redelivery_rows import is_of
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
+from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.log.writer import LogWriter
@@ -208,3 +209,20 @@ def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple
         # `%RETRY%a_b_c` is the retry topic of group a for topic b_c, and also of group a_b for topic c.
         keep[row] = is_of(request.group, texts[row].as_py())
     return rows, keep
+
+
+# ---- messages that a filter excludes, without leases --------------------------------------------------------
+
+
+def find_readable(index: QueueIndex, start: int) -> Int64Array:
+    """Find the sequence numbers of the next messages from `start` on that may be read at once, at least one if any."""
+    entries = index.read(start, SCAN_ENTRIES, is_kept=False)
+    end_bytes = np.cumsum(entries["size"], dtype=np.int64)
+    fitting = max(1, int(np.searchsorted(end_bytes, limits.POP_BYTES_MAX, side="right")))
+    return entries["seq"][:fitting].astype(np.int64)
+
+
+def count_unmatched(reader: LogReader, wanted: Filter, seqs: Int64Array) -> int:
+    """Count the messages before the first one that matches the filter (reader thread)."""
+    matches = np.flatnonzero(wanted.exact(reader.read_rows(seqs)))
+    return int(matches[0]) if len(matches) else len(seqs)

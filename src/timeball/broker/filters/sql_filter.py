@@ -363,7 +363,7 @@ except ImportError:  # built without a compiler
 class SqlFilter:
     """A filter that matches messages for which a condition on their properties is TRUE."""
 
-    matches_all = False
+    matches_all, uses_index = False, False
 
     def __init__(self, text: str) -> None:
         """Parse the condition. Raises InvalidFilter."""

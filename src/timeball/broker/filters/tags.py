@@ -41,6 +41,11 @@ class Filter(Protocol):
         """True if the filter matches all messages, so that both masks are true for each of them."""
         ...
 
+    @property
+    def uses_index(self) -> bool:
+        """True if `candidates` excludes nearly all messages that do not match. False if it excludes none."""
+        ...
+
     def candidates(self, entries: EntryArray) -> BoolArray:
         """Mark the entries of a queue index (log.queue_index.ENTRY) that may match.
 
@@ -57,7 +62,7 @@ class Filter(Protocol):
 class _Everything:
     """The subscription `*`."""
 
-    text, matches_all = "*", True
+    text, matches_all, uses_index = "*", True, True
 
     def candidates(self, entries: EntryArray) -> BoolArray:
         return np.ones(len(entries), dtype=np.bool_)
@@ -132,7 +137,7 @@ def joined(tags: frozenset[str]) -> str:
 class TagFilter:
     """Matches messages with any of these tags, in a topic whose messages have one tag each."""
 
-    matches_all = False
+    matches_all, uses_index = False, True
 
     def __init__(self, tags: frozenset[str]) -> None:
         self.tags, self.text = tags, joined(tags)
@@ -151,7 +156,7 @@ class TagFilter:
 class TagMaskFilter:
     """Matches messages with any of these tags, in a topic whose messages may have several tags."""
 
-    matches_all = False
+    matches_all, uses_index = False, True
 
     def __init__(self, tags: frozenset[str]) -> None:
         self.tags, self.text = tags, joined(tags)

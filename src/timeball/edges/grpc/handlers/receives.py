@@ -251,20 +251,25 @@ class Pulls:
                     queue.index, max(offset, queue.index.min_offset), request.batch_size, message_filter,
                     bytes_max=limits.POP_BYTES_MAX,
                 )  # fmt: skip
-                rows = await in_thread(
+                rows, offset = await in_thread(
                     self._broker.threads.reader, self._read_matches, candidates, message_filter
                 )
-                offset = candidates.next_offset
                 if rows is not None:
                     return rows, offset
             remaining_s = deadline_s - loop.time()
             if remaining_s <= 0 or not await self._broker.waiters.wait(topic, remaining_s, queue_id):
                 return None, offset
 
-    def _read_matches(self, candidates: FilteredPull, message_filter: Filter) -> pa.RecordBatch | None:
-        """Read the candidates that match the filter. Returns None if there are none. Runs in the reader thread."""
+    def _read_matches(
+        self, candidates: FilteredPull, message_filter: Filter
+    ) -> tuple[pa.RecordBatch | None, int]:
+        """Read the candidates that match the filter, None if there are none, and the offset up to which it searched.
+
+        Runs in the reader thread.
+        """
         matches = pull.decide(candidates, self._broker.log.reader, message_filter)
-        return self._broker.log.reader.read_rows(matches.seqs) if len(matches.seqs) else None
+        rows = self._broker.log.reader.read_rows(matches.seqs) if len(matches.seqs) else None
+        return rows, matches.next_offset
 
     async def _update_offset(self, call: Call, request: UpdateOffsetRequest) -> UpdateOffsetResponse:
         group = self._broker.policy.joined(group_name(request.group), call.caller)
