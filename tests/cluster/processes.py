@@ -65,6 +65,11 @@ class NodeProcess:
         return self.folder / self.name
 
     @property
+    def stalled(self) -> Path:
+        """While this file exists, the disk does not answer (stalled.py)."""
+        return self.folder / f"{self.name}.stalled"
+
+    @property
     def endpoint(self) -> str:
         return f"grpc://{self.host}:{self.ports['port']}"
 
@@ -186,17 +191,25 @@ class Cluster:
 
 @contextmanager
 def running_cluster(
-    folder: Path, names: str = "abc", unfenced: str = "", net: Network | None = None, **options: str
+    folder: Path,
+    names: str = "abc",
+    unfenced: str = "",
+    net: Network | None = None,
+    module: str = "timeball",
+    **options: str,
 ) -> Iterator[Cluster]:
     """Three members of etcd and a node for each name; `unfenced`: which fences they lack (unfenced.py).
 
-    `net`: a network in which they run, each in a namespace.
+    `net`: a network in which they run, each in a namespace. `module`: another one than `timeball`, such as
+    tests.cluster.stalled.
     """
     with EtcdCluster(folder / "etcd", host=net.addresses[ETCD] if net else "127.0.0.1") as etcd:
         cluster = Cluster(folder, etcd)
         try:
             for name in names:
-                node = cluster.nodes[name] = NodeProcess(name, folder, etcd.endpoints, dict(options))
+                node = cluster.nodes[name] = NodeProcess(
+                    name, folder, etcd.endpoints, dict(options), module=module
+                )
                 if net:
                     node.host, node.within = net.addresses[name], net.within(name)
                     node.options["host"] = node.host
@@ -204,6 +217,7 @@ def running_cluster(
                 if unfenced:
                     node.module = "tests.cluster.unfenced"
                     node.environment["UNFENCED"] = unfenced
+                node.environment["STALLED"] = str(node.stalled)
                 node.start()
             cluster.begin()
             yield cluster

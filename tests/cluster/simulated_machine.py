@@ -244,7 +244,6 @@ class Machine:
         registration = ClusterNode(
             self.name, {REPLICATION: f"{self.name}:1"}, replica=replica, group=GROUP,
             promised=self.log.identity.promised,
-            promised_to=self.log.identity.promised_to,
         )  # fmt: skip
         store = MachineStore(self.memory, self)
         self.coordinator = KeyCoordinator(store, self.clock, cluster=CLUSTER, node=self.name)
@@ -314,6 +313,12 @@ class Machine:
     def hand_over(self, node: str) -> None:
         if self.node is not None:
             self._run(self._give_way(self.node, node))
+
+    def step_down(self, reason: str) -> None:
+        self.end(LeaseLost(reason))
+
+    def leader_changed(self) -> None:
+        pass  # no clients are forwarded
 
     def figures(self) -> ReplicaFigures:
         assert self.thread is not None

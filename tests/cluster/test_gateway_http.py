@@ -80,6 +80,42 @@ def test_all_is_forwarded_but_what_is_asked_of_the_node_itself() -> None:
     run(scenario())
 
 
+class Leaders:
+    """A gateway's view of the leader, which a test changes."""
+
+    def __init__(self, address: Address) -> None:
+        self.address: Address | None = address
+
+    def __call__(self, edge: str) -> Address | None:
+        return self.address
+
+
+def test_connections_to_an_earlier_leader_are_closed() -> None:
+    async def scenario() -> None:
+        async with leader() as first, leader() as second:
+            known = Leaders(first)
+            (port,) = free_ports(1)
+            forwarding = Gateway("127.0.0.1", {"flight": port}, known)
+            await forwarding.start()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"abc\n")
+            assert await reader.readline() == b"cba\n"
+            known.address = None  # no node leads: the first one may go on
+            forwarding.leader_changed()
+            known.address = first
+            forwarding.leader_changed()
+            writer.write(b"def\n")
+            assert await reader.readline() == b"fed\n"
+            known.address = second
+            forwarding.leader_changed()
+            assert await reader.read() == b"", "the first leader never closes it"
+            writer.close()
+            assert await said(port, b"ghi\n") == b"ihg\n"
+            await forwarding.close()
+
+    run(scenario())
+
+
 class Asked:
     """The leader's address, with a count of the questions for it."""
 

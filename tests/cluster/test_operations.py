@@ -51,13 +51,13 @@ def test_a_group_begins_in_the_greatest_epoch_that_its_replicas_have_promised() 
     async def scenario(world: World, operations: Operations) -> None:
         for replica, promised in (("a/1", 0), ("b/2", 7), ("c/1", 3)):
             await join(world, replica, promised=promised, log_seq=5)
-        record = await operations.plan_first(["a", "b", "c"], WAIT_S)
+        revision, record = await operations.plan_first(["a", "b", "c"], WAIT_S)
         assert record == Record(7, "", ("a/1", "b/2", "c/1"))
-        await operations.begin(record)
+        await operations.begin(revision, record)
         with pytest.raises(Conflict, match="has a record already"):
             await operations.plan_first(["a"], WAIT_S)
         with pytest.raises(Conflict, match="meanwhile"):
-            await operations.begin(replace(record, replicas=("a/1",)))
+            await operations.begin(revision, replace(record, replicas=("a/1",)))
 
     run(scenario)
 
@@ -68,15 +68,37 @@ def test_the_first_record_can_be_asked_for_again() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         for replica in ("a/1", "b/1", "c/1"):
             await join(world, replica)
-        record = await operations.plan_first(["a", "b", "c"], WAIT_S)
-        await operations.begin(record)
-        await operations.begin(record)
+        revision, record = await operations.plan_first(["a", "b", "c"], WAIT_S)
+        await operations.begin(revision, record)
+        await operations.begin(revision, record)
         led = replace(record, epoch=1, leader="b/1")
         view = await world.coordinator("b").read("g1")
         await world.coordinator("b").change("g1", view.revision, led)
-        again = await operations.plan_first(["c", "b", "a"], WAIT_S)
-        await operations.begin(again)
+        revision, again = await operations.plan_first(["c", "b", "a"], WAIT_S)
+        await operations.begin(revision, again)
         assert again == led == (await operations._group_record())[1]
+
+    run(scenario)
+
+
+def test_a_record_of_a_restored_etcd_is_renewed() -> None:
+    """It is older than a promise, so no replica can lead by it."""
+
+    async def scenario(world: World, operations: Operations) -> None:
+        view = await made(world.coordinator("maker"))
+        assert view.record is not None
+        for replica, promised in (("a/1", 7), ("b/1", 9), ("c/1", 9)):
+            await join(world, replica, promised=promised, log_seq=5)
+        (group,) = await survey(world.coordinator("operator"))
+        assert group.leader == "" and group.problems[0] == (
+            "etcd has an old record of group g1 (epoch 3, but a replica has promised 9), as after a restore of etcd "
+            "from a copy. If its replicas were a,b,c: 'timeball cluster init --group g1 --nodes a,b,c' renews it"
+        )
+        revision, record = await operations.plan_first(["a", "b", "c"], WAIT_S)
+        assert record == Record(9, "", ("a/1", "b/1", "c/1"), view.record.generation + 1)
+        await operations.begin(revision, record)
+        assert (await operations._group_record())[1] == record
+        assert await operations.plan_first(["a", "b", "c"], WAIT_S) == (0, record), "it is renewed once"
 
     run(scenario)
 
@@ -87,7 +109,7 @@ def test_a_node_that_registers_later_is_waited_for() -> None:
         planned = asyncio.create_task(operations.plan_first(["a", "b"], WAIT_S))
         await asyncio.sleep(0)
         await join(world, "b/1")
-        assert (await planned).replicas == ("a/1", "b/1")
+        assert (await planned)[1].replicas == ("a/1", "b/1")
 
     run(scenario)
 
@@ -104,7 +126,7 @@ def test_an_etcd_that_is_being_started_is_waited_for() -> None:
             await asyncio.sleep(0)
         assert not planned.done()
         memory.is_down = False
-        assert (await planned).replicas == ("a/1",)
+        assert (await planned)[1].replicas == ("a/1",)
 
     run(scenario)
 
@@ -348,6 +370,19 @@ def test_a_learner_a_lag_a_clock_and_a_version_are_told() -> None:
         "node d is a learner and counts for nothing yet: 'timeball cluster add-replica d' makes it a replica",
         "replicas run versions 1, 2: finish the upgrade",
     ]
+
+
+def test_a_replica_that_has_stepped_down_is_told_with_its_reason() -> None:
+    async def scenario(world: World) -> None:
+        nodes = await group_of_three(world)
+        coordinator, lease = nodes["c"]
+        report = (await coordinator.reports())["c"]
+        problem = "its disk has not answered for 4.1 s"
+        await coordinator.report(replace(report, role="stopped", problem=problem), lease)
+
+    (group,) = groups(scenario)
+    assert group.replicas[-1].role == "stopped"
+    assert group.problems == ["replica c has stepped down: its disk has not answered for 4.1 s"]
 
 
 def test_a_sealing_candidate_is_not_shown_as_leader() -> None:

@@ -301,6 +301,22 @@ def test_only_the_named_replica_becomes_a_candidate_at_once_after_a_hand_over() 
     assert [type(effect) for effect in effects] == [do.Propose]
 
 
+def test_a_leader_that_is_heard_may_create_the_holder_s_key_again() -> None:
+    rules, led = Rules("b/1"), Record(1, "a/1", SET)
+    state = steps(follower(), on.Seen(1, led, "a"), on.Tick(5_000), on.Received("a", Ping(1, 0, 0, 2)))[0]
+    state, effects = steps(state, on.Tick(5_000 + rules.heard_ms_max), on.Seen(1, led, None))
+    assert effects == []
+    _, effects = steps(state, on.Tick(5_001 + rules.heard_ms_max), on.Seen(1, led, None))
+    assert [type(effect) for effect in effects] == [do.Propose], "it is not heard any more"
+    # It sends PINGs, but does not create the key: it may not serve.
+    late_ms = 5_000 + rules.heard_ms_max + rules.hold_ms
+    state = steps(state, on.Tick(late_ms - 1), on.Received("a", Ping(1, 0, 0, 2)))[0]
+    state, effects = steps(state, on.Seen(1, led, None))
+    assert effects == []
+    _, effects = steps(state, on.Tick(late_ms), on.Seen(1, led, None))
+    assert [type(effect) for effect in effects] == [do.Propose]
+
+
 def test_a_holder_that_is_gone_is_followed_at_once_when_the_record_is_old() -> None:
     state = steps(follower(), on.Seen(1, Record(1, "a/1", SET), "a"), on.Tick(5_000))[0]
     _, effects = steps(state, on.Seen(1, Record(1, "a/1", SET), None))

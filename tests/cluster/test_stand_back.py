@@ -30,13 +30,13 @@ def leader(**ahead_ms: int) -> Replica:
 
 
 def follower(deviation_ms: int) -> Replica:
-    """b has been told by its leader that its clock is off by so much."""
+    """b was told by its leader that its clock is off by so much. It does not hear the leader any more."""
     state = Replica(
         Rules("b/1"), Role.FOLLOWER, promised=3, revision=7, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
         source=Source("a", matched=True),
     )  # fmt: skip
     told, _ = step(state, on.Received("a", Ping(3, WALL_MS, NOW_MS, 0, deviation_ms)))
-    return told
+    return replace(told, heard_ms=NOW_MS - told.rules.heard_ms_max - 1)
 
 
 def stands(state: Replica, event: on.Event) -> tuple[Replica, bool]:

@@ -30,6 +30,7 @@ from timeball.io.clock import SystemClock
 from timeball.io.files import Files, RealFiles
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
+from timeball.model.errors import LeaseLost
 from timeball.monitoring.figures import ReplicaFigures
 
 CLUSTER, GROUP, TTL_MS = "tests", "g1", 1_000
@@ -106,6 +107,12 @@ class Replica:
 
     def hand_over(self, node: str) -> None:
         self.thread.tell(on.HandOver(node))
+
+    def step_down(self, reason: str) -> None:
+        self.end(LeaseLost(reason))
+
+    def leader_changed(self) -> None:
+        pass  # no clients are forwarded
 
     def figures(self) -> ReplicaFigures:
         return ReplicaFigures(GROUP, self.replica, str(self.role), self.member.leader())

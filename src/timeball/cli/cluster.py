@@ -167,6 +167,10 @@ def init(
     data cannot be mixed: create the group from the nodes with data, and then
     add the others.
 
+    If etcd was restored from an old copy, its record of the group may be older
+    than the nodes' data. Then the command replaces it. Name the nodes that were
+    the group's replicas last.
+
     \b
     Examples:
       timeball cluster init --cluster shop --etcd http://etcd1:2379 --nodes a,b,c
@@ -179,9 +183,9 @@ def init(
 
     async def ask(coordinator: Coordinator) -> Record:
         operations = Operations(coordinator, settings.group)
-        record = await operations.plan_first(names, wait_ms / 1_000)
+        revision, record = await operations.plan_first(names, wait_ms / 1_000)
         if not dry_run:
-            await operations.begin(record)
+            await operations.begin(revision, record)
         return record
 
     record = _run_with_coordinator(settings, ask)

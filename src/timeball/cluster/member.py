@@ -18,6 +18,7 @@ from timeball.cluster.coordination.coordinator import Coordinator, GroupView, He
 from timeball.cluster.operations import RequestStep, next_request_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.machine import LEADS
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.transport.connections import Address, parse_address
@@ -37,6 +38,7 @@ REPLICATION = "replication"  # key of the address that other replicas dial, amon
 POLL_S = 1.0  # the record is read at least this often
 RETRY_S = 0.1  # pause after a request without an answer
 REPORT_S = 1.0  # figures are reported at most this often
+STALL_TTLS = 2  # a leader steps down when its thread has not run for this many leases
 
 
 class ProcessHooks(Protocol):
@@ -50,6 +52,12 @@ class ProcessHooks(Protocol):
 
     def hand_over(self, node: str) -> None:
         """Stop serving, hand the lead over to this node, and end the process, unless a hand-over is under way."""
+
+    def step_down(self, reason: str) -> None:
+        """Stop serving without the replica's thread, which does not run. End the process once it runs again."""
+
+    def leader_changed(self) -> None:
+        """Learn that `Member.leader` may have changed."""
 
     def figures(self) -> ReplicaFigures:
         """Collect the replica's figures."""
@@ -72,6 +80,9 @@ class Member:
     ) -> None:
         self._coordinator, self._node, self._group, self._duties = coordinator, node, group, duties
         self._lease_keeper = HeldLease(coordinator, clock, node, ttl_ms)
+        self._clock, self._stall_ms = clock, STALL_TTLS * ttl_ms
+        self._is_etcd_restored = False  # since this replica leads
+        self._has_stepped_down = False  # the lease keeps the node registered, but no longer lets it lead
         self._loop = asyncio.get_running_loop()
         self._requests: asyncio.Queue[do.Effect] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,8 +95,11 @@ class Member:
         self._thread = thread
         self._tasks = [
             asyncio.create_task(self._run_guarded(duty))
-            for duty in (self._renew_lease, self._watch_record, self._handle_requests, self._report_figures)
-        ]
+            for duty in (
+                self._renew_lease, self._watch_thread, self._watch_record, self._handle_requests,
+                self._report_figures,
+            )
+        ]  # fmt: skip
 
     async def close(self) -> None:
         """End the duties, and end the lease at once, so that other nodes need not wait for its end."""
@@ -158,25 +172,64 @@ class Member:
     async def _renew_lease(self) -> None:
         while True:
             pause_s = await self._lease_keeper.renew_or_grant()
-            if self._lease_keeper.lease is not None:
+            if self._lease_keeper.lease is not None and not self._has_stepped_down:
                 self._thread.tell(on.LeaseExtended(self._lease_keeper.lease.ends_ms))
             await asyncio.sleep(pause_s)
 
+    async def _watch_thread(self) -> None:
+        """Step down when the thread of a leader does not run: its disk does not answer, so it cannot commit.
+
+        The other replicas cannot notice that, because this event loop keeps the lease. No acknowledged row depends on
+        this check.
+        """
+        while True:
+            await asyncio.sleep(self._stall_ms / 8_000)
+            waited_ms = self._clock.boot_ms() - self._thread.polled_ms
+            if waited_ms > self._stall_ms and self._thread.state.role in LEADS:
+                break
+        self._has_stepped_down = True
+        self._duties.step_down(f"its disk has not answered for {waited_ms / 1_000:.1f} s")
+        while (
+            lease := self._lease_keeper.lease
+        ) is not None:  # without a valid lease it holds the group no longer
+            try:
+                return await self._coordinator.resign(self._group, lease)
+            except (Unavailable, SetupError) as error:
+                logger.warning("group not resigned reason=%s", error)
+                await asyncio.sleep(RETRY_S)
+
     async def _watch_record(self) -> None:
+        newest_revision = 0
         while True:
             try:
-                self.view = view = await self._coordinator.read(self._group)
+                view = await self._coordinator.read(self._group)
                 self._update_nodes(await self._coordinator.nodes())
+                self._set_view(view)
             except (Unavailable, SetupError) as error:
                 logger.warning("record not read reason=%s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            if view.as_of < newest_revision:
+                self._handle_restored_etcd(newest_revision, view.as_of)
+            newest_revision = view.as_of
             self._report_record(view)
             try:
                 await self._handle_operator_request(view)
                 await self._coordinator.wait_for_change(view.as_of, POLL_S)
             except (Unavailable, SetupError):
                 await asyncio.sleep(RETRY_S)
+
+    def _handle_restored_etcd(self, before: int, now: int) -> None:
+        """Handle a revision that went back. Raises LeaseLost unless this replica leads.
+
+        A revision of before may now be that of another record, so no record can be compared with those read before. A
+        leader goes on, because all others answer it, but swaps nothing. The others begin anew.
+        """
+        text = f"etcd was restored from a copy: its revision was {before}, now {now}"
+        if self._thread.state.role not in LEADS:
+            raise LeaseLost(text)
+        logger.warning("%s; run 'timeball cluster status'", text)
+        self._is_etcd_restored = True
 
     async def _handle_operator_request(self, view: GroupView) -> None:
         """Take the next step for an operator's request, if this replica leads."""
@@ -241,6 +294,8 @@ class Member:
         """Carry out the swap of a Propose effect, and report its outcome."""
         lease, record = self._lease_keeper.lease, proposal.record
         try:
+            if self._is_etcd_restored:
+                raise LeaseLost("the revision of the proposal is of another etcd")
             if proposal.holder is do.Holder.KEEP:
                 swap = await self._coordinator.change(self._group, proposal.revision, record)
             elif lease is None:
@@ -254,16 +309,21 @@ class Member:
         except LeaseLost:
             self._thread.tell(on.Proposed(0, record, False))
             return
-        self.view = swap.view
+        self._set_view(swap.view)
         self._thread.tell(on.Proposed(swap.view.revision, record, swap.won))
         if not swap.won:
             # Pass the record on at once. A hand-over in it may name this replica, which has only a short time to begin
             # (`hand_over_ms`) and must not wait for the next read.
             self._report_record(swap.view)
 
+    def _set_view(self, view: GroupView) -> None:
+        leader, self.view = self.leader(), view
+        if self.leader() not in ("", leader):
+            self._duties.leader_changed()
+
     def _report_record(self, view: GroupView) -> None:
         """Pass a record that was read to the protocol (a Seen event)."""
-        if view.record is not None:
+        if view.record is not None and not self._is_etcd_restored:
             holder = None if view.holder is None else view.holder.node
             self._thread.tell(on.Seen(view.revision, view.record, holder))
 

@@ -34,18 +34,19 @@ class Operations:
 
     # -- the first record --------------------------------------------------------------------------------------------
 
-    async def plan_first(self, names: Sequence[str], wait_s: float) -> Record:
+    async def plan_first(self, names: Sequence[str], wait_s: float) -> tuple[int, Record]:
         """Build the record of a new group, once these nodes have registered. Raises RequestError, Unavailable.
 
-        If the group already has a record with these nodes, this record is returned, so that a deployment may repeat the
-        command.
+        Returns the revision for `begin`, and the record. If the group already has a record with these nodes, this
+        record is returned, so that a deployment may repeat the command. A record that is older than a promise of the
+        group's nodes is replaced: etcd was restored from an old copy, and no replica can become the leader by it.
         """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
         view = await self._read_group(min(wait_s, ETCD_START_S))
-        if view.record is not None:
+        if view.record is not None and view.record.epoch >= await self._newest_promise():
             if {node_of(replica) for replica in view.record.replicas} == set(names):
-                return view.record
+                return 0, view.record  # `begin` changes nothing
             raise Conflict(
                 f"group {self._group} has a record already, with replicas {_nodes(view.record.replicas)}: change them "
                 "with 'timeball cluster add-replica' and 'remove-replica'"
@@ -66,11 +67,14 @@ class Operations:
                 f"{', '.join(with_data)} has data, {', '.join(empty)} has none: make the group with --nodes "
                 f"{','.join(with_data)}, then 'timeball cluster add-replica {empty[0]}'"
             )
-        return Record(max(node.promised for node in nodes), "", tuple(node.replica for node in nodes))
+        # The promises of the reports are newer than those of the registrations, which are of the nodes' starts.
+        epoch = max(await self._newest_promise(), *(node.promised for node in nodes))
+        generation = view.record.generation + 1 if view.record is not None else 1
+        return view.revision, Record(epoch, "", tuple(node.replica for node in nodes), generation)
 
-    async def begin(self, record: Record) -> None:
+    async def begin(self, revision: int, record: Record) -> None:
         """Write the first record. Raises Conflict when another command has written one with other replicas."""
-        swap = await self._coordinator.change(self._group, 0, record)
+        swap = await self._coordinator.change(self._group, revision, record)
         if not swap.won:
             current = (await self._coordinator.read(self._group)).record
             if current is not None and set(current.replicas) == set(record.replicas):
@@ -78,6 +82,9 @@ class Operations:
             raise Conflict(
                 f"group {self._group} has got a record meanwhile: look with 'timeball cluster status'"
             )
+
+    async def _newest_promise(self) -> int:
+        return _newest_promise(self._group, await self._coordinator.reports())
 
     async def _read_group(self, wait_s: float) -> GroupView:
         """Read the group, from an etcd that may just have been started. Raises Unavailable after `wait_s`."""
@@ -370,8 +377,13 @@ def _describe_group(
         view.pending_request.request.describe()
         if view is not None and view.pending_request is not None
         else "",
-        list(_group_problems(name, view, replicas, lead_report, leader)),
+        list(_group_problems(name, view, replicas, lead_report, leader, _newest_promise(name, reports))),
     )
+
+
+def _newest_promise(group: str, reports: dict[str, ReplicaFigures]) -> int:
+    """Find the greatest epoch that a running node of the group has promised, 0 for none."""
+    return max((report.promised for report in reports.values() if report.group == group), default=0)
 
 
 def _describe_replica(
@@ -391,7 +403,7 @@ def _describe_replica(
     lag = None if peer is None or lead_report is None else max(0, lead_report.log_seq - peer.acked_seq)
     return ReplicaState(
         name, replica, report.role, is_in_record, report.log_seq, report.committed_seq, report.applied_seq, lag,
-        None if peer is None else peer.clock_offset_ms, report.version, report.since_ms,
+        None if peer is None else peer.clock_offset_ms, report.version, report.since_ms, report.problem,
     )  # fmt: skip
 
 
@@ -411,13 +423,21 @@ def _group_problems(
     replicas: list[ReplicaState],
     lead_report: ReplicaFigures | None,
     leader: str,
+    promised: int,
 ) -> Iterator[str]:
     if view is None or view.record is None:
         names = ",".join(replica.node for replica in replicas)
         yield f"group {group} has no record yet: 'timeball cluster init --group {group} --nodes {names}' makes it"
         return
     members = [replica for replica in replicas if replica.is_in_record]
-    running = [replica for replica in members if replica.role not in ("gone", "silent")]
+    running = [replica for replica in members if replica.role not in ("gone", "silent", "stopped")]
+    if not leader and promised > view.record.epoch:
+        names = ",".join(map(node_of, view.record.replicas))
+        yield (
+            f"etcd has an old record of group {group} (epoch {view.record.epoch}, but a replica has promised "
+            f"{promised}), as after a restore of etcd from a copy. If its replicas were {names}: 'timeball cluster "
+            f"init --group {group} --nodes {names}' renews it"
+        )
     if not leader:
         yield f"group {group} has no leader: nothing is accepted or released"
     if len(running) < majority(view.record.replicas):
@@ -439,6 +459,8 @@ def _replica_problems(replica: ReplicaState, lead_report: ReplicaFigures | None)
         yield f"replica {replica.node} ({replica.replica}) is missing: its node does not run, or does not reach etcd"
     elif replica.role == "silent":
         yield f"replica {replica.node} has not reported yet"
+    elif replica.problem:
+        yield f"replica {replica.node} has stepped down: {replica.problem}"
     elif not replica.is_in_record:
         yield (
             f"node {replica.node} is a learner and counts for nothing yet: 'timeball cluster add-replica "

@@ -112,6 +112,8 @@ class ReplicaThread(Disk):
         self._is_stepping = False
         self._has_ended = False  # shut down, or failed
         self._ticked_ms = 0
+        # Boot clock at the last look at the sockets. Any thread may read it: a disk that does not answer stops it.
+        self.polled_ms = clock.boot_ms()
         # A follower applies every APPLY_MS. Applying each commit would cost as much as all other work of a follower.
         self._committed_seq = self._applied_seq = self._applied_ms = 0
         self._suspected_node, self._probe_until_ms = "", 0  # leader whose connection has ended
@@ -237,7 +239,8 @@ class ReplicaThread(Disk):
 
     def _poll(self) -> None:
         """Wait for input until the next tick at most, and handle sockets, events of other threads, and the tick."""
-        due_ms = self._ticked_ms + TICK_MS - self._clock.boot_ms()
+        self.polled_ms = self._clock.boot_ms()
+        due_ms = self._ticked_ms + TICK_MS - self.polled_ms
         self._connections.poll(
             0
             if not (self._incoming_events.empty() and self._outgoing_sends.empty())

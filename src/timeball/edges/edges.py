@@ -25,6 +25,7 @@ from timeball.edges.push.worker import PushEdge
 from timeball.edges.remoting.codec.implementation import CODEC, Codec
 from timeball.edges.remoting.edge import RemotingEdge
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
+from timeball.edges.shared.shared_limits import shut_down_all
 from timeball.io.security import Security
 from timeball.model.errors import SetupError
 from timeball.monitoring.metrics import Metrics
@@ -42,6 +43,7 @@ class Edges:
         self.http = HttpEdge(broker, metrics, status, security)
         self.push = PushEdge(broker, metrics.push)
         self._has_tls = security.tls is not None
+        self._closing: list[asyncio.Task[None]] = []  # the tasks of `abort`
 
     async def start(self, recovering: RecoveryResponder) -> None:
         """Listen on all ports, and begin to push messages to URLs.
@@ -67,6 +69,13 @@ class Edges:
         # some of them.
         edges = (self.http, self.grpc, self.remoting, self.flight)
         await asyncio.gather(*(edge.close() for edge in edges))
+
+    def abort(self) -> None:
+        """Begin to close, and shut down the connections of all clients, so that no edge waits for an answer."""
+        ports = set(self.ports.values())
+        edges = (self.push, self.http, self.grpc, self.remoting, self.flight)
+        self._closing = [asyncio.create_task(edge.close()) for edge in edges]
+        shut_down_all(ports)
 
     @property
     def ports(self) -> dict[str, int]:

@@ -81,6 +81,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
     since_ms: int = 0  # when it entered its role, by its wall clock
     connections: int = 0  # connections with other replicas
     version: str = ""
+    problem: str = ""  # the reason why it does not take part although its process runs, or ""
     peers: dict[str, PeerFigures] = {}  # by node; empty unless the replica leads
 
 
@@ -101,6 +102,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     clock_offset_ms: float | None = None
     version: str = ""
     since_ms: int | None = None
+    problem: str = ""  # the reason why it does not take part although its process runs, or ""
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True):

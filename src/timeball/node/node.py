@@ -376,6 +376,11 @@ class Node:
         closing = [] if self.edges is None else [self.edges.close()]
         await asyncio.gather(self.broker.pending_table.leave_store(), *closing)
 
+    def abort_edges(self) -> None:
+        """Stop listening, and shut all clients' connections down without answers."""
+        if self.edges is not None:
+            self.edges.abort()
+
     async def finish(self) -> None:
         """Append state that is only in memory, save a checkpoint, and unlock the folder. Refuses further requests."""
         await self._end_tasks()

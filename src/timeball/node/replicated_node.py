@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 QUORUM_TTLS = 3  # a leader without contact to a majority stops after this many lease times
 HAND_OVER_S = 2.0  # longest wait for the hand-over to the next leader
 POLL_S = 0.01  # interval at which the hand-over is checked
+RELISTEN_S = 0.02  # between two attempts to listen on the ports of a broker that is closing
+STALLED_POLL_S = 0.1  # interval at which a thread that does not run is checked
 
 
 class LentDisk(Disk):
@@ -95,6 +97,8 @@ class ReplicatedNode:
             None  # ends the gateway's connections once this replica leads
         )
         self._group_calls: GroupCalls
+        self._step_down_task: asyncio.Task[None] | None = None
+        self._problem = ""  # the reason why this replica has stepped down, while its thread does not run
 
     async def start(self) -> None:
         """Open the replica's log, join the cluster, and listen. Raises SetupError and storage errors."""
@@ -126,7 +130,7 @@ class ReplicatedNode:
             self._names = NameService(settings, coordinator)
             tls_to_others = load_client_tls(settings.replication_ca, "", "") if settings.tls_cert else None
             self._group_calls = GroupCalls(settings.group, self._names.directory, self._clock, tls_to_others)
-            self._gateway = Gateway(settings.host, self._ports(), self.member.address, self._follower_http())
+            self._gateway = self._create_gateway()
             undo.push_async_callback(self._gateway.close)
             await self._gateway.start()
             await self._names.start()
@@ -159,6 +163,10 @@ class ReplicatedNode:
 
     async def stop(self) -> None:
         """Hand over if this replica leads, and stop all components in order."""
+        if self._step_down_task is not None:
+            # Nothing can be written, and the thread cannot be waited for.
+            self._step_down_task.cancel()
+            return await self.member.close()
         if self._lead_task is not None:
             await asyncio.wait([self._lead_task])
         if self._hand_over_task is not None:
@@ -206,16 +214,28 @@ class ReplicatedNode:
             logger.info("replica hands over node=%s", node)
             self._hand_over_task = asyncio.create_task(self._give_way(self.broker_node, node))
 
+    def step_down(self, reason: str) -> None:
+        """Stop serving, and forward clients to the next leader until the replica's thread runs again."""
+        logger.warning("replica steps down reason=%s", reason)
+        self._problem = reason
+        self._step_down_task = asyncio.create_task(self._step_down(self.thread.polled_ms))
+
+    def leader_changed(self) -> None:
+        """Close the forwarded connections to a node that leads no more."""
+        self._gateway.leader_changed()
+
     def figures(self) -> ReplicaFigures:
         """Collect the replica's figures for status and metrics."""
         thread, member = self.thread, self.member
         state, offsets = thread.state, thread.clock_offsets.ms
         peers = state.lead.peers if state.lead else {}
         return ReplicaFigures(
-            self.settings.group, state.rules.replica, str(state.role), member.leader(),
+            self.settings.group, state.rules.replica,
+            str(Role.STOPPED if self._problem else state.role), member.leader(),
             epoch=state.epoch, promised=state.promised, log_seq=state.log.seq,
             committed_seq=state.committed_seq, applied_seq=state.applied_seq,
             since_ms=thread.since_ms, connections=thread.connected, version=__version__,
+            problem=self._problem,
             peers={
                 node: PeerFigures(peer.replica, peer.acked.seq, offsets.get(node))
                 for node, peer in peers.items()
@@ -257,6 +277,33 @@ class ReplicatedNode:
             self.serving.set()
         except BaseException as error:  # no caller awaits this task, so every error must end the process here
             self.end(error)
+
+    async def _step_down(self, polled_ms: int) -> None:
+        """Close the broker's connections, forward new ones, and end the process once the thread runs again.
+
+        The broker cannot be stopped in order, because that writes to the disk. Its clients do not know whether their
+        last requests were accepted: the log may have them when the disk answers again.
+        """
+        try:
+            if self._lead_task is not None and not self._lead_task.done():
+                self._lead_task.cancel()  # it waits for the thread before it listens
+            if self.broker_node is not None:
+                self.broker_node.abort_edges()
+            await self._listen_as_follower()
+            while self.thread.polled_ms == polled_ms:  # noqa: ASYNC110 (another thread's state)
+                await asyncio.sleep(STALLED_POLL_S)
+            self.end(LeaseLost(f"this node has stepped down: {self._problem}"))
+        except Exception as error:  # no caller awaits this task, so every error must end the process here
+            self.end(error)
+
+    async def _listen_as_follower(self) -> None:
+        """Listen on this node's ports again, once the broker's edges have freed them."""
+        while True:
+            self._gateway = self._create_gateway()
+            try:
+                return await self._gateway.start()
+            except SetupError:
+                await asyncio.sleep(RELISTEN_S)
 
     async def _give_way(self, broker: Node, node: str) -> None:
         """Hand over to `node` as in `stop`, and end the process. The next process starts as a follower."""
@@ -303,6 +350,9 @@ class ReplicatedNode:
         if not settings.replication_ca:
             return None
         return PeerTls(*load_peer_tls(settings.replication_ca, settings.tls_cert, settings.tls_key))
+
+    def _create_gateway(self) -> Gateway:
+        return Gateway(self.settings.host, self._ports(), self.member.address, self._follower_http())
 
     def _follower_http(self) -> Http | None:
         """Build the handler of HTTP requests to a follower. None means that it forwards connections unread."""

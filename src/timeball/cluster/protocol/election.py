@@ -59,7 +59,9 @@ def handle_seen(state: Replica, event: Seen) -> Step:
     # with `promised` is rule 2 of replica.py.
     if state.role is Role.FOLLOWER and record.leader == state.rules.replica and record.epoch > state.promised:
         return start_sealing(state, record)
-    return become_candidate(state, "") if event.holder is None and not _is_handed_over(state) else (state, [])
+    if event.holder is not None or _is_handed_over(state) or _hears_its_leader(state):
+        return state, []
+    return become_candidate(state, "")
 
 
 def _is_handed_over(state: Replica) -> bool:
@@ -74,6 +76,23 @@ def _is_handed_over(state: Replica) -> bool:
         and record.leader not in ("", state.rules.replica)
         and record.epoch > state.promised
         and state.now_ms - state.revised_ms < state.rules.hand_over_ms
+    )
+
+
+def _hears_its_leader(state: Replica) -> bool:
+    """Check whether the leader answers, so that it can create the holder's key again.
+
+    The key ends with the leader's lease when etcd did not answer for a while. An election then would interrupt a leader
+    that has served all the time.
+    """
+    record, source = state.record, state.source
+    return (
+        record is not None
+        and source is not None
+        and node_of(record.leader) == source.node
+        and record.epoch == state.promised
+        and state.now_ms - state.heard_ms <= state.rules.heard_ms_max
+        and state.now_ms - state.vacant_since_ms < state.rules.hold_ms
     )
 
 

@@ -78,7 +78,7 @@ def receive(state: Replica, node: str, message: Message) -> Step:
             return state, [PassOn(node, message)]
         case Ping():
             pong = Pong(message.epoch, state.wall_ms, message.boot_ms)
-            state = replace(state, deviation_ms=message.deviation_ms)
+            state = replace(state, deviation_ms=message.deviation_ms, heard_ms=state.now_ms)
             state, effects = _apply(replace(state, committed_seq=max(state.committed_seq, message.committed)))
             return state, [Send(node, pong), *effects]
         case _:

@@ -88,6 +88,10 @@ class Rules(msgspec.Struct, frozen=True):
     may_lead_without_lease: bool = True
     # A replica that a hand-over names has this time to begin before another one becomes a candidate.
     hand_over_ms: int = 500
+    # A leader whose holder's key has ended has this time to create it again, while it sends PINGs at least every
+    # `heard_ms_max`. The time is bounded, because a leader may send PINGs and yet not serve.
+    hold_ms: int = 1_000
+    heard_ms_max: int = 250
     # A replica whose clock deviates from the group's median by more than `deviation_ms_max` waits for at most
     # `defer_ms`, so that others become candidates first.
     deviation_ms_max: int = 500
@@ -189,6 +193,7 @@ class Replica(msgspec.Struct, frozen=True):
     source: Source | None = None
     unsynced_bytes: int = 0
     vacant_since_ms: int = 0  # when the group was first read without a holder; 0: it has one
+    heard_ms: int = 0  # the boot clock at the last PING of the source
     deviation_ms: int = 0  # deviation of the local clock from the median, as the last leader's PING stated
     committed_seq: int = 0  # as the leader's messages state
     applied_seq: int = 0

@@ -183,6 +183,7 @@ class Gateway:
         self._host, self._ports, self._address, self._http = host, ports, address, http
         self._servers: list[asyncio.Server] = []
         self._forwardings: set[asyncio.Task[None]] = set()
+        self._leaders: dict[asyncio.Task[None], tuple[str, Address]] = {}  # edge and leader of a forwarding
         self._awaiting_leader: set[asyncio.Task[None]] = (
             set()
         )  # those that have no connection to a leader yet
@@ -217,6 +218,16 @@ class Gateway:
         for task in self._awaiting_leader:
             task.cancel()
 
+    def leader_changed(self) -> None:
+        """Close the connections to earlier leaders, LAST_S after another node has become the leader.
+
+        An earlier leader that ends closes them itself. One that is cut off, or that hangs, never does.
+        """
+        loop = asyncio.get_running_loop()
+        for task, (edge, leader) in self._leaders.items():
+            if self._address(edge) not in (None, leader):
+                loop.call_later(LAST_S, task.cancel)
+
     async def drain(self) -> None:
         """Wait until the old leader has ended the forwarded connections, for LAST_S at most, and close the rest.
 
@@ -241,6 +252,7 @@ class Gateway:
         self._forwardings.add(task)
         task.add_done_callback(self._forwardings.discard)
         task.add_done_callback(self._awaiting_leader.discard)
+        task.add_done_callback(lambda task: self._leaders.pop(task, None))
         try:
             head = b""
             if self._http is not None and edge == HTTP:
@@ -252,7 +264,7 @@ class Gateway:
                     return
                 head = request_head
             self._awaiting_leader.add(task)
-            leader_streams = await self._connect(edge)
+            leader_streams = await self._connect(edge, task)
             self._awaiting_leader.discard(task)
             if leader_streams is not None:
                 leader_streams[1].write(head)
@@ -264,7 +276,9 @@ class Gateway:
         finally:
             writer.close()
 
-    async def _connect(self, edge: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    async def _connect(
+        self, edge: str, task: asyncio.Task[None]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """Connect to the leader. None when there was none for WAIT_S."""
         tls = self._http.tls_to_leader if self._http is not None and edge == HTTP else None
         loop = asyncio.get_running_loop()
@@ -274,7 +288,9 @@ class Gateway:
             if address is not None:
                 with suppress(OSError, TimeoutError):
                     async with asyncio.timeout(DIAL_S):
-                        return await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=tls)
+                        streams = await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=tls)
+                    self._leaders[task] = edge, address
+                    return streams
             await asyncio.sleep(RETRY_S)
         return None
 

@@ -336,6 +336,11 @@ def connections(ports: Collection[int], fds: Iterable[int]) -> Iterator[Connecti
             continue  # not TCP, or closed meanwhile
 
 
+def shut_down_all(ports: Collection[int]) -> int:
+    """Shut down all TCP connections that were accepted on one of `ports`. Returns their number."""
+    return sum(map(_shut_down, list(connections(ports, in_use()))))
+
+
 @contextmanager
 def _borrowed_socket(fd: int) -> Iterator[socket.socket]:
     """Wrap a descriptor that another object owns. It is not duplicated, since no descriptor may be left for that."""

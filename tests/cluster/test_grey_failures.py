@@ -1,0 +1,146 @@
+"""Leaders that run but cannot commit: their disk hangs, or nobody reads what they send. Another node takes over."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import Cluster, NodeProcess, client_of, running_cluster
+
+from timeball.io.clock import SystemClock
+from timeball.monitoring.figures import ReplicaFigures
+
+TOPIC, GROUP = "grey", "readers"
+EVERY_MS = 20
+AWAY_MS = 5_000  # five leases
+CLOCK = SystemClock()
+
+
+@dataclass
+class KeyedSends:
+    """One sender that repeats a send after a failure, with a client that knows all nodes."""
+
+    nodes: Sequence[NodeProcess]
+    accepted: list[str] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    answered_ms: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        ended = threading.Event()
+        thread = threading.Thread(target=self._send, args=(ended,))
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _send(self, ended: threading.Event) -> None:
+        with client_of(self.nodes) as ball:
+            while not ended.wait(EVERY_MS / 1_000):
+                key = f"m{len(self.answered_ms)}"
+                try:
+                    self.accepted.append(ball.send(TOPIC, "body", message_id=key, after="1s", retry=True).id)
+                except Exception as error:  # of any kind: it is what the test is about
+                    self.failures.append(error)
+                self.answered_ms.append(CLOCK.wall_ms())
+
+    @property
+    def gap_ms(self) -> int:
+        """The longest time without an answer."""
+        pairs = zip(self.answered_ms, self.answered_ms[1:], strict=False)
+        return max(later - earlier for earlier, later in pairs)
+
+
+def report_of(cluster: Cluster, node: NodeProcess) -> ReplicaFigures | None:
+    reports = cluster.ask("reports")
+    assert isinstance(reports, dict)
+    report = reports.get(node.name)
+    assert report is None or isinstance(report, ReplicaFigures)
+    return report
+
+
+def has_role(cluster: Cluster, node: NodeProcess, role: str) -> bool:
+    report = report_of(cluster, node)
+    return report is not None and report.role == role
+
+
+def received(nodes: Sequence[NodeProcess], count: int) -> Counter[str]:
+    """Return how often each message came."""
+    seen: Counter[str] = Counter()
+    until_ms = CLOCK.wall_ms() + BOUND_S * 1_000
+    with client_of(nodes) as ball:
+        while CLOCK.wall_ms() < until_ms:
+            batch = ball.browse_batch(
+                TOPIC, GROUP, max_messages=4_096, wait="1s" if seen.total() < count else "200ms"
+            )
+            if batch.num_rows == 0 and seen.total() >= count:
+                break
+            seen.update(batch.column("unique_key").to_pylist())
+            ball.commit(TOPIC, GROUP)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.xdist_group("etcd")
+def test_a_leader_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
+    need_etcd()
+    with running_cluster(tmp_path, module="tests.cluster.stalled", **{"lease-ttl-ms": "1s"}) as cluster:
+        leader, epoch = cluster.leader(), cluster.epoch()
+        nodes = [*cluster.nodes.values()]
+        sends = KeyedSends(nodes)
+        with sends.running():
+            cluster.wait("some sends are accepted", lambda: len(sends.accepted) > 20)
+            leader.stalled.touch()
+            successor = cluster.leader(epoch)
+            accepted = len(sends.accepted)
+            cluster.wait("the next leader accepts sends", lambda: len(sends.accepted) > accepted + 20)
+            assert successor is not leader
+            cluster.wait("the old leader reports why", lambda: has_role(cluster, leader, "stopped"))
+            report = report_of(cluster, leader)
+            assert report is not None and report.problem.startswith("its disk has not answered for ")
+            with leader.client() as ball:
+                ball.send(TOPIC, "body", message_id="forwarded", retry=True)  # it forwards to the next leader
+            leader.stalled.unlink()
+            cluster.wait("the old leader follows", lambda: has_role(cluster, leader, "follower"))
+            assert report_of(cluster, leader).problem == ""  # type: ignore[union-attr]
+        print(f"{len(sends.accepted)} accepted, longest time without an answer {sends.gap_ms} ms")
+        assert not sends.failures
+        assert received(nodes, len(sends.accepted) + 1) == Counter([*sends.accepted, "forwarded"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.xdist_group("etcd")
+def test_an_etcd_that_comes_back_interrupts_nothing(tmp_path: Path) -> None:
+    """The leader goes on without etcd, and creates the holder's key again, which has ended with its lease."""
+    need_etcd()
+    with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
+        leader, epoch = cluster.leader(), cluster.epoch()
+        nodes = [*cluster.nodes.values()]
+        sends = KeyedSends(nodes)
+        with sends.running():
+            cluster.wait("some sends are accepted", lambda: len(sends.accepted) > 20)
+            for member in cluster.etcd.members:
+                member.stop()
+            stopped_ms = CLOCK.wall_ms()
+            cluster.wait("the lease has been over for long", lambda: CLOCK.wall_ms() - stopped_ms > AWAY_MS)
+            for member in cluster.etcd.members:
+                member.go_on()
+            cluster.etcd.wait_ready()
+            cluster.wait("the leader holds the group", lambda: cluster.view().leader == leader.name)
+            accepted = len(sends.accepted)
+            cluster.wait("it accepts sends", lambda: len(sends.accepted) > accepted + 100)
+        print(f"{len(sends.accepted)} accepted, longest time without an answer {sends.gap_ms} ms")
+        assert cluster.epoch() == epoch and cluster.view().leader == leader.name
+        assert not sends.failures
+        assert received(nodes, len(sends.accepted)) == Counter(sends.accepted)
