@@ -26,10 +26,11 @@ from tests.broker.on_node import InTurn, column, on_node
 from tests.crash.world import World
 
 from timeball.broker.consuming import engine as consuming_engine
+from timeball.broker.consuming.leases import QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.filters import compile_filter
+from timeball.broker.filters import SQL92, compile_filter
 from timeball.model.errors import NotFound, OutOfRange, OverLimit
-from timeball.model.message import Kind
+from timeball.model.message import Kind, encode_properties
 
 MESSAGES = [Kind.MESSAGE, Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL, Kind.MOVED]
 
@@ -280,3 +281,44 @@ async def test_who_names_the_retry_topic_finds_what_waits_for_it(world: World) -
     assert world.broker.redeliveries.waiting_rows == 0
     await pass_time(world, MINUTE_MS)
     assert bodies(await receive(world)) == []
+
+
+# ---- a filter that the index does not help ------------------------------------------------------------------------
+
+
+@on_node()
+async def test_consumers_with_sql_get_each_match_once(world: World) -> None:
+    """Two members skip the same messages at the same time: no match is skipped, and none comes twice."""
+    numbers = [n % 97 for n in range(600)]
+    properties = [encode_properties({"n": str(number)}) for number in numbers]
+    await send(world, [b"%d" % n for n in range(600)], properties=properties)
+    wanted = compile_filter("n BETWEEN 13 AND 14", SQL92)
+    seen: list[bytes] = []
+
+    async def consume() -> None:
+        while True:
+            received = await receive(world, rows=3, wanted=wanted)
+            if not received.receipts:
+                return
+            seen.extend(bodies(received))
+            await acknowledge(world, received)
+
+    await asyncio.gather(consume(), consume())
+    assert sorted(seen) == sorted(b"%d" % n for n, number in enumerate(numbers) if number in (13, 14))
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 300, 1: 300}
+
+
+@on_node()
+async def test_what_is_skipped_is_never_leased(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = [encode_properties({"n": str(n)}) for n in range(500)]
+    await send(world, [b"%d" % n for n in range(500)], properties=properties)
+    leased = []
+    lease_next = QueueLeases.lease_next
+
+    def count(self: QueueLeases, offsets: list[int], *rest: object, **more: object) -> None:
+        leased.extend(offsets)
+        lease_next(self, offsets, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(QueueLeases, "lease_next", count)
+    received = await receive(world, rows=1, wanted=compile_filter("n = 450", SQL92))
+    assert bodies(received) == [b"450"] and leased == [0, 225], "of two queues"

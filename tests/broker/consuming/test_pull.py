@@ -16,10 +16,11 @@ from tests.crash.world import SECOND_MS, World
 
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.pull import find_seqs
-from timeball.broker.filters import EVERYTHING, compile_filter
+from timeball.broker.filters import EVERYTHING, SQL92, compile_filter
 from timeball.broker.registry.topics import Topic
 from timeball.model import limits
 from timeball.model.errors import NotFound, OutOfRange
+from timeball.model.message import encode_properties
 
 
 def topic_with(lengths: list[int]) -> Topic:
@@ -164,6 +165,36 @@ async def test_filtered_pulls_find_all_matches_in_order(
         pull.SCAN_ROWS_MAX = before
     names = set(text.replace(" ", "").split("||"))
     assert found == [n for n, tag in enumerate(tags) if text == "*" or tag in names]
+
+
+@given(
+    numbers=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    rows=st.integers(1, 7),
+    scan=st.integers(1, 9),
+)
+@settings(max_examples=30)
+@on_node(queues_per_topic=1)
+async def test_pulls_with_sql_find_all_matches_in_order(
+    world: World, numbers: list[int], rows: int, scan: int
+) -> None:
+    """A pull reads more rows than it was asked for, because the index does not help this filter."""
+    properties = [encode_properties({"n": str(number)}) for number in numbers]
+    await world.broker.send(batch(len(numbers), properties=properties))
+    index = world.broker.tables.topics.get("orders").queues[0].index
+    wanted = compile_filter("n = 2", SQL92)
+    before, pull.READ_ROWS_MAX = pull.READ_ROWS_MAX, scan
+    try:
+        offset, found = 0, []
+        while offset < index.max_offset:
+            maybe = pull.candidates(index, offset, rows, wanted)
+            assert len(maybe.seqs) == min(max(rows, scan), index.max_offset - offset)
+            chosen = pull.decide(maybe, world.broker.log.reader, wanted)
+            assert len(chosen.seqs) <= rows and chosen.next_offset > offset
+            found += chosen.offsets.tolist()
+            offset = chosen.next_offset
+    finally:
+        pull.READ_ROWS_MAX = before
+    assert found == [n for n, number in enumerate(numbers) if number == 2]
 
 
 @on_node(queues_per_topic=1)
