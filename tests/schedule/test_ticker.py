@@ -144,28 +144,50 @@ def hand_out_often(world: TickedWorld, rows: int) -> None:
     for _ in range(100):
         world.admit([world.now_ms] * rows)
         assert world.ticker.tick() == 0
-        world.release()
-        world.indexing.total_ns += 600_000
+        become_durable(world)
         world.advance(20)
+
+
+def become_durable(world: TickedWorld) -> None:
+    world.release()
+    world.indexing.total_ns += 600_000
 
 
 def test_small_hand_outs_use_a_share_of_the_time(world: TickedWorld) -> None:
     world.drain()
     world.release_ms = 0
     hand_out_often(world, 1)  # each takes 0.6 ms, when it is durable
-    assert world.ticker.interval_ms == pytest.approx(0.6 / ticker.RELEASE_SHARE, rel=0.01)
-    world.admit([world.now_ms, world.now_ms + 1, world.now_ms + 2])
+    interval_ms = world.ticker.interval_ms
+    assert interval_ms == pytest.approx(0.6 / ticker.RELEASE_SHARE, rel=0.01)
+    world.admit([world.now_ms + after_ms for after_ms in range(4)])
     kept = len(world.kept)
+    assert world.ticker.tick() == 0, "after an idle interval the next message need not wait"
+    become_durable(world)
+    world.advance(1)
+    pause_ms = world.ticker.tick()
+    assert pause_ms == round(interval_ms - 1)
+    assert len(world.kept) == kept + 2
+    become_durable(world)
+    world.advance(2)
+    assert world.ticker.tick() == pause_ms - 2
+    assert len(world.kept) == kept + 2
+    world.advance(pause_ms - 2)
+    assert world.ticker.tick() == pytest.approx(interval_ms, abs=1)
+    assert len(world.kept) == kept + 4, "together, and in due order"
+
+
+def test_small_hand_outs_are_at_least_5_ms_apart(world: TickedWorld) -> None:
+    world.drain()
+    world.ticker._mean_ns = 1.0  # they take nearly no time
+    world.admit([world.now_ms + after_ms for after_ms in range(3)])
     assert world.ticker.tick() == 0
     world.release()
-    assert len(world.kept) == kept + 1
-    world.advance(2)
-    pause_ms = world.ticker.tick()
-    assert pause_ms is not None and 2.9 < pause_ms < 3
-    assert len(world.kept) == kept + 1
-    world.advance(3)
-    assert world.ticker.tick() == 0
-    assert len(world.kept) == kept + 3, "together, and in due order"
+    world.advance(1)
+    assert world.ticker.tick() == ticker.INTERVAL_MIN_MS - 1
+    assert world.ticker.interval_ms == ticker.INTERVAL_MIN_MS
+    world.advance(1)
+    assert world.ticker.tick() == ticker.INTERVAL_MIN_MS - 2
+    assert len(world.kept) == 2
 
 
 def test_hand_outs_are_at_most_8_ms_apart(world: TickedWorld) -> None:

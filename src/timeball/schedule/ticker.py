@@ -7,10 +7,11 @@ While a few rows are being written to disk, messages that become due wait for th
 next rows only then. They share one frame, which costs the event loop the same for 50 rows as for one. They wait for
 SHARE_MS at most, since the disk may be busy with other rows.
 
-A hand-out costs about as much for one message as for thirty. So under load the ticker waits between two hand-outs, and
-they use about RELEASE_SHARE of a core: the loop stays free for the consumers, which then get their messages sooner.
-The wait follows from the measured time of the last hand-outs, and is INTERVAL_MAX_MS at most. A message that is due
-after an idle moment is handed out at once.
+A hand-out costs about as much for one message as for thirty, and so do the commit, the receives and the
+acknowledgements that follow it. So under load two hand-outs are at least INTERVAL_MIN_MS apart, and use at most about
+RELEASE_SHARE of a core: the loop stays free for the consumers. A longer interval follows from the measured time of the
+last hand-outs, and is INTERVAL_MAX_MS at most. After an idle interval, two hand-outs may follow each other at once. So
+the interval concerns loads, and not two messages that happen to be due in short succession.
 
 A hand-out is limited in bytes, and so are the hand-outs in flight: one that is being written, and the next one. So the
 first message of a burst of large bodies is visible after a few milliseconds, and others can use the disk in between.
@@ -42,7 +43,8 @@ CLOCK_READ_MS = 1_000
 SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
 RELEASE_SHARE = 0.12  # of a core, for small hand-outs
-INTERVAL_MAX_MS = 8.0
+INTERVAL_MIN_MS, INTERVAL_MAX_MS = 5.0, 8.0
+PAUSE_MIN_NS = 500_000  # a shorter wait is none, because the timers of the event loop have whole milliseconds
 WEIGHT = 0.1  # of the newest hand-out in the mean of their times
 
 
@@ -92,6 +94,9 @@ class Ticker:
         """Hand out due messages or take rewrites. Returns the ms until the next call. None: call again when woken."""
         scheduler = self._scheduler
         now_ms = self._ticked_ms = self._clock.now_ms()
+        began_ns = self._clock.clock.monotonic_ns()
+        if self._paused_until_ns - began_ns >= PAUSE_MIN_NS:
+            return round((self._paused_until_ns - began_ns) / 1e6)
         in_flight_rows = scheduler.in_flight_rows
         # Handed-out messages cannot be cancelled any more, so no more are handed out than the disk can take.
         has_few = len(self._occurrences) <= limits.SCHEDULE_ROWS_AT_ONCE
@@ -103,9 +108,7 @@ class Ticker:
         # set back: do not wait.
         share_ms = self._share_until_ms - now_ms if 0 < in_flight_rows < SHARED_ROWS else 0
         share_ms = share_ms if 0 < share_ms <= SHARE_MS else 0
-        began_ns = self._clock.clock.monotonic_ns()
-        pause_ms = (self._paused_until_ns - began_ns) / 1e6
-        scheduled_rows = None if share_ms or pause_ms > 0 else scheduler.take_due(now_ms, free_rows)
+        scheduled_rows = None if share_ms else scheduler.take_due(now_ms, free_rows)
         if scheduled_rows is not None:
             self._share_until_ms = now_ms + SHARE_MS if scheduled_rows.num_rows < free_rows else now_ms
             self._release(scheduled_rows, now_ms)
@@ -113,8 +116,7 @@ class Ticker:
             is_small = (
                 scheduled_rows.num_rows < SHARED_ROWS and scheduler.outcomes.in_flight_bytes < SMALL_RUN_BYTES
             )
-            self._pause(began_ns, is_small=is_small)
-            return 0
+            return self._pause(began_ns, is_small=is_small)
         # Rewrites come second, so that due messages never wait for messages that are not due.
         scheduled_rows = scheduler.take_rewrites(free_rows)
         if scheduled_rows is not None:
@@ -126,17 +128,24 @@ class Ticker:
         if share_ms and next_ms - now_ms < share_ms:
             scheduler.fall_asleep(until_durable=True)
             return share_ms
-        return max(0, next_ms - now_ms, pause_ms)
+        return max(0, next_ms - now_ms)
 
-    def _pause(self, began_ns: int, *, is_small: bool) -> None:
-        """Decide when the next hand-out may begin, after one that began at `began_ns`."""
+    def _pause(self, began_ns: int, *, is_small: bool) -> int:
+        """Decide when the next hand-out may begin, after one that began at `began_ns`. Returns the ms from then on."""
         indexed_ns = self._indexing.total_ns
         spent_ns = self._clock.clock.monotonic_ns() - began_ns + indexed_ns - self._indexed_ns
         self._mean_ns += WEIGHT * (spent_ns - self._mean_ns)
         self._indexed_ns = indexed_ns
-        self.interval_ms = min(INTERVAL_MAX_MS, self._mean_ns / 1e6 / RELEASE_SHARE)
-        # A large hand-out uses its time for messages, and the next one must not wait.
-        self._paused_until_ns = began_ns + int(self.interval_ms * 1e6) if is_small else 0
+        # No time has passed if a test moves the clock, and then nothing waits.
+        least_ms = INTERVAL_MIN_MS if self._mean_ns else 0.0
+        self.interval_ms = min(INTERVAL_MAX_MS, max(least_ms, self._mean_ns / 1e6 / RELEASE_SHARE))
+        interval_ns = int(self.interval_ms * 1e6)
+        # A large hand-out uses its time for messages, and the next one must not wait. After small ones, an idle
+        # interval counts as one that was not used.
+        self._paused_until_ns = (
+            max(self._paused_until_ns, began_ns - interval_ns) + interval_ns if is_small else 0
+        )
+        return max(0, round((self._paused_until_ns - began_ns) / 1e6))
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -151,6 +160,9 @@ class Ticker:
 
     async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
         """Sleep until woken, until `wait_ms` after `seen_ms` on the clock, or until the clock has been set."""
+        if wait_ms is not None and wait_ms <= INTERVAL_MAX_MS:
+            await self._sleep_for(wait_ms / 1000)  # the next tick reads the clock soon enough
+            return
         until_ms = seen_ms + (FAR_MS if wait_ms is None else wait_ms)
         while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_READ_MS) / 1000):
             previous_ms, seen_ms = seen_ms, self._clock.now_ms()
