@@ -98,6 +98,24 @@ def test_the_writes_of_one_turn_are_joined() -> None:
     assert stored.is_closed
 
 
+def test_a_whole_answer_is_written_at_once_behind_the_writes_of_its_turn() -> None:
+    stored = Kept()
+
+    async def write() -> None:
+        joined = bounds.JoinedWrites(stored, asyncio.get_running_loop())
+        joined.writelines((b"whole ", b"answer"))
+        assert stored.writes == [b"whole answer"]
+        joined.write(b"head ")
+        joined.writelines((b"next ", b"answer"))
+        assert len(stored.writes) == 1
+        await asyncio.sleep(0)
+        joined.close()
+        joined.writelines((b"late",))
+
+    asyncio.run(write())
+    assert stored.writes == [b"whole answer", b"head next answer"]
+
+
 def test_a_connection_that_closed_itself_is_not_aborted() -> None:
     timers: list[Callable[[], None]] = []
 

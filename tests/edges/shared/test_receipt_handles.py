@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import Receipt
-from timeball.edges.shared.receipt_handles import CHARACTERS_MAX, ReceiptHandles
+from timeball.edges.shared.receipt_handles import (
+    ANSWERS_KEPT_MAX,
+    CHARACTERS_MAX,
+    ROWS_KEPT_MAX,
+    ReceiptHandles,
+)
 from timeball.model.errors import InvalidReceipt
 
 SECRET = bytes(range(32))
@@ -43,6 +48,40 @@ def test_an_encoded_handle_is_decoded_to_the_same(receipt: Receipt) -> None:
 @given(st.lists(st.one_of(RECEIPTS, RECEIPTS.map(lambda one: of_retry_topic(one))), max_size=8))
 def test_the_receipts_of_an_answer_are_encoded_as_each_alone(receipts: list[Receipt]) -> None:
     assert HANDLES.encode_all(receipts) == [HANDLES.encode(receipt) for receipt in receipts]
+
+
+@given(st.lists(RECEIPTS, min_size=1, max_size=4), st.data())
+def test_the_handles_of_a_call_are_decoded_as_each_alone(
+    positions: list[Receipt], data: st.DataObject
+) -> None:
+    """Whether they are those of a whole answer, some of them, or those of a call for another group or topic."""
+    group, topic = positions[0][:2]
+    receipts = [each._replace(group=group, topic=topic) for each in positions]
+    receipts = [data.draw(st.sampled_from([each, of_retry_topic(each)])) for each in receipts]
+    handles = ReceiptHandles(lambda: SECRET)
+    texts = handles.encode_answer(receipts, group, topic)
+    assert texts == HANDLES.encode_all(receipts)
+    assert handles.decode_all(texts, group, topic) == receipts
+    assert handles.decode_all(texts, f"{group}2", topic) == [None] * len(texts)
+    assert handles.decode_all(texts, group, f"{topic}2") == [None] * len(texts)
+    returned = data.draw(st.permutations(texts))[: data.draw(st.integers(1, len(texts)))]
+    assert handles.decode_all([*returned, "x"], group, topic) == [
+        *(HANDLES.decode(text, group, topic) for text in returned), None
+    ]  # fmt: skip
+
+
+def test_the_receipts_of_a_limited_number_of_answers_are_kept() -> None:
+    handles = ReceiptHandles(lambda: SECRET)
+    sizes = [2] * (ANSWERS_KEPT_MAX + 10) + [ROWS_KEPT_MAX // 20] * 30
+    for answer, size in enumerate(sizes):
+        receipts = [Receipt("g", "t", 0, offset, answer) for offset in range(size)]
+        texts = handles.encode_answer(receipts, "g", "t")
+        assert handles.decode_all(texts, "g", "t") == receipts
+        kept = [len(each.handles) for each in handles._answers.values()]
+        assert sum(kept) == handles._kept_rows <= ROWS_KEPT_MAX and len(kept) <= ANSWERS_KEPT_MAX
+    assert handles.decode_all(HANDLES.encode_all([Receipt("g", "t", 0, 0, 0)]), "g", "t") == [
+        Receipt("g", "t", 0, 0, 0)
+    ]
 
 
 @given(RECEIPTS)

@@ -21,6 +21,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.registry.groups import Offsets
 from timeball.broker.registry.topics import Topic
@@ -34,8 +36,7 @@ PART_POSITIONS = 1_024  # positions of a queue that are saved together
 DROPPED_QUEUES = 1_024  # idle queues that are dropped at once
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(msgspec.Struct):
     """One open position: a consumer holds it, its message is being written to the log again, or it has come back."""
 
     seq: int
@@ -139,9 +140,12 @@ class QueueLeases:
 
     def touch(self, first: int, last: int) -> None:
         """Mark the parts of these positions as changed."""
+        first_part, last_part = first // PART_POSITIONS, last // PART_POSITIONS
+        if first_part == last_part and first_part in self.changed_parts:
+            return
         if not self.changed_parts:
             self.count.add_changed(self)
-        self.changed_parts.update(range(first // PART_POSITIONS, last // PART_POSITIONS + 1))
+        self.changed_parts.update(range(first_part, last_part + 1))
 
     def lease_returned(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
         """Lease the lowest `rows` positions that have come back. Returns their offsets."""

@@ -11,7 +11,7 @@ is made between two awaits.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class Settling:
         self._started_ms = clock.now_ms()
         # The last receipts that were acknowledged or became dead letters, oldest first: a client that lost the answer
         # sends them again.
-        self._ended: dict[Receipt, None] = {}
+        self._ended: OrderedDict[Receipt, None] = OrderedDict()
         self._returns: AsyncBatcher[_Request, bool] = AsyncBatcher(self._return, RETURNS_PER_TURN)
         # Leases of the log end at the same time as they would have without the restart.
         for queue in leases.all():
@@ -81,7 +81,7 @@ class Settling:
         """End these leases. The result is False for each receipt that is not, or no longer, valid."""
         results: list[bool] = []
         was_full: dict[QueueLeases, bool] = {}
-        acknowledged: Counter[tuple[str, str]] = Counter()
+        acknowledged: dict[tuple[str, str], int] = {}
         for receipt in receipts:
             queue_and_lease = self._lease_of(receipt)
             if queue_and_lease is not None:
@@ -90,10 +90,12 @@ class Settling:
                     was_full[queue] = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
                 queue.done(receipt.offset)
             # A consumer that finished its message before a crash still holds a receipt from then.
-            results.append(queue_and_lease is not None or self._ack_ahead(receipt))
-            if results[-1]:
+            is_valid = queue_and_lease is not None or self._ack_ahead(receipt)
+            results.append(is_valid)
+            if is_valid:
                 self._remember(receipt)
-                acknowledged[receipt.group, receipt.topic] += 1
+                key = receipt.group, receipt.topic
+                acknowledged[key] = acknowledged.get(key, 0) + 1
         for (group, topic), rows in acknowledged.items():
             self._rates.add(Stat.GROUP_ACK_NUMS, of_group(topic_of(group, topic), group), rows)
         self._leases.store_all(was_full)
@@ -110,7 +112,7 @@ class Settling:
     def _remember(self, receipt: Receipt) -> None:
         self._ended[receipt] = None
         if len(self._ended) > ENDED_MAX:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)  # a dict would search for its first entry behind all deleted ones
 
     async def change(
         self, receipt: Receipt, invisible_ms: int, *, counts: bool, is_renamed: bool

@@ -221,7 +221,8 @@ def _encode_leased(row: Sequence[Any], topic: str) -> bytes:
     text, not_utf8 = text_or_bytes(body or b"")
     message = Leased(
         "", topic, 1 + (reconsume_times or 0), seq, queue, offset, format_time(store_ms), unique_key, text,
-        not_utf8, tag, (keys or "").split(), decode_properties(properties or ""), scheduled_seq=source_seq,
+        not_utf8, tag, keys.split() if keys else [], decode_properties(properties) if properties else {},
+        scheduled_seq=source_seq,
     )  # fmt: skip
     if due_ms is not None:
         message.due, message.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)

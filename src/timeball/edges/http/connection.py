@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,13 @@ class JoinedWrites(asyncio.Transport):
         if not self._chunks:
             self._loop.call_soon(self._flush)
         self._chunks.append(data)
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Write a whole answer at once, as no other bytes follow it in this turn."""
+        if self._chunks:
+            self.write(b"".join(list_of_data))
+        elif not self._transport.is_closing():
+            self._transport.write(b"".join(list_of_data))
 
     def close(self) -> None:
         """Write the remaining bytes, then close."""
@@ -146,6 +153,8 @@ class HttpConnection(HttpToolsProtocol):
         if self._serving is not None:
             self._serving.disconnected = True
             self._serving.notify()
+            if self._serving.on_disconnect is not None:
+                self._serving.on_disconnect()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -40,6 +41,7 @@ class Exchange(RequestResponseCycle):
     more_body = is_body_read = False
     chunked_encoding = None
     expected_content_length = 0
+    on_disconnect: Callable[[], None] | None = None  # called when the client disconnects
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Exchange(RequestResponseCycle):
             head += b"connection: close\r\n"
         body = b"" if self.method == "HEAD" else data
         self.response_started, self.waiting_for_100_continue = True, False
-        self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(data), body))
+        self.transport.writelines((head, b"content-length: %d\r\n\r\n" % len(data), body))
         self.response_complete = True
         self.notify()
         if not self.keep_alive:

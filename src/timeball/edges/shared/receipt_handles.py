@@ -16,8 +16,10 @@ from __future__ import annotations
 import binascii
 import hmac
 import struct
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import Receipt
@@ -28,9 +30,17 @@ VERSION = 2
 TOPIC, RETRY = 1, 2  # kinds, see the layout above
 SEAL_BYTES = 16
 CHARACTERS_MAX = 64
+ANSWERS_KEPT_MAX, ROWS_KEPT_MAX = 256, 16_384  # answers whose handles need no decoding, and their handles
 
 _STRUCT = struct.Struct(">BBiqq")
 _TO_URL, _FROM_URL = bytes.maketrans(b"+/", b"-_"), bytes.maketrans(b"-_", b"+/")
+
+
+class _Answer(NamedTuple):
+    group: str
+    topic: str
+    handles: list[str]
+    receipts: Sequence[Receipt]
 
 
 class ReceiptHandles:
@@ -38,14 +48,29 @@ class ReceiptHandles:
 
     def __init__(self, secret: Callable[[], bytes]) -> None:
         self._secret = secret
-        self._key = b""  # read at the first use, since the first lease creates the secret
+        self._keyed: Any = (
+            None  # a hash of nothing yet, made at the first use: the first lease creates the secret
+        )
+        # The receipts of the last answers, by their first handle: a consumer usually acknowledges all of an answer.
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()
+        self._kept_rows = 0
 
     def encode(self, receipt: Receipt) -> str:
         """Encode a receipt as the text of its handle."""
         return self.encode_all([receipt])[0]
 
-    def encode_all(self, receipts: Iterable[Receipt]) -> list[str]:
-        """Encode the receipts of an answer."""
+    def encode_answer(self, receipts: Sequence[Receipt], group: str, topic: str) -> list[str]:
+        """Encode the receipts of the answer to a receive, and keep them for `decode_all`."""
+        handles = self.encode_all(receipts)
+        if len(handles) > 1 and handles[0] not in self._answers:
+            self._answers[handles[0]] = _Answer(group, topic, handles, receipts)
+            self._kept_rows += len(handles)
+            while self._kept_rows > ROWS_KEPT_MAX or len(self._answers) > ANSWERS_KEPT_MAX:
+                self._kept_rows -= len(self._answers.popitem(last=False)[1].handles)
+        return handles
+
+    def encode_all(self, receipts: Sequence[Receipt]) -> list[str]:
+        """Encode receipts."""
         group, topic, kind, owner = "", "", TOPIC, b""
         encoded: list[bytes] = []
         for receipt in receipts:
@@ -62,6 +87,22 @@ class ReceiptHandles:
     def decode(self, text: str, group: str, topic: str) -> Receipt:
         """Decode a handle for a call that names this group and topic. Raises InvalidReceipt."""
         return self.decoder(group, topic)(text)
+
+    def decode_all(self, texts: Sequence[str], group: str, topic: str) -> Sequence[Receipt | None]:
+        """Decode the handles of a call that names this group and topic. None for each text that is no handle of them.
+
+        The handles of one whole answer are compared with those that were encoded, which costs a tenth.
+        """
+        answer = self._answers.get(texts[0])
+        if answer is not None and answer[:3] == (group, topic, texts):
+            return answer.receipts
+        decode, decoded = self.decoder(group, topic), list[Receipt | None]()
+        for text in texts:
+            try:
+                decoded.append(decode(text))
+            except InvalidReceipt:
+                decoded.append(None)
+        return decoded
 
     def decoder(self, group: str, topic: str) -> Callable[[str], Receipt]:
         """Return the function that decodes the handles of a call that names this group and topic, as `decode` does."""
@@ -81,8 +122,12 @@ class ReceiptHandles:
         return decode
 
     def _seal(self, data: bytes, owner: bytes) -> bytes:
-        self._key = self._key or self._secret()
-        return blake2b(data + owner, key=self._key, digest_size=SEAL_BYTES).digest()
+        if self._keyed is None:
+            self._keyed = blake2b(key=self._secret(), digest_size=SEAL_BYTES)
+        seal = self._keyed.copy()
+        seal.update(data + owner)
+        digest: bytes = seal.digest()
+        return digest
 
 
 def _owner(group: str, topic: str) -> bytes:

@@ -8,7 +8,7 @@ come back when their leases end, because it may still settle them. A live tail c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from timeball.model.access import Verb
 from timeball.model.errors import (
     Forbidden,
     InvalidMessage,
-    InvalidReceipt,
     NotFound,
     OutOfRange,
     OverLimit,
@@ -83,7 +82,7 @@ class Receives:
         rows_max = _number_of(query.get("max", "32"), "max", limits.POP_ROWS_MAX)
         request = await self._request_of(call, rows_max, is_patient=bool(wait_ms))
         received = await self._receive_for_client(call, request, wait_ms)
-        messages = b'{"messages":[%b]}' % b",".join(self._encode(received, topic))
+        messages = b'{"messages":[%b]}' % b",".join(self._encode(received, group, topic))
         return Answer(200, messages, size_bytes=received.size_bytes)
 
     async def _open_stream(self, call: Call) -> Stream:
@@ -123,7 +122,7 @@ class Receives:
             is_written = False
             try:
                 # `Exchange.send` waits before it writes. So if the stream is closed here, nothing was written.
-                yield b"\n".join(self._encode(received, request.topic)) + b"\n"
+                yield b"\n".join(self._encode(received, request.group, request.topic)) + b"\n"
                 is_written = not _is_leaving(call)
             finally:
                 if not is_written:
@@ -166,8 +165,8 @@ class Receives:
             counts_times=True,
         )
 
-    def _encode(self, received: Received, topic: str) -> list[bytes]:
-        handles = self._handles.encode_all(received.receipts)
+    def _encode(self, received: Received, group: str, topic: str) -> list[bytes]:
+        handles = self._handles.encode_answer(received.receipts, group, topic)
         return self._encoder.encode(received.handed_out, topic, handles)
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
@@ -287,7 +286,7 @@ class Receives:
         topic, group = call.path["topic"], _group_of(call)
         return await read_request(call, kind, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
 
-    def _decode_receipts(self, call: Call, texts: list[str]) -> list[Receipt | None]:
+    def _decode_receipts(self, call: Call, texts: list[str]) -> Sequence[Receipt | None]:
         """Decode the receipts of a request, after checking the caller.
 
         None for a text that is no receipt of this group. Raises Forbidden and OutOfRange.
@@ -297,15 +296,7 @@ class Receives:
         policy.check_group(group)
         if not 1 <= len(texts) <= limits.POP_ROWS_MAX:
             raise OutOfRange(f"{len(texts)} receipts: 1 to {limits.POP_ROWS_MAX} in one request")
-        decode = self._handles.decoder(group, topic)
-
-        def decode_or_none(text: str) -> Receipt | None:
-            try:
-                return decode(text)
-            except InvalidReceipt:
-                return None
-
-        return list(map(decode_or_none, texts))
+        return self._handles.decode_all(texts, group, topic)
 
 
 class _DisconnectWatch:
@@ -315,24 +306,21 @@ class _DisconnectWatch:
     """
 
     def __init__(self, call: Call) -> None:
-        self._call, self._task = call, asyncio.current_task()  # None when it waits no more
-        self._disconnect: asyncio.Future[None] | None = None
+        self._exchange, self._task = call.exchange, asyncio.current_task()
         self.has_cancelled = False
 
     def begin(self) -> None:
         """Watch from now on. May be called again."""
-        if self._disconnect is None:
-            self._disconnect = asyncio.ensure_future(self._call.wait_for_disconnect())
-            self._disconnect.add_done_callback(self._cancel)
+        self._exchange.on_disconnect = self._cancel
+        if self._exchange.disconnected:
+            self._cancel()
 
     def end(self) -> None:
         """Watch no more."""
-        self._task = None
-        if self._disconnect is not None:
-            self._disconnect.cancel()
+        self._exchange.on_disconnect = None
 
-    def _cancel(self, disconnect: asyncio.Future[None]) -> None:
-        if self._task is not None and not disconnect.cancelled():
+    def _cancel(self) -> None:
+        if self._task is not None:
             self.has_cancelled = True
             self._task.cancel()
 
