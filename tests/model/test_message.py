@@ -23,6 +23,7 @@ from timeball.model.message import (
     encode_properties,
     filled,
     int64,
+    meta_row,
     meta_rows,
     pairs_of,
     repeated,
@@ -229,6 +230,11 @@ def test_keys_and_values_are_read_as_they_were_written() -> None:
     assert list(pairs_of(rows)) == PAIRS
     assert set(rows.column("kind").to_pylist()) == {Kind.META}
     assert set(rows.column("store_ms").to_pylist()) == {7}
+
+
+def test_a_meta_row_has_the_values_of_the_columns() -> None:
+    rows = [tuple(row.values()) for row in meta_rows(PAIRS, 7).to_pylist()]
+    assert [meta_row(key, value, 7) for key, value in PAIRS] == rows
 
 
 def test_a_secret_is_null_and_everything_else_as_it_was() -> None:

@@ -357,7 +357,7 @@ def pairs_of(rows: pa.RecordBatch) -> Iterator[tuple[str, bytes]]:
 
 
 _MESSAGE, _SCHEDULED = int(Kind.MESSAGE), int(Kind.SCHEDULED)
-_RELEASE, _CANCEL = int(Kind.RELEASE), int(Kind.CANCEL)
+_RELEASE, _CANCEL, _META = int(Kind.RELEASE), int(Kind.CANCEL), int(Kind.META)
 
 
 def send_row(
@@ -404,6 +404,14 @@ def cancel_row(
     return (
         _CANCEL, topic, -1, None, None, keys, unique_key, None, properties, None, None, store_ms,
         None, None, None, None, due_ms, accepted_ms, source_seq, version_seq, None,
+    )  # fmt: skip
+
+
+def meta_row(key: str, value: bytes, store_ms: int) -> LogRow:
+    """Build the META row of a value of the broker's state. `meta_rows` builds the same rows as columns."""
+    return (
+        _META, None, None, None, None, None, key, value, None, None, None, store_ms,
+        None, None, None, None, None, None, None, None, None,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from timeball.broker.consuming.lease_saver import restored_queues
 from timeball.broker.consuming.leases import OpenCount, QueueLeases
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.broker.registry.tables import SavedPart
+from timeball.log.row_encoder import as_batch
 from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.message import Kind, pairs_of
@@ -246,7 +247,7 @@ async def test_many_queues_are_saved_in_slices(world: World, monkeypatch: pytest
     sizes, append = [], LogWriter.append
 
     def appended(writer: LogWriter, rows: pa.RecordBatch, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(sum(key.startswith("leases/") for key, _ in pairs_of(rows)))
+        sizes.append(sum(key.startswith("leases/") for key, _ in pairs_of(as_batch(rows))))
         return append(writer, rows, *args, **kwargs)
 
     monkeypatch.setattr(LogWriter, "append", appended)
