@@ -40,7 +40,7 @@ from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
-from timeball.broker.revoking.cancel import Act, cancel, recall, settle
+from timeball.broker.revoking.cancel import Act, LoneCancels, cancel, recall, settle
 from timeball.broker.revoking.find_message import find_message, sent_states
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.reschedule import reschedule
@@ -183,6 +183,7 @@ class Broker:
             hour_log=self.scheduling.hour_log, outcomes=self.scheduling.outcomes, file_keys=file_keys,
             lookup_thread=self.threads.lookup,
         )  # fmt: skip
+        self.lone_cancels = LoneCancels(self.look_ups, self._cancel_for)
         self.snapshots = Snapshots(
             self.mover.lock, clock=clock, reader=log.reader, attach_state=self.attach_state,
             scheduling=self.scheduling, pending_table=self.pending_table,
@@ -305,10 +306,14 @@ class Broker:
 
         `topic` limits the request to messages of this topic, because producers of different topics may use the same id.
         """
-        names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         # The look-up hides messages that the caller may not cancel: their verdict is `not_found`, which reveals
         # nothing.
-        return await settle(self.look_ups, names, self._cancel_for(caller))
+        may = self.policy.cancellable(caller)
+        if len(ids) == 1 and not (keys or seqs):
+            verdicts = await self.lone_cancels.put(ids[0], topic, caller, may)
+            if verdicts is not None:
+                return verdicts
+        return await settle(self.look_ups, Names(ids, keys, seqs, topic, may), self._cancel_for(caller))
 
     def _cancel_for(self, caller: Caller) -> Act:
         return partial(

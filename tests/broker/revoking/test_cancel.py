@@ -328,15 +328,20 @@ async def after(turns: int) -> None:
         await asyncio.sleep(0)
 
 
-async def race(world: World, moments: list[tuple[int, int]], due_after: int, filed: bool = False) -> None:
-    """Ten scheduled messages become due. Some are cancelled, each a number of loop iterations after the start."""
+async def race(
+    world: World, moments: list[tuple[int, int]], due_after: int, filed: bool = False, times: int = 1
+) -> None:
+    """Ten scheduled messages become due. Some are cancelled, each a number of loop iterations after the start.
+
+    `times`: how often a request names its message. Requests with one name share a look-up (test_lone_cancels.py).
+    """
     keys = await world.send("a", [SOON_MS + i // 5 for i in range(10)])
     if filed:
         await world.compact()
 
     async def cancel(number: int, turns: int) -> None:
         await after(turns)
-        await world.cancel([keys[number]])
+        await world.cancel([keys[number]] * times)
 
     async def due() -> None:
         await after(due_after)
@@ -354,13 +359,13 @@ async def faults(world: World) -> list[object]:
 
 
 @settings(max_examples=40)
-@given(MOMENTS, TURNS, st.booleans())
+@given(MOMENTS, TURNS, st.booleans(), st.integers(1, 2))
 @on_node(InTurn)
 async def test_cancel_or_release_one_of_them_wins(
-    world: World, moments: list[tuple[int, int]], due_after: int, filed: bool
+    world: World, moments: list[tuple[int, int]], due_after: int, filed: bool, times: int
 ) -> None:
     """The checker reports a cancelled message that was delivered, one that got no outcome, and a wrong verdict."""
-    await race(world, moments, due_after, filed)
+    await race(world, moments, due_after, filed, times)
     for said in world.observed.verdicts.values():
         assert said[0] in ("cancelled", "released", "already_cancelled"), said
         assert "released" not in said or set(said) == {"released"}, said
@@ -391,7 +396,7 @@ def test_a_schedule_that_cancels_what_it_has_handed_out_is_noticed(monkeypatch: 
 
     @on_node(InTurn)
     async def once(world: World) -> None:
-        await race(world, [(i, i) for i in range(10)] * 2, due_after=5)
+        await race(world, [(i, i) for i in range(10)] * 2, due_after=5, times=2)
         found.update(fault.kind for fault in await faults(world))
 
     once()

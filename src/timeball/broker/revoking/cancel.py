@@ -14,7 +14,8 @@ which rows are appended to the log. A message whose release has begun cannot be 
 not released. There is no third case (G7).
 
 A name may stand for any number of messages. They are settled in slices (`in_slices`), each in one step, so that other
-requests and releases do not wait. All slices are durable before the answer.
+requests and releases do not wait. All slices are durable before the answer. Requests that name one id each, and arrive
+together, share a look-up and a commit (`LoneCancels`).
 
 If another request settled the scheduled message first, the lookup is repeated once that request's row is durable. A
 scheduled message that was moved meanwhile is tried at its new due time. Each repetition means that another request made
@@ -37,6 +38,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
@@ -54,9 +56,10 @@ from timeball.io.clock import SchedulerClock
 from timeball.io.threads import SLICE_ROWS, in_slices, in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
+from timeball.model.access import Caller
 from timeball.model.answers import HANDED, Verdict
 from timeball.model.config import Settings
-from timeball.model.errors import InvalidMessage, NotFound
+from timeball.model.errors import InvalidMessage, NotFound, TimeballError
 from timeball.model.message import CANCELLED_BY, Kind, LogRow, build_rows, cancel_row, encode_properties
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
@@ -113,6 +116,60 @@ def _finish(
     while verdict_by_number:
         verdict_by_number.popitem()
     return verdicts
+
+
+class _LoneCancel(NamedTuple):
+    message_id: str
+    topic: str | None
+    caller: Caller
+    may: Callable[[str], bool] | None  # the topics whose messages the caller may cancel; None: all
+
+
+class LoneCancels:
+    """Cancels of one id each: those that arrive together share a look-up and a commit. Belongs to the event loop."""
+
+    def __init__(self, look_ups: LookUps, act_for: Callable[[Caller], Act]) -> None:
+        """`act_for` returns the `Act` that cancels for a caller."""
+        self._look_ups, self._act_for = look_ups, act_for
+        self._batcher: AsyncBatcher[_LoneCancel, list[Verdict] | None] = AsyncBatcher(
+            self._cancel_together, SLICE_ROWS
+        )
+
+    def put(
+        self, message_id: str, topic: str | None, caller: Caller, may: Callable[[str], bool] | None
+    ) -> asyncio.Future[list[Verdict] | None]:
+        """Cancel the messages with this id, as `settle` does. None: nothing was done, and the caller must use `settle`.
+
+        That is so if the request fails, or if others would have to wait for it.
+        """
+        return self._batcher.put(_LoneCancel(message_id, topic, caller, may))
+
+    async def _cancel_together(self, requests: list[_LoneCancel]) -> Sequence[list[Verdict] | None]:
+        results: list[list[Verdict] | None] = [None] * len(requests)
+        groups: dict[tuple[str | None, Caller], dict[str, int]] = {}
+        for index, request in enumerate(requests):
+            # A second request for an id goes alone: its verdict depends on that of the first.
+            groups.setdefault((request.topic, request.caller), {}).setdefault(request.message_id, index)
+
+        async def cancel_group(topic: str | None, caller: Caller, index_by_id: dict[str, int]) -> None:
+            may = requests[next(iter(index_by_id.values()))].may
+            for verdict in await self._settle_few(Names([*index_by_id], topic=topic, may=may), caller):
+                index = index_by_id[verdict.subject]
+                results[index] = [*(results[index] or ()), verdict]
+
+        await asyncio.gather(*(cancel_group(*key, index_by_id) for key, index_by_id in groups.items()))
+        return results
+
+    async def _settle_few(self, names: Names, caller: Caller) -> list[Verdict]:
+        """Cancel these messages. The result is empty if they are many, or if the look-up of one of them has failed."""
+        async with self._look_ups.gate.passing():
+            try:
+                lookup = await self._look_ups.look_up(names)
+            except TimeballError:
+                return []
+            if len(lookup.candidates) > SLICE_ROWS:
+                return []
+            return await settle_found(self._look_ups, names, lookup, self._act_for(caller))
 
 
 async def cancel(
