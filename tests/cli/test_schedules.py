@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +56,40 @@ def test_a_rule_that_cannot_be_read_is_refused(http_endpoint: str, arguments: li
 def test_an_endpoint_of_flight_is_refused() -> None:
     ended = run_here("schedules", "list", "--endpoint", "grpc://127.0.0.1:1")
     assert ended.returncode == 2 and "http://" in ended.stderr
+
+
+def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path) -> None:
+    """The broker shows the same values."""
+    holidays = tmp_path / "holidays.txt"
+    holidays.write_text("2030-12-26  # a comment\n\n2031-01-01\n")
+
+    def put(*arguments: str) -> dict[str, Any]:
+        ended = run_here(
+            "schedules", "put", "full", "reports", "b", *arguments, "--json", "--endpoint", http_endpoint
+        )
+        assert ended.returncode == 0, ended.stderr
+        return dict(json.loads(ended.stdout))
+
+    shown = put(
+        "--cron", "0 0 9 * * *", "--seconds", "--zone", "Europe/Berlin", "--gap", "skip", "--fold", "both",
+        "--starts-at", "2030-01-01T00:00:00", "--ends-at", "2032-01-01T00:00:00", "--times", "900",
+        "--exclude", "2030-12-25",
+        "--exclude-file", str(holidays), "--move", "before", "--tag", "t", "--keys", "k1", "--keys", "k2",
+        "--property", "p=1", "--catch-up", "all", "--catch-up-within", "2d",
+    )  # fmt: skip
+    assert shown["rule"] == {
+        "cron": "0 0 9 * * *", "seconds": True, "zone": "Europe/Berlin", "gap": "skip", "fold": "both",
+        "starts_at": "2030-01-01T00:00:00", "ends_at": "2032-01-01T00:00:00", "count": 900,
+        "exclude": ["2030-12-25", "2030-12-26", "2031-01-01"], "move": "before",
+    }  # fmt: skip
+    assert (shown["tag"], shown["keys"], shown["properties"]) == ("t", ["k1", "k2"], {"p": "1"})
+    assert (shown["catch_up"], shown["catch_up_within"]) == ("all", "2d")
+    assert (
+        put("--every", "1h", "--anchor", "2030-01-01T00:10:00Z")["next"]["due"] == "2030-01-01T00:10:00.000Z"
+    )
+    assert put("--at", "2030-01-31T09:00", "--at", "2030-02-28T09:00", "--zone", "UTC")["rule"]["at"] == [
+        "2030-01-31T09:00:00",
+        "2030-02-28T09:00:00",
+    ]
+    rrule = put("--rrule", r"DTSTART:20300125T090000\nRRULE:FREQ=DAILY", "--zone", "UTC")
+    assert rrule["next"]["local"] == "2030-01-25T09:00:00"

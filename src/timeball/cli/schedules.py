@@ -7,14 +7,32 @@ timeball schedules list, show, history, pause, resume, run, delete
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from timeball.cli.messages import KeysOption, PropertyOption, read_body, read_properties
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import show
-from timeball.model.errors import RequestError
+from timeball.cli.schedule_rules import (
+    AnchorOption,
+    AtOption,
+    CronOption,
+    EndsOption,
+    EveryOption,
+    ExcludeFileOption,
+    ExcludeOption,
+    FoldOption,
+    GapOption,
+    MoveOption,
+    RruleOption,
+    RuleOption,
+    SecondsOption,
+    StartsOption,
+    TimesOption,
+    ZoneOption,
+    build_rule,
+)
 from timeball.model.values import CatchUp
 
 if TYPE_CHECKING:
@@ -23,18 +41,6 @@ if TYPE_CHECKING:
 schedules_app = typer.Typer(help="Send a message at each time of a rule.", no_args_is_help=True)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
-CronOption = Annotated[
-    str | None, typer.Option("--cron", metavar="EXPRESSION", help="Five fields, as in '0 9 * * 1-5'.")
-]
-EveryOption = Annotated[
-    str | None, typer.Option("--every", metavar="DURATION", help="A fixed distance, as in 15m.")
-]
-ZoneOption = Annotated[
-    str | None, typer.Option("--zone", metavar="ZONE", help="The zone of local times, as in Europe/Berlin.")
-]
-RuleOption = Annotated[
-    str | None, typer.Option("--rule", metavar="JSON", help="Further keys of the rule, as a JSON object.")
-]
 
 
 @schedules_app.callback()
@@ -42,33 +48,37 @@ def _schedules() -> None:
     pass
 
 
-def _rule_of(cron: str | None, every: str | None, zone: str | None, rule: str | None) -> dict[str, Any]:
-    """Build a rule from the options. Raises RequestError for text that is no JSON object."""
-    keys: dict[str, Any] = {}
-    if rule is not None:
-        try:
-            keys = json.loads(rule)
-        except ValueError as error:
-            raise RequestError(f"--rule: {error}") from error
-        if not isinstance(keys, dict):
-            raise RequestError('--rule: a JSON object, as in \'{"rrule": "…"}\'')
-    keys |= {name: value for name, value in (("cron", cron), ("every", every), ("zone", zone)) if value}
-    return keys
-
-
 @schedules_app.command()
 def put(
     name: NameArgument,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="The topic of the messages.")],
-    body: Annotated[str, typer.Argument(metavar="BODY", help="The body of each message.")],
+    body: Annotated[str, typer.Argument(metavar="BODY", help="The body of each message; '-' reads stdin.")],
     cron: CronOption = None,
+    seconds: SecondsOption = False,
     every: EveryOption = None,
+    anchor: AnchorOption = None,
+    rrule: RruleOption = None,
+    at: AtOption = None,
     zone: ZoneOption = None,
+    gap: GapOption = None,
+    fold: FoldOption = None,
+    starts_at: StartsOption = None,
+    ends_at: EndsOption = None,
+    times: TimesOption = None,
+    exclude: ExcludeOption = None,
+    exclude_file: ExcludeFileOption = None,
+    move: MoveOption = None,
     rule: RuleOption = None,
     tag: Annotated[str | None, typer.Option("--tag", help="The tag of each message.")] = None,
+    keys: KeysOption = None,
+    properties: PropertyOption = None,
     catch_up: Annotated[
         CatchUp, typer.Option("--catch-up", help="Missed times that are delivered: latest, all or none.")
     ] = "latest",
+    catch_up_within: Annotated[
+        str,
+        typer.Option("--catch-up-within", metavar="DURATION", help="Older missed times are not delivered."),
+    ] = "1d",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -78,19 +88,40 @@ def put(
     Examples:
       timeball schedules put report reports 'make the report' --cron '0 9 * * 1-5' --zone Europe/Berlin
       timeball schedules put poll jobs poll --every 15m --catch-up none
+      timeball schedules put pay jobs pay --cron '0 9 L * *' --zone UTC --exclude-file holidays.ics --move before
     """
-    wanted = _rule_of(cron, every, zone, rule)
+    wanted = build_rule(
+        rule, cron=cron, seconds=seconds, every=every, anchor=anchor, rrule=rrule, at=at, zone=zone, gap=gap,
+        fold=fold, starts_at=starts_at, ends_at=ends_at, count=times, exclude=exclude, move=move,
+        exclude_file=exclude_file,
+    )  # fmt: skip
     with connect(endpoint) as client:
-        _show(client.schedules.put(name, wanted, topic=topic, body=body, tag=tag, catch_up=catch_up), as_json)
+        schedule = client.schedules.put(
+            name, wanted, topic=topic, body=read_body(body), tag=tag, keys=keys or (),
+            properties=read_properties(properties), catch_up=catch_up, catch_up_within=catch_up_within,
+        )  # fmt: skip
+        _show(schedule, as_json)
 
 
 @schedules_app.command()
 def preview(
     cron: CronOption = None,
+    seconds: SecondsOption = False,
     every: EveryOption = None,
+    anchor: AnchorOption = None,
+    rrule: RruleOption = None,
+    at: AtOption = None,
     zone: ZoneOption = None,
+    gap: GapOption = None,
+    fold: FoldOption = None,
+    starts_at: StartsOption = None,
+    ends_at: EndsOption = None,
+    times: TimesOption = None,
+    exclude: ExcludeOption = None,
+    exclude_file: ExcludeFileOption = None,
+    move: MoveOption = None,
     rule: RuleOption = None,
-    count: Annotated[int, typer.Option("--count", min=1, max=1_000, help="How many times.")] = 10,
+    count: Annotated[int, typer.Option("--count", min=1, max=1_000, help="How many times to show.")] = 10,
     after: Annotated[str | None, typer.Option("--after", help="Later than this time; else than now.")] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -102,7 +133,11 @@ def preview(
       timeball schedules preview --cron '0 9 * * 1-5' --zone Europe/Berlin
       timeball schedules preview --every 90m --count 3 --json | jq .local
     """
-    wanted = _rule_of(cron, every, zone, rule)
+    wanted = build_rule(
+        rule, cron=cron, seconds=seconds, every=every, anchor=anchor, rrule=rrule, at=at, zone=zone, gap=gap,
+        fold=fold, starts_at=starts_at, ends_at=ends_at, count=times, exclude=exclude, move=move,
+        exclude_file=exclude_file,
+    )  # fmt: skip
     with connect(endpoint) as client:
         for time in client.schedules.preview(wanted, count=count, after=after):
             show(time, [time.local], as_json=as_json)

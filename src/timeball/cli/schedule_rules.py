@@ -1,0 +1,123 @@
+"""The options of a recurring rule: each key of a rule is an option of `timeball schedules put` and `preview`."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from timeball.model.errors import RequestError
+
+CronOption = Annotated[
+    str | None, typer.Option("--cron", metavar="EXPRESSION", help="Five fields, as in '0 9 * * 1-5'.")
+]
+SecondsOption = Annotated[bool, typer.Option("--seconds", help="--cron has six fields, seconds first.")]
+EveryOption = Annotated[
+    str | None, typer.Option("--every", metavar="DURATION", help="A fixed distance, as in 15m.")
+]
+AnchorOption = Annotated[
+    str | None, typer.Option("--anchor", metavar="INSTANT", help="The instant from which --every counts.")
+]
+RruleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rrule", metavar="TEXT", help="RFC 5545, as in 'DTSTART:20300125T090000\\nRRULE:FREQ=DAILY'."
+    ),
+]
+AtOption = Annotated[
+    list[str] | None, typer.Option("--at", metavar="LOCAL", help="A local time; may be repeated.")
+]
+ZoneOption = Annotated[
+    str | None, typer.Option("--zone", metavar="ZONE", help="The zone of local times, as in Europe/Berlin.")
+]
+GapOption = Annotated[
+    str | None, typer.Option("--gap", help="A local time that clocks skip: runs after the gap, or skip.")
+]
+FoldOption = Annotated[
+    str | None, typer.Option("--fold", help="A local time that clocks show twice: runs first, or both times.")
+]
+StartsOption = Annotated[
+    str | None,
+    typer.Option("--starts-at", metavar="TIME", help="No time is earlier: an instant or a local time."),
+]
+EndsOption = Annotated[
+    str | None,
+    typer.Option("--ends-at", metavar="TIME", help="No time is later: an instant or a local time."),
+]
+TimesOption = Annotated[int | None, typer.Option("--times", help="End after this many times.")]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="DATE", help="A date without times; may be repeated.")
+]
+ExcludeFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--exclude-file", metavar="FILE", help="Dates to exclude: an .ics file, or a date per line."
+    ),
+]
+MoveOption = Annotated[
+    str | None, typer.Option("--move", help="Times on an excluded date: skip, or move before or after it.")
+]
+RuleOption = Annotated[
+    str | None, typer.Option("--rule", metavar="JSON", help="The rule as JSON. Options add keys to it.")
+]
+
+_EVENT = re.compile(r"^BEGIN:VEVENT$(.*?)^END:VEVENT$", re.DOTALL | re.MULTILINE)
+_FIELD = re.compile(r"^(DTSTART|DTEND|RRULE|RDATE|SUMMARY)((?:;[^:\n]*)?):(.*)$", re.MULTILINE)
+
+
+def build_rule(rule: str | None, *, exclude_file: Path | None = None, **keys: Any) -> dict[str, Any]:
+    """Build a rule from the JSON of --rule and from keys with a value. The dates of a file are added to `exclude`.
+
+    Raises RequestError for text that is no JSON object, and for a file that cannot be read.
+    """
+    built: dict[str, Any] = {}
+    if rule is not None:
+        try:
+            built = json.loads(rule)
+        except ValueError as error:
+            raise RequestError(f"--rule: {error}") from error
+        if not isinstance(built, dict):
+            raise RequestError('--rule: a JSON object, as in \'{"rrule": "…"}\'')
+    built |= {name: value for name, value in keys.items() if value}
+    if isinstance(text := built.get("rrule"), str):
+        built["rrule"] = text.replace("\\n", "\n")  # a shell passes the two characters
+    if exclude_file is not None:
+        built["exclude"] = [*built.get("exclude", []), *read_dates(exclude_file)]
+    return built
+
+
+def read_dates(file: Path) -> list[str]:
+    """Read dates from an iCalendar file with all-day events, or from a text with a date in each line.
+
+    Raises RequestError for a file that cannot be read, an event that repeats, and one with a time of day.
+    """
+    try:
+        text = file.read_text("utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--exclude-file {file}: {error}") from error
+    if "BEGIN:VCALENDAR" not in text:
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        return [line for line in lines if line]
+    unfolded = re.sub(r"\n[ \t]", "", text)
+    try:
+        return sorted({day for event in _EVENT.findall(unfolded) for day in _days_of(event)})
+    except ValueError as error:
+        raise RequestError(f"--exclude-file {file}: {error}") from error
+
+
+def _days_of(event: str) -> list[str]:
+    """List the days of an event, of which DTEND is the day after the last. Raises ValueError."""
+    fields = {name: value.strip() for name, _, value in _FIELD.findall(event)}
+    name = fields.get("SUMMARY", "an event")
+    if "RRULE" in fields or "RDATE" in fields:
+        raise ValueError(f"{name} repeats; list its dates instead")
+    start, end = fields.get("DTSTART", ""), fields.get("DTEND", "")
+    if not re.fullmatch(r"\d{8}", start) or not re.fullmatch(r"\d{8}|", end):
+        raise ValueError(f"{name} is no event of whole days")
+    first = date.fromisoformat(start)
+    count = (date.fromisoformat(end) - first).days if end else 1
+    return [(first + timedelta(days=day)).isoformat() for day in range(max(count, 1))]

@@ -1,0 +1,68 @@
+"""The options of a rule: JSON with further keys, and dates of a calendar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from timeball.cli.schedule_rules import build_rule, read_dates
+from timeball.model.errors import RequestError
+
+
+def test_options_add_keys_to_the_json() -> None:
+    assert build_rule('{"cron": "@daily", "exclude": ["2030-12-25"]}', zone="UTC", every=None, exclude=None) == {
+        "cron": "@daily", "exclude": ["2030-12-25"], "zone": "UTC",
+    }  # fmt: skip
+    assert build_rule(None, rrule=r"DTSTART:20300125T090000\nRRULE:FREQ=DAILY") == {
+        "rrule": "DTSTART:20300125T090000\nRRULE:FREQ=DAILY"
+    }
+
+
+def test_a_file_of_dates_adds_to_the_excluded_ones(tmp_path: Path) -> None:
+    file = tmp_path / "dates"
+    file.write_text("2030-12-26  # a comment\n\n2031-01-01\n")
+    assert build_rule(None, exclude=["2030-12-25"], exclude_file=file) == {
+        "exclude": ["2030-12-25", "2030-12-26", "2031-01-01"]
+    }
+
+
+CALENDAR = """BEGIN:VCALENDAR
+BEGIN:VEVENT
+SUMMARY:Christmas
+DTSTART;VALUE=DATE:20301225
+DTEND;VALUE=DATE:20301227
+END:VEVENT
+BEGIN:VEVENT
+SUMMARY:A name that is so long that its writer
+  folded it
+DTSTART;VALUE=DATE:20310101
+END:VEVENT
+END:VCALENDAR
+"""
+
+
+def test_days_of_a_calendar_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "holidays.ics"
+    file.write_text(CALENDAR.replace("\n", "\r\n"), newline="")
+    assert read_dates(file) == ["2030-12-25", "2030-12-26", "2031-01-01"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("RRULE:FREQ=YEARLY", "Christmas repeats"),
+        ("DTSTART:20301225T090000Z", "Christmas is no event of whole days"),
+    ],
+)
+def test_events_that_are_no_days_are_refused(tmp_path: Path, line: str, named: str) -> None:
+    file = tmp_path / "holidays.ics"
+    file.write_text(
+        CALENDAR.replace("SUMMARY:Christmas\nDTSTART;VALUE=DATE:20301225", f"SUMMARY:Christmas\n{line}")
+    )
+    if line.startswith("RRULE"):
+        file.write_text(CALENDAR.replace("SUMMARY:Christmas", f"SUMMARY:Christmas\n{line}"))
+    with pytest.raises(RequestError, match=named):
+        read_dates(file)
+    with pytest.raises(RequestError, match="--exclude-file"):
+        read_dates(tmp_path / "none")
