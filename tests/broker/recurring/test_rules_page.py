@@ -9,7 +9,6 @@ from tests.docs_pages import page, section
 
 from timeball.broker.recurring.rule import Rule
 from timeball.model import limits
-from timeball.model.errors import InvalidDelay
 from timeball.model.time_parsing import instant_ms
 
 PAGE = page("docs/recurring-rules.md")
@@ -38,25 +37,8 @@ def test_runs_on_the_days_of_the_clock_changes(row: list[str]) -> None:
         assert " ".join(f"{m // 60:02}:{m % 60:02}" for m in minutes) == wanted.replace("none", "")
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in rows("Differences from other schedulers", 3) if row[0].startswith("`")]
-)
-def test_forms_that_others_read_differently(row: list[str]) -> None:
-    (text,), wanted = CODE.findall(row[0]), row[2]
-    if wanted.startswith("refused: "):
-        with pytest.raises(InvalidDelay) as refused:
-            Rule.parse({"cron": text, "zone": "UTC"})
-        advice = CODE.findall(wanted) or [wanted.removeprefix("refused: ")]
-        assert advice[0] in str(refused.value)
-    else:
-        dates = re.findall(r"\d{4}-\d\d-\d\d", wanted)
-        runs = Rule.parse({"cron": text, "zone": "UTC"}).after(instant_ms("2026-01-01T00:00:00Z"), len(dates))
-        assert [run.local[:10] for run in runs] == dates != []
-
-
-def test_the_page_has_both_tables() -> None:
+def test_the_page_has_its_table() -> None:
     assert len(rows("Clock changes", 4)) == 8
-    assert sum(row[0].startswith("`") for row in rows("Differences from other schedulers", 3)) == 12
 
 
 def test_the_examples_of_forms_are_rules() -> None:
