@@ -3,6 +3,7 @@
 timeball schedules put       create or replace one
 timeball schedules preview   the next times of a rule, without storing it
 timeball schedules list, show, history, pause, resume, run, delete
+timeball schedules import    make schedules of a crontab (import_crontab.py)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from timeball.cli.import_crontab import crontab
 from timeball.cli.messages import KeysOption, PropertyOption, read_body, read_properties
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import show
@@ -39,12 +41,20 @@ if TYPE_CHECKING:
     from timeball.model.http_api import Schedule
 
 schedules_app = typer.Typer(help="Send a message at each time of a rule.", no_args_is_help=True)
+import_app = typer.Typer(help="Make schedules of those of another scheduler.", no_args_is_help=True)
+schedules_app.add_typer(import_app, name="import")
+import_app.command("crontab")(crontab)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
 
 
 @schedules_app.callback()
 def _schedules() -> None:
+    pass
+
+
+@import_app.callback()
+def _import() -> None:
     pass
 
 

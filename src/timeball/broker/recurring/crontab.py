@@ -28,6 +28,7 @@ class CrontabEntry(NamedTuple):
     spec: dict[str, object] | None  # the canonical form of its rule, None if the rule is refused
     command: str
     note: str  # why the rule is refused, or a difference from cron
+    user: str = ""  # in a system's crontab: who runs the command
 
 
 def read_crontab(text: str, zone: str, *, has_user: bool = False) -> list[CrontabEntry]:
@@ -61,12 +62,13 @@ def _read_entry(number: int, line: str, zone: str, has_user: bool) -> CrontabEnt
     if len(words) <= fields + has_user:
         return CrontabEntry(f"line-{number}", None, "", f"line {number}: {_expected(has_user)}")
     command, input_text = _split_input(words[-1])
+    user = words[fields] if has_user else ""
     note = "cron passes the text after % to the command as its input" if input_text is not None else ""
     try:
         spec = Rule.parse({"cron": " ".join(words[:fields]), "zone": zone}).spec()
     except InvalidDelay as refused:
-        return CrontabEntry(_name(command, number), None, command, f"line {number}: {refused}")
-    return CrontabEntry(_name(command, number), spec, command, note)
+        return CrontabEntry(_name(command, number), None, command, f"line {number}: {refused}", user)
+    return CrontabEntry(_name(command, number), spec, command, note, user)
 
 
 def _expected(has_user: bool) -> str:

@@ -1,0 +1,64 @@
+"""The crontabs of real packages of Debian: each entry becomes a schedule, or is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.in_process import run_here
+from tests.interop.debian_packages import names, package
+from tests.interop.environments import Missing
+from tests.node_fixture import running_node
+
+pytestmark = pytest.mark.interop
+
+# File -> schedules, with the times of their rules.
+SCHEDULES = {
+    "crontab": {
+        "cron-hourly": "17 * * * *",
+        "anacron": "25 6 * * *",
+        "anacron-2": "47 6 * * 7",
+        "anacron-3": "52 6 1 * *",
+    },
+    "mdadm": {"checkarray": "57 0 * * 0"},
+    "sysstat": {"debian-sa1": "5-55/10 * * * *", "debian-sa1-2": "59 23 * * *"},
+    "certbot": {"certbot": "0 */12 * * *"},
+    "e2scrub_all": {"e2scrub_all_cron": "30 3 * * 0", "e2scrub_all": "10 3 * * *"},
+    "php": {"sessionclean": "09,39 * * * *"},
+    "anacron": {"anacron": "30 7-23 * * *"},
+}
+REFUSED = {"logcheck"}  # `@reboot`, beside an entry of each hour
+
+
+def crontabs() -> list[Path]:
+    """The crontabs of all packages."""
+    try:
+        folders = [package(name) / "etc" for name in names()]
+    except Missing as missing:
+        pytest.skip(str(missing))
+    return sorted(file for each in folders for file in [*each.glob("crontab"), *each.glob("cron.d/[a-z]*")])
+
+
+def test_crontabs_of_packages_are_imported(tmp_path: Path) -> None:
+    found: dict[str, dict[str, str]] = {}
+    with running_node(tmp_path / "data", http_port=0) as node:
+        for file in crontabs():
+            ended = run_here(
+                "schedules", "import", "crontab", str(file), "--topic", "commands", "--zone", "Europe/Berlin",
+                "--system", "--prefix", f"{file.name}-", "--json", "--endpoint", node.http_endpoint,
+            )  # fmt: skip
+            lines = [json.loads(line) for line in ended.stdout.splitlines()]
+            assert {line["outcome"] for line in lines if line["rule"]} <= {"created"}, ended.stderr
+            # All refused entries are those with @reboot.
+            refused = [line for line in lines if line["outcome"] == "refused"]
+            assert all("@reboot" in line["note"] for line in refused)
+            assert ended.returncode == (1 if refused else 0) and bool(refused) == (file.name in REFUSED)
+            assert all(line["user"] and line["body"] for line in lines)
+            found[file.name] = {
+                line["name"].removeprefix(f"{file.name}-"): line["rule"]["cron"]
+                for line in lines
+                if line["rule"]
+            }
+    assert {name: found.get(name) for name in SCHEDULES} == SCHEDULES
+    assert found.keys() >= SCHEDULES.keys() | REFUSED
