@@ -35,7 +35,7 @@ def test_the_commands_are_those_of_the_design() -> None:
             "pull",
             "get",
         ),
-        *("topics", "groups", "pending", "audit", "dump", "bench", "status"),
+        *("topics", "groups", "pending", "audit", "dump", "bench", "status", "zones"),
         *("bulk", "replay", "forecast", "sql"),
     }
     assert set(ALL) >= GROUPS

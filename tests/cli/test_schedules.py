@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.cli.in_process import run_here
 from tests.node_fixture import running_node
+
+from timeball.cli.schedules import _zone_lines
+from timeball.model.http_api import ZoneMoved, ZonesInUse, ZoneUpdated
+from timeball.model.time_parsing import VERSION
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +98,36 @@ def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path)
     ]
     rrule = put("--rrule", r"DTSTART:20300125T090000\nRRULE:FREQ=DAILY", "--zone", "UTC")
     assert rrule["next"]["local"] == "2030-01-25T09:00:00"
+
+
+def test_zones_in_use_are_shown(http_endpoint: str) -> None:
+    def said(*arguments: str) -> str:
+        ended = run_here(*arguments, "--endpoint", http_endpoint)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    said("schedule", "local", "x", "--at", "2030-01-31T09:00", "--zone", "Asia/Tokyo", "--id", "local-1")
+    assert json.loads(said("get", "local-1", "--json"))["due_ms"] == 1_896_048_000_000
+    assert said("zones").startswith(f"tzdata {VERSION}\n") and "  Asia/Tokyo\n" in said("zones")
+    used = json.loads(said("zones", "--json"))
+    assert {"zone": "Asia/Tokyo", "latest": "2030-02-15T00:00:00.000Z"} in used[
+        "zones"
+    ] and "update" not in used
+
+
+def test_a_moved_message_is_shown() -> None:
+    moved = ZoneMoved(
+        zone="America/Vancouver", messages=2, schedules=1, before="2030-01-31T17:00:00.000Z", before_ms=1,
+        after="2030-01-31T16:00:00.000Z", after_ms=0,
+    )  # fmt: skip
+    updated = ZoneUpdated(tzdata="2", former="1", at="", at_ms=0, moved=[moved])
+    lines = list(_zone_lines(ZonesInUse("2", [], updated)))
+    assert lines[0] == "tzdata 2" and lines[1].startswith("updated from 1 at 1970-01-01")
+    assert lines[2] == (
+        "  America/Vancouver: 2 messages and 1 schedules moved, the first from 2030-01-31T17:00:00.000Z to "
+        "2030-01-31T16:00:00.000Z"
+    )
+    assert (
+        list(_zone_lines(ZonesInUse("2", [], msgspec.structs.replace(updated, moved=[]))))[-1]
+        == "  nothing moved"
+    )

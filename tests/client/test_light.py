@@ -103,6 +103,7 @@ TALK = {
     "dead-letters": ["dead-letters", "list", "other"],
     "status": ["status"],
     "schedules": ["schedules", "list"],
+    "zones": ["zones"],
 }
 NEED = {
     "up": (["up", "--port", "0"], "broker"),

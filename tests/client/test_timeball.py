@@ -1,6 +1,7 @@
 """The class Timeball against a real node: each operation once, from end to end."""
 
 import pickle
+from datetime import datetime
 
 import msgspec
 import pyarrow as pa
@@ -26,6 +27,24 @@ def test_a_receipt_tells_the_truth(columns: Timeball) -> None:
     assert columns.send("receipts", "now").due_ms is None
     at_ms = receipt.store_ms + 100_000
     assert columns.send("receipts", "at", at=at_ms).due_ms == at_ms
+
+
+def test_a_local_time_is_sent_with_its_zone(ball: Timeball) -> None:
+    local, due_ms = datetime(2030, 1, 31, 9), 1_896_076_800_000  # noqa: DTZ001 - a local time
+    for at in (local, "2030-01-31T09:00"):
+        receipt = ball.send("local", "x", at=at, zone="Europe/Berlin")
+        assert receipt.due_ms == due_ms
+        place = ball.get(receipt.id)
+        assert place.content is not None
+        assert place.content.properties == {"TIMEBALL_LOCAL_TIME": "2030-01-31T09:00:00 Europe/Berlin"}
+    summary = ball.send_many([{"body": "x", "at": local, "zone": "Asia/Tokyo"}], topic="local")
+    (place,) = [ball.get(message_id) for message_id in summary.ids]
+    assert place.due_ms == due_ms - 8 * 3_600_000
+    zones = ball.schedules.zones()
+    assert {"Europe/Berlin", "Asia/Tokyo"} <= {each.zone for each in zones.zones}
+    for wrong in ({"at": due_ms}, {"after": "1h"}, {}, {"at": "2030-01-31T09:00Z"}):
+        with pytest.raises(InvalidDelay, match="local time"):
+            ball.send("local", "x", zone="Europe/Berlin", **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from timeball.broker.consuming.requests import NO_ROWS
 from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
+from timeball.broker.pending.zone_updates import ZoneUpdates
 from timeball.broker.policy import Policy
 from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.campaigns import AttachState
@@ -135,7 +136,7 @@ class Broker:
         )  # fmt: skip
         self.appender = Appender(
             self.policy, self.waiters, self.mover.tail_count, settings=settings, clock=clock, writer=self.log.writer,
-            topics=self.tables.topics, scheduling=self.scheduling, rates=self.rates,
+            topics=self.tables.topics, zones=self.tables.zones, scheduling=self.scheduling, rates=self.rates,
         )  # fmt: skip
         self.successors = Successors(self.tables.schedules, self.scheduling.backlog, settings.host)
         self.delivery = delivery.Delivery(
@@ -192,6 +193,11 @@ class Broker:
             self.look_ups, self.policy, self.snapshots, reader=log.reader, campaigns=self.tables.campaigns,
             scheduling=self.scheduling, file_keys=file_keys, threads=self.threads,
         )  # fmt: skip
+        self.zone_updates = ZoneUpdates(
+            self.policy, self.snapshots, self.look_ups, self.appender, self.successors, settings=self.settings,
+            clock=clock, log=log, schedules=self.tables.schedules, zones=self.tables.zones,
+            scheduling=self.scheduling, file_keys=file_keys, threads=self.threads, rates=self.rates,
+        )  # fmt: skip
         self.forecast = Forecast(
             self.policy, self.snapshots, clock=clock, reader=log.reader, background=self.threads.background
         )
@@ -208,7 +214,7 @@ class Broker:
         )  # fmt: skip
         self.schedules = ScheduleChanges(
             self.policy, self.appender, self.successors, lambda *names: self.find(*names), clock=clock, log=log,
-            schedules=tables.schedules, scheduler=self.scheduling.scheduler, rates=self.rates,
+            schedules=tables.schedules, zones=tables.zones, scheduler=self.scheduling.scheduler, rates=self.rates,
         )  # fmt: skip
         self.live_tail = LiveTail(
             self.policy, self.waiters, reader=log.reader, reader_thread=self.threads.reader, rates=self.rates

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 import typer
@@ -35,7 +35,7 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
-from timeball.model.time_parsing import instant_ms
+from timeball.model.time_parsing import instant_ms, local_due_ms
 from timeball.model.values import check_label, keys_text, properties_text
 
 if TYPE_CHECKING:
@@ -73,6 +73,10 @@ AfterOption = Annotated[
 AtOption = Annotated[
     str | None,
     typer.Option("--at", metavar="INSTANT", help="ISO 8601 with a zone, or milliseconds since 1970."),
+]
+ZoneOption = Annotated[
+    str | None,
+    typer.Option("--zone", metavar="ZONE", help="--at is a local time in this zone: Europe/Berlin."),
 ]
 
 
@@ -119,6 +123,7 @@ def schedule(
     body: BodyArgument = None,
     after: AfterOption = None,
     at: AtOption = None,
+    zone: ZoneOption = None,
     tag: TagOption = None,
     keys: KeysOption = None,
     properties: PropertyOption = None,
@@ -129,34 +134,44 @@ def schedule(
 ) -> None:
     """Schedule a message, and print the id by which you can cancel it.
 
-    Give exactly one of --after and --at. The time of --at needs a time zone: a
-    local time would mean another time on another machine.
+    Give exactly one of --after and --at. The time of --at needs an offset from UTC,
+    or --zone. With --zone, the due time follows changes of the zone's rules.
 
     \b
     Examples:
       timeball schedule orders 'close order 17 if unpaid' --after 30m --keys order-17
       timeball schedule licences 'renew' --at 2030-01-31T09:00:00+01:00
+      timeball schedule licences 'renew' --at 2030-01-31T09:00 --zone Europe/Berlin
       timeball schedule reminders --lines people.txt --after 7d
       timeball schedule orders hello --after 250ms --json
     """
-    due = parse_due(after, at)
+    due: dict[str, Any] = {**(parse_due(after, at) if zone is None else parse_local(after, at, zone))}
     check_lines_alone(lines, body, message_id)
     with connect(endpoint) as client:
         if lines is not None:
             send_lines(client, lines, encode_fields(topic, tag, keys, properties) | due, as_json=as_json)
             return
-        due_ms, delay_ms = due["due_ms"], due["delay_ms"]
         receipt = client.send(
             topic,
             read_body(body),
             tag=tag,
             keys=keys,
             properties=read_properties(properties),
-            after=None if delay_ms is None else after,
-            at=due_ms,
+            after=None if due.get("delay_ms") is None else after,
+            at=due.get("at", due.get("due_ms")),
+            zone=zone,
             message_id=message_id,
         )
         report(receipt, as_json=as_json)
+
+
+def parse_local(after: str | None, at: str | None, zone: str) -> dict[str, str]:
+    """Check --at and --zone, and return them as `at` and `zone`. InvalidDelay unless both are valid."""
+    if at is None or after is not None:
+        raise InvalidDelay("--zone: needs --at alone, a local time such as 2030-01-31T09:00")
+    with naming("--at"):
+        local_due_ms(at, zone)
+    return {"at": at, "zone": zone}
 
 
 def parse_due(after: str | None, at: str | None) -> dict[str, int | None]:

@@ -1,20 +1,22 @@
-"""Recurring schedules of a running broker, over HTTP.
+"""Recurring schedules and time zones of a running broker, over HTTP.
 
 timeball schedules put       create or replace one
 timeball schedules preview   the next times of a rule, without storing it
 timeball schedules list, show, history, pause, resume, run, delete
 timeball schedules import    make schedules of a crontab (import_crontab.py)
+timeball zones               the time zones in use, and the moves of the last update of tzdata
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from timeball.cli.import_crontab import crontab
 from timeball.cli.messages import KeysOption, PropertyOption, read_body, read_properties
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, show_instant
 from timeball.cli.output import show
 from timeball.cli.schedule_rules import (
     AnchorOption,
@@ -38,7 +40,7 @@ from timeball.cli.schedule_rules import (
 from timeball.model.values import CatchUp
 
 if TYPE_CHECKING:
-    from timeball.model.http_api import Schedule
+    from timeball.model.http_api import Schedule, ZonesInUse
 
 schedules_app = typer.Typer(help="Send a message at each time of a rule.", no_args_is_help=True)
 import_app = typer.Typer(help="Make schedules of those of another scheduler.", no_args_is_help=True)
@@ -272,3 +274,35 @@ def _line(schedule: Schedule) -> str:
     following = f", next at {schedule.next.local} ({schedule.next.id})" if schedule.next is not None else ""
     error = f": {schedule.error}" if schedule.error else ""
     return f"{schedule.name}: {outcome}{following}, {schedule.runs:,} runs{error}"
+
+
+def zones(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
+    """Show the time zones in use, and the moves of the last update of tzdata.
+
+    Due times that were given as local times, and recurring schedules, follow the
+    broker's tzdata. After an update of tzdata, its next start moves them.
+
+    \b
+    Examples:
+      timeball zones
+      timeball zones --json | jq .update.moved
+    """
+    with connect(endpoint) as client:
+        used = client.schedules.zones()
+    show(used, _zone_lines(used), as_json=as_json)
+
+
+def _zone_lines(used: ZonesInUse) -> Iterator[str]:
+    yield f"tzdata {used.tzdata}"
+    for each in used.zones:
+        yield f"  {each.zone}"
+    if (update := used.update) is None:
+        return
+    yield f"updated from {update.former or 'an unknown version'} at {show_instant(update.at_ms)}"
+    for moved in update.moved:
+        yield (
+            f"  {moved.zone}: {moved.messages:,} messages and {moved.schedules:,} schedules moved, the first from "
+            f"{moved.before} to {moved.after}"
+        )
+    if not update.moved:
+        yield "  nothing moved"

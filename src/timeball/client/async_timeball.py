@@ -127,6 +127,7 @@ class AsyncSchedules:
     run = _as_awaitable(Schedules.run)
     preview = _as_awaitable(Schedules.preview)
     history = _as_awaitable(Schedules.history)
+    zones = _as_awaitable(Schedules.zones)
 
 
 class AsyncTimeball:

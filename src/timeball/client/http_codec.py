@@ -146,8 +146,9 @@ def _to_json(message: Outgoing, as_text: bool) -> http_api.Message:
     return http_api.Message(
         id=message.id, body=text, base64=not_text, keys=message.keys.split(" ") if message.keys else [],
         tag=message.tag, properties=decode_properties(message.properties or ""),
-        at=UNSET if message.due_ms is None else message.due_ms,
+        at=message.local[0] if message.local else UNSET if message.due_ms is None else message.due_ms,
         after=UNSET if message.delay_ms is None else f"{message.delay_ms}ms",
+        zone=message.local[1] if message.local else UNSET,
     )  # fmt: skip
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.model.errors import InvalidDelay, InvalidMessage
-from timeball.model.time_parsing import After, At, when
+from timeball.model.time_parsing import After, At, local_due_ms, stored_local_time, when
 from timeball.model.values import Keys, check_label, keys_text, properties_text, valid
 
 Body: TypeAlias = bytes | bytearray | memoryview | str
 
 # The names that a dict may have: the arguments of `send`, and the names of columns for the id and the times.
 ROW_NAMES = (
-    "after", "at", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms",
+    "after", "at", "zone", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "due_ms",
+    "delay_ms",
 )  # fmt: skip
 TIME_NAMES = ("after", "at", "delay_ms", "due_ms")
 
 
 class Outgoing(NamedTuple):
-    """One message to send. `keys` and `properties` are in their stored form. At most one of the times is set."""
+    """One message to send. `keys` and `properties` are in their stored form. At most one of the times is set.
+
+    `local` is a local time and its zone. The broker converts them, by its own rules of the zone.
+    """
 
     topic: str
     body: bytes
@@ -30,6 +35,7 @@ class Outgoing(NamedTuple):
     id: str
     delay_ms: int | None
     due_ms: int | None
+    local: tuple[str, str] | None = None
 
 
 def outgoing(
@@ -41,9 +47,11 @@ def outgoing(
     message_id: str | None,
     after: After | None,
     at: At | None,
+    zone: str | None = None,
 ) -> Outgoing:
     """Check the arguments of a send, and make an id if there is none. Raises InvalidMessage and InvalidDelay."""
-    delay_ms, due_ms = when(after, at)
+    local = None if zone is None else _local_time(after, at, zone)
+    delay_ms, due_ms = when(after, at) if local is None else (None, None)
     return Outgoing(
         topic,
         body_bytes(body),
@@ -53,7 +61,15 @@ def outgoing(
         IDENTIFIERS.next_id() if message_id is None else check_label("message_id", message_id) or message_id,
         delay_ms,
         due_ms,
+        local,
     )
+
+
+def _local_time(after: After | None, at: At | None, zone: str) -> tuple[str, str]:
+    """Check a local time and its zone. Raises InvalidDelay."""
+    if after is not None or not isinstance(at, str | datetime):
+        raise InvalidDelay(f"zone={zone!r}: needs at=, a local time such as '2030-01-31T09:00'")
+    return stored_local_time(local_due_ms(at, zone)[1])
 
 
 def outgoing_row(row: Mapping[str, Any], row_number: int, topic: str | None) -> Outgoing:
@@ -62,7 +78,9 @@ def outgoing_row(row: Mapping[str, Any], row_number: int, topic: str | None) -> 
     `row_number` is the number of the row in the call, for error texts. Raises InvalidMessage and InvalidDelay.
     """
     _check_names(row, row_number)
-    delay_ms, due_ms = when(row.get("after"), row.get("at"))
+    after, at, zone = row.get("after"), row.get("at"), row.get("zone")
+    local = None if zone is None else _local_time(after, at, zone)
+    delay_ms, due_ms = when(after, at) if local is None else (None, None)
     row_topic, properties = row.get("topic", topic), row.get("properties")
     if not isinstance(row_topic, str):
         raise InvalidMessage(f"row {row_number}: topic is text; name it in the row, or as an argument")
@@ -76,6 +94,7 @@ def outgoing_row(row: Mapping[str, Any], row_number: int, topic: str | None) -> 
         IDENTIFIERS.next_id() if message_id is None else check_label("message_id", message_id) or "",
         _single_time(row, "delay_ms", delay_ms),
         _single_time(row, "due_ms", due_ms),
+        local,
     )
 
 

@@ -20,6 +20,7 @@ from timeball.model.http_api import (
     ScheduleRun,
     Time,
     Times,
+    ZonesInUse,
 )
 from timeball.model.time_parsing import due_ms
 from timeball.model.values import CatchUp
@@ -126,6 +127,10 @@ class Schedules:
     def history(self, name: str) -> list[PastOccurrence]:
         """Read what became of the last ten times of the rule, the newest first."""
         return self._ask(Request("GET", path("schedules", name, "history")), History).occurrences
+
+    def zones(self) -> ZonesInUse:
+        """Read the broker's version of tzdata, the time zones in use, and the moves of the last update of tzdata."""
+        return self._ask(Request("GET", path("zones")), ZonesInUse)
 
     def _ask(self, request: Request, kind: type[T], *, is_repeatable: bool = True) -> T:
         def decode(data: bytes) -> T:

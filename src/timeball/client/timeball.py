@@ -153,6 +153,7 @@ class Timeball(Reader):
         properties: Mapping[str, str] | None = None,
         after: After | None = None,
         at: At | None = None,
+        zone: str | None = None,
         message_id: str | None = None,
         retry: bool = False,
         if_settled: IfSettled = "keep",
@@ -176,6 +177,8 @@ class Timeball(Reader):
                 clock.
             at: The due time: an aware datetime, RFC 3339 text, or milliseconds since 1970 UTC. A due time that has
                 passed means at once. Give `after` or `at`, not both.
+            zone: The IANA name of a time zone. Then `at` is a local time in it: text without an offset, or a datetime
+                without a tzinfo. The due time follows changes of the zone's rules.
             message_id: The id of the message. Without one, the client makes a unique id.
             retry: Send the message again when the answer is lost. The broker accepts it once.
             if_settled: With "send" and `retry=True`, send the message again if the earlier one is settled, that is,
@@ -203,7 +206,7 @@ class Timeball(Reader):
         timeball.model.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
         >>> ball.close()
         """
-        message = outgoing(topic, body, tag, keys, properties, message_id, after, at)
+        message = outgoing(topic, body, tag, keys, properties, message_id, after, at, zone)
         return HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled)
 
     def send_many(
@@ -226,7 +229,7 @@ class Timeball(Reader):
 
         The columns (or the keys of the dicts) are `topic` and `body`, and optionally `tag`, `keys`, `properties`,
         `unique_key` (the message id), `due_ms`, `delay_ms`, `at` (a timestamp with a time zone) and `after` (a
-        duration). Columns may also be `queue_id`, `born_ms` and `flag`.
+        duration). Dicts may also have `zone`, as for `send`. Columns may also be `queue_id`, `born_ms` and `flag`.
 
         Args:
             rows: A table, a record batch, a record batch reader, or an iterable of dicts.

@@ -20,7 +20,10 @@ At = int | str
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A message to send: exactly one of body, json and base64, and at most one of at and after."""
+    """A message to send: exactly one of body, json and base64, and at most one of at and after.
+
+    With `zone`, `at` is a local time without an offset.
+    """
 
     body: str | None = None
     json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -32,6 +35,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     properties: dict[str, str] = {}
     at: At | msgspec.UnsetType = msgspec.UNSET
     after: str | msgspec.UnsetType = msgspec.UNSET
+    zone: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Sent(msgspec.Struct, omit_defaults=True):
@@ -447,3 +451,43 @@ class History(msgspec.Struct, frozen=True):
 
     name: str
     occurrences: list[PastOccurrence]
+
+
+# ---- time zones ----------------------------------------------------------------------------------------------
+
+
+class ZoneInUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A time zone in use. No message with a local time in it is due later than `latest`, which is rounded up."""
+
+    zone: str
+    latest: str | None = None
+
+
+class ZoneMoved(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages and schedules that an update moved by the same distance. `before`, `after`: due times of the first."""
+
+    zone: str
+    messages: int
+    schedules: int
+    before: str
+    before_ms: int
+    after: str
+    after_ms: int
+
+
+class ZoneUpdated(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An update of the rules: `tzdata` replaced `former`, which is left out if it is not known."""
+
+    tzdata: str
+    former: str | None = None
+    at: str
+    at_ms: int
+    moved: list[ZoneMoved]
+
+
+class ZonesInUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The version of tzdata, the zones in use, and the last update."""
+
+    tzdata: str
+    zones: list[ZoneInUse]
+    update: ZoneUpdated | None = None

@@ -33,6 +33,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
+from zlib import crc32
 
 import tzdata  # type: ignore[import-untyped]
 
@@ -41,6 +42,9 @@ from timeball.model.errors import InvalidDelay
 
 # Instead of a time from which a consumer group reads: the position after the last message.
 END = -1
+# The property of a message whose due time was given as a local time, such as "2030-01-31T09:00:00 Europe/Berlin". The
+# broker computes the due time again when the rules of the zone change (broker/pending/zone_updates.py).
+LOCAL_TIME = "TIMEBALL_LOCAL_TIME"
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -142,6 +146,36 @@ def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
         None if after is None else delay_ms(after),
         None if at is None else due_ms(at),
     )
+
+
+def local_due_ms(at: datetime | str, zone: str) -> tuple[int, str]:
+    """Convert a local time in an IANA zone to its due time (ms since 1970), and to the text that is stored beside it.
+
+    `at` is a datetime without tzinfo, or text in ISO 8601 without an offset. Raises InvalidDelay.
+
+    >>> local_due_ms("2030-01-31T09:00", "Europe/Berlin")
+    (1896076800000, '2030-01-31T09:00:00 Europe/Berlin')
+    """
+    local = at
+    if isinstance(at, str):
+        try:
+            local = datetime.fromisoformat(at) if len(at) <= _TEXT_CHARACTERS_MAX and "T" in at else at
+        except ValueError:
+            pass
+    if not isinstance(local, datetime) or local.tzinfo is not None:
+        raise InvalidDelay(
+            f"at={_shortened(at)}: with a zone, write a local time such as '2030-01-31T09:00', without an offset"
+        )
+    due = -(-load_zone(zone).instant_us(local_us(local)) // 1_000)
+    if not 0 <= due <= limits.INSTANT_MS_MAX:
+        raise InvalidDelay(f"at={_shortened(at)}: a due time is between 1970 and 9999")
+    return due, f"{local.isoformat()} {zone}"
+
+
+def stored_local_time(text: str) -> tuple[str, str]:
+    """Split the value of `LOCAL_TIME` into local time and zone. The zone may be missing, and then is empty."""
+    local, _, zone = text.partition(" ")
+    return local, zone
 
 
 @lru_cache(1_024)  # an application uses few delays, and uses each of them again and again
@@ -388,6 +422,16 @@ def _names() -> frozenset[str]:
 @cache
 def _zone(name: str) -> Zone:
     return _build_zone(name, _decode_tzif(_tzdata_file("zoneinfo", *name.split("/"))))
+
+
+def rules_hash(name: str) -> str:
+    """Compute a hash of the rules of a zone: 8 hexadecimal characters, or "" for a zone that tzdata does not have.
+
+    Equal hashes mean equal rules. Equal rules may have different hashes, if tzdata wrote them in another form.
+    """
+    if name not in _names():
+        return ""
+    return f"{crc32(_tzdata_file('zoneinfo', *name.split('/'))):08x}"
 
 
 def _decode_tzif(data: bytes) -> _TzifData:

@@ -186,6 +186,8 @@ class Node:
             if listen:
                 await recovering.start()
             await self._build(hot)
+            # Before the first release: a message whose due time has passed may be due later by new rules of its zone.
+            await self.broker.zone_updates.run()
             # Releases begin before the ports open: importing the code for clients takes longer than reading the log.
             self._run_until_stop(self.broker.ticker.run())
             self._run_until_stop(self._loop_lag.run())

@@ -378,6 +378,11 @@ OPERATIONS = (
         (), (http_api.Previewing,), (http_api.Times,),
     ),
     Operation(
+        "get", "/v1/zones", "zones",
+        "The version of tzdata, the time zones in use, and the moves of the last update of tzdata.",
+        (), (), (http_api.ZonesInUse,),
+    ),
+    Operation(
         "get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format.",
         media_type="text/plain",
     ),

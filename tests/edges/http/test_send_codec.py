@@ -46,7 +46,7 @@ def test_any_bytes_decode_to_messages_or_raise_a_timeball_error(data: bytes, kin
         {"body": st.text()},
         optional={
             "key": st.text(), "tag": st.text(), "after": st.integers() | st.text(), "id": st.text(),
-            "at": st.integers() | st.text(), "properties": st.dictionaries(st.text(), st.text()),
+            "at": st.integers() | st.text(), "zone": st.text(), "properties": st.dictionaries(st.text(), st.text()),
         },
     )
 )  # fmt: skip
@@ -78,6 +78,39 @@ def test_a_single_message_is_recognized_and_a_json_body_keeps_its_text() -> None
     assert row["body"] == b'{"a":  1.50}'
     (row,) = rows_of(read(b'{"json": null}'))
     assert row["body"] == b"null"
+
+
+def test_a_local_time_becomes_a_due_time_and_a_property() -> None:
+    local = b'{"body": "x", "at": "2030-01-31T09:00", "zone": "Europe/Berlin", "properties": {"a": "b"}}'
+    stored = "a\x01b\x02TIMEBALL_LOCAL_TIME\x012030-01-31T09:00:00 Europe/Berlin\x02"
+    for sending in (read(local), read(local, now_ms=NOW_MS)):
+        (row,) = rows_of(sending)
+        assert (row["due_ms"], row["properties"]) == (1_896_076_800_000, stored)
+    headers = {"timeball-at": "2030-01-31T09:00", "timeball-zone": "Europe/Berlin"}
+    (row,) = rows_of(send_codec.decode_raw("t", headers, b"x", Ids()))
+    assert row["due_ms"] == 1_896_076_800_000
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "named"),
+    [
+        ({"zone": "UTC"}, InvalidDelay, "needs at"),
+        ({"zone": "UTC", "at": 1_896_076_800_000}, InvalidDelay, "needs at"),
+        ({"zone": "UTC", "after": "1h"}, InvalidDelay, "needs at"),
+        ({"zone": "UTC", "at": "2030-01-31T09:00", "after": "1h"}, InvalidDelay, "needs at"),
+        ({"zone": "UTC", "at": "2030-01-31T09:00Z"}, InvalidDelay, "without an offset"),
+        ({"zone": "UTC", "at": "2030-01-31"}, InvalidDelay, "write a local time"),
+        ({"zone": "CEST", "at": "2030-01-31T09:00"}, InvalidDelay, "no time zone"),
+        ({"zone": "Asia/Tokyo", "at": "1970-01-01T08:59"}, InvalidDelay, "between 1970 and 9999"),
+        ({"at": "2030-01-31T09:00"}, InvalidDelay, "time zone"),
+        ({"properties": {"TIMEBALL_LOCAL_TIME": "x"}}, InvalidMessage, "give at and zone"),
+    ],
+)
+def test_a_local_time_that_is_incomplete_is_refused(
+    message: dict[str, object], kind: type[Exception], named: str
+) -> None:
+    with pytest.raises(kind, match=named):
+        read(codec.encode({"body": "x", **message}))
 
 
 def test_small_sends_become_rows_and_large_sends_columns() -> None:

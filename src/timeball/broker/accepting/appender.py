@@ -32,6 +32,7 @@ from timeball.broker.registry.meta import Change
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import TIMER_TOPIC, Rates
 from timeball.broker.registry.topics import Placement, Topics
+from timeball.broker.registry.zones import LOCAL_TIME_BYTES, Zones
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
     EncodedRows,
@@ -173,6 +174,7 @@ class Appender:
         clock: SchedulerClock,
         writer: LogWriter,
         topics: Topics,
+        zones: Zones,
         scheduling: Scheduling,
         rates: Rates,
     ) -> None:
@@ -180,7 +182,7 @@ class Appender:
         self._compacts, self._host = scheduling.compacts, settings.host
         self._policy, self._waiters, self._tail_count = policy, waiters, tail_count
         self._settings, self._clock, self._writer = settings, clock, writer
-        self._topics, self._scheduling = topics, scheduling
+        self._topics, self._zones, self._scheduling = topics, zones, scheduling
         self._rates = rates
 
     def send(self, sends: ParsedSends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
@@ -246,6 +248,14 @@ class Appender:
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Append a small batch whose queue offsets are chosen. The commit begins at once."""
         rows, queue_offsets, scheduled, scheduled_bytes = sends
+        message = b""
+        if scheduled:
+            # Hardly any message has a RocketMQ timer or a local time, and searching the encoded bytes costs less than
+            # decoding one row.
+            message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
+            if LOCAL_TIME_BYTES in message:
+                # Before the rows, in the same commit. After a crash, a start knows the zone of each message it finds.
+                self._zones.use_in(rows.batch)
         # No await between this line and the append: no other append may come between them.
         first_seq = self._writer.next_seq
 
@@ -255,9 +265,6 @@ class Appender:
                 self._announce(queue_offsets)
             if scheduled:
                 pending_rows = numbered(rows, [first_seq + at for at in scheduled], scheduled)
-                # Hardly any message has a RocketMQ timer, and searching the encoded bytes costs less than decoding one
-                # row.
-                message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
                 duration_mask = (
                     durations.is_duration_small(pending_rows) if durations.TIMER_PREFIX in message else None
                 )
@@ -330,6 +337,8 @@ class Appender:
         if level is not None:
             self._topics.ensure(SCHEDULE_TOPIC, self._scheduling.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
+        # Before the rows, in the same commit.
+        self._zones.use_in(rows)
         return (
             rows if self._compacts else admission.encode_for_backlog(self._scheduling.backlog, rows, now_ms)
         )

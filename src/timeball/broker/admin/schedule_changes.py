@@ -40,6 +40,7 @@ from timeball.broker.registry.schedules import (
     Schedules,
     State,
 )
+from timeball.broker.registry.zones import Zones, zone_of_rule
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import rows_of
 from timeball.log.writer import CommitLog
@@ -102,12 +103,13 @@ class ScheduleChanges:
         clock: SchedulerClock,
         log: CommitLog,
         schedules: Schedules,
+        zones: Zones,
         scheduler: Scheduler,
         rates: Rates,
     ) -> None:
         """Create the operations. `find` finds the messages with an id (Broker.find)."""
         self._policy, self._appender, self._successors, self._find = policy, appender, successors, find
-        self._clock, self._log, self._schedules = clock, log, schedules
+        self._clock, self._log, self._schedules, self._zones = clock, log, schedules, zones
         self._scheduler, self._rates = scheduler, rates
 
     # -- queries -------------------------------------------------------------------------------------------------
@@ -195,6 +197,7 @@ class ScheduleChanges:
             after = Next(name, facts, before, paused, is_put=True)
         # Last, because it may create the topic.
         self._policy.admit([facts.topic], caller)
+        self._zones.use(zone_of_rule(facts.rule))
         await self._append(after, now_ms, known)
         # Another request may have changed or deleted it meanwhile.
         current = self._schedules.find(name) or (facts, after.progress)

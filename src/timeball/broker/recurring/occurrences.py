@@ -17,11 +17,12 @@ are one occurrence, named after the earliest of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Protocol
 
 from timeball.broker.recurring.exclusions import ExcludedDays
 from timeball.broker.recurring.local_times import DAY_S, LocalTimes, instant_text, local_text
-from timeball.model.time_parsing import Zone
+from timeball.model.time_parsing import Zone, local_us
 
 _SECOND_US = 1_000_000
 
@@ -47,6 +48,9 @@ class Timetable(Protocol):
 
     def ending_after(self, count: int) -> Timetable:
         """Build a timetable of the first `count` occurrences."""
+
+    def resumes_after_ms(self, local: str, after_ms: int) -> int:
+        """Find a time after which the first occurrence is the one at this local time (Rule.resumes_after_ms)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,12 @@ class ClockTimetable:
         first = self.occurrences(-1, self.ends_ms, count)
         return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
 
+    def resumes_after_ms(self, local: str, after_ms: int) -> int:
+        if self.times.runs_every_hour or self.runs_twice:
+            return after_ms  # one local time may have two instants
+        # Not after the predecessor: by the new rules, its instant may be later than the one of this local time.
+        return self.zone.instant_us(local_us(datetime.fromisoformat(local))) // 1_000 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class IntervalTimetable:
@@ -135,6 +145,9 @@ class IntervalTimetable:
     def ending_after(self, count: int) -> IntervalTimetable:
         first = self.occurrences(-1, self.ends_ms, count)
         return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
+
+    def resumes_after_ms(self, local: str, after_ms: int) -> int:
+        return after_ms
 
     def _at_or_after(self, instant_ms: int) -> int:
         intervals = max(0, -((self.anchor_ms - instant_ms) // self.interval_ms))

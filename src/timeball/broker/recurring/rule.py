@@ -110,6 +110,14 @@ class Rule:
         """Compute the first occurrences later than `from_ms` and not later than `until_ms`, at most `limit`."""
         return self._timetable.occurrences(from_ms, until_ms, limit)
 
+    def resumes_after_ms(self, local: str, after_ms: int) -> int:
+        """Find a time (ms) after which the first occurrence is the one at this local time.
+
+        `local`: the local time of a pending occurrence, by earlier rules of its zone. `after_ms`: the time of its
+        predecessor. It is the answer for rules that follow elapsed time or the clock.
+        """
+        return self._timetable.resumes_after_ms(local, after_ms)
+
 
 @kept
 def _rule(text: str) -> Rule:

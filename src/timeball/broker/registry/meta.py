@@ -10,6 +10,7 @@
     push/<name>                        PushSubscription         push_subscriptions.py
     schedule/<name>                    ScheduleFacts            schedules.py
     occurrence/<name>                  Progress                 schedules.py
+    zones/used                         ZoneFacts                zones.py
     secret/receipts                    32 bytes, as base64      tables.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py

@@ -22,6 +22,7 @@ from timeball.broker.registry.meta import Change, MetaLog
 from timeball.broker.registry.topics import check_name
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.model.time_parsing import LOCAL_TIME
 from timeball.model.values import CatchUp
 
 _FACTS, _PROGRESS = "schedule/", "occurrence/"  # prefixes of the keys
@@ -52,7 +53,7 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
         The other rules of messages are those of a send.
         """
-        for name in (SCHEDULE, OCCURRENCE, SCHEDULED_MS):
+        for name in (SCHEDULE, OCCURRENCE, SCHEDULED_MS, LOCAL_TIME):
             if name in self.properties:
                 raise InvalidMessage(f"property {name!r}: the broker sets it in each occurrence")
         if len(self.body) > limits.SCHEDULE_BODY_BYTES_MAX:

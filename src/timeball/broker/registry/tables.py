@@ -23,6 +23,7 @@ from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
 from timeball.broker.registry.schedules import Schedules
 from timeball.broker.registry.topics import Topics
+from timeball.broker.registry.zones import Zones
 from timeball.io.files import Files
 from timeball.model.answers import HANDED
 from timeball.model.message import SECRET_PREFIX
@@ -185,6 +186,7 @@ class Tables:
         self.source_positions = SourcePositions(meta)
         self.push_subscriptions = PushSubscriptions(meta)
         self.schedules = Schedules(meta)
+        self.zones = Zones(meta)
         self.resolved_dead_letters = ResolvedDeadLetters(meta)
         # Dead letters whose rows in the queue retention has removed.
         self.repeated_dead_letters = RepeatedDeadLetters(meta)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -34,6 +34,7 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.delivery import as_moved_rows, split_into_frames
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.recurring.successors import Successors
+from timeball.broker.registry.meta import Change
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import FEW_ROWS, cancel_pending, settle
@@ -49,11 +50,13 @@ from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.message import (
     LOG_SCHEMA,
     READ_SCHEMA,
+    Int64Array,
     Kind,
     LogRow,
     decode_properties,
     encode_properties,
 )
+from timeball.model.time_parsing import LOCAL_TIME
 from timeball.schedule.delay_levels import REAL_QUEUE
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
@@ -159,15 +162,15 @@ async def _move(
             continue
         # Read before the decision, because reading may fail or wait, and nothing after the decision may.
         rows, read_count = await in_thread(
-            file_thread, _read_slice, log.reader, file_keys, scheduling.hour_log.pending.live, part
+            file_thread, read_slice, log.reader, file_keys, scheduling.hour_log.pending.live, part
         )
         begin += read_count
         # Keyed by version, because the rows contain the version (`seq`).
         by_version = {candidate.seq: candidate for candidate in part[:read_count]}
         for frame in split_into_frames(rows) if rows.num_rows else ():
-            durable = _move_frame(
-                appender, new_due_ms, frame, [by_version[seq] for seq in frame.column("seq").to_pylist()],
-                verdicts, is_duration=is_duration,
+            durable = move_frame(
+                appender, np.full(frame.num_rows, new_due_ms), frame,
+                [by_version[seq] for seq in frame.column("seq").to_pylist()], verdicts, is_duration=is_duration,
                 settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
                 outcomes=scheduling.outcomes, successors=successors, rates=rates,
             )  # fmt: skip
@@ -208,7 +211,7 @@ def _move_few(
     scheduling: Scheduling,
     rates: Rates,
 ) -> asyncio.Future[int] | None:
-    """Move the pending ones of a few messages, as `_move_frame` does. As columns, one costs several times as much."""
+    """Move the pending ones of a few messages, as `move_frame` does. As columns, one costs several times as much."""
     writer.check_admission()
     now_ms = clock.now_ms()
     due_ms = max(due_ms, now_ms)
@@ -246,7 +249,7 @@ def _moved_row(candidate: Candidate, *, due_ms: int, now_ms: int, host: str) -> 
     return tuple(row.values())
 
 
-def _read_slice(
+def read_slice(
     reader: LogReader, file_keys: TableKeys, live_files: FileSet, candidates: Sequence[Candidate]
 ) -> tuple[pa.RecordBatch, int]:
     """Read the rows of the first candidates, up to SLICE_BYTES (file thread). Returns how many candidates these are."""
@@ -263,9 +266,9 @@ def _read_slice(
     return pa.concat_batches(batches), count
 
 
-def _move_frame(
+def move_frame(
     appender: Appender,
-    due_ms: int,
+    due_ms: Int64Array,
     rows: pa.RecordBatch,
     candidates: Sequence[Candidate],
     verdicts: dict[int, Verdict],
@@ -278,17 +281,23 @@ def _move_frame(
     outcomes: Outcomes,
     successors: Successors,
     rates: Rates,
+    keeps_local_time: bool = False,
+    also: Callable[[Sequence[Candidate]], Change] | None = None,
 ) -> asyncio.Future[int] | None:
     """Move the pending messages among `rows` (READ_SCHEMA, parallel to `candidates`) in one frame.
 
-    The future is done when they are durable. None if no message is pending.
+    `due_ms` has the new due time of each. `also` builds META rows for the frame from the messages that move. With
+    `keeps_local_time` the property LOCAL_TIME stays, because the new due time follows from it. The future is done when
+    the frame is durable. None if no message is pending.
     """
     writer.check_admission()
     now_ms = clock.now_ms()
-    due_ms = max(due_ms, now_ms)  # a past due time becomes now, so that the release does not count as late
+    # A past due time becomes now, so that the release does not count as late.
+    due_ms = np.maximum(due_ms, now_ms)
     scheduled_rows = moved_scheduled_rows(
-        rows, [candidate.topic for candidate in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host
-    )
+        rows, [candidate.topic for candidate in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host,
+        keeps_local_time=keeps_local_time,
+    )  # fmt: skip
     # Topics may have been deleted since the send.
     appender.make_topics(scheduled_rows)
     scheduled_rows = appender.prepare(scheduled_rows, now_ms)
@@ -302,26 +311,41 @@ def _move_frame(
     # After `cancel_pending` the append must not fail or wait, so every check that may refuse runs before it.
     first_seq = writer.next_seq
     # The MOVED row is the message's new version.
+    new_due_ms = due_ms[was_pending].tolist()
     moves = [
-        (due_ms, candidate.number, first_seq + index, candidate.due_ms)
-        for index, candidate in enumerate(moved)
+        (new_ms, candidate.number, first_seq + index, candidate.due_ms)
+        for index, (new_ms, candidate) in enumerate(zip(new_due_ms, moved, strict=True))
     ]
     if not was_pending.all():  # else bodies would be copied
         moved_mask = pa.array(was_pending)
         scheduled_rows, rows = scheduled_rows.filter(moved_mask), rows.filter(moved_mask)
+    change = None if also is None else also(moved)
+    moved_rows = as_moved_rows(scheduled_rows, rows)
     appended = appender.append(
-        as_moved_rows(scheduled_rows, rows), lambda: outcomes.moved.add(moves), is_duration=is_duration,
+        moved_rows if change is None else pa.concat_batches([moved_rows, change.rows]),
+        lambda: outcomes.moved.add(moves), is_duration=is_duration,
         continuation=successors.after_end([candidate.number for candidate in moved], now_ms),
     )  # fmt: skip
+    if change is not None:
+        change.keep()
     rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
-    verdicts.update((c.number, Verdict("", REASON, c.number, now_ms, due_ms)) for c in moved)
+    verdicts.update(
+        (c.number, Verdict("", REASON, c.number, now_ms, new_ms))
+        for c, new_ms in zip(moved, new_due_ms, strict=True)
+    )
     return appended.durable
 
 
 def moved_scheduled_rows(
-    rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
+    rows: pa.RecordBatch,
+    topics: Sequence[str],
+    *,
+    due_ms: Int64Array,
+    now_ms: int,
+    host: str,
+    keeps_local_time: bool = False,
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows of these READ_SCHEMA messages with another due time. `topics`: the real topic of each."""
+    """Build LOG_SCHEMA rows of these READ_SCHEMA messages with other due times. `topics`: the real topic of each."""
     row_count, row_properties = rows.num_rows, rows.column("properties").to_pylist()
     in_level_queue = np.asarray(rows.column("queue_offset").is_valid())  # of a delay level
     # A message of a delay level leaves the level's queue. Its properties contain its real topic and queue.
@@ -340,10 +364,13 @@ def moved_scheduled_rows(
         "topic": pa.array(topics, pa.string()),
         "queue_id": pa.array(queues, pa.int32()),
         "queue_offset": null_column,
-        "properties": pa.array([_without_spent(properties) for properties in row_properties], pa.string()),
+        "properties": pa.array(
+            [_without_spent(properties, keeps_local_time=keeps_local_time) for properties in row_properties],
+            pa.string(),
+        ),
         "store_ms": now_column,
         "store_host": pa.array([host] * row_count, pa.string()),
-        "due_ms": pa.array(np.full(row_count, due_ms, dtype=np.int64)),
+        "due_ms": pa.array(due_ms),
         "accepted_ms": null_column,
         "source_seq": null_column,
     }
@@ -355,9 +382,13 @@ def moved_scheduled_rows(
 _HAS_SPENT = re.compile("|".join(map(re.escape, SPENT))).search
 
 
-def _without_spent(properties: str | None) -> str | None:
+def _without_spent(properties: str | None, *, keeps_local_time: bool = False) -> str | None:
     # Properties of an earlier delay must not take effect again (consuming/retry.py). Most messages have none of them.
     if not properties or not _HAS_SPENT(properties):
         return properties or None
-    remaining = {name: value for name, value in decode_properties(properties).items() if name not in SPENT}
+    remaining = {
+        name: value
+        for name, value in decode_properties(properties).items()
+        if name not in SPENT or (keeps_local_time and name == LOCAL_TIME)
+    }
     return encode_properties(remaining) if remaining else None

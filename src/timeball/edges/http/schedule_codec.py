@@ -1,4 +1,4 @@
-"""Recurring schedules as JSON. No I/O."""
+"""Recurring schedules and time zones as JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from timeball.broker.admin.schedule_changes import Past, Shown
 from timeball.broker.recurring.rule import Occurrence, Rule
 from timeball.broker.recurring.successors import occurrence_id
 from timeball.broker.registry.schedules import ScheduleFacts, State
+from timeball.broker.registry.zones import ZoneFacts
 from timeball.edges.http.codec import format_time, text_or_bytes
 from timeball.edges.http.send_codec import template_fields
 from timeball.model import limits, time_parsing
@@ -23,6 +24,10 @@ from timeball.model.http_api import (
     SchedulePut,
     Time,
     Times,
+    ZoneInUse,
+    ZoneMoved,
+    ZonesInUse,
+    ZoneUpdated,
 )
 
 _STATES = {State.ACTIVE: "active", State.PAUSED: "paused", State.ENDED: "ended", State.FAILED: "failed"}
@@ -96,6 +101,29 @@ def show_history(name: str, past: Sequence[Past]) -> History:
             )
         )  # fmt: skip
     return History(name, shown)
+
+
+def show_zones(facts: ZoneFacts) -> ZonesInUse:
+    """Build the answer about time zones."""
+    zones = [
+        ZoneInUse(zone, format_time(use.until_ms) if use.until_ms else None)
+        for zone, use in sorted(facts.zones.items())
+    ]
+    if (update := facts.update) is None:
+        return ZonesInUse(facts.tzdata, zones)
+    moved = [
+        ZoneMoved(
+            zone=moves.zone, messages=moves.messages, schedules=moves.schedules,
+            before=format_time(moves.before_ms), before_ms=moves.before_ms, after=format_time(moves.after_ms),
+            after_ms=moves.after_ms,
+        )
+        for moves in update.moved
+    ]  # fmt: skip
+    shown = ZoneUpdated(
+        tzdata=update.after, former=update.before or None, at=format_time(update.at_ms), at_ms=update.at_ms,
+        moved=moved,
+    )  # fmt: skip
+    return ZonesInUse(facts.tzdata, zones, shown)
 
 
 def _duration_text(duration_ms: int) -> str:

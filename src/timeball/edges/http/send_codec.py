@@ -9,7 +9,7 @@
 
 A body in JSON is given as text (`body`), as a JSON value (`json`, whose text is stored unchanged), or as `base64`. Due
 times and delays are parsed by time_parsing.py, as in the Python client. A number without a unit is a due time in
-milliseconds since 1970.
+milliseconds since 1970. A local time and its zone become a due time and the property `LOCAL_TIME`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from timeball.model.rules import (
     past_due,
     properties_text,
 )
+from timeball.model.time_parsing import LOCAL_TIME, local_due_ms
 
 ARROW = "application/vnd.apache.arrow.stream"
 # A thread converts the messages to columns. The limit exists because it shares the interpreter with the event loop.
@@ -49,7 +50,7 @@ MESSAGES_MAX = 10_000
 SMALL_BATCH_ROWS = 256
 
 HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
-RAW_HEADERS = ("id", "key", "tag", "after", "at", "raw")
+RAW_HEADERS = ("id", "key", "tag", "after", "at", "zone", "raw")
 _RENAMED_HEADERS = {f"{HEADER}delay": f"{HEADER}after", f"{HEADER}deliver-at": f"{HEADER}at"}
 _TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
 # media types that a page of another site may send without a preflight request (CORS-safelisted by the Fetch standard)
@@ -217,6 +218,7 @@ def _message_from_headers(
         properties={name: value for name, value in all_properties.items() if value},
         at=headers.get(f"{HEADER}at", msgspec.UNSET),
         after=headers.get(f"{HEADER}after", msgspec.UNSET),
+        zone=headers.get(f"{HEADER}zone", msgspec.UNSET),
     )
 
 
@@ -279,7 +281,7 @@ def _decoded_send(
     ids_and_times, size_bytes = list[IdAndTime](), 0
     for index, message in enumerate(messages):
         body, identity = _body(index, message), _id_and_time(index, message, ids)
-        properties = properties_text(message.properties)
+        properties = properties_text(_properties(message))
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _keys(index, message) if message.key is not None or message.keys else None
@@ -327,7 +329,27 @@ def _id_and_time(index: int, message: Message, ids: IdSource) -> IdAndTime:
         raise InvalidMessage(f"message {index}: id is empty; leave it out, and the broker generates one")
     message_id = ids.id_of(index) if message.id is None else message.id
     check_label("id", message.id)
+    if message.zone is not msgspec.UNSET:
+        return IdAndTime(message_id, _local_time(message)[0], None)
     return IdAndTime(message_id, *due_and_delay_ms(message.at, message.after))
+
+
+def _local_time(message: Message) -> tuple[int, str]:
+    """Convert the local time of a message with a zone to its due time (ms), and to the value of its property."""
+    at, zone = message.at, message.zone
+    assert zone is not msgspec.UNSET
+    if not isinstance(at, str) or message.after is not msgspec.UNSET:
+        raise InvalidDelay(f"zone={zone[:64]!r}: needs at, a local time such as '2030-01-31T09:00'")
+    return local_due_ms(at, zone)
+
+
+def _properties(message: Message) -> dict[str, str]:
+    """Find the properties of a message, with its local time. Raises InvalidMessage for a property of this name."""
+    if LOCAL_TIME in message.properties:
+        raise InvalidMessage(f"property {LOCAL_TIME!r}: the broker sets it; give at and zone instead")
+    if message.zone is msgspec.UNSET:
+        return message.properties
+    return {**message.properties, LOCAL_TIME: _local_time(message)[1]}
 
 
 def _keys(index: int, message: Message) -> str | None:

@@ -63,6 +63,12 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int) -> Plan:
         ({"TIMING": "01:00:00+01:00", "TIMING-LIST": "1"}, Plan(0, MIDNIGHT)),
         ({"TIMING-LIST": "1"}, AT_ONCE),
         ({"TIMING": "00:00:00", "TIMER_OUT_MS": ""}, AT_ONCE),
+        ({"TIMEBALL_LOCAL_TIME": "2023-11-15T01:00 Europe/Berlin"}, Plan(0, MIDNIGHT)),
+        (
+            {"TIMEBALL_LOCAL_TIME": "2023-11-15T01:00:00 Europe/Berlin", "TIMER_DELAY_MS": "5"},
+            Plan(0, MIDNIGHT),
+        ),
+        ({"TIMEBALL_LOCAL_TIME": "2023-11-14T01:00:00 Europe/Berlin"}, Plan(0, MIDNIGHT - DAY)),
         ({"TIMER_DELIVER_MS": str(NOW)}, Plan(0, NOW)),
         ({"TIMER_DELIVER_MS": "1"}, Plan(0, 1)),
         ({"__STARTDELIVERTIME": str(NOW - 7)}, Plan(0, NOW - 7)),
@@ -94,6 +100,12 @@ def test_user_properties_delay_only_if_they_are_enabled(names: frozenset[str]) -
             assert delays.plan({name: "8 o'clock"}, NOW, MAX, names) == AT_ONCE
         # And beside it the timers count as ever.
         assert delays.plan({name: text, "TIMER_DELAY_MS": "5"}, NOW, MAX, names) == Plan(0, NOW + 5)
+
+
+@pytest.mark.parametrize("text", ["", "2023-11-15T01:00", "tomorrow Europe/Berlin", "2023-11-15T01:00 CEST"])
+def test_a_local_time_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(InvalidDelay):
+        plan({"TIMEBALL_LOCAL_TIME": text}, NOW, MAX)
 
 
 def test_a_level_wins_over_every_timer() -> None:

@@ -1,4 +1,4 @@
-"""Requests for recurring schedules."""
+"""Requests for recurring schedules and time zones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from timeball.edges.http.schedule_codec import (
     show_history,
     show_schedule,
     show_times,
+    show_zones,
     to_facts,
 )
 from timeball.model import limits
@@ -25,7 +26,7 @@ class Schedules:
     """Serves the paths of recurring schedules. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
-        self._schedules, self._policy = broker.schedules, broker.policy
+        self._schedules, self._policy, self._zones = broker.schedules, broker.policy, broker.zone_updates
         path = "/v1/schedules/{name}"
         self.paths: Paths = {
             "/v1/schedules": {"GET": self._list},
@@ -35,6 +36,7 @@ class Schedules:
             f"{path}/run": {"POST": self._run},
             f"{path}/history": {"GET": self._get_history},
             "/v1/preview": {"POST": self._preview},
+            "/v1/zones": {"GET": self._get_zones},
         }
 
     async def _list(self, call: Call) -> Answer:
@@ -85,3 +87,6 @@ class Schedules:
             request.rule, preview_after_ms(request), request.count, call.caller
         )
         return Answer(200, show_times(times))
+
+    async def _get_zones(self, call: Call) -> Answer:
+        return Answer(200, show_zones(self._zones.facts(call.caller)))

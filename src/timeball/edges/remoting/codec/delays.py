@@ -1,7 +1,8 @@
-"""Compute the due time of a message from its properties: RocketMQ's rules, plus two user properties.
+"""Compute the due time of a message from its properties: RocketMQ's rules, plus three user properties.
 
     strongest  DELAY               a level, n > 0: the nth item of the broker's table
                TIMER_OUT_MS        the timer is done with this message: deliver at once
+               TIMEBALL_LOCAL_TIME a local time and its zone, as in 2030-01-31T09:00:00 Europe/Berlin
                TIMER_DELAY_SEC     seconds from the broker's now
                TIMER_DELAY_MS      milliseconds from the broker's now
                TIMER_DELIVER_MS    a due time (ms since the epoch)
@@ -9,7 +10,8 @@
     weakest    __STARTDELIVERTIME  a due time (ms since the epoch), sent by Aliyun's clients
 
 RocketMQ ignores the last two properties, and applications may use these names for other purposes. They delay a message
-only when `--delay-properties` names them. Otherwise they are ordinary properties.
+only when `--delay-properties` names them. Otherwise they are ordinary properties. The local time stays in the message,
+so that its due time follows changes of the zone's rules.
 
 Numbers follow Java: an optional sign and ASCII digits within the range of the type, without spaces. Any other text is
 refused: it must not mean "now". A due time beyond the maximum delay is refused too. A message with an absolute due time
@@ -35,7 +37,15 @@ from typing import NamedTuple
 
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidDelay
-from timeball.model.time_parsing import DAY_US, Zone, fixed_offset, load_zone
+from timeball.model.time_parsing import (
+    DAY_US,
+    LOCAL_TIME,
+    Zone,
+    fixed_offset,
+    load_zone,
+    local_due_ms,
+    stored_local_time,
+)
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"
@@ -47,7 +57,7 @@ TIMING, START_DELIVER_TIME = "TIMING", "__STARTDELIVERTIME"
 NAMES = frozenset(
     {
         LEVEL, TIMER_DONE, TIMER_DELETES, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING,
-        START_DELIVER_TIME,
+        START_DELIVER_TIME, LOCAL_TIME,
     }
 )  # fmt: skip
 
@@ -111,7 +121,7 @@ def names_delay(properties: dict[str, str], user_names: frozenset[str]) -> bool:
 
 def _is_absolute(properties: dict[str, str]) -> bool:
     """Return whether the due time is absolute, not relative to now."""
-    return TIMER_SECONDS not in properties and TIMER_MS not in properties
+    return LOCAL_TIME in properties or (TIMER_SECONDS not in properties and TIMER_MS not in properties)
 
 
 def _parse_level(text: str | None) -> int:
@@ -134,6 +144,8 @@ def _due_ms(
     text = properties[name]
     if name == TIMING:
         return next_timing_ms(text, now_ms)
+    if name == LOCAL_TIME:
+        return local_due_ms(*stored_local_time(text))[0]
     value = _parse_number(text, _LONG_BITS)
     if value is None:
         raise InvalidDelay(_illegal_timer_text(delay_ms_max, properties, user_names))
@@ -144,7 +156,7 @@ def _due_ms(
 
 def _strongest_timer(properties: dict[str, str], user_names: frozenset[str]) -> str | None:
     """Return the name of the strongest enabled timer property, or None."""
-    for name in (TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING, START_DELIVER_TIME):
+    for name in (LOCAL_TIME, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING, START_DELIVER_TIME):
         if name in properties and (name not in _USER_PROPERTIES or name in user_names):
             return name
     return None

@@ -1,0 +1,121 @@
+"""The time zones in use, as one META row: the rules by which due times were computed from local times.
+
+    zones/used    ZoneFacts
+
+A zone is *in use* while a message with a local time (`LOCAL_TIME`) or a schedule may need its rules. It is recorded
+before its first message, in the same commit. So a start with other rules knows whether any due time may have changed,
+without reading a message (pending/zone_updates.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.registry.meta import Change, MetaLog, MetaTable
+from timeball.model import limits, time_parsing
+from timeball.model.message import decode_properties
+from timeball.model.time_parsing import LOCAL_TIME, rules_hash, stored_local_time
+
+UTC = "UTC"  # its rules never change, so it is not recorded
+_NAME = "used"
+# `until_ms` is rounded up, so that it is written a few times a year and zone, and not with each message.
+_STEP_MS = 90 * limits.DAY_MS
+LOCAL_TIME_BYTES = LOCAL_TIME.encode()
+
+
+class ZoneUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A zone in use. `rules`: the hash of its rules. `until_ms`: no message in it was due later, 0 without messages."""
+
+    rules: str
+    until_ms: int = 0
+
+
+class ZoneMoves(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Messages and occurrences of a zone that an update moved by the same distance: their number, and the first."""
+
+    zone: str
+    before_ms: int
+    after_ms: int
+    messages: int = 0
+    schedules: int = 0
+
+
+class ZoneUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the rules: the versions of tzdata before and after, its time, and its moves."""
+
+    before: str  # "" if it is not known
+    after: str
+    at_ms: int
+    moved: list[ZoneMoves] = []
+
+
+class ZoneFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of the META row. All due times agree with the rules of `tzdata`, except during an update."""
+
+    tzdata: str
+    zones: dict[str, ZoneUse] = {}
+    update: ZoneUpdate | None = (
+        None  # the last one; the one that was begun, if its `after` differs from `tzdata`
+    )
+
+
+class _Rule(msgspec.Struct):
+    zone: str = UTC
+
+
+_decode_rule = msgspec.json.Decoder(_Rule).decode
+
+
+def zone_of_rule(rule: bytes) -> str:
+    """Read the zone of a recurring rule in its canonical form. UTC if it has none."""
+    return _decode_rule(rule).zone
+
+
+class Zones:
+    """The zones in use. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._table = MetaTable(meta, "zones", ZoneFacts)
+
+    @property
+    def facts(self) -> ZoneFacts | None:
+        """The recorded state. None if no local time was ever used."""
+        return self._table.values.get(_NAME)
+
+    def use(self, zone: str, due_ms: int = 0) -> None:
+        """Record that a zone is in use, with a message due at `due_ms` if it is not 0. Nothing if that is recorded.
+
+        UTC and names that are no zones are ignored.
+        """
+        facts = self.facts or ZoneFacts(tzdata=time_parsing.VERSION)
+        known = facts.zones.get(zone)
+        if zone == UTC or (known is not None and due_ms <= known.until_ms):
+            return
+        until_ms = -(-due_ms // _STEP_MS) * _STEP_MS
+        # A known hash stays until an update has moved the messages that were sent by these rules.
+        rules = rules_hash(zone) if known is None else known.rules
+        if rules:
+            zones = facts.zones | {zone: ZoneUse(rules, until_ms)}
+            self._table.put([(_NAME, msgspec.structs.replace(facts, zones=zones))])
+
+    def use_in(self, rows: pa.RecordBatch) -> None:
+        """Record the zones of the scheduled messages with a local time among these rows of LOG_SCHEMA."""
+        properties = rows.column("properties")
+        if properties.null_count == len(properties):
+            return
+        has_local_time = pc.match_substring(properties, LOCAL_TIME)
+        # Hardly any batch has one, so nothing is decoded before this check.
+        if not pc.any(has_local_time).as_py():
+            return
+        rows = rows.filter(pc.and_(has_local_time, rows.column("due_ms").is_valid()))
+        for text, due_ms in zip(
+            rows.column("properties").to_pylist(), rows.column("due_ms").to_pylist(), strict=True
+        ):
+            _, zone = stored_local_time(decode_properties(text).get(LOCAL_TIME, ""))
+            self.use(zone, due_ms)
+
+    def changed(self, facts: ZoneFacts) -> Change:
+        """Build the row of a new state, for a frame with other rows."""
+        return self._table.changed([(_NAME, facts)])

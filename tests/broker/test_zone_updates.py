@@ -1,0 +1,236 @@
+"""A start with other rules of a time zone: local times keep their wall clock, and nothing else moves.
+
+The rules are those of other zones of tzdata, under the name of the zone that changes. tests/interop/test_tzdata.py does
+the same with two versions of tzdata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import on_node
+from tests.broker.recurring.schedule_lives import SETTINGS, compact, locals_of, progress, put, released
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.broker.admin import schedule_changes
+from timeball.broker.pending import zone_updates
+from timeball.broker.recurring import rule, successors
+from timeball.broker.recurring.kept_results import kept
+from timeball.broker.registry.zones import ZoneMoves
+from timeball.model import limits, time_parsing
+from timeball.model.access import ANONYMOUS
+from timeball.model.answers import PageRequest
+from timeball.model.message import Kind, decode_properties
+from timeball.model.time_parsing import LOCAL_TIME, local_due_ms
+
+MOVING, OTHER = "America/Vancouver", "Europe/Berlin"
+OLD, NEW = {MOVING: "Etc/GMT+8"}, {MOVING: "Etc/GMT+7"}
+Use = Callable[[str, Mapping[str, str]], None]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+    """Sets the version of tzdata, and zones that have the rules of others. As in a new process, nothing is cached."""
+    read_file = time_parsing._tzdata_file
+
+    def forget() -> None:
+        time_parsing._zone.cache_clear()
+        monkeypatch.setattr(rule, "_rule", kept(rule._rule.__wrapped__))  # type: ignore[attr-defined]
+        first_after = kept(successors.first_after.__wrapped__)  # type: ignore[attr-defined]
+        for module in (successors, schedule_changes, zone_updates):
+            monkeypatch.setattr(module, "first_after", first_after)
+
+    def use_rules(version: str, zones: Mapping[str, str]) -> None:
+        def read(*names: str) -> bytes:
+            other = zones.get("/".join(names[1:]))
+            return read_file(*names) if other is None else read_file("zoneinfo", *other.split("/"))
+
+        monkeypatch.setattr(time_parsing, "VERSION", version)
+        monkeypatch.setattr(time_parsing, "_tzdata_file", read)
+        forget()
+
+    yield use_rules
+    monkeypatch.undo()
+    time_parsing._zone.cache_clear()
+
+
+def at_nine(world: World, days: int) -> str:
+    """Nine o'clock, some days from now."""
+    day = datetime.fromtimestamp(world.clock.wall / 1_000, UTC) + timedelta(days=days)
+    return f"{day:%Y-%m-%d}T09:00"
+
+
+async def send(world: World, key: str, local: str, zone: str) -> int:
+    """Send a message with a local time. Returns its due time."""
+    due_ms, stored = local_due_ms(local, zone)
+    batch = {
+        "topic": ["orders"], "body": [b"x"], "unique_key": [key], "due_ms": [due_ms],
+        "properties": [f"a\x01b\x02{LOCAL_TIME}\x01{stored}\x02"],
+    }  # fmt: skip
+    await world.broker.send(pa.record_batch(batch))
+    return due_ms
+
+
+async def due_times(world: World) -> dict[str, int]:
+    """The due times of all pending messages, by id."""
+    found: dict[str, int] = {}
+    after = None
+    while True:
+        page = await world.broker.listing.page(PageRequest(rows=1_000, after=after))
+        found |= {message.unique_key: message.due_ms for message in page.messages}
+        if (after := page.next_page) is None:
+            return found
+
+
+async def daily(world: World, name: str, zone: str) -> int:
+    await put(world, name, rule={"cron": "0 9 * * *", "zone": zone})
+    return progress(world, name).due_ms
+
+
+async def check_update(world: World, use: Use, *, is_compacted: bool) -> None:
+    use("old", OLD)
+    local = at_nine(world, 40)
+    moving_ms, other_ms = await send(world, "moving", local, MOVING), await send(world, "other", local, OTHER)
+    await world.send("orders", [moving_ms - world.clock.wall])
+    moving_daily_ms, other_daily_ms = (
+        await daily(world, "moving-daily", MOVING),
+        await daily(world, "other-daily", OTHER),
+    )
+    if is_compacted:
+        await compact(world)
+    before = await due_times(world)
+    use("new", NEW)
+    await world.restart()
+    moved = before | {"moving": moving_ms - HOUR_MS}
+    del moved[f"moving-daily.{moving_daily_ms}"]
+    moved[f"moving-daily.{moving_daily_ms - HOUR_MS}"] = moving_daily_ms - HOUR_MS
+    assert await due_times(world) == moved
+    facts = world.broker.zone_updates.facts(ANONYMOUS)
+    assert facts.tzdata == "new" and facts.zones.keys() == {MOVING, OTHER}
+    assert (facts.update.before, facts.update.after) == ("old", "new")
+    assert facts.update.moved == [
+        ZoneMoves(MOVING, moving_daily_ms, moving_daily_ms - HOUR_MS, messages=1, schedules=1)
+    ]
+    # The next start has nothing to do, and the properties are there for the next update.
+    next_seq = world.broker.log.writer.next_seq
+    await world.restart()
+    assert world.broker.log.writer.next_seq == next_seq
+    use("newer", OLD)
+    await world.restart()
+    assert await due_times(world) == before
+    assert other_daily_ms == progress(world, "other-daily").due_ms and before["other"] == other_ms
+
+
+@on_node()
+async def test_messages_of_the_log_and_schedules_move_at_the_next_start(world: World, use: Use) -> None:
+    await check_update(world, use, is_compacted=False)
+
+
+@on_node()
+async def test_messages_of_the_table_and_schedules_move_at_the_next_start(world: World, use: Use) -> None:
+    await check_update(world, use, is_compacted=True)
+
+
+@on_node(**SETTINGS["timer_wheel"])
+async def test_messages_of_the_wheel_and_schedules_move_at_the_next_start(world: World, use: Use) -> None:
+    await check_update(world, use, is_compacted=False)
+
+
+@on_node()
+async def test_a_message_that_came_due_while_the_broker_was_away_is_not_early(world: World, use: Use) -> None:
+    use("old", NEW)
+    due_ms = await send(world, "moving", at_nine(world, 2), MOVING)
+    await world.stop()
+    world.clock.advance(due_ms + SECOND_MS - world.clock.wall)
+    use("new", OLD)
+    await world.start()
+    await world.settled()
+    assert await released(world, "orders") == []
+    await world.advance(HOUR_MS)
+    (row,) = await released(world, "orders")
+    assert row["due_ms"] == due_ms + HOUR_MS
+    assert decode_properties(row["properties"])["a"] == "b"
+
+
+@on_node()
+async def test_an_occurrence_takes_place_once_although_its_zone_changes_on_the_same_day(
+    world: World, use: Use
+) -> None:
+    use("old", NEW)
+    due_ms = await daily(world, "tick", MOVING)
+    await world.advance(due_ms + SECOND_MS - world.clock.wall)
+    await world.stop()
+    use("new", OLD)
+    await world.start()
+    # Nine o'clock of this day comes again by the new rules, an hour later.
+    assert progress(world, "tick").due_ms == due_ms + HOUR_MS + limits.DAY_MS
+    await world.advance(3 * limits.DAY_MS)
+    names = await locals_of(world)
+    assert len(names) == len(set(names)) == 3
+
+
+@on_node()
+async def test_an_update_without_a_change_reads_no_message(
+    world: World, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("old", OLD)
+    await send(world, "moving", at_nine(world, 40), MOVING)
+    before = await due_times(world)
+    use("new", OLD)
+    monkeypatch.setattr(zone_updates.ZoneUpdates, "_find", lambda *_: pytest.fail("no zone has changed"))
+    await world.restart()
+    assert await due_times(world) == before
+    assert world.broker.zone_updates.facts(ANONYMOUS).update.moved == []
+
+
+@on_node()
+async def test_an_update_that_was_interrupted_is_continued(
+    world: World, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("old", OLD)
+    due_ms = await send(world, "moving", at_nine(world, 40), MOVING)
+    await daily(world, "tick", MOVING)
+    daily_ms = progress(world, "tick").due_ms
+    use("new", NEW)
+    await world.stop()
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        # The schedules have moved, the messages have not.
+        patched.setattr(zone_updates.ZoneUpdates, "_find", lambda *_: 1 // 0)
+        await world.start()
+    await world.abandon()
+    # A node with the old rules leads next.
+    use("old", OLD)
+    await world.start()
+    assert (await due_times(world))["moving"] == due_ms and progress(world, "tick").due_ms == daily_ms
+    assert world.broker.zone_updates.facts(ANONYMOUS).tzdata == "old"
+
+
+@on_node()
+async def test_a_reschedule_ends_the_local_time(world: World, use: Use) -> None:
+    use("old", OLD)
+    due_ms = await send(world, "moving", at_nine(world, 40), MOVING)
+    await world.broker.reschedule(ids=["moving"], due_ms=due_ms + SECOND_MS)
+    use("new", NEW)
+    await world.restart()
+    assert await due_times(world) == {"moving": due_ms + SECOND_MS}
+
+
+@on_node()
+async def test_a_broker_without_local_times_appends_nothing(world: World, use: Use) -> None:
+    use("old", OLD)
+    await world.send("orders", [HOUR_MS])
+    await put(world, rule={"cron": "0 9 * * *", "zone": "UTC"})
+    next_seq = world.broker.log.writer.next_seq
+    use("new", NEW)
+    await world.restart()
+    await world.restart()
+    kinds = [
+        Kind(k)
+        for rows in world.broker.log.reader.rows(next_seq, world.broker.log.writer.next_seq)
+        for k in rows.column("kind").to_pylist()
+    ]
+    # The schedule in UTC makes the version known once.
+    assert kinds in ([], [Kind.META])
