@@ -7,19 +7,22 @@ the same with two versions of tzdata.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 import pytest
 from tests.broker.on_node import on_node
 from tests.broker.recurring.schedule_lives import SETTINGS, compact, locals_of, progress, put, released
-from tests.crash.world import HOUR_MS, SECOND_MS, World
+from tests.crash.lives import run, until_cut
+from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
 
 from timeball.broker.admin import schedule_changes
 from timeball.broker.pending import zone_updates
 from timeball.broker.recurring import rule, successors
 from timeball.broker.recurring.kept_results import kept
 from timeball.broker.registry.zones import ZoneMoves
+from timeball.io.clock import ManualClock
 from timeball.model import limits, time_parsing
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import PageRequest
@@ -234,3 +237,54 @@ async def test_a_broker_without_local_times_appends_nothing(world: World, use: U
     ]
     # The schedule in UTC makes the version known once.
     assert kinds in ([], [Kind.META])
+
+
+def update_with_a_cut(use: Use, call: int | None) -> tuple[CutFiles, ManualClock, dict[str, int], int]:
+    """Begin an update, and cut the power at this call of its start.
+
+    Returns the disk, the clock, the due times that are right after the update, and the number of calls of the start.
+    """
+    files, clock = CutFiles(), ManualClock()
+    world, wanted = World(files, clock), dict[str, int]()
+
+    async def prepare() -> None:
+        await world.start()
+        local = at_nine(world, 40)
+        wanted["moving"] = await send(world, "moving", local, MOVING) - HOUR_MS
+        wanted["other"] = await send(world, "other", local, OTHER)
+        due_ms = await daily(world, "tick", MOVING) - HOUR_MS
+        wanted[f"tick.{due_ms}"] = due_ms
+        await world.stop()
+
+    use("old", OLD)
+    run(prepare())
+    calls = files.calls
+    files.crash_at = None if call is None else calls + call
+    use("new", NEW)
+    run(until_cut(world, files, world.start))
+    return files, clock, wanted, files.calls - calls
+
+
+def test_the_power_goes_at_each_call_of_an_update(use: Use) -> None:
+    *_, calls = update_with_a_cut(use, None)
+    assert calls > 5
+    for call in range(1, calls + 1):
+        files, clock, wanted, _ = update_with_a_cut(use, call)
+        for survival in ("nothing", "everything"):
+            world = World(files.crash(call, survival), replace(clock))
+
+            async def check(world: World = world, wanted: dict[str, int] = wanted) -> None:
+                await world.start()
+                try:
+                    assert await due_times(world) == wanted
+                    update = world.broker.zone_updates.facts(ANONYMOUS).update
+                    assert (update.before, update.after) == ("old", "new")
+                    assert [(each.messages, each.schedules) for each in update.moved] in (
+                        [(1, 1)],
+                        [(1, 0), (0, 1)],
+                    )
+                    await world.stop()
+                finally:
+                    await world.abandon()
+
+            run(check())
