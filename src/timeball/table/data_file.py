@@ -86,14 +86,16 @@ class DataFile:
         begin, end = search(due, seq, low), search(due, seq, high)
         return rows.slice(begin, end - begin)
 
-    def rows_of(self, due_ms: Int64Array, seq: Int64Array) -> pa.Table:
-        """Read all columns of the rows with these due times and numbers, in TABLE_SCHEMA.
+    def rows_of(
+        self, due_ms: Int64Array, seq: Int64Array, columns: Sequence[str] = TABLE_SCHEMA.names
+    ) -> pa.Table:
+        """Read these columns, `seq` among them, of the rows with these due times and numbers.
 
         Ignores rows it does not have.
         """
         with self._reclosing():
             groups = sorted({group for due in np.unique(due_ms).tolist() for group in self._groups(due, due)})
-            rows = self._read(groups, TABLE_SCHEMA.names) if groups else TABLE_SCHEMA.empty_table()
+            rows = self._read(groups, list(columns)) if groups else TABLE_SCHEMA.empty_table().select(columns)
         return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seq)))
 
     def max_rows_due_between(self, low_due_ms: int, high_due_ms: int) -> int:

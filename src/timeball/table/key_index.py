@@ -29,7 +29,7 @@ import pyarrow as pa
 from timeball.io.files import Files, full_disk_as_over_limit
 from timeball.model.errors import Corrupt, OverLimit
 from timeball.model.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
-from timeball.model.message import Int64Array
+from timeball.model.message import TABLE_SCHEMA, Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, FileSet, run_path
@@ -108,11 +108,17 @@ class TableKeys:
             tables = [self._open_file(entry).find_seqs(seq) for entry in live.with_seqs(seq)]
         return pa.concat_tables(tables) if tables else _NO_ROWS
 
-    def rows_of(self, live: FileSet, due_ms: Int64Array, seq: Int64Array) -> list[pa.Table]:
-        """Read all columns of the rows with these due times and numbers: one table per file, in TABLE_SCHEMA."""
+    def rows_of(
+        self,
+        live: FileSet,
+        due_ms: Int64Array,
+        seq: Int64Array,
+        columns: Sequence[str] = TABLE_SCHEMA.names,
+    ) -> list[pa.Table]:
+        """Read these columns, `seq` among them, of the rows with these due times and numbers: one table per file."""
         with self._lock:
             return [
-                self._open_file(entry).rows_of(due_ms[pair_indexes], seq[pair_indexes])
+                self._open_file(entry).rows_of(due_ms[pair_indexes], seq[pair_indexes], columns)
                 for entry, pair_indexes in live.with_pairs(due_ms, seq)
             ]
 
