@@ -10,9 +10,10 @@ from tests.cli.processes import environment, timeball
 
 from timeball.cli.main import COMMANDS as ALL
 
-GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules", "import"}
+GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules", "selections", "import"}
 OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "drain", "force")
 OF_SCHEDULES = ("put", "preview", "list", "show", "history", "pause", "resume", "run", "delete")
+OF_SELECTIONS = ("cancel", "undo", "list", "show")
 COMMANDS = sorted(set(ALL) - GROUPS)
 NOWHERE = "http://127.0.0.1:1"  # a port that nothing may listen on
 NO_FLIGHT = "grpc://127.0.0.1:1"
@@ -58,6 +59,7 @@ def test_a_command_loads_no_other_one() -> None:
         ["pipeline", "run"],
         *(["cluster", name] for name in OF_CLUSTER),
         *(["schedules", name] for name in OF_SCHEDULES),
+        *(["selections", name] for name in OF_SELECTIONS),
         ["import", "celery"],
     ],
     ids="-".join,

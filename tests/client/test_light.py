@@ -104,6 +104,7 @@ TALK = {
     "status": ["status"],
     "schedules": ["schedules", "list"],
     "zones": ["zones"],
+    "selections": ["selections", "list"],
 }
 NEED = {
     "up": (["up", "--port", "0"], "broker"),

@@ -137,6 +137,38 @@ CAMPAIGN: Scenario = [
     lambda w: w.checkpoint(),
 ]
 
+
+def keys(*numbers: int) -> list[str]:
+    return [f"k{number:05d}" for number in numbers]
+
+
+# Two selections: of one topic, and of all pending messages. Both are undone, after some messages were due.
+SELECT: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [500, 2 * SECOND_MS, FAR_MS, FAR_MS, 2 * HOUR_MS, 2 * HOUR_MS]),  # k0 to k5
+    lambda w: w.send("b", [FAR_MS, 3 * HOUR_MS]),  # k6, k7
+    lambda w: w.compact(),
+    lambda w: w.send("a", [3 * SECOND_MS, FAR_MS, 2 * HOUR_MS]),  # k8 to k10
+    lambda w: w.select(keys(0, 1, 2, 3, 4, 5, 8, 9, 10), topics=["a"]),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.checkpoint(),
+    lambda w: w.send("a", [2 * HOUR_MS]),  # k11
+    lambda w: w.undo(0, keys(1, 2, 3, 4, 5, 8, 9, 10)),
+    lambda w: w.select(keys(*range(1, 12)), where="TRUE"),
+    lambda w: w.advance(3 * SECOND_MS),
+    lambda w: w.restart(),
+    cancel_some(2),
+    lambda w: w.broker.selections.count(),
+    lambda w: w.rewrite(1),
+    lambda w: w.compact(),
+    lambda w: w.consume(),
+    lambda w: w.undo(1, keys(3, 4, 5, 6, 7, 9, 10, 11)),
+    lambda w: w.let_go(),
+    lambda w: w.advance(FAR_MS),
+    lambda w: w.consume(),
+    lambda w: w.stop(),
+]
+
 # Segments that fill up and are removed, with pending messages in them. Files without pending messages are removed.
 ROLL: Scenario = [
     lambda w: w.start(),
@@ -233,6 +265,7 @@ SCENARIOS: dict[str, Scenario] = {
     "compact": COMPACT,
     "bulk": BULK,
     "campaign": CAMPAIGN,
+    "select": SELECT,
     "roll": ROLL,
     **kept_scenarios.SCENARIOS,
     **dispatch_scenarios.SCENARIOS,

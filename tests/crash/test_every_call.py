@@ -63,7 +63,7 @@ OF_STRATEGIES = {*kept_scenarios.SCENARIOS, *dispatch_scenarios.SCENARIOS}
 
 
 # One scenario a strategy; `test_every_cut` takes all of them, and more of their calls.
-A_STRATEGY_EACH = ["compact", "wheel", "cascade", "levels"]
+A_STRATEGY_EACH = ["compact", "wheel", "cascade", "levels", "select"]
 
 
 @pytest.mark.parametrize("name", A_STRATEGY_EACH)

@@ -20,7 +20,9 @@ from tests.bounds import BOUND_S
 from tests.crash.checker import Fault, Observed, Outcome, Place, Row, Sent
 from tests.crash_files import CrashFiles, PowerCut
 
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.io.clock import ManualClock
+from timeball.model.access import ANONYMOUS
 from timeball.model.config import MIB, Settings
 from timeball.model.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
 from timeball.node.node import Node
@@ -32,6 +34,7 @@ from timeball.table.data_file import DataFile
 GROUP = "readers"
 SECOND_MS = 1_000
 HOUR_MS = 3_600_000
+SELECTED = "already_cancelled"  # the verdict of a message of a selection
 
 
 class CutFiles(CrashFiles):
@@ -70,6 +73,7 @@ class World:
         self.node: Node | None = None
         self.unheard: list[str] = []
         self.keys = 0
+        self.selections: list[str] = []  # ids, in the order of their acceptance
 
     # -- life -------------------------------------------------------------------------------------------------
 
@@ -264,6 +268,25 @@ class World:
         """Cancel all its pending messages."""
         self.observed.cancel_asked.update(self.observed.campaigns.get(name, []))
         await self.broker.change_campaign(name, "cancel")
+
+    async def select(self, keys: Iterable[str], **wanted: Any) -> None:
+        """Cancel by a selection. `keys`: the messages that it covers."""
+        covered = list(keys)
+        self.observed.cancel_asked.update(covered)
+        facts = SelectionFacts(seq=0, at_ms=0, **wanted)
+        self.selections.append(await self.broker.selections.select(facts, ANONYMOUS))
+        if not self.files.cut:
+            for key in covered:
+                self.observed.verdicts.setdefault(key, []).append(SELECTED)
+
+    async def undo(self, index: int, keys: Iterable[str]) -> None:
+        """Undo a selection. `keys`: its messages that are not settled. Until the answer they are cancelled or not."""
+        covered = list(keys)
+        for key in covered:
+            self.observed.verdicts[key].remove(SELECTED)
+        await self.broker.selections.undo(self.selections[index], ANONYMOUS)
+        if not self.files.cut:
+            self.observed.cancel_asked.difference_update(covered)
 
     async def resume_all(self) -> None:
         """Continue after a restart: the broker completes cancels, and an operator resumes paused campaigns."""

@@ -44,6 +44,7 @@ BURST_INTERVAL_MS = 1_000
 # From this many bytes of messages that are due within seconds, space for the log is prepared in advance.
 BURST_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
+SELECTIONS_INTERVAL_MS = 1_000
 IDEMPOTENCY_INTERVAL_MS = 10_000
 SUBSCRIPTIONS_INTERVAL_MS = 1_000
 CYCLES_INTERVAL_MS = 10_000
@@ -96,6 +97,7 @@ class Maintenance:
             (IDEMPOTENCY_INTERVAL_MS, self.drop_idempotency_keys),
             (SUBSCRIPTIONS_INTERVAL_MS, self._broker.consuming.subscriptions.drain),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
+            (SELECTIONS_INTERVAL_MS, self._broker.selections.count),
             (COMPACT_CHECK_INTERVAL_MS, self.compact_if_worth),
             (CYCLES_INTERVAL_MS, self.collect_cycles),
         ]

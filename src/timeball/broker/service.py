@@ -25,6 +25,7 @@ from timeball.broker.accepting.waiters import Gate, Waiters
 from timeball.broker.admin.administration import Administration, GroupStates, JobReports
 from timeball.broker.admin.campaign_changes import CampaignChanges, PushChanges
 from timeball.broker.admin.schedule_changes import ScheduleChanges
+from timeball.broker.admin.selection_changes import SelectionChanges
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.engine import Consuming, TracedConsuming
@@ -34,12 +35,14 @@ from timeball.broker.consuming.requests import NO_ROWS
 from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
+from timeball.broker.pending.survey import Surveys
 from timeball.broker.pending.zone_updates import ZoneUpdates
 from timeball.broker.policy import Policy
 from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
+from timeball.broker.registry.selections import Selected
 from timeball.broker.registry.tables import Tables
 from timeball.broker.revoking.cancel import Act, LoneCancels, cancel, recall, settle
 from timeball.broker.revoking.find_message import find_message, sent_states
@@ -115,6 +118,7 @@ class Broker:
         self.rates = Rates()
         # Requests that cancel or move scheduled messages share the gate. A resume holds it exclusively.
         self.gate = Gate()
+        self._range_cancels = 0  # calls of `cancel_ranges` under way
         self.policy = Policy(tables.topics, tables.groups, settings, clock.clock)
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
@@ -143,7 +147,8 @@ class Broker:
             on_visible=self.waiters.wake_queues, lateness=self.lateness, clock=clock,
             writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
             rates=self.rates, observers=[] if self.traces is None else [self.traces.released],
-            successors=self.successors, add_scheduled=self.appender.add_scheduled,
+            successors=self.successors, selections=self.tables.selections,
+            add_scheduled=self.appender.add_scheduled,
         )  # fmt: skip
         self.ticker = Ticker(
             scheduler, clock, self.delivery.release, self.delivery.rewrite, self.delivery.indexing,
@@ -152,6 +157,7 @@ class Broker:
         self.campaign_changes = CampaignChanges(
             self.mover, self.cancel_ranges, clock=clock, writer=self.log.writer, campaigns=self.tables.campaigns,
             attach_state=self.attach_state, scheduler=scheduler, outcomes=self.scheduling.outcomes,
+            selections=self.tables.selections,
         )  # fmt: skip
 
     def _build_sends(self, halves: Iterable[Half]) -> None:
@@ -182,12 +188,12 @@ class Broker:
         self.look_ups = LookUps(
             gate=self.gate, writer=log.writer, reader=log.reader, key_index=log.key_index,
             hour_log=self.scheduling.hour_log, outcomes=self.scheduling.outcomes, file_keys=file_keys,
-            lookup_thread=self.threads.lookup,
+            lookup_thread=self.threads.lookup, file_thread=self.threads.files, selections=self.tables.selections,
         )  # fmt: skip
         self.lone_cancels = LoneCancels(self.look_ups, self._cancel_for)
         self.snapshots = Snapshots(
             self.mover.lock, clock=clock, reader=log.reader, attach_state=self.attach_state,
-            scheduling=self.scheduling, pending_table=self.pending_table,
+            scheduling=self.scheduling, pending_table=self.pending_table, selections=self.tables.selections,
         )  # fmt: skip
         self.listing = Listing(
             self.look_ups, self.policy, self.snapshots, reader=log.reader, campaigns=self.tables.campaigns,
@@ -199,8 +205,15 @@ class Broker:
             scheduling=self.scheduling, file_keys=file_keys, threads=self.threads, rates=self.rates,
         )  # fmt: skip
         self.forecast = Forecast(
-            self.policy, self.snapshots, clock=clock, reader=log.reader, background=self.threads.background
-        )
+            self.policy, self.snapshots, clock=clock, reader=log.reader, background=self.threads.background,
+            selections=self.tables.selections,
+        )  # fmt: skip
+        surveys = Surveys(self.snapshots, reader=log.reader, background=self.threads.background)
+        self.selections = SelectionChanges(
+            self.policy, surveys.survey, lambda: self.campaign_changes.is_resuming or self._range_cancels > 0,
+            gate=self.gate, clock=clock, writer=log.writer, tables=self.tables, attach_state=self.attach_state,
+            scheduling=self.scheduling,
+        )  # fmt: skip
         self.job_reports = JobReports(
             self.policy, files=self.files, clock=clock, reader=log.reader, attach_state=self.attach_state,
             reader_thread=self.threads.reader,
@@ -248,9 +261,13 @@ class Broker:
 
     @property
     def pending_messages(self) -> int:
-        """The number of scheduled messages that are pending, without redeliveries."""
+        """The number of scheduled messages that are pending, without redeliveries.
+
+        The messages of a selection are included until they are counted, a moment after its acceptance.
+        """
+        not_pending = self.redeliveries.waiting_rows + self.tables.selections.pending_rows
         # Not below 0: `redeliveries` counts a message slightly longer than `outcomes` does (delivery.py).
-        return max(0, self.scheduling.outcomes.waiting_rows - self.redeliveries.waiting_rows)
+        return max(0, self.scheduling.outcomes.waiting_rows - not_pending)
 
     # -- producing ---------------------------------------------------------------------------------------
 
@@ -319,7 +336,7 @@ class Broker:
             verdicts = await self.lone_cancels.put(ids[0], topic, caller, may)
             if verdicts is not None:
                 return verdicts
-        return await settle(self.look_ups, Names(ids, keys, seqs, topic, may), self._cancel_for(caller))
+        return await settle(self.look_ups, Names(ids, keys, seqs, topic, may), self._cancel_for(caller), ends_selected=True)
 
     def _cancel_for(self, caller: Caller) -> Act:
         return partial(
@@ -378,15 +395,28 @@ class Broker:
         )  # fmt: skip
 
     async def cancel_ranges(
-        self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
+        self,
+        ranges: Sequence[tuple[int, int]],
+        reason: str = "",
+        caller: Caller = ANONYMOUS,
+        *,
+        only: Selected | None = None,
     ) -> RangesCancelled:
-        """Cancel the pending messages of a bulk job, given as ranges (first_seq, rows). See revoking/ranges.py."""
+        """Cancel the pending messages of a bulk job, given as ranges (first_seq, rows). See revoking/ranges.py.
+
+        `only`: cancel only those that belong to these selections.
+        """
         self.policy.allow(caller, Verb.ADMIN)
-        return await cancel_ranges(
-            self.mover.lock, ranges, reason, clock=self.clock, log=self.log, attach_state=self.attach_state,
-            scheduling=self.scheduling, pending_table=self.pending_table, threads=self.threads, rates=self.rates,
-            gate=self.gate, schedules=self.tables.schedules,
-        )  # fmt: skip
+        self._range_cancels += 1
+        try:
+            return await cancel_ranges(
+                self.mover.lock, ranges, reason, clock=self.clock, log=self.log, attach_state=self.attach_state,
+                scheduling=self.scheduling, pending_table=self.pending_table, threads=self.threads,
+                rates=self.rates, gate=self.gate, schedules=self.tables.schedules, only=only,
+            )  # fmt: skip
+        finally:
+            self._range_cancels -= 1
+            self.tables.selections.recount()
 
     # -- campaigns ---------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ SECTIONS = {
         "get",
         "cancel",
         "reschedule",
+        "selections",
         "pull",
         "bulk",
         "campaign",

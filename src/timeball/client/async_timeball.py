@@ -30,6 +30,7 @@ from timeball.client.attempts import OpenRead
 from timeball.client.consumer import ConsumeLoop, Start, make_filter
 from timeball.client.messages import Leased, Message
 from timeball.client.schedules import Schedules
+from timeball.client.selections import Selections
 from timeball.client.timeball import ENDPOINT, Timeball
 from timeball.model import wire
 from timeball.model.errors import RequestError
@@ -130,6 +131,20 @@ class AsyncSchedules:
     zones = _as_awaitable(Schedules.zones)
 
 
+class AsyncSelections:
+    """The methods of `Timeball.selections`, awaitable."""
+
+    def __init__(self, selections: Selections, run: RunInThread) -> None:
+        """See `AsyncTimeball.selections`. `run` runs a call in a thread."""
+        self._ball, self._run = selections, run
+
+    cancel = _as_awaitable(Selections.cancel)
+    dry_run = _as_awaitable(Selections.dry_run)
+    undo = _as_awaitable(Selections.undo)
+    get = _as_awaitable(Selections.get)
+    all = _as_awaitable(Selections.all)
+
+
 class AsyncTimeball:
     """A connection to a broker. An asynchronous context manager that belongs to the event loop that uses it."""
 
@@ -226,6 +241,11 @@ class AsyncTimeball:
     def schedules(self) -> AsyncSchedules:
         """The recurring schedules of the broker. See `Timeball.schedules`."""
         return AsyncSchedules(self._ball.schedules, self._run)
+
+    @property
+    def selections(self) -> AsyncSelections:
+        """Bulk operations on the pending messages that meet a condition. See `Timeball.selections`."""
+        return AsyncSelections(self._ball.selections, self._run)
 
     # ---- methods that return messages or wait for them --------------------------------------------------
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from timeball.client.outgoing import Columns
     from timeball.client.schedules import Schedules
+    from timeball.client.selections import Selections
 
 ENDPOINT = "http://127.0.0.1:7480"
 WINDOW = 32  # the default number of batches of a send_many that may wait for their answers
@@ -584,6 +585,17 @@ class Timeball(Reader):
         from timeball.client.schedules import Schedules  # most programs have none
 
         return Schedules(self._operations)
+
+    @property
+    def selections(self) -> Selections:
+        """Bulk operations on the pending messages that meet a condition: cancel, dry_run, undo, get, all.
+
+        Raises:
+            RequestError: The client has no address of HTTP.
+        """
+        from timeball.client.selections import Selections  # most programs have none
+
+        return Selections(self._operations)
 
     # ---- for programs that build the pending table --------------------------------------------------------
 

@@ -7,7 +7,7 @@ Empty fields are left out. The OpenAPI document is made from the same structs, s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -329,6 +329,81 @@ class DealtMany(msgspec.Struct):
 
     count: int
     results: list[Dealt]
+
+
+# ---- selections ----------------------------------------------------------------------------------------------
+
+
+class Selecting(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The pending messages to select: those that meet the condition `where` (SQL-92), of these topics, due in a window.
+
+    At least one of the four is needed. Without `topics` only an administrator may select.
+    """
+
+    action: Literal["cancel"]
+    where: str = ""
+    topics: list[str] = []
+    start: At | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="from")
+    to: At | msgspec.UnsetType = msgspec.UNSET
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A selection. `state` is active, undone or over (all of its messages were due).
+
+    `count`, `first_due` and `last_due` describe the covered messages. They follow within seconds after the acceptance.
+    """
+
+    id: str
+    action: str
+    state: str
+    accepted: str
+    accepted_ms: int
+    by: str | None = None
+    where: str | None = None
+    topics: list[str] = []
+    start: str | None = msgspec.field(default=None, name="from")
+    to: str | None = None
+    count: int | None = None
+    first_due: str | None = None
+    last_due: str | None = None
+    undone: str | None = None
+
+
+class SelectionList(msgspec.Struct, frozen=True):
+    """Selections, the newest last."""
+
+    selections: list[Selection]
+
+
+class SelectedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A pending message that a selection would cover."""
+
+    topic: str
+    due: str
+    due_ms: int
+    id: str | None = None
+    keys: list[str] = []
+
+
+class HourLoad(msgspec.Struct, frozen=True):
+    """The messages that are due in an hour (UTC), before and after the selection."""
+
+    hour: str
+    before: int
+    after: int
+
+
+class DryRun(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The messages that a selection would cover now: their number, the first and last due time, up to ten of them.
+
+    `load` has the first hundred hours with such messages.
+    """
+
+    count: int
+    first_due: str | None = None
+    last_due: str | None = None
+    samples: list[SelectedMessage] = []
+    load: list[HourLoad] = []
 
 
 # ---- recurring schedules -------------------------------------------------------------------------------------

@@ -118,6 +118,9 @@ RESERVATIONS_MAX = 10_000  # ranges reserved by writers that have not attached y
 # Jobs whose last attach is remembered, to recognise a repetition: some 400 bytes each in memory and in the checkpoint.
 JOBS_MAX = 100_000
 CAMPAIGNS_MAX = 1_000  # campaigns kept in the log; finished ones are dropped for new ones
+SELECTIONS_MAX = 100  # kept in the log. While messages are pending, each release evaluates their conditions
+SELECTION_TOPICS_MAX = 1_000
+SELECTION_RANGES_MAX = 10_000  # ranges of campaigns in the row of a selection
 RULE_CHARACTERS_MAX = 20_000  # text of RFC 5545 with as many EXDATEs as may be listed
 RULE_LISTED_MAX = 1_000  # local times, or excluded dates, of a recurring rule
 RULE_COUNT_MAX = 1_000  # occurrences of a rule with `count`: the last is found in some milliseconds

@@ -152,6 +152,11 @@ class Metrics:
         )
 
     def _table(self, table_files: int) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "timeball_selected_messages",
+            "Scheduled messages that selections have cancelled, and that are not due yet.",
+            self._broker.tables.selections.pending_rows,
+        )
         yield GaugeMetricFamily("timeball_table_files", "Data files of the pending table.", table_files)
         foreign = self._broker.pending_table.catalog.foreign
         yield CounterMetricFamily(

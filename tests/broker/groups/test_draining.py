@@ -21,6 +21,7 @@ from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.broker.groups import draining
 from timeball.broker.groups.draining import MARGIN_MS, Draining
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.registry.tables import Drains
 from timeball.broker.registry.topics import READ
 from timeball.broker.revoking.cancel import RecallRefused, encode_handle
@@ -224,6 +225,22 @@ async def test_an_invalid_drain_is_refused(neighbours: Neighbours, one: InGroup,
     with pytest.raises(Conflict, match="drained itself, to g2"):
         await two.broker.drain("g1")
     await two.send("orders", [None])
+
+
+@in_two_groups
+async def test_a_group_with_an_active_selection_is_not_drained(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    keys = await two.send("orders", [HOUR_MS])
+    wanted = SelectionFacts(seq=0, at_ms=0, topics=["orders"])
+    name = await two.broker.selections.select(wanted, ANONYMOUS)
+    with pytest.raises(Conflict, match=f"selection {name} is active"):
+        await two.broker.drain("g1")
+    await two.broker.selections.undo(name, ANONYMOUS)
+    await drain(two)
+    assert one.broker.pending_messages == len(keys)
+    with pytest.raises(Conflict, match="drained"):
+        await two.broker.selections.select(wanted, ANONYMOUS)
 
 
 @in_two_groups

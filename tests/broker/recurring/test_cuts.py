@@ -84,14 +84,14 @@ def test_every_cut_of_a_whole_life(strategy: str) -> None:
 
 
 def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    build, release = Continuation.rows, Delivery._release_occurrences
+    build, release = Continuation.rows, Delivery._release_or_cancel
     apart: list[pa.RecordBatch] = []
 
     def build_apart(continuation: Continuation, first_seq: int) -> pa.RecordBatch:
         apart.append(build(continuation, first_seq))
         return apart[-1].slice(0, 0)
 
-    def release_apart(self: Delivery, scheduled_rows: pa.RecordBatch, now_ms: int) -> Any:
+    def release_apart(self: Delivery, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Any) -> Any:
         """Append the releases, and the rows of the schedules only when these are durable."""
         schedule = self.__dict__.setdefault("_schedule", self._add_scheduled)
 
@@ -102,9 +102,9 @@ def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.Monkey
         self._add_scheduled = append_apart
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Continuation, "rows", build_apart)
-            return release(self, scheduled_rows, now_ms)
+            return release(self, scheduled_rows, now_ms, owner)
 
-    monkeypatch.setattr(Delivery, "_release_occurrences", release_apart)
+    monkeypatch.setattr(Delivery, "_release_or_cancel", release_apart)
     settings, steps = SETTINGS["hour_log"], SHORT[:4]
     calls = live(settings, steps=steps).files.calls
     assert any("lost" in wrong for wrong in faults(settings, steps, range(1, calls + 1))), "went unnoticed"

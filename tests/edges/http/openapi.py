@@ -28,6 +28,7 @@ _PATH_SCHEMAS: dict[str, dict[str, Any]] = {
     "id": {"type": "string", "minLength": 1},
     "group": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,255}$"},
     "campaign": {"type": "string", "minLength": 1, "maxLength": 100},
+    "selection": {"type": "string", "minLength": 1, "maxLength": 100},
     "name": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,120}$"},
 }
 # example requests, by struct; the pages of the API show them (dashboard/reference.js)
@@ -57,6 +58,7 @@ _REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
         "body": "close open orders",
     },
     "Previewing": {"rule": {"every": "15m"}, "count": 3},
+    "Selecting": {"action": "cancel", "topics": ["orders"], "where": "region = 'eu'"},
 }
 _SEND_HEADERS = {
     "Idempotency-Key": "A repeated key sends nothing. The answer has the states of the earlier messages.",
@@ -383,6 +385,27 @@ OPERATIONS = (
         (), (), (http_api.ZonesInUse,),
     ),
     Operation(
+        "get", "/v1/selections", "selections", "The selections (bulk operations), the newest last.",
+        answer=(http_api.SelectionList,),
+    ),
+    Operation(
+        "post", "/v1/selections", "select", "Cancel all pending messages that meet a condition.",
+        (), (http_api.Selecting,), (http_api.Selection,), 201,
+    ),
+    Operation(
+        "post", "/v1/selections/dry-run", "dry_run_selection",
+        "Count the pending messages that meet a condition. Nothing changes.",
+        (), (http_api.Selecting,), (http_api.DryRun,),
+    ),
+    Operation(
+        "get", "/v1/selections/{selection}", "selection", "One selection.", answer=(http_api.Selection,)
+    ),
+    Operation(
+        "post", "/v1/selections/{selection}/undo", "undo_selection",
+        "Make the messages of a selection pending again, except those that were due since.",
+        answer=(http_api.Selection,),
+    ),
+    Operation(
         "get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format.",
         media_type="text/plain",
     ),
@@ -433,7 +456,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
         }
         for name, text, is_required in operation.query
     ]
-    for name in ("topic", "id", "name", "campaign", "group"):
+    for name in ("topic", "id", "name", "campaign", "selection", "group"):
         if f"{{{name}}}" in operation.path:
             parameters.append({"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS[name]})
     if operation.name == "send":

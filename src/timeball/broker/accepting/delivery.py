@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 
 from timeball.broker.recurring.successors import MISSED, Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
-from timeball.broker.registry.rates import Rates
+from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
+from timeball.broker.registry.selections import CONDITION_COLUMNS, Described, Selections
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
@@ -88,20 +89,23 @@ class Delivery:
         rates: Rates,
         observers: list[Callable[[pa.RecordBatch, int], None]],
         successors: Successors,
+        selections: Selections,
         add_scheduled: Callable[[pa.RecordBatch, int], None],
     ) -> None:
         """Create the delivery.
 
         It calls `on_visible` with the queues that have new messages, as (topic, queue number). It calls the `observers`
         with the rows that were released, and the time in ms. `successors` continues the schedules of released
-        occurrences, and `add_scheduled` adds their durable rows to the schedule (Appender.add_scheduled).
+        occurrences, and `add_scheduled` adds their durable rows to the schedule (Appender.add_scheduled). Messages of
+        `selections` are cancelled in place of their release.
         """
         self._clock, self._writer, self._topics = clock, writer, topics
         self._redeliveries, self._scheduler = redeliveries, scheduler
         self._rates = rates
         self._on_visible, self._lateness, self.observers = on_visible, lateness, observers
         self._successors, self._add_scheduled = successors, add_scheduled
-        self._occurrences = successors.occurrences
+        self._occurrences, self._selections = successors.occurrences, selections
+        self._all_selections = selections.values
         self.indexing = IndexingTime()
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
@@ -110,11 +114,18 @@ class Delivery:
         The future is done when all are durable.
         """
         pairs = pairs_of(scheduled_rows)
-        # No call if there are no schedules: each release takes this path.
-        if self._occurrences and not self._occurrences.keys().isdisjoint(pairs[1].tolist()):
+        # No call if there are no schedules and no selections: each release takes this path.
+        has_occurrences = self._occurrences and not self._occurrences.keys().isdisjoint(pairs[1].tolist())
+        owner = self._owners(scheduled_rows) if self._all_selections else None
+        if has_occurrences or owner is not None:
+            begin = 0
             # The successors in the same frame have the same bodies.
             for frame_rows in split_into_frames(read_batch(scheduled_rows), parts=2):
-                durable = self._release_occurrences(frame_rows, now_ms)
+                end = begin + frame_rows.num_rows
+                durable = self._release_or_cancel(
+                    frame_rows, now_ms, None if owner is None else owner[begin:end]
+                )
+                begin = end
             return durable
         values = values_if_few(scheduled_rows)
         if values is not None:
@@ -161,33 +172,77 @@ class Delivery:
         )
         return rows, placement
 
-    def _release_occurrences(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
-        """Append the releases of one frame, some of which are occurrences, and the rows that continue their schedules.
+    def _owners(self, scheduled_rows: ReadRows) -> Int64Array | None:
+        """Find the selection of each message that is due (`Selected.owners`). None if none belongs to one."""
+        selected = self._selections.selected
+        due_ms, seq = pairs_of(scheduled_rows)
+        if int(seq.min()) >= selected.end_seq:  # the usual case: all were sent after the selection
+            return None
+        rows = read_batch(scheduled_rows)
+        # A selection knows the due times of log and table.
+        due_ms = original_due_ms(rows)
+        index = np.flatnonzero(selected.may_cover(due_ms, seq))
+        if not len(index):
+            return None
+        chosen = rows.select(["topic", *CONDITION_COLUMNS]).take(pa.array(index))
+        numbers = names(rows)[0].to_numpy()[index]
+        owner = np.full(len(seq), -1, np.int64)
+        owner[index] = selected.owners(
+            Described(due_ms[index], seq[index], numbers, chosen.column("topic"), chosen)
+        )
+        return owner if (owner >= 0).any() else None
 
-        A missed occurrence is cancelled in place of its release.
+    def _release_or_cancel(
+        self, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Int64Array | None
+    ) -> asyncio.Future[int]:
+        """Append the releases of one frame, and the rows that continue the schedules of its occurrences.
+
+        Missed occurrences, and messages with an `owner` (an index of a selection), are cancelled instead.
         """
         seq = int64(scheduled_rows.column("seq"))
-        continuation = self._successors.after_release(seq, now_ms)
-        missed = continuation.missed
+        is_selected = np.zeros(len(seq), np.bool_) if owner is None else owner >= 0
+        continuation = self._successors.after_release(seq, now_ms, is_selected)
+        cancelled = continuation.missed | is_selected
         released, parts, placement = scheduled_rows, list[pa.RecordBatch](), None
-        if missed.any():
-            released = scheduled_rows.filter(pa.array(~missed))
-            parts.append(missed_rows(scheduled_rows.filter(pa.array(missed)), now_ms))
+        if cancelled.any():
+            released = scheduled_rows.filter(pa.array(~cancelled))
         if released.num_rows:
             rows, placement = self._place(released, now_ms)
-            parts.insert(0, rows)  # the queue index expects the released rows first
+            parts.append(rows)  # the queue index expects the released rows first
+        if continuation.missed.any():
+            missed = scheduled_rows.filter(pa.array(continuation.missed))
+            parts.append(cancel_rows(missed, now_ms, encode_properties({CANCEL_REASON: MISSED})))
+        ended_rows = dict[str, int]()  # of each selection
+        if owner is not None:
+            for name, rows in self._selected_rows(scheduled_rows, now_ms, owner):
+                parts.append(rows)
+                ended_rows[name] = rows.num_rows
         # After the topics of released messages, whose creation appends rows.
         first_seq = self._writer.next_seq
         added, added_seq = continuation.rows(first_seq + len(seq)), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
 
         def on_durable() -> None:
-            self._on_durable(released, pairs_of(scheduled_rows), begin_ms, first_seq, placement, missed)
+            self._on_durable(released, pairs_of(scheduled_rows), begin_ms, first_seq, placement, cancelled)
+            for name, count in ended_rows.items():
+                self._selections.ended(name, count)
             self._add_scheduled(added, added_seq)
 
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
         continuation.keep()
         return durable
+
+    def _selected_rows(
+        self, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Int64Array
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Build the CANCEL rows of messages that belong to selections, by the id of the selection."""
+        selected = self._selections.selected
+        for index in np.unique(owner[owner >= 0]).tolist():
+            name, facts = selected.names[index], selected.facts[index]
+            rows = scheduled_rows.filter(pa.array(owner == index))
+            for topic_count in rows.column("topic").value_counts().to_pylist():
+                self._rates.add(Stat.CANCELLED_NUMS, topic_count["values"], topic_count["counts"])
+            yield name, cancel_rows(rows, now_ms, facts.reason_properties(name))
 
     def rewrite(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Append the rows of pending messages again, because the schedule needs newer rows. The ticker calls this."""
@@ -335,17 +390,28 @@ def release_rows(
     )
 
 
-def missed_rows(scheduled_rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Build CANCEL rows (LOG_SCHEMA) for occurrences of schedules that are due, but not delivered."""
+def original_due_ms(scheduled_rows: pa.RecordBatch) -> Int64Array:
+    """Compute the due times that the messages have in log and table, without the steps of the clock since then."""
+    due_ms, from_due = scheduled_rows.column("due_ms").to_numpy(), scheduled_rows.column("from_due_ms")
+    if from_due.null_count == len(from_due):  # usually the clock was not set
+        return np.asarray(due_ms, np.int64)
+    return np.asarray(np.where(np.asarray(from_due.is_valid()), from_due.fill_null(0).to_numpy(), due_ms))
+
+
+def cancel_rows(scheduled_rows: pa.RecordBatch, now_ms: int, properties: str) -> pa.RecordBatch:
+    """Build CANCEL rows (LOG_SCHEMA) for messages (READ_SCHEMA) that are due, but not delivered."""
+    number, version = names(scheduled_rows)
     return build_rows(
         scheduled_rows.num_rows,
         kind=int(Kind.CANCEL),
         queue_id=-1,
         store_ms=now_ms,
         accepted_ms=scheduled_rows.column("store_ms"),
-        source_seq=scheduled_rows.column("seq"),
-        properties=encode_properties({CANCEL_REASON: MISSED}),
-        **{name: scheduled_rows.column(name) for name in ("topic", "unique_key", "keys", "due_ms")},
+        source_seq=number,
+        version_seq=version,
+        due_ms=original_due_ms(scheduled_rows),
+        properties=properties,
+        **{name: scheduled_rows.column(name) for name in ("topic", "unique_key", "keys")},
     )
 
 

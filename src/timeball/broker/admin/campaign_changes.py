@@ -3,8 +3,10 @@
 One row of the log decides each change of a campaign:
 
     pause     append a META row. From then on all messages of the campaign are held: the schedule does not load them
-    resume    rewrite the data files with the campaign's messages: they are due later by the shift, and not before now.
-              One frame contains the TABLE row that replaces the files and the META row that ends the hold
+    resume    append CANCEL rows for those of its messages that belong to a selection, because a selection finds
+              messages by their due times. Then rewrite the data files with the campaign's messages: they are due later
+              by the shift, and not before now. One frame contains the TABLE row that replaces the files and the META
+              row that ends the hold
     cancel    append a META row: no more files of the campaign can be attached, and its messages are held. Then append
               CANCEL rows for all pending messages, and a META row that ends the hold
 
@@ -22,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -35,6 +37,7 @@ from timeball.broker.registry.push_subscriptions import (
     PushSubscriptions,
     secret_text,
 )
+from timeball.broker.registry.selections import Selected, Selections
 from timeball.broker.tables.table_changes import TableChanges
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import LogWriter
@@ -48,8 +51,14 @@ from timeball.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# Cancels the pending messages in ranges of numbers (first_seq, rows), for a reason (Broker.cancel_ranges).
-CancelRanges = Callable[[Sequence[tuple[int, int]], str], Awaitable[RangesCancelled]]
+
+class CancelRanges(Protocol):
+    """Cancels the pending messages in ranges of numbers (first_seq, rows), for a reason (Broker.cancel_ranges)."""
+
+    def __call__(
+        self, ranges: Sequence[tuple[int, int]], reason: str, *, only: Selected | None = None
+    ) -> Awaitable[RangesCancelled]:
+        """`only`: cancel only those that belong to these selections."""
 
 
 class CampaignChanges:
@@ -66,8 +75,9 @@ class CampaignChanges:
         attach_state: AttachState,
         scheduler: Scheduler,
         outcomes: Outcomes,
+        selections: Selections,
     ) -> None:
-        self._mover, self._cancel_ranges = mover, cancel_ranges
+        self._mover, self._cancel_ranges, self._selections = mover, cancel_ranges, selections
         self._clock, self._writer, self._campaigns = clock, writer, campaigns
         self._attach_state, self._scheduler = attach_state, scheduler
         self._outcomes = outcomes
@@ -75,6 +85,8 @@ class CampaignChanges:
         self._lock = asyncio.Lock()
         # Campaigns with a damaged file: only a command retries their cancel, not `finish_cancels`.
         self._not_retried: set[str] = set()
+        # True while a resume changes due times. Then no selection is accepted.
+        self.is_resuming = False
 
     def get(self, campaign: str) -> Campaign:
         """Describe a campaign. Raises InvalidMessage, NotFound."""
@@ -129,7 +141,13 @@ class CampaignChanges:
                 return self._describe(campaign, facts, repeated=True)
             # Never negative: after the clock was set back, a resume would release messages before their due times.
             shift_ms = max(0, self._clock.now_ms() - facts.since_ms) if shift else 0
-            rows = await self._mover.resume(campaign, facts, shift_ms)
+            self.is_resuming = True
+            try:
+                if not (selected := self._selections.selected).is_empty:
+                    await self._cancel_ranges(facts.ranges, "", only=selected)
+                rows = await self._mover.resume(campaign, facts, shift_ms)
+            finally:
+                self.is_resuming = False
             return msgspec.structs.replace(self.get(campaign), count=rows, shift_ms=shift_ms)
 
     async def cancel(self, campaign: str) -> Campaign:

@@ -186,7 +186,9 @@ class Draining:
         ]
         if held_campaigns:
             raise Conflict(f"campaign {held_campaigns[0]} is held: resume or cancel it first")
-
+        # The heir does not know the selections of this group, and its messages have other numbers.
+        if active_selections := self._tables.selections.active:
+            raise Conflict(f"selection {active_selections[0]} is active: undo it, or wait until it is over")
         # A successor would be appended here, while its predecessor is pending at the heir.
         active_schedule = next(iter(self._tables.schedules.occurrences.values()), None)
         if active_schedule is not None:

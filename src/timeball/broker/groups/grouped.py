@@ -20,6 +20,7 @@ import msgspec
 
 from timeball.broker.groups.draining import HAND_OVER_EVERY_MS, Draining, DrainReceiver
 from timeball.broker.policy import queues_to_read
+from timeball.broker.registry.selections import Selected
 from timeball.broker.registry.topics import MESSAGE_TYPE
 from timeball.broker.revoking.cancel import SETTLED, RecallRefused, decode_handle
 from timeball.broker.revoking.find_message import sent_states
@@ -240,11 +241,16 @@ class GroupedBroker(Broker):
         return await super().attach(attachment, caller)
 
     async def cancel_ranges(
-        self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
+        self,
+        ranges: Sequence[tuple[int, int]],
+        reason: str = "",
+        caller: Caller = ANONYMOUS,
+        *,
+        only: Selected | None = None,
     ) -> RangesCancelled:
         """Cancel the pending messages in a bulk job's ranges of numbers. See Broker.cancel_ranges."""
         self.draining.check_numbers()
-        return await super().cancel_ranges(ranges, reason, caller)
+        return await super().cancel_ranges(ranges, reason, caller, only=only)
 
     async def change_campaign(
         self, campaign: str, change: CampaignChange, *, caller: Caller = ANONYMOUS, **wanted: Any

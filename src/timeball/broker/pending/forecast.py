@@ -6,8 +6,8 @@ tenth of the background thread. The window of a count extends a little beyond th
 begins later.
 
 Counting reads only due times and topics from the table. It reads nothing of a row group that is within one bucket and
-has one topic. It reads message numbers only where some rows may be settled. Messages held by a paused campaign are not
-due and not counted.
+has one topic. It reads message numbers only where some rows may be settled, and other columns only where rows may
+belong to a selection. Messages held by a paused campaign are not due and not counted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,19 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.pending.snapshot import Codes, Snapshot, Snapshots, TopicCodes, is_shown, scan
+from timeball.broker.pending.snapshot import (
+    Codes,
+    Logged,
+    Snapshot,
+    Snapshots,
+    TopicCodes,
+    is_shown,
+    owners_in_group,
+    owners_in_log,
+    scan,
+)
 from timeball.broker.policy import Policy
+from timeball.broker.registry.selections import Selected, Selections
 from timeball.broker.tables.memory import give_back
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
@@ -29,7 +40,7 @@ from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.answers import BucketUnit, DueCounts
-from timeball.model.errors import OutOfRange, OverLimit
+from timeball.model.errors import OutOfRange, OverLimit, Unavailable
 from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
@@ -59,6 +70,7 @@ class _Count:
     to_ms: int
     counted_ms: int  # time of the snapshot, not of the answer
     until_s: float  # on the loop's clock: reused until then
+    selected: Selected  # reused until a selection changes
     pairs: Int64Array
     due: Int64Array  # number of messages of each pair
 
@@ -66,10 +78,11 @@ class _Count:
     def buckets(self) -> int:
         return (self.to_ms - self.from_ms) // self.width_ms
 
-    def covers(self, width_ms: int, from_ms: int, to_ms: int, now_s: float) -> bool:
+    def covers(self, width_ms: int, from_ms: int, to_ms: int, now_s: float, selected: Selected) -> bool:
         """Check whether the count has this bucket width, covers the window, and is still fresh."""
         is_within = self.from_ms <= from_ms and to_ms <= self.to_ms
-        return self.width_ms == width_ms and is_within and now_s < self.until_s
+        is_fresh = now_s < self.until_s and self.selected is selected
+        return self.width_ms == width_ms and is_within and is_fresh
 
 
 class Forecast:
@@ -83,8 +96,9 @@ class Forecast:
         clock: SchedulerClock,
         reader: LogReader,
         background: Executor,
+        selections: Selections,
     ) -> None:
-        self._policy, self._snapshots = policy, snapshots
+        self._policy, self._snapshots, self._selections = policy, snapshots, selections
         self._clock, self._reader, self._background = clock, reader, background
         self._codes = TopicCodes()
         self._counts: list[_Count] = []
@@ -127,8 +141,10 @@ class Forecast:
 
     def _find_fresh(self, width_ms: int, from_ms: int, to_ms: int) -> _Count | None:
         """Find a count that may be reused for this window."""
-        now_s = self._loop.time()
-        return next((count for count in self._counts if count.covers(width_ms, from_ms, to_ms, now_s)), None)
+        now_s, selected = self._loop.time(), self._selections.selected
+        return next(
+            (count for count in self._counts if count.covers(width_ms, from_ms, to_ms, now_s, selected)), None
+        )
 
     async def _count_once(self, width_ms: int, from_ms: int, to_ms: int) -> _Count:
         """Count a window that is a little longer than the requested one. Only one count runs at a time."""
@@ -140,21 +156,32 @@ class Forecast:
             # Windows of dashboards begin now. With spare time at the end, this count also covers the next window.
             to_ms += max(width_ms, _SPARE_MS - _SPARE_MS % width_ms)
             start_s = self._loop.time()
-            async with self._snapshots.taken() as snapshot:
-                window = Window(from_ms, to_ms, width_ms)
-                counting = Counting(
-                    snapshot, self._codes, window, reader=self._reader, open_file=self._snapshots.open_file
-                )
-                pairs, due_counts = await in_thread(self._background, counting.run)
+            snapshot, (pairs, due_counts) = await self._count_window(Window(from_ms, to_ms, width_ms))
             self.counts += 1
             now_s = self._loop.time()
             # Measured from the end of the count, so that a slow count is not repeated at once.
             until_s = now_s + max(FRESH_S, TIMES_ITS_COST * (now_s - start_s))
-            count = _Count(width_ms, from_ms, to_ms, snapshot.now_ms, until_s, pairs, due_counts)
+            count = _Count(
+                width_ms, from_ms, to_ms, snapshot.now_ms, until_s, snapshot.selected, pairs, due_counts
+            )
             # The newest count comes first, so `_find_fresh` prefers it.
             fresh_counts = [known for known in self._counts if now_s < known.until_s]
             self._counts = [count, *fresh_counts[: COUNTS_MAX - 1]]
             return count
+
+    async def _count_window(self, window: Window) -> tuple[Snapshot, tuple[Int64Array, Int64Array]]:
+        """Count in a snapshot. Raise Unavailable if retention removed rows twice during the count."""
+        for _ in range(2):
+            async with self._snapshots.taken() as snapshot:
+                counting = Counting(
+                    snapshot, self._codes, window, reader=self._reader, open_file=self._snapshots.open_file
+                )
+                try:
+                    return snapshot, await in_thread(self._background, counting.run)
+                except OutOfRange:
+                    # A row that a selection's condition needs is gone, so its message is settled or in a file.
+                    continue
+        raise Unavailable("retention removed rows twice during the count; ask again")
 
     def _build_answer(
         self, count: _Count, by: BucketUnit, from_ms: int, to_ms: int, topic: str | None, caller: Caller
@@ -244,10 +271,16 @@ class Counting:
             first_kept = np.where(rows.is_level, begin_seq, max(begin_seq, self._snapshot.watermark))
             if rewritten := rows.part(~is_first & (rows.seq < first_kept)):
                 repeated.append(rewritten)
-            self._add_pending(rows.due_ms[is_first], rows.seq[is_first], rows.topic[is_first])
+            self._add_logged(rows.part(is_first))
         if repeated:
-            rows = type(repeated[0]).joined(repeated).sorted()
-            self._add_pending(rows.due_ms, rows.seq, rows.topic)
+            self._add_logged(type(repeated[0]).joined(repeated).sorted())
+
+    def _add_logged(self, rows: Logged) -> None:
+        selected = self._snapshot.selected
+        if not selected.is_empty:
+            rows = rows.part(self._snapshot.waits(rows.due_ms, rows.seq))
+            rows = rows.part(owners_in_log(selected, self._reader, rows, self._codes.names) < 0)
+        self._add_pending(rows.due_ms, rows.seq, rows.topic)
 
     # -- the table -----------------------------------------------------------------------------------------------
 
@@ -258,10 +291,16 @@ class Counting:
             first_ms, last_ms = int(file.group_min_ms[group]), int(file.group_max_ms[group])
             # Older files have no statistics of topics, so their columns are read.
             topic_range = file.group_topics(group)
-            if self._may_be_settled(first_ms, last_ms):
+            is_selected = file.entry.min_seq < self._snapshot.selected.end_seq
+            if is_selected or self._may_be_settled(first_ms, last_ms):
                 rows = file.read_group(group, ["due_ms", "seq", "topic"])
                 due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
-                self._add_pending(due_ms, seq, self._encode_topics(rows))
+                row, topics = np.arange(len(seq)), self._encode_topics(rows)
+                if is_selected:
+                    row = np.flatnonzero(self._snapshot.waits(due_ms, seq))
+                    owner = owners_in_group(self._snapshot.selected, file, group, row, due_ms[row], seq[row])
+                    row = row[owner < 0]
+                self._add_pending(due_ms[row], seq[row], topics[row])
             elif topic_range is not None and topic_range[0] == topic_range[1]:
                 code = int(self._codes.encode(pa.array([topic_range[0]]))[0])
                 first_bucket, is_in_window = (

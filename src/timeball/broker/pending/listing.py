@@ -22,7 +22,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.pending.snapshot import Codes, Logged, LogTail, Snapshot, Snapshots, TopicCodes, is_shown
+from timeball.broker.pending.snapshot import (
+    Codes,
+    Logged,
+    LogTail,
+    Snapshot,
+    Snapshots,
+    TopicCodes,
+    is_shown,
+    owners_in_group,
+)
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.revoking.scheduled_lookup import (
@@ -208,8 +217,13 @@ class Listing:
         pending = list[Candidate]()
         # Checked after the lookup on the event loop, because a release that has begun may have no row in the log yet.
         async for part in in_slices(candidates):
+            selected = await self._look_ups.select(part)
             are_pending = self._scheduling.outcomes.waits(*due_version_columns(part)).tolist()
-            pending += [c for c, is_pending in zip(part, are_pending, strict=True) if is_pending]
+            pending += [
+                c
+                for c, is_pending in zip(part, are_pending, strict=True)
+                if is_pending and c.number not in selected
+            ]
             if len(pending) > request.rows:
                 break
         chosen = pending[: request.rows]
@@ -383,6 +397,9 @@ class TableWalk:
         is_match &= (due_ms > low[0]) | ((due_ms == low[0]) & (seq >= low[1]))
         is_match &= (due_ms < high[0]) | ((due_ms == high[0]) & (seq < high[1]))
         row = np.flatnonzero(is_match)
+        if not (selected := self._snapshot.selected).is_empty:
+            file = self.files[file_index]
+            row = row[owners_in_group(selected, file, group, row, due_ms[row], seq[row]) < 0]
         row_count = len(row)
         return Filed(
             due_ms[row], seq[row], topic[row], np.full(row_count, file_index), np.full(row_count, group), row

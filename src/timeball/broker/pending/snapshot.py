@@ -6,8 +6,9 @@
     in the table   scheduled messages in the data files
     settled        the mark of the schedule, and pairs (due time, version) that the mark does not cover
                    (schedule/outcomes.py)
+    selected       the selections, whose messages count as cancelled (registry/selections.py)
 
-A snapshot is taken on the event loop without an await, and between two attaches. So all three belong to the same time,
+A snapshot is taken on the event loop without an await, and between two attaches. So all belong to the same time,
 and a message that an attach moves from the log to the table is in exactly one of them.
 
 `LogTail` reads the messages of the log, and keeps them sorted by due time between two reads.
@@ -16,7 +17,7 @@ and a message that an attach moves from the log to the table is in exactly one o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.registry.campaigns import AttachState
+from timeball.broker.registry.selections import (
+    CONDITION_COLUMNS,
+    NOTHING_SELECTED,
+    Described,
+    Selected,
+    Selections,
+)
 from timeball.io.clock import SchedulerClock
 from timeball.log.reader import LogReader
 from timeball.model.answers import FIRST_POSITION, LAST_POSITION, PagePosition
@@ -52,6 +60,7 @@ class Snapshot:
     settled: Settled
     holds: Holds
     entries: list[FileEntry]  # the files of the table
+    selected: Selected = NOTHING_SELECTED
 
     @cached_property
     def settled_seq(self) -> Int64Array:
@@ -93,10 +102,12 @@ class Snapshots:
         attach_state: AttachState,
         scheduling: Scheduling,
         pending_table: PendingTable,
+        selections: Selections,
     ) -> None:
         """Create the source of snapshots. `attaching` is locked during each change of the pending table."""
         self._attaching, self._clock, self._reader = attaching, clock, reader
         self._attach_state, self._scheduling, self._pending_table = attach_state, scheduling, pending_table
+        self._selections = selections
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[Snapshot]:
@@ -112,7 +123,7 @@ class Snapshots:
             to_seq = self._reader.next_seq
             snapshot = Snapshot(
                 self._clock.now_ms(), min([*from_seqs, to_seq]), watermark, to_seq, settled, scheduling.outcomes.holds,
-                entries,
+                entries, self._selections.selected,
             )  # fmt: skip
         with self._pending_table.catalog.keeping(entry.path for entry in entries):
             yield snapshot
@@ -129,6 +140,50 @@ def is_shown(topic: str, requested_topic: str | None) -> bool:
         if requested_topic is not None
         else not topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
     )
+
+
+# ---- messages that belong to a selection ---------------------------------------------------------------------
+# Their rows are read only for messages within the bounds of a selection.
+
+
+def owners_in_group(
+    selected: Selected, file: DataFile, group: int, row: Int64Array, due_ms: Int64Array, seq: Int64Array
+) -> Int64Array:
+    """Find the selection of each of these pending messages in a row group (`Selected.owners`).
+
+    `row`: their ascending indexes in the group. `due_ms`, `seq`: their due times and versions.
+    """
+    # Most row groups are outside of all bounds, and nothing more is read of them.
+    owner = np.full(len(row), -1, np.int64)
+    index = np.flatnonzero(selected.may_cover(due_ms, seq))
+    if not len(index):
+        return owner
+    columns = ["number", "topic", *(CONDITION_COLUMNS if selected.reads_rows else ())]
+    rows = file.read_group_rows(group, row[index], columns).combine_chunks().to_batches()[0]
+    number = rows.column("number")
+    numbers = np.where(np.asarray(number.is_valid()), number.fill_null(0).to_numpy(), seq[index])
+    described = Described(due_ms[index], seq[index], numbers, _topic_texts(rows.column("topic")), rows)
+    owner[index] = selected.owners(described)
+    return owner
+
+
+def owners_in_log(selected: Selected, reader: LogReader, rows: Logged, topics: Sequence[str]) -> Int64Array:
+    """Find the selection of each of these pending messages of the log. `topics`: the names of topic codes."""
+    owner = np.full(len(rows), -1, np.int64)
+    index = np.flatnonzero(selected.may_cover(rows.due_ms, rows.seq))
+    for begin in range(0, len(index), _SCAN_ROWS):
+        chosen = rows.part(part := index[begin : begin + _SCAN_ROWS])
+        read = reader.read_rows(chosen.row_seq, ["kind", "source_seq", *CONDITION_COLUMNS])
+        is_moved = read.column("kind").to_numpy() == Kind.MOVED
+        # A MOVED row contains the message's number in `source_seq`.
+        number = np.where(is_moved, read.column("source_seq").fill_null(0).to_numpy(), chosen.row_seq)
+        topic = pa.array(topics, pa.string()).take(pa.array(chosen.topic))
+        owner[part] = selected.owners(Described(chosen.due_ms, chosen.seq, number, topic, read))
+    return owner
+
+
+def _topic_texts(topic: pa.Array) -> pa.Array:
+    return topic if topic.type == pa.string() else topic.cast(pa.string())
 
 
 # ---- the messages of the log, sorted by due time -------------------------------------------------------------
@@ -260,8 +315,8 @@ class LogTail:
     ) -> tuple[Logged, PagePosition]:
         """Find the pending messages in [low, high), sorted, and the position up to which all were examined.
 
-        One call examines at most `rows` messages. It leaves out settled messages, and those that an attach has moved to
-        the table.
+        One call examines at most `rows` messages. It leaves out settled messages, those of selections, and those that
+        an attach has moved to the table.
         """
         if not self._low <= low < self._high:
             # First try to keep all messages, from the earliest due time on. If there are too many, keep those from
@@ -286,7 +341,10 @@ class LogTail:
         else:
             end_position = min(high, self._high)
         is_pending = snapshot.waits(page.due_ms, page.seq) & _is_in_log(page, snapshot)
-        return (page if is_pending.all() else page.part(is_pending)), end_position
+        page = page if is_pending.all() else page.part(is_pending)
+        if not snapshot.selected.is_empty:
+            page = page.part(owners_in_log(snapshot.selected, self._reader, page, self._codes.names) < 0)
+        return page, end_position
 
     def _read(self, snapshot: Snapshot) -> None:
         """Read the rows of the log since the last read, up to the end of the snapshot."""

@@ -245,16 +245,21 @@ class Successors:
         """Check whether any of these messages is the pending occurrence of a schedule."""
         return not self.occurrences.keys().isdisjoint(numbers)
 
-    def after_release(self, numbers: Int64Array, now_ms: int) -> Continuation:
+    def after_release(self, numbers: Int64Array, now_ms: int, is_cancelled: Bools) -> Continuation:
         """Continue the schedules of those of these messages that are occurrences. The messages are due and handed out.
 
-        Cancel those in `missed` instead of releasing them.
+        `is_cancelled` marks those that the caller cancels. Cancel also those in `missed` instead of releasing them.
         """
         missed, nexts = np.zeros(len(numbers), np.bool_), list[Next]()
-        for index, number in enumerate(numbers.tolist()):
-            if (name := self.occurrences.get(number)) is not None:
-                after, missed[index] = after_hand_out(name, *self._schedules.get(name), now_ms)
-                nexts.append(after)
+        for index, number in enumerate(numbers.tolist() if self.occurrences else ()):
+            if (name := self.occurrences.get(number)) is None:
+                continue
+            facts, before = self._schedules.get(name)
+            if is_cancelled[index]:
+                nexts.append(following(name, facts, before, before.due_ms, now_ms))
+                continue
+            after, missed[index] = after_hand_out(name, facts, before, now_ms)
+            nexts.append(after)
         return self.continuation(nexts, now_ms, missed)
 
     def after_end(self, numbers: Sequence[int], now_ms: int) -> Continuation | None:

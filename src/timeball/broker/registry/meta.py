@@ -7,6 +7,7 @@
     offsets/<group>@<topic>            {queue: offset}          groups.py
     leases/<group>@<topic>@<queue>@<part>   SavedPart           tables.py
     campaign/<id>                      CampaignFacts            campaigns.py
+    selection/<id>                     SelectionFacts           selections.py
     push/<name>                        PushSubscription         push_subscriptions.py
     schedule/<name>                    ScheduleFacts            schedules.py
     occurrence/<name>                  Progress                 schedules.py

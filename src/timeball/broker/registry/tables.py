@@ -22,6 +22,7 @@ from timeball.broker.registry.idempotency import IdempotencyKeys, SourcePosition
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
 from timeball.broker.registry.schedules import Schedules
+from timeball.broker.registry.selections import Selections
 from timeball.broker.registry.topics import Topics
 from timeball.broker.registry.zones import Zones
 from timeball.io.files import Files
@@ -182,6 +183,7 @@ class Tables:
             meta, "leases", SavedPart
         )  # open leases of all groups (consuming/lease_saver.py)
         self.campaigns = Campaigns(meta)
+        self.selections = Selections(meta)
         self.idempotency_keys = IdempotencyKeys(meta)
         self.source_positions = SourcePositions(meta)
         self.push_subscriptions = PushSubscriptions(meta)

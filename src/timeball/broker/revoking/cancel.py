@@ -21,6 +21,9 @@ If another request settled the scheduled message first, the lookup is repeated o
 scheduled message that was moved meanwhile is tried at its new due time. Each repetition means that another request made
 progress. The answer was true at some time between call and answer. All verdicts name a scheduled message by its number,
 which never changes.
+
+A pending message that belongs to a selection (registry/selections.py) counts as cancelled by it. A cancel by name
+appends its CANCEL row all the same, so that an undo of the selection does not change it.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from timeball.broker.revoking.scheduled_lookup import (
     LookupResult,
     LookUps,
     Names,
+    Owner,
     due_version_columns,
 )
 from timeball.io.clock import SchedulerClock
@@ -71,29 +75,61 @@ SLICES_IN_FLIGHT_MAX = 16
 FEW_ROWS = 64  # for more rows, columns cost less
 
 
-async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
+async def settle(look_ups: LookUps, names: Names, act: Act, *, ends_selected: bool = False) -> list[Verdict]:
     """Look up the names, and call `act` for the messages that are not settled yet.
 
-    The result has a verdict for each message found, and for each name without a message.
+    `ends_selected`: call it also for messages that a selection has cancelled. The result has a verdict for each message
+    found, and for each name without a message.
 
     Raise OutOfRange or InvalidMessage for invalid names.
     """
     names.check()
     async with look_ups.gate.passing():
-        return await settle_found(look_ups, names, await look_ups.look_up(names), act)
+        lookup = await look_ups.look_up(names)
+        return await settle_found(look_ups, names, lookup, act, ends_selected=ends_selected)
 
 
-async def settle_found(look_ups: LookUps, names: Names, lookup: LookupResult, act: Act) -> list[Verdict]:
+async def settle_found(
+    look_ups: LookUps, names: Names, lookup: LookupResult, act: Act, *, ends_selected: bool = False
+) -> list[Verdict]:
     """Continue `settle` with the result of the look-up. The caller has passed the gate."""
     verdicts, remaining = await look_ups.work_through(lookup, _divide, lookup)
     while remaining:
+        # The gate keeps selections as they are until the end of this request.
+        selected = await look_ups.select(remaining)
+        if selected:
+            ended = await _settle_selected(remaining, selected, verdicts, act if ends_selected else None)
+            look_ups.ended_selected(selected[number] for number in ended)
+            lookup.selected.update(selected)
         # `act` decides on the event loop. So a message without a verdict was settled or moved by another request.
-        await act(remaining, verdicts)
+        await act([c for c in remaining if c.number not in selected] if selected else remaining, verdicts)
         unsettled: list[Candidate] = []
         async for candidates in in_slices(remaining):
             unsettled += [candidate for candidate in candidates if candidate.number not in verdicts]
         remaining = await recheck_unsettled(look_ups, unsettled, verdicts)
     return await look_ups.work_through(lookup, _finish, names.subjects, lookup, verdicts)
+
+
+async def _settle_selected(
+    remaining: Sequence[Candidate],
+    selected: dict[int, Owner],
+    verdicts: dict[int, Verdict],
+    end: Act | None,
+) -> dict[int, Verdict]:
+    """Add the verdicts of the messages that selections have cancelled. `end` cancels them for good.
+
+    Returns the verdicts of `end`.
+    """
+    chosen = [candidate for candidate in remaining if candidate.number in selected]
+    ended = dict[int, Verdict]()
+    if end is not None:
+        await end(chosen, ended)
+        # The others became due meanwhile, and their CANCEL rows will be found.
+        chosen = [candidate for candidate in chosen if candidate.number in ended]
+    verdicts.update(
+        (c.number, Verdict("", CANCELLED, c.number, selected[c.number].facts.at_ms)) for c in chosen
+    )
+    return ended
 
 
 def _divide(lookup: LookupResult) -> tuple[dict[int, Verdict], list[Candidate]]:
@@ -169,7 +205,7 @@ class LoneCancels:
                 return []
             if len(lookup.candidates) > SLICE_ROWS:
                 return []
-            return await settle_found(self._look_ups, names, lookup, self._act_for(caller))
+            return await settle_found(self._look_ups, names, lookup, self._act_for(caller), ends_selected=True)
 
 
 async def cancel(
@@ -442,7 +478,7 @@ async def recall(
     # Limited to the topic, because producers of other topics may use the same id.
     names = Names(ids=[handle.unique_key], topic=topic)
     # An id may belong to several messages, if its producer used it twice. All of them must be settled.
-    for verdict in await settle(look_ups, names, act):
+    for verdict in await settle(look_ups, names, act, ends_selected=True):
         # An earlier cancel counts as success, because a recall that is repeated after a lost answer must succeed.
         if verdict.verdict not in SETTLED or _is_handed_over(verdict, drains=drains):
             raise await _explain_refusal(

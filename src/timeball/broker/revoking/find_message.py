@@ -24,6 +24,7 @@ from timeball.broker.revoking.scheduled_lookup import (
     CANCELLED,
     RELEASED,
     Candidate,
+    LookupResult,
     LookUps,
     Names,
     due_version_columns,
@@ -129,12 +130,20 @@ async def find_message(
         state = "cancelled" if verdict.verdict == "already_cancelled" else verdict.verdict
         if number not in places:
             content = contents.get(number) if state == WAITING else None
-            cancel_properties = rows_by_kind.cancels.get(number, {})
+            cancel_properties = _cancel_properties(number, rows_by_kind, lookup)
             places[number] = MessagePlace(
                 state, number, topics.get(number), at_ms=verdict.at_ms, due_ms=verdict.due_ms, content=content,
                 by=cancel_properties.get(CANCELLED_BY), reason=cancel_properties.get(CANCEL_REASON),
             )  # fmt: skip
     return [places[number] for number in sorted(places, reverse=True)]
+
+
+def _cancel_properties(number: int, rows: _RowsByKind, lookup: LookupResult) -> dict[str, str]:
+    """Find the properties of the CANCEL row of a message, or those that it will have if it belongs to a selection."""
+    owner = lookup.selected.get(number)
+    if owner is None:
+        return rows.cancels.get(number, {})
+    return decode_properties(owner.facts.reason_properties(owner.name))
 
 
 async def pending_ones(outcomes: Outcomes, found: Sequence[Candidate]) -> list[Candidate]:

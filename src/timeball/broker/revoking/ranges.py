@@ -25,6 +25,7 @@ from timeball.broker.accepting.waiters import Gate
 from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.schedules import Schedules
+from timeball.broker.registry.selections import CONDITION_COLUMNS, Described, Selected, reason_of
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import Threads, in_thread
 from timeball.log.reader import LogReader
@@ -54,10 +55,12 @@ async def cancel_ranges(
     rates: Rates,
     gate: Gate,
     schedules: Schedules,
+    only: Selected | None = None,
 ) -> RangesCancelled:
     """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
 
-    `attaching` is locked during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
+    `only`: cancel only those that belong to these selections, with the selection as the reason. `attaching` is locked
+    during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
     """
     if not reason.isprintable():
         # Control characters separate the properties of a row, so they could end this one too early.
@@ -79,6 +82,7 @@ async def cancel_ranges(
                 files,
                 ranges,
                 reason,
+                only,
                 clock=clock,
                 writer=log.writer,
                 scheduler=scheduling.scheduler,
@@ -92,6 +96,7 @@ async def _cancel_all(
     files: list[DataFile],
     ranges: Ranges,
     reason: str,
+    only: Selected | None,
     *,
     clock: SchedulerClock,
     writer: LogWriter,
@@ -105,13 +110,14 @@ async def _cancel_all(
     for file in files:
         # Only one row group is in memory, and reads of consumers run between two row groups.
         for group in range(await in_thread(file_thread, file.group_count)):
-            rows = await in_thread(file_thread, group_in_ranges, file, group, ranges)
-            if rows.num_rows:
+            for why, rows in await in_thread(
+                file_thread, _groups_to_cancel, file, group, ranges, reason, only
+            ):
                 due_ms, seq = pairs_of(rows)
                 # Counted before the cancel below, because afterwards all of them are cancelled.
                 already_cancelled += int(np.count_nonzero(outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(
-                    rows, reason, clock=clock, writer=writer, scheduler=scheduler, rates=rates
+                    rows, why, clock=clock, writer=writer, scheduler=scheduler, rates=rates
                 )
     # The RELEASE rows of the others may not be durable yet. A caller who looks them up next must find them.
     await writer.flushed()
@@ -179,6 +185,29 @@ def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatc
     rows = file.identities(group)
     is_in_ranges = within(int64(rows.column("seq")), ranges)
     return rows if is_in_ranges.all() else rows.filter(pa.array(is_in_ranges))
+
+
+def _groups_to_cancel(
+    file: DataFile, group: int, ranges: Ranges, reason: str, only: Selected | None
+) -> list[tuple[str, pa.RecordBatch]]:
+    """Read the rows of a row group to cancel, by the reason of their cancel (file thread)."""
+    if only is None:
+        rows = group_in_ranges(file, group, ranges)
+        return [(reason, rows)] if rows.num_rows else []
+    rows = file.identities(group)
+    due_ms, seq = pairs_of(rows)
+    index = np.flatnonzero(within(seq, ranges) & only.may_cover(due_ms, seq))
+    if not len(index):
+        return []
+    read = file.read_group_rows(group, index, list(CONDITION_COLUMNS)).combine_chunks().to_batches()[0]
+    rows = rows.take(pa.array(index))
+    # A message of a bulk attach that was never moved has its number as its version.
+    described = Described(due_ms[index], seq[index], seq[index], rows.column("topic").cast(pa.string()), read)
+    owner = only.owners(described)
+    return [
+        (reason_of(only.names[index]), rows.filter(pa.array(owner == index)))
+        for index in np.unique(owner[owner >= 0]).tolist()
+    ]
 
 
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:

@@ -35,8 +35,15 @@ import pyarrow as pa
 
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.accepting.waiters import Gate
+from timeball.broker.registry.selections import (
+    CONDITION_COLUMNS,
+    Described,
+    Selected,
+    SelectionFacts,
+    Selections,
+)
 from timeball.broker.revoking.drain_rows import has_drain_mark
-from timeball.io.threads import SLICE_ROWS, in_thread
+from timeball.io.threads import SLICE_ROWS, in_slices, in_thread
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
@@ -70,6 +77,7 @@ COLUMNS = [
 SETTLING = (Kind.RELEASE, Kind.CANCEL)
 # Rows of the log that become Python values at once, in about 1 ms. This holds the interpreter, so the event loop waits.
 VALUES_ROWS = 512
+SELECT_ROWS = 65_536  # messages whose rows are read at once, to evaluate the conditions of selections
 _LOOKUP_VALUES = itemgetter(*map(READ_SCHEMA.get_field_index, COLUMNS))
 _UNIQUE_KEY = READ_SCHEMA.get_field_index("unique_key")
 _SCHEDULED = int(Kind.SCHEDULED)
@@ -133,6 +141,13 @@ class End(NamedTuple):
     at_ms: int | None
 
 
+class Owner(NamedTuple):
+    """The selection to which a pending message belongs (registry/selections.py)."""
+
+    name: str
+    facts: SelectionFacts
+
+
 @dataclass(slots=True)
 class LookupResult:
     """The scheduled messages with a caller's names, and the ends of those that are settled, by number.
@@ -145,6 +160,8 @@ class LookupResult:
     expired_numbers: dict[str, int] = field(default_factory=dict)
     # All rows of the log with the requested ids. None if they are many or large, and must be read again.
     rows: list[ReadRow] | None = field(default=None, compare=False)
+    # The selections that have cancelled messages, by the numbers of the messages. Filled by `settle_found`.
+    selected: dict[int, Owner] = field(default_factory=dict, compare=False)
 
 
 def is_on_its_way_back(topic: str) -> bool:
@@ -545,12 +562,14 @@ class LookUps:
         outcomes: Outcomes,
         file_keys: TableKeys,
         lookup_thread: Executor,
+        file_thread: Executor,
+        selections: Selections,
     ) -> None:
         # Public for cancel.py: an operation passes the gate, and flushes the writer before it repeats a lookup.
         self.gate, self.writer, self.outcomes = gate, writer, outcomes
         self._reader, self._key_index, self._hour_log = reader, key_index, hour_log
         self._file_keys = file_keys
-        self._lookup_thread = lookup_thread
+        self._lookup_thread, self._file_thread, self._selections = lookup_thread, file_thread, selections
         self._batcher: AsyncBatcher[Question, Found] = AsyncBatcher(
             self._search_together, limits.CANCELS_PER_REQUEST_MAX
         )
@@ -569,6 +588,73 @@ class LookUps:
         rows = await asyncio.to_thread(scan, self._reader, missing)
         # In the lookup thread again, because other callers may have the same search.
         return await in_thread(self._lookup_thread, _result_with, search, names, rows)
+
+    async def select(self, candidates: Sequence[Candidate]) -> dict[int, Owner]:
+        """Find the selections to which these messages belong, by number. Only pending messages are in the result.
+
+        Callers that decide something hold the gate, so that no selection changes before their decision.
+        """
+        selected, owners = self._selections.selected, dict[int, Owner]()
+        if selected.is_empty:
+            return owners
+        facts = selected.facts
+        for begin in range(0, len(candidates), SELECT_ROWS):
+            part = candidates[begin : begin + SELECT_ROWS]
+            # A switch to another thread and back costs more than a few messages.
+            if selected.reads_rows or len(part) > SLICE_ROWS:
+                owned = await in_thread(self._file_thread, self._find_owned, selected, part)
+            else:
+                owned = self._find_owned(selected, part)
+            async for rows in in_slices(owned):
+                # A message whose release has begun is not pending.
+                pending = self.outcomes.waits(*due_version_columns([candidate for candidate, _ in rows]))
+                owners.update(
+                    (candidate.number, Owner(selected.names[owner], facts[owner]))
+                    for (candidate, owner), is_pending in zip(rows, pending.tolist(), strict=True)
+                    if is_pending
+                )
+        return owners
+
+    def _find_owned(self, selected: Selected, candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
+        """Find the messages that belong to a selection, with its index (file thread, if a condition reads rows)."""
+        may_cover = selected.may_cover(*due_version_columns(candidates)).tolist()
+        covered = [each for each, is_within in zip(candidates, may_cover, strict=True) if is_within]
+        rows = None
+        if selected.reads_rows and covered:
+            covered, rows = self._read_conditions(covered)
+        if not covered:
+            return []
+        due_ms, version = due_version_columns(covered)
+        number = np.array([candidate.number for candidate in covered], np.int64)
+        topic = pa.array([candidate.topic for candidate in covered], pa.string())
+        owner = selected.owners(Described(due_ms, version, number, topic, rows))
+        return [(covered[index], int(owner[index])) for index in np.flatnonzero(owner >= 0).tolist()]
+
+    def ended_selected(self, owners: Iterable[Owner]) -> None:
+        """Record that messages of selections were cancelled by name."""
+        for owner in owners:
+            self._selections.ended(owner.name, 1)
+
+    def _read_conditions(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], pa.RecordBatch]:
+        """Read CONDITION_COLUMNS of these messages, in their order (file thread). Settled ones may be left out."""
+        columns = ["seq", *CONDITION_COLUMNS]
+        # Retention may have removed rows since the look-up. Their messages are in files then.
+        first_seq = self._reader.first_seq
+        in_log = {c.at_seq: c.seq for c in candidates if c.at_seq is not None and c.at_seq >= first_seq}
+        in_table = [c for c in candidates if c.at_seq is None or c.at_seq < first_seq]
+        logged = self._reader.read_rows(np.array(list(in_log), np.int64), CONDITION_COLUMNS)
+        # A row of the log has its own number, and not that of the version, if it was written again.
+        versions = pa.array([in_log[seq] for seq in logged.column("seq").to_pylist()], pa.int64())
+        tables = [pa.table([versions, *logged.columns[1:]], names=columns)]
+        if in_table:
+            # The list of files is taken in this thread, the one that deletes files.
+            live_files = self._hour_log.pending.live
+            tables += self._file_keys.rows_of(live_files, *due_version_columns(in_table), columns)
+        rows = pa.concat_tables(table.select(columns) for table in tables).combine_chunks()
+        index_of = {seq: index for index, seq in enumerate(rows.column("seq").to_pylist())}
+        found = [candidate for candidate in candidates if candidate.seq in index_of]
+        taken = rows.take(pa.array([index_of[candidate.seq] for candidate in found], pa.int64()))
+        return found, pa.record_batch([column.combine_chunks() for column in taken.columns], names=columns)
 
     async def work_through(
         self, lookup: LookupResult, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs

@@ -37,6 +37,7 @@ from timeball.edges.http.handlers.operators import (
 )
 from timeball.edges.http.handlers.receives import Events, Receives
 from timeball.edges.http.handlers.schedules import Schedules
+from timeball.edges.http.handlers.selections import Selections
 from timeball.edges.http.handlers.sends import PendingMessages, Scheduled, Sends
 from timeball.edges.http.recovering import BACKLOG, listen
 from timeball.edges.http.requests import (
@@ -322,6 +323,7 @@ def collect_routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
         GroupQuestions(broker),
         Subscriptions(broker, metrics.push),
         Schedules(broker),
+        Selections(broker),
     )
     for handler in handlers:
         for path, methods in handler.paths.items():

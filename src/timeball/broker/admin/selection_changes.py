@@ -1,0 +1,233 @@
+"""The operations on selections: select, look at, undo (registry/selections.py).
+
+One META row decides each operation, so its time does not depend on the number of messages. It is appended while no
+request that looks up, cancels or moves messages is between its search and its decision (`Gate.alone`). So such a
+request sees a selection either during all of its steps or not at all. Requests that hold the gate for seconds (the
+resume of a campaign, a cancel of ranges) exclude changes of selections, which are then refused: waiting for them would
+make all look-ups wait, too.
+
+An attach that is not answered yet comes after a selection: its numbers are still reserved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from timeball.broker.accepting.waiters import Gate
+from timeball.broker.filters.compiler import SQL92, compile_filter
+from timeball.broker.policy import Policy
+from timeball.broker.registry.campaigns import AttachState
+from timeball.broker.registry.selections import Selected, SelectionFacts, Survey
+from timeball.broker.registry.tables import Tables
+from timeball.broker.registry.topics import check_topic
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import Conflict, Corrupt, InvalidMessage, OutOfRange, OverLimit, Unavailable
+from timeball.schedule.scheduler import Scheduling
+
+logger = logging.getLogger(__name__)
+
+DRY_RUN = "dry run"  # no id, because ids are numbers
+
+# Surveys.survey of the package pending.
+CountMessages = Callable[[Callable[[int], tuple[Selected, str]], Callable[[], None]], Awaitable[Survey]]
+
+
+class SelectionChanges:
+    """The operations on selections. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        survey: CountMessages,
+        is_blocked: Callable[[], bool],
+        *,
+        gate: Gate,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        tables: Tables,
+        attach_state: AttachState,
+        scheduling: Scheduling,
+    ) -> None:
+        """Create the operations. `is_blocked` tells whether a request holds the gate for long."""
+        self._policy, self._survey, self._is_blocked = policy, survey, is_blocked
+        self._gate, self._clock, self._writer = gate, clock, writer
+        self._tables, self._selections = tables, tables.selections
+        self._attach_state, self._scheduling = attach_state, scheduling
+        self._uncountable: set[str] = set()  # a file of their messages is damaged
+
+    # -- queries -------------------------------------------------------------------------------------------------
+
+    def get(self, name: str, caller: Caller) -> SelectionFacts:
+        """Find a selection. Raises NotFound, Forbidden."""
+        facts = self._selections.get(name)
+        self._allow(facts.topics, caller)
+        return facts
+
+    def all(self, caller: Caller) -> dict[str, SelectionFacts]:
+        """List the selections whose topics the caller may change, by id."""
+        self._policy.allow(caller, Verb.LOOK)
+        return {
+            name: facts for name, facts in self._selections.all().items() if self._may(facts.topics, caller)
+        }
+
+    def state(self, name: str) -> str:
+        """Tell the state of a selection: active, undone or over (all of its messages were due)."""
+        facts = self._selections.get(name)
+        return "undone" if facts.is_undone else "over" if self._selections.is_over(name) else "active"
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    async def dry_run(self, wanted: SelectionFacts, caller: Caller) -> Survey:
+        """Count the messages that a selection would cover now. Raises the errors of `select`."""
+        self._check(wanted, caller)
+        await self._writer.flushed()  # releases that have begun count as pending until they are durable
+
+        def plan(to_seq: int) -> tuple[Selected, str]:
+            # As if it were accepted now: the selections so far keep their messages.
+            planned = self._completed(wanted, to_seq, caller)
+            return Selected(self._selections.with_planned(DRY_RUN, planned)), DRY_RUN
+
+        return await self._survey(plan, lambda: None)
+
+    async def select(self, wanted: SelectionFacts, caller: Caller) -> str:
+        """Accept a selection of the messages that are pending now. Durable on return. Returns its id.
+
+        `wanted` has the condition and the bounds. Raises Forbidden, InvalidFilter, InvalidMessage, OutOfRange,
+        OverLimit, Conflict in a drained group, and Unavailable while a campaign is being resumed or cancelled.
+        """
+        self._check(wanted, caller)
+        self._check_free()
+        async with self._gate.alone():
+            self._check_free()  # again, because a campaign may be resumed meanwhile
+            if self._tables.drains.out is not None:
+                raise Conflict("this group is drained, and its messages get other numbers: cancel them there")
+            # No await from here on: the row stands in the log after the releases of all messages that it does not
+            # cover, and before every later row.
+            seq = self._writer.next_seq
+            name = str(seq)
+            self._selections.put(name, self._completed(wanted, seq, caller))
+        await self._writer.flushed()
+        return name
+
+    async def undo(self, name: str, caller: Caller) -> bool:
+        """Make the messages of a selection pending again, except those that were due since. Durable on return.
+
+        Returns False if the selection was undone before. Raises NotFound, Forbidden, OverLimit, and Unavailable as for
+        `select`.
+        """
+        self.get(name, caller)  # for its errors
+        self._check_free()
+        async with self._gate.alone():
+            # Read again, because another request may have undone it meanwhile.
+            facts = self._selections.get(name)
+            changes = not facts.is_undone
+            if changes:
+                undone_seq = self._writer.next_seq
+                self._selections.put(
+                    name,
+                    msgspec.structs.replace(facts, undone_seq=undone_seq, undone_ms=self._clock.now_ms()),
+                )
+        await self._writer.flushed()
+        return changes
+
+    async def count(self) -> None:
+        """Count the messages of new selections, and leave out those that are over. Called by maintenance.py."""
+        scheduling = self._scheduling
+        # Held messages are pending although the schedule has passed their due times.
+        self._selections.mark_over(
+            min(scheduling.scheduler.settled_before_ms, scheduling.outcomes.holds.from_ms)
+        )
+        for name, facts in self._selections.all().items():
+            is_wanted = facts.count is None or not (facts.is_undone or self._selections.is_over(name))
+            if not is_wanted or name in self._uncountable or not self._selections.needs_count(name):
+                continue
+            try:
+                await self._count(name)
+            except Unavailable as error:
+                logger.warning("selection not counted, trying again id=%s reason=%s", name, error)
+            except Corrupt as error:
+                # No other try: each one reads all files before the damaged one.
+                self._uncountable.add(name)
+                logger.error("selection not counted id=%s reason=%s", name, error)
+
+    async def _count(self, name: str) -> None:
+        ended = 0
+        # The rows before that of the selection are durable then, so the messages that it does not cover are settled.
+        await self._writer.flushed()
+
+        def plan(_: int) -> tuple[Selected, str]:
+            # As it was accepted: an undo does not change the covered messages.
+            return Selected(self._selections.all(), until=name), name
+
+        def taken() -> None:
+            nonlocal ended
+            ended = self._selections.ended_rows(name)
+
+        counted = await self._survey(plan, taken)
+        self._selections.counted(name, counted.count + ended)
+        facts = self._selections.get(name)
+        if facts.count is None:
+            # With the messages that became due before the count.
+            self._selections.put(
+                name,
+                msgspec.structs.replace(
+                    facts, count=counted.count + ended, first_due_ms=counted.first_due_ms,
+                    last_due_ms=counted.last_due_ms,
+                ),
+            )  # fmt: skip
+
+    def _check_free(self) -> None:
+        """Raise OverLimit if the disk is full, and Unavailable if a request holds the gate for long."""
+        self._writer.check_admission()
+        if self._is_blocked():
+            raise Unavailable("a campaign is being resumed or cancelled; ask again when that is done")
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _check(self, wanted: SelectionFacts, caller: Caller) -> None:
+        """Raise an error unless the caller may select these messages, and the condition is valid."""
+        for topic in wanted.topics:
+            check_topic(topic)
+        if len(wanted.topics) > limits.SELECTION_TOPICS_MAX:
+            raise OutOfRange(f"{len(wanted.topics)} topics: at most {limits.SELECTION_TOPICS_MAX}")
+        self._allow(wanted.topics, caller)
+        if not wanted.from_ms < wanted.to_ms:
+            raise InvalidMessage("from: earlier than to")
+        if wanted.where:
+            compile_filter(wanted.where, SQL92)  # raises InvalidFilter
+
+    def _completed(self, wanted: SelectionFacts, seq: int, caller: Caller) -> SelectionFacts:
+        """Add the state of the broker that decides which messages are covered."""
+        campaigns = {}
+        if "campaign" in wanted.where:
+            campaigns = {
+                name: facts.ranges for name, facts in self._tables.campaigns.all().items() if facts.ranges
+            }
+            if sum(map(len, campaigns.values())) > limits.SELECTION_RANGES_MAX:
+                raise OverLimit(
+                    "too many campaigns for a condition: bound the due time, or cancel a campaign"
+                )
+        return msgspec.structs.replace(
+            wanted, seq=seq, at_ms=self._clock.now_ms(), by=caller.name, campaigns=campaigns,
+            absent=list(self._attach_state.reserved.items()),
+        )  # fmt: skip
+
+    def _may(self, topics: list[str], caller: Caller) -> bool:
+        if self._policy.allows(caller, Verb.ADMIN):
+            return True
+        # Without topics, a selection covers those that the caller may not see.
+        return bool(topics) and all(self._policy.allows(caller, Verb.CANCEL, topic=topic) for topic in topics)
+
+    def _allow(self, topics: list[str], caller: Caller) -> None:
+        """Raise Forbidden unless the caller may cancel messages of these topics, or of all topics if there are none."""
+        if not topics:
+            self._policy.allow(caller, Verb.ADMIN)
+        for topic in topics:
+            if not self._policy.allows(caller, Verb.ADMIN):
+                self._policy.allow(caller, Verb.CANCEL, topic=topic)

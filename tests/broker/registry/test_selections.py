@@ -1,0 +1,176 @@
+"""The fold of selections over a message, its conditions, and the rows that keep them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.registry.meta import MetaLog
+from timeball.broker.registry.selections import (
+    CONDITION_COLUMNS,
+    Described,
+    Selected,
+    SelectionFacts,
+    Selections,
+)
+from timeball.model import limits
+from timeball.model.errors import NotFound, OverLimit
+from timeball.model.message import encode_properties, pairs_of
+
+
+def facts(seq: int, **fields: object) -> SelectionFacts:
+    return SelectionFacts(seq=seq, at_ms=0, **fields)  # type: ignore[arg-type]
+
+
+def described(*messages: tuple[int, int, str]) -> Described:
+    """Messages as (due_ms, version, topic), without rows."""
+    due_ms, seq, topic = zip(*messages, strict=True)
+    seqs = np.array(seq, np.int64)
+    return Described(np.array(due_ms, np.int64), seqs, seqs, pa.array(topic), None)
+
+
+# A selection as (topic or "" for all, number of the event that undoes it or None).
+_events = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 12) | st.none()), max_size=7)
+
+
+@given(_events, st.integers(0, 130))
+def test_the_fold_equals_a_walk_through_the_log(events: list[tuple[str, int | None]], version: int) -> None:
+    by_name = {
+        str(index): facts(
+            10 * index + 10, topics=[topic] if topic else [],
+            undone_seq=10 * (index + 1 + undone) + 15 if undone is not None else 0,
+        )
+        for index, (topic, undone) in enumerate(events)
+    }  # fmt: skip
+    selected = Selected(by_name)
+    owners = selected.owners(described(*((5, version, topic) for topic in "ab")))
+    for topic, owner in zip("ab", owners.tolist(), strict=True):
+        log = sorted(
+            [(each.seq, "accept", name) for name, each in by_name.items()]
+            + [(each.undone_seq, "undo", name) for name, each in by_name.items() if each.undone_seq]
+        )
+        state: str | None = None
+        for seq, event, name in log:
+            if event == "undo":
+                state = None if state == name else state
+            elif state is None and version < seq and by_name[name].topics in ([], [topic]):
+                state = name
+        assert (selected.names[owner] if owner >= 0 else None) == state
+    assert selected.end_seq <= max((each.seq for each in by_name.values()), default=0)
+
+
+@given(_events)
+def test_until_is_the_state_at_the_acceptance(events: list[tuple[str, int | None]]) -> None:
+    by_name = {
+        str(index): facts(
+            10 * index + 10, topics=[topic] if topic else [],
+            undone_seq=10 * (index + 1 + undone) + 15 if undone is not None else 0,
+        )
+        for index, (topic, undone) in enumerate(events)
+    }  # fmt: skip
+    for name, each in by_name.items():
+        then = {
+            other: facts(
+                known.seq, topics=known.topics,
+                undone_seq=known.undone_seq if known.undone_seq < each.seq else 0,
+            )
+            for other, known in by_name.items() if known.seq <= each.seq
+        }  # fmt: skip
+        messages = described((5, 1, "a"), (5, 1, "b"))
+        ours, expected = Selected(by_name, until=name), Selected(then)
+        names = [
+            [selected.names[owner] if owner >= 0 else None for owner in selected.owners(messages).tolist()]
+            for selected in (ours, expected)
+        ]
+        assert names[0] == names[1]
+
+
+def test_bounds_of_time_and_number() -> None:
+    selected = Selected({"s": facts(100, from_ms=10, to_ms=20, absent=[(40, 10)])})
+    messages = described(
+        (9, 1, "a"), (10, 1, "a"), (19, 99, "a"), (20, 1, "a"), (15, 100, "a"), (15, 40, "a"), (15, 49, "a"),
+        (15, 50, "a"), (15, 1, "%RETRY%g"), (15, 1, "%DLQ%g"),
+    )  # fmt: skip
+    assert (selected.owners(messages) >= 0).tolist() == [
+        False, True, True, False, False, False, False, True, False, False,
+    ]  # fmt: skip
+    assert selected.may_cover(messages.due_ms, messages.seq)[1]
+    assert not Selected({}).may_cover(messages.due_ms, messages.seq).any()
+
+
+def test_nothing_is_left_of_a_selection_that_was_undone_before_the_next() -> None:
+    assert Selected({"a": facts(10, undone_seq=20), "b": facts(30, undone_seq=40)}).is_empty
+    assert Selected({"a": facts(10, undone_seq=35), "b": facts(30)}).names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("topic = 'a'", [True, True, False]),
+        ("due_ms > 5", [False, True, True]),
+        ("due_ms BETWEEN 5 AND 6", [True, True, False]),
+        ("tag = 'red'", [True, False, False]),
+        ("TAGS = 'red'", [True, False, False]),
+        ("tag IS NULL", [False, True, False]),
+        ("keys CONTAINS 'k2'", [False, True, False]),
+        ("KEYS = 'k1'", [True, False, False]),
+        ("campaign = 'spring'", [False, True, False]),
+        ("campaign IS NULL", [True, False, True]),
+        ("region = 'eu'", [True, False, False]),
+        ("region IS NULL AND topic = 'b'", [False, False, True]),
+        ("UNIQ_KEY = 'id-3'", [False, False, True]),
+        ("price > 5 OR due_ms = 7", [False, True, True]),
+        ("TRUE", [True, True, True]),
+    ],
+)
+def test_a_condition_knows_properties_and_the_message_itself(where: str, expected: list[bool]) -> None:
+    rows = pa.record_batch(
+        {
+            "keys": ["k1", "k2 k3", None],
+            "tag": ["red", None, "blue"],
+            "unique_key": ["id-1", "id-2", "id-3"],
+            # The message's own topic wins over a property of that name. The last separator may be missing.
+            "properties": pa.array(
+                [encode_properties({"region": "eu", "topic": "b"}), "price\x017", None], pa.string()
+            ),
+        }
+    ).select(CONDITION_COLUMNS)
+    number = np.array([3, 11, 25])
+    messages = Described(np.array([5, 6, 7]), np.array([3, 12, 25]), number, pa.array(["a", "a", "b"]), rows)
+    selected = Selected({"s": facts(100, where=where, campaigns={"spring": [(10, 5)], "autumn": [(30, 5)]})})
+    assert (selected.owners(messages) >= 0).tolist() == expected
+
+
+def test_rows_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SELECTIONS_MAX", 2)
+    meta, written = MetaLog(), list[pa.RecordBatch]()
+    selections = Selections(meta)
+    meta.open(written.append, lambda: 7)
+    assert selections.selected is selections.selected and selections.selected.is_empty
+    selections.put("1", facts(1))
+    first = selections.selected
+    assert first.names == ["1"] and selections.selected is first
+    selections.counted("1", 10)
+    selections.ended("1", 3)
+    assert selections.pending_rows == 7
+    selections.put("2", facts(2))
+    with pytest.raises(OverLimit):
+        selections.put("3", facts(3))
+    selections.put("1", facts(1, count=10, last_due_ms=50, undone_seq=9))
+    assert selections.pending_rows == 0 and selections.active == ["2"]
+    selections.mark_over(50)
+    assert not selections.is_over("1")
+    selections.mark_over(51)
+    assert selections.is_over("1") and selections.selected.names == ["2"]
+    selections.put("3", facts(3))
+    assert list(selections.all()) == ["2", "3"]
+    with pytest.raises(NotFound):
+        selections.get("1")
+    copy = MetaLog()
+    again = Selections(copy)
+    for batch in written:
+        copy.restore(pairs_of(batch))
+    assert again.all() == selections.all()

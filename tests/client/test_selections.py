@@ -1,0 +1,51 @@
+"""`ball.selections`, blocking and awaitable, against a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+from tests.node_fixture import RunningNode
+
+from timeball import AsyncTimeball, InvalidMessage, NotFound, Timeball
+from timeball.client.async_timeball import AsyncSelections
+from timeball.client.selections import Selections
+
+
+def test_a_selection_from_its_dry_run_to_its_undo(node: RunningNode) -> None:
+    with Timeball(node.http_endpoint) as ball:
+        sent = [ball.send("selected", "x", after="1h", tag=tag) for tag in ("red", "blue")]
+        counted = ball.selections.dry_run("tag = 'red'", topics=["selected"])
+        assert (counted.count, [sample.id for sample in counted.samples]) == (1, [sent[0].id])
+        selection = ball.selections.cancel("tag = 'red'", topics=["selected"])
+        assert (selection.state, selection.where) == ("active", "tag = 'red'")
+        assert [ball.get(each.id).state for each in sent] == ["cancelled", "waiting"]
+        assert ball.selections.get(selection.id).id == selection.id
+        assert ball.selections.undo(selection.id).state == "undone"
+        assert ball.get(sent[0].id).state == "waiting"
+        due_ms = sent[0].due_ms
+        assert due_ms is not None
+        window = ball.selections.cancel(topics=["selected"], start=due_ms, to=due_ms + 1)
+        assert ball.get(sent[0].id).state == "cancelled"
+        assert [each.id for each in ball.selections.all()][-2:] == [selection.id, window.id]
+        assert ball.cancel(sent[0].id).verdict == "already_cancelled"
+
+
+def test_what_is_refused(node: RunningNode) -> None:
+    with Timeball(node.http_endpoint) as ball:
+        with pytest.raises(InvalidMessage, match="give where"):
+            ball.selections.cancel()
+        with pytest.raises(NotFound):
+            ball.selections.undo("77")
+
+
+def test_the_awaitable_methods_are_all_of_them(node: RunningNode) -> None:
+    names = {name for name, _ in inspect.getmembers(Selections, inspect.isfunction) if name[0] != "_"}
+    assert names == {name for name in vars(AsyncSelections) if name[0] != "_"}
+
+    async def main() -> int:
+        async with AsyncTimeball(node.http_endpoint) as ball:
+            return (await ball.selections.dry_run("TRUE", topics=["nothing-here"])).count
+
+    assert asyncio.run(main()) == 0
