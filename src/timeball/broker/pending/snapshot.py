@@ -158,10 +158,12 @@ def owners_in_group(
     index = np.flatnonzero(selected.may_cover(due_ms, seq))
     if not len(index):
         return owner
-    columns = ["number", "topic", *(CONDITION_COLUMNS if selected.reads_rows else ())]
+    columns = ["topic", *(("number", *CONDITION_COLUMNS) if selected.reads_rows else ())]
     rows = file.read_group_rows(group, row[index], columns).combine_chunks().to_batches()[0]
-    number = rows.column("number")
-    numbers = np.where(np.asarray(number.is_valid()), number.fill_null(0).to_numpy(), seq[index])
+    numbers = seq[index]  # only a condition needs the number of a message that was moved
+    if selected.reads_rows:
+        number = rows.column("number")
+        numbers = np.where(np.asarray(number.is_valid()), number.fill_null(0).to_numpy(), numbers)
     described = Described(due_ms[index], seq[index], numbers, _topic_texts(rows.column("topic")), rows)
     owner[index] = selected.owners(described)
     return owner
