@@ -19,7 +19,7 @@ from tests.local_time_oracle import (
     local_times_around,
 )
 
-from timeball.model import limits
+from timeball.model import limits, time_parsing
 from timeball.model.errors import InvalidDelay
 from timeball.model.time_parsing import delay_ms, due_ms, when
 
@@ -161,8 +161,13 @@ def test_an_invalid_due_time_is_refused_with_a_reason(at: object, reason: str) -
         due_ms(at)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("has_tzdata", [True, False])
 @pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Berlin", "Australia/Lord_Howe", "Africa/Cairo"])
-def test_a_datetime_of_zoneinfo_is_the_instant_that_the_oracle_finds(zone: str) -> None:
+def test_a_datetime_of_zoneinfo_is_the_instant_that_the_oracle_finds(
+    zone: str, has_tzdata: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_tzdata:  # a client alone: its Python has the same rules here
+        monkeypatch.setattr(time_parsing, "tzdata", None)
     for change in changes(zone, 2020, 2037):
         for local in local_times_around(change, zone):
             wanted = -(-first_instant_us(local, zone) // 1_000)
@@ -176,20 +181,36 @@ def test_the_second_pass_of_a_repeated_time_can_be_asked_for() -> None:
     assert due_ms(second) == due_ms("2026-10-25T02:30:00+01:00")
 
 
-def test_rules_of_this_machine_that_differ_from_ours_are_refused() -> None:
-    """Python reads the host's files first: an old one has Vancouver change its clocks for ever."""
+def host_zone(name: str) -> ZoneInfo:
+    """A zone of an old file, in which Vancouver changes its clocks for ever."""
     old = b"TZif2" + bytes(15) + bytes(24) + b"TZif2" + bytes(15)
     old += b"".join(n.to_bytes(4, "big") for n in (0, 0, 0, 0, 1, 4)) + (-28_800).to_bytes(
         4, "big", signed=True
     )
-    host = ZoneInfo.from_file(
-        io.BytesIO(old + b"\0\0PST\0\nPST8PDT,M3.2.0,M11.1.0\n"), key="America/Vancouver"
-    )
+    return ZoneInfo.from_file(io.BytesIO(old + b"\0\0PST\0\nPST8PDT,M3.2.0,M11.1.0\n"), key=name)
+
+
+def test_rules_of_this_machine_that_differ_from_ours_are_refused() -> None:
+    """Python reads the host's files first."""
+    host = host_zone("America/Vancouver")
     with pytest.raises(
         InvalidDelay, match="at=2026-12-01T08:00:00-08:00: this machine's rules of America/Vancouver"
     ):
         due_ms(datetime(2026, 12, 1, 8, tzinfo=host))
     assert due_ms(datetime(2026, 7, 1, 8, tzinfo=host)) == due_ms("2026-07-01T08:00:00-07:00")
+
+
+def test_without_tzdata_a_datetime_means_the_instant_that_python_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_parsing, "tzdata", None)
+    berlin = clock("Europe/Berlin")
+    assert due_ms(datetime(2026, 10, 25, 2, 30, tzinfo=berlin, fold=1)) == due_ms("2026-10-25T02:30:00+01:00")
+    for fold in (0, 1):
+        skipped = datetime(2026, 3, 29, 2, 30, tzinfo=berlin, fold=fold)
+        assert due_ms(skipped) == due_ms("2026-03-29T03:00:00+02:00")
+    for name in ("America/Vancouver", "Mars/Olympus"):
+        assert due_ms(datetime(2026, 12, 1, 8, tzinfo=host_zone(name))) == due_ms("2026-12-01T08:00:00-08:00")
 
 
 def test_a_delay_with_a_due_time_is_refused() -> None:

@@ -18,15 +18,16 @@ A local time is a date and a time of day in a time zone. An instant is a point i
     shown twice (clocks are put back)            the earlier instant
 
 All edges and Spark convert local times here, so one text means one instant on every machine. The rules of time zones
-come from the `tzdata` package with which Timeball is installed. The rules of the host, of Java and of DuckDB are never
-used, because they can be years older.
+come from the package `tzdata`, which the extras `broker` and `spark` install. The rules of the host, of Java and of
+DuckDB are never used, because they can be years older. A program that only has the client converts no local times but
+those of its own datetimes: without `tzdata`, these mean the instant that Python computes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from datetime import UTC, date, datetime, timedelta
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -35,10 +36,13 @@ from operator import index
 from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
 from zlib import crc32
 
-import tzdata  # type: ignore[import-untyped]
-
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay
+
+try:
+    import tzdata  # type: ignore[import-untyped]
+except ModuleNotFoundError:  # a client alone
+    tzdata = None
 
 # Instead of a time from which a consumer group reads: the position after the last message.
 END = -1
@@ -235,26 +239,48 @@ def _datetime_ms(at: datetime) -> int:
         )
     instant_us = -((_EPOCH - at) // _MICROSECOND)
     zone = getattr(at.tzinfo, "key", None)
-    return -(-(_checked_by_tzdata(at, instant_us, zone) if isinstance(zone, str) else instant_us) // 1000)
+    if isinstance(zone, str) and 0 <= instant_us < _LAST_INSTANT_US:
+        instant_us = _in_zone_us(at, instant_us, zone)
+    return -(-instant_us // 1000)
 
 
-def _checked_by_tzdata(at: datetime, instant_us: int, zone: str) -> int:
+def _in_zone_us(at: datetime, instant_us: int, zone: str) -> int:
     """Check the instant (us since 1970) that Python computed for a datetime in a zone of `zoneinfo`.
 
-    Python may have read the zone's rules from files of the host, so the rules of the installed tzdata are compared. If
-    they agree, Python's instant is returned, also for the second pass of a repeated local time (`fold=1`). For a local
-    time in a gap, the end of the gap is returned. Otherwise the rules differ: raises InvalidDelay.
+    For a local time in a gap, the end of the gap is returned. Otherwise it is Python's instant, also for the second
+    pass of a repeated local time (`fold=1`).
+
+    Python may have read the zone's rules from files of the host, so the rules of tzdata are compared if it is
+    installed. Raises InvalidDelay if they differ.
     """
+    if tzdata is None:
+        return instant_us if _shown(at, instant_us) == at.replace(tzinfo=None) else _end_of_gap_us(at)
     ours, shown_us = load_zone(zone), local_us(at)
-    if instant_us + ours.offset_us(instant_us) == shown_us or not 0 <= instant_us < _LAST_INSTANT_US:
+    if instant_us + ours.offset_us(instant_us) == shown_us:
         return instant_us
-    round_trip = (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo)
     # In a gap of Python's rules the round trip gives another local time.
-    if not ours.is_shown(shown_us) and round_trip.replace(tzinfo=None) != at.replace(tzinfo=None):
+    if not ours.is_shown(shown_us) and _shown(at, instant_us) != at.replace(tzinfo=None):
         return ours.instant_us(shown_us)
     raise InvalidDelay(
         f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {VERSION}; write the "
         "offset from UTC, or set PYTHONTZPATH= so that Python reads the installed tzdata"
+    )
+
+
+def _shown(at: datetime, instant_us: int) -> datetime:
+    """Compute the local time of an instant in the zone of `at`, by Python's rules."""
+    return (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo).replace(tzinfo=None)
+
+
+def _end_of_gap_us(at: datetime) -> int:
+    """Find the end of the gap that contains a local time: the first instant that shows a later one.
+
+    It is between the instants that the offsets before and after the gap give, which are those of `fold` 0 and 1.
+    """
+    either = [-((_EPOCH - at.replace(fold=fold)) // _MICROSECOND) for fold in (0, 1)]
+    around = range(min(either), max(either))
+    return around.start + bisect_left(
+        around, True, key=lambda instant_us: _shown(at, instant_us) > at.replace(tzinfo=None)
     )
 
 
@@ -272,7 +298,7 @@ def _shortened(value: object) -> str:
 if TYPE_CHECKING:
     from timeball.model.message import Int64Array
 
-VERSION: str = tzdata.__version__
+VERSION: str = tzdata.__version__ if tzdata else ""  # of tzdata
 
 _SECOND_US = 1_000_000
 DAY_US = 86_400 * _SECOND_US
