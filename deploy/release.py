@@ -1,12 +1,15 @@
-"""Build the sdist and the wheels of a release from one commit: `make release`.
+"""Build the sdists and the wheels of a release from one commit: `make release`.
 
-    timeball-<version>.tar.gz                                       the sdist
-    timeball-<version>-cp3xx-cp3xx-manylinux_2_17_<machine>.whl     with the codec compiled for one version of Python
-    timeball-<version>-cp311-abi3-manylinux_2_17_<machine>.whl      with the codec compiled for all others
-    timeball-<version>-py3-none-any.whl                             with the codec in Python, for every machine
+    timeball-<version>.tar.gz                                           the client: its sdist
+    timeball-<version>-py3-none-any.whl                                 and its wheel
+    timeball_broker-<version>.tar.gz                                    all other packages: their sdist
+    timeball_broker-<version>-cp3xx-cp3xx-manylinux_2_17_<machine>.whl  with the codec for one version of Python
+    timeball_broker-<version>-cp311-abi3-manylinux_2_17_<machine>.whl   with the codec for all other versions
+    timeball_broker-<version>-py3-none-any.whl                          with the codec in Python, for every machine
 
-The wheels are built from the sdist with the tools of requirements/build.txt. The arguments are the folder of the files,
-the folder of auditwheel, and the versions of Python. The default is each one from 3.11 to 3.14 that is on this machine.
+The wheels are built from the sdists with the tools of requirements/build.txt. The arguments are the folder of the
+files, the folder of auditwheel, and the versions of Python. The default is each one from 3.11 to 3.14 that is on this
+machine.
 
 The same commit gives the same bytes with the same compiler and Pythons: times, owners and modes of the checkout do not
 get into the files, nor do its paths.
@@ -25,6 +28,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from deploy.distributions import write_projects
 
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 # The oldest C library that the compiled wheels are for. `auditwheel show` tells the one that they need.
@@ -45,9 +50,11 @@ def main(arguments: list[str]) -> None:
         run("git", "archive", f"--output={archive}", "HEAD")
         tree.mkdir()
         run("tar", "-xf", archive, "-C", tree)
-        sdist = build(tree, out, "--sdist")
-        normalise(sdist, int(os.environ["SOURCE_DATE_EPOCH"]))
-        build(sdist, out, "--wheel", CC="false")
+        for project in write_projects(tree, Path(folder, "projects")):
+            sdist = build(project, out, "--sdist")
+            normalise(sdist, int(os.environ["SOURCE_DATE_EPOCH"]))
+            build(sdist, out, "--wheel", CC="false")
+        # Of the two, only the broker has modules to compile.
         build_compiled(sdist, out, tools, "cp311-abi3", "--py-limited-api=cp311")
         for version in arguments[2:] or VERSIONS:
             tag = "cp" + version.replace(".", "")
@@ -104,10 +111,10 @@ def build(
     source: Path, out: Path, *options: str, python: str | Path = sys.executable, **environment: str
 ) -> Path:
     """Build an sdist or a wheel from a folder or an sdist, and return its path."""
-    before = set(out.glob("timeball-*"))
+    before = set(out.glob("timeball*"))
     uv = (UV, "build", "--quiet", "--no-build-isolation", "--python", python)
     run(*uv, "--out-dir", out, *options, source, **environment)
-    (made,) = set(out.glob("timeball-*")) - before
+    (made,) = set(out.glob("timeball*")) - before
     print(f"release: {made.name}", flush=True)
     return made
 

@@ -20,17 +20,21 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.message import Message
 from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
 from deploy.release import VERSIONS, interpreter
 from tests.cli.processes import Running, http_endpoint_of, serving
-from tests.client.test_light import NEED, TALK, arguments
+from tests.client.test_light import CLIENT, NEED, TALK, arguments
 from tests.rounds import only_in_a_siege, rounds
+
+from timeball import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = "timeball/edges/grpc/_generated"
+CLIENT_KB_MAX = 3_000
 STUB_FILES = {"__init__.py", "definition_pb2.py", "definition_pb2.pyi", "service_pb2.py", "service_pb2.pyi"}
 
 pytestmark = [
@@ -87,9 +91,12 @@ def release(folder: Path, **environment: str) -> Path:
 @dataclass(frozen=True)
 class Built:
     folder: Path
-    sdist: Path
-    compiled: list[Path]  # the wheels for one version of Python each, then the one for the stable ABI
-    pure: Path  # the wheel with the codec in Python
+    sdists: list[Path]  # of the client and of the broker
+    client: Path
+    compiled: list[
+        Path
+    ]  # the broker's wheels for one version of Python each, then the one for the stable ABI
+    pure: Path  # the broker's wheel with the codec in Python
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +105,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     if not list((ROOT / "src").rglob("*.so")):
         pytest.skip("no C compiler with Python's headers here")
     folder = release(commit_of_the_tree(tmp_path_factory.mktemp("clean")))
-    (sdist,), (pure,), (stable,) = (
-        folder.glob(name) for name in ("*.tar.gz", "*-none-any.whl", "*-abi3-*.whl")
+    (client,), (pure,), (stable,) = (
+        folder.glob(name) for name in ("timeball-*.whl", "timeball_broker-*-none-any.whl", "*-abi3-*.whl")
     )
-    return Built(folder, sdist, [*sorted(set(folder.glob("*.whl")) - {pure, stable}), stable], pure)
+    for_versions = sorted(set(folder.glob("*.whl")) - {client, pure, stable})
+    return Built(folder, sorted(folder.glob("*.tar.gz")), client, [*for_versions, stable], pure)
 
 
 def test_a_release_has_sdist_wheels_bills_and_sums(built: Built) -> None:
     names = {path.name for path in built.folder.iterdir()}
     bills = {f"timeball-{lock}.cdx.json" for lock in ("client", "cli", "broker", "image", "all")}
     assert names == {
-        *(path.name for path in [built.sdist, *built.compiled, built.pure]),
+        *(path.name for path in [*built.sdists, built.client, *built.compiled, built.pure]),
         "SHA256SUMS",
         *bills,
     }
@@ -134,9 +142,9 @@ def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
 
 
 def compiled_modules(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as opened:
-        names = opened.namelist()
-        assert not [name for name in names if name.endswith(".so") and b".debug_info" in opened.read(name)]
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+        assert not [name for name in names if name.endswith(".so") and b".debug_info" in files.read(name)]
     assert not [name for name in names if name.endswith((".c", ".pyx", ".pxd"))]
     return sorted(name for name in names if name.endswith(".so"))
 
@@ -157,29 +165,45 @@ def test_each_compiled_wheel_carries_the_whole_codec(built: Built) -> None:
 
 def test_without_a_compiler_the_wheel_is_whole_and_for_every_machine(built: Built) -> None:
     assert compiled_modules(built.pure) == []
-    assert built.pure.name.endswith("-py3-none-any.whl")
+    assert built.pure.name.endswith("-py3-none-any.whl") and built.client.name.endswith("-py3-none-any.whl")
 
 
-def test_wheel_holds_the_stubs_and_the_page_for_the_registry(built: Built) -> None:
-    with zipfile.ZipFile(built.compiled[0]) as wheel:
-        names = set(wheel.namelist())
+def opened(wheel: Path) -> tuple[set[str], Message]:
+    """The names of a wheel's files, and its metadata."""
+    with zipfile.ZipFile(wheel) as files:
+        names = set(files.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        fields = BytesParser().parsebytes(wheel.read(metadata))
-    assert {f"{STUBS}/{name}" for name in STUB_FILES} <= names
-    assert "timeball/py.typed" in names
-    assert {f"timeball/dashboard/{name}" for name in ("index.html", "frame.css", "pages/all.js")} <= names
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
-    assert fields["Author"] and fields["Description-Content-Type"] == "text/markdown"
-    assert "# Timeball" in str(fields.get_payload())
-    assert {"broker", "spark", "picture", "all"} <= set(fields.get_all("Provides-Extra", []))
-    told = fields.get_all("Classifier", [])
-    assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= set(told)
+        return names, BytesParser().parsebytes(files.read(metadata))
 
 
-def test_sdist_can_be_built_from(built: Built) -> None:
-    with tarfile.open(built.sdist) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "src/timeball/py.typed"} <= names
+def test_the_wheels_hold_each_file_once_and_the_page_for_the_registry(built: Built) -> None:
+    (client, about), (broker, about_broker) = opened(built.client), opened(built.compiled[0])
+    assert not client & broker
+    assert {f"{STUBS}/{name}" for name in STUB_FILES} <= broker
+    assert {"timeball/__init__.py", "timeball/py.typed", "timeball/client/timeball.py"} <= client
+    assert {f"timeball/dashboard/{name}" for name in ("index.html", "frame.css", "pages/all.js")} <= broker
+    assert {name.split("/")[0] for name in client | broker} == {
+        "timeball", f"timeball-{__version__}.dist-info", f"timeball_broker-{__version__}.dist-info",
+    }  # fmt: skip
+    for fields in (about, about_broker):
+        assert fields["Author"] and fields["Description-Content-Type"] == "text/markdown"
+        assert "# Timeball" in str(fields.get_payload())
+        told = fields.get_all("Classifier", [])
+        assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= set(told)
+    assert {"broker", "spark", "picture", "all"} <= set(about.get_all("Provides-Extra", []))
+    assert about_broker.get_all("Requires-Dist", []) == [f"timeball=={__version__}"]
+
+
+def test_the_sdists_can_be_built_from(built: Built) -> None:
+    wanted = [
+        {"src/timeball/py.typed"},
+        {"setup.py", "src/timeball/__init__.py", "src/timeball/log/format.py"},
+    ]
+    assert [path.name.split("-")[0] for path in built.sdists] == ["timeball", "timeball_broker"]
+    for path, files in zip(built.sdists, wanted, strict=True):
+        with tarfile.open(path) as sdist:
+            names = {name.partition("/")[2] for name in sdist.getnames()}
+        assert {"pyproject.toml", "README.md", "LICENSE", *files} <= names
 
 
 def new_environment(python: str, folder: Path) -> list[str]:
@@ -198,10 +222,11 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
-    install = [*new_environment(python, tmp_path / "env"), "install", *QUICK]
-    run(*install, "--require-hashes", "-r", ROOT / "requirements/broker.txt")
+    pip = new_environment(python, tmp_path / "env")
+    run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/broker.txt")
     # pip chooses the wheel: the one for this version, or else that of the stable ABI.
-    run(*install, "--no-index", "--find-links", built.folder, "timeball")
+    release = ("--no-index", "--find-links", built.folder)
+    run(*pip, "install", "--quiet", "--no-compile", *release, "timeball[broker]")
     timeball = tmp_path / "env/bin/timeball"
     with served(timeball, tmp_path / "data") as (endpoint, ended):
         at = ("--endpoint", endpoint, "--json")
@@ -212,7 +237,7 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         assert codec == "compiled"
     assert ended() == 0
 
-    run(*install, "--force-reinstall", built.pure)
+    run(*pip, "install", *QUICK, "--force-reinstall", built.pure)
     with served(timeball, tmp_path / "data") as (endpoint, ended):
         assert json.loads(run(timeball, "status", "--endpoint", endpoint, "--json"))["codec"] == "python"
     assert ended() == 0
@@ -224,15 +249,40 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         pass
 
 
+@pytest.mark.parametrize("version", VERSIONS[:: rounds(4, 1)])
+def test_the_client_is_small(built: Built, tmp_path: Path, version: str) -> None:
+    """As a program gets it that only sends and receives: by `du`, with the bytecode that pip writes."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    pip, folder = new_environment(python, tmp_path / "env"), tmp_path / "env/lib"
+    empty_kb = size_kb(folder)
+    run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", "-r", ROOT / "requirements/client.txt")
+    run(*pip, "install", "--quiet", "--no-index", "--find-links", built.folder, "timeball")
+    packages = json.loads(run(*pip, "list", "--format=json"))
+    assert {each["name"] for each in packages} == {"timeball", "h11", "msgspec"}
+    assert (folder / f"python{version}/site-packages/timeball/client/__pycache__").is_dir()
+    size = size_kb(folder) - empty_kb
+    print(f"the client on Python {version}: {size} kB, {len(packages)} packages")
+    assert size <= CLIENT_KB_MAX
+
+
+def size_kb(folder: Path) -> int:
+    return int(run("du", "-sk", folder).split()[0])
+
+
 @only_in_a_siege
-def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
+def test_the_client_gains_and_loses_the_broker(built: Built, tmp_path: Path) -> None:
     pip, timeball = new_environment(sys.executable, tmp_path / "env"), tmp_path / "env/bin/timeball"
+    release = ("--no-index", "--find-links", built.folder)
     run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/client.txt")
-    run(*pip, "install", *QUICK, "--no-index", "--find-links", built.folder, "timeball")
+    run(*pip, "install", "--quiet", *release, "timeball")
     run(*pip, "check")
     with pytest.raises(AssertionError, match=r"pip install '\.\[cli\]'"):
         run(timeball, "topics")
     run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/cli.txt")
+    run(*pip, "install", "--quiet", *release, "timeball[cli]")
+    run(*pip, "check")
     with serving(tmp_path / "data") as ready:
         endpoint, where = http_endpoint_of(ready), {"TIMEBALL_FLIGHT": ready["endpoint"]}
         sent = run(timeball, "schedule", "light", "first", "--after", "1h", "--json", "--endpoint", endpoint)
@@ -242,6 +292,12 @@ def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
         for words, extra in NEED.values():
             with pytest.raises(AssertionError, match=rf"pip install '\.\[{extra}\]'"):
                 run(timeball, *arguments(words, tmp_path), **where)
+        run(*pip, "uninstall", "--quiet", "--yes", "timeball-broker")
+        run(*pip, "check")
+        alone = tmp_path / "env/bin/python"
+        assert run(alone, "-c", CLIENT, endpoint).splitlines() == ["True visible", "cancelled"]
+        with pytest.raises(AssertionError, match=r"timeball.testing is not installed: .*\[broker\]"):
+            run(alone, "-c", "import timeball.testing")
 
 
 @contextmanager

@@ -24,7 +24,10 @@ The packages, lower layers first. Each imports only packages above it in this li
     cli         one file per command
 """
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from timeball.model.errors import (
@@ -49,6 +52,7 @@ from timeball.model.errors import (
     TimeballError,
     Unauthorized,
     Unavailable,
+    missing_text,
 )
 
 if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` supplies these names
@@ -151,6 +155,38 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use."""
+    if f"{__name__}.{name}" in _EXTRAS:  # `from timeball import testing`: with the error of a missing package
+        return import_module(f"{__name__}.{name}")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)
+
+
+# The packages of the distribution `timeball-broker` (deploy/distributions.py), and the extra that brings each.
+_EXTRAS = {
+    "timeball.broker": "broker",
+    "timeball.cli": "cli",
+    "timeball.cluster": "broker",
+    "timeball.dashboard": "broker",
+    "timeball.edges": "broker",
+    "timeball.log": "broker",
+    "timeball.monitoring": "broker",
+    "timeball.node": "broker",
+    "timeball.schedule": "broker",
+    "timeball.spark": "spark",
+    "timeball.table": "broker",
+    "timeball.testing": "broker",
+}
+
+
+class _MissingPackages:
+    """The last finder of imports. It names the extra for a package of Timeball that no other finder has found."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None, /) -> None:
+        """Raise ModuleNotFoundError for a package of `timeball-broker`."""
+        if name in _EXTRAS:
+            raise ModuleNotFoundError(missing_text(name, _EXTRAS[name]), name=name)
+
+
+sys.meta_path.append(_MissingPackages)

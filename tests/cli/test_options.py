@@ -255,8 +255,8 @@ def test_a_word_of_the_environment_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_extra_is_named_as_pip_wants_it() -> None:
     error = not_installed(ModuleNotFoundError("No module named 'pyspark'", name="pyspark"), SPARK)
     assert str(error) == (
-        "pyspark is not installed: install the extra, in a checkout of Timeball pip install '.[spark]', of a wheel "
-        "pip install 'FILE.whl[spark]'"
+        "pyspark is not installed: install the extra, in a checkout of Timeball pip install '.[spark]', of a release "
+        "pip install 'TIMEBALL.whl[spark]' TIMEBALL_BROKER.whl"
     )
 
 

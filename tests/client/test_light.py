@@ -65,7 +65,7 @@ with Timeball(sys.argv[1], flight=sys.argv[2]) as ball:
     print(sent.rows, ball.browse_batch("light-columns").column("body").to_pylist())
 """
 COMMAND = """
-from timeball.cli.start import main
+from timeball.__main__ import main
 
 main(sys.argv[1:])
 """
@@ -264,7 +264,7 @@ def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_p
     )
     lines = "".join(
         rf"timeball: \w+(\.\w+)* is not installed: install the extra, in a checkout of Timeball pip install "
-        rf"'\.\[{extra}\]', of a wheel pip install 'FILE\.whl\[{extra}\]'\n"
+        rf"'\.\[{extra}\]', of a release pip install 'TIMEBALL\.whl\[{extra}\]' TIMEBALL_BROKER\.whl\n"
         f"ended {name} 4\n"
         for name, (_, extra) in NEED.items()
     )

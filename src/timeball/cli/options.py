@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.model.config import Settings, option_name, types
-from timeball.model.errors import InvalidDelay, RequestError, SetupError, Unavailable
+from timeball.model.errors import InvalidDelay, RequestError, SetupError, Unavailable, missing_text
 from timeball.model.time_parsing import duration_ms
 
 if TYPE_CHECKING:
@@ -465,12 +465,7 @@ BROKER, SPARK, PICTURE, KAFKA, CELERY = "broker", "spark", "picture", "kafka", "
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
     """Build the error that names the missing package and the extra that contains it."""
-    # The advice avoids `pip install timeball`: Timeball is on no index yet, and a package of this name there is
-    # another project's.
-    return SetupError(
-        f"{error.name} is not installed: install the extra, in a checkout of Timeball pip install '.[{extra}]', of a "
-        f"wheel pip install 'FILE.whl[{extra}]'"
-    )
+    return SetupError(missing_text(error.name, extra))
 
 
 def is_third_party(error: ModuleNotFoundError) -> bool:

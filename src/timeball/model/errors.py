@@ -182,6 +182,18 @@ class DiskFailed(StorageError):
     code = "disk_failed"
 
 
+def missing_text(name: str | None, extra: str) -> str:
+    """Say that a module is not installed, and how to install the extra that contains it.
+
+    The advice avoids `pip install timeball`: Timeball is on no index yet, and a package of this name there is another
+    project's.
+    """
+    return (
+        f"{name} is not installed: install the extra, in a checkout of Timeball pip install '.[{extra}]', of a release "
+        f"pip install 'TIMEBALL.whl[{extra}]' TIMEBALL_BROKER.whl"
+    )
+
+
 def _classes_by_code(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
     classes = {root.code: root}
     for child in root.__subclasses__():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from timeball.cli import start
+from timeball import __main__ as command
 
 
 def fail_on_import(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
@@ -27,7 +27,7 @@ def test_a_missing_package_of_the_command_line_names_the_extra(
 ) -> None:
     fail_on_import(monkeypatch, "typer")
     with pytest.raises(SystemExit) as ended:
-        start.main(["topics"])
+        command.main(["topics"])
     assert ended.value.code == 4
     assert "typer is not installed" in capsys.readouterr().err
 
@@ -35,10 +35,10 @@ def test_a_missing_package_of_the_command_line_names_the_extra(
 def test_a_missing_module_of_timeball_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on_import(monkeypatch, "timeball.cli.gone")
     with pytest.raises(ModuleNotFoundError):
-        start.main(["topics"])
+        command.main(["topics"])
 
 
 def test_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        start.main(["--help"])
+        command.main(["--help"])
     assert not ended.value.code and "Run a broker" in capsys.readouterr().out
