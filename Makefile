@@ -38,7 +38,7 @@ OURS     = $(INSTALL) $(if $(UV),--no-cache) --editable .
 comma   := ,
 # $(call step,TEXT,COMMAND): run a step of the set-up, and show how long it took.
 step     = @echo "make: $(1)"; SECONDS=0; $(2) && echo "make:    $$SECONDS s"
-CODEC    = $(BIN)/python setup.py -q build_ext --inplace --parallel 2
+CODEC    = $(BIN)/python setup.py -q build_ext --inplace
 COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
            --no-emit-index-url --no-header $(UPGRADE)
 

@@ -111,12 +111,13 @@ class BuildCodec(build_ext):
         self.cython_c_in_temp = True
 
     def finalize_options(self) -> None:
-        """Choose the stable ABI if the wheel is to have it."""
+        """Choose the stable ABI if the wheel is to have it, and as many compilers as there are cores."""
         if self.distribution.get_option_dict("bdist_wheel").get("py_limited_api"):
             for module in self.distribution.ext_modules:
                 module.py_limited_api = True
                 module.define_macros = [("Py_LIMITED_API", STABLE_ABI)]
         super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def run(self) -> None:
         """Note where the modules go, before setuptools takes that away; then compile."""
