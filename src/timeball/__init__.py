@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from timeball.model.errors import (
+    AlreadyPending,
     Conflict,
     Corrupt,
     DiskFailed,
@@ -72,11 +73,13 @@ if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` su
         QueueRange,
         Resolved,
         TopicState,
+        UniqueMessage,
         Verdict,
     )
 
 __all__ = [
     "AcceptedRows",
+    "AlreadyPending",
     "AsyncMessage",
     "AsyncTimeball",
     "Attached",
@@ -118,6 +121,7 @@ __all__ = [
     "TopicState",
     "Unauthorized",
     "Unavailable",
+    "UniqueMessage",
     "Verdict",
     "Worker",
     "__version__",
@@ -140,6 +144,7 @@ _PLACES = {
     "GroupState": "timeball.model.answers",
     "Message": "timeball.client.messages",
     "MessagePlace": "timeball.model.answers",
+    "UniqueMessage": "timeball.model.answers",
     "QueueRange": "timeball.model.answers",
     "Receipt": "timeball.client.receipts",
     "RefusedRows": "timeball.client.receipts",

@@ -127,6 +127,18 @@ def test_a_cancel_has_a_verdict_for_each_and_a_code_for_all(endpoint: str) -> No
     assert "no such scheduled message" in unknown.stdout
 
 
+def test_a_unique_key_has_one_pending_message(endpoint: str) -> None:
+    keyed = ("schedule", "unique", "x", "--after", "1h", "--unique-key", "order-17", "--endpoint", endpoint)
+    first = run_here(*keyed).stdout.strip()
+    rejected = run_here(*keyed)
+    assert rejected.returncode != 0 and first in rejected.stderr
+    kept = run_here(*keyed, "--on-pending", "keep")
+    assert kept.stdout.strip() == first and "was pending before" in kept.stderr
+    replaced = run_here(*keyed, "--on-pending", "replace")
+    assert f"replaced {first}" in replaced.stderr
+    assert run_here("schedule", "u", "--lines", "-", "--after", "1h", "--unique-key", "a").returncode == 2
+
+
 def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -> None:
     """An instant, and exit code 1."""
     [receipt] = _json("schedule", "gone", "x", "--after", "1ms", "--endpoint", endpoint)

@@ -85,7 +85,7 @@ def test_the_answer_to_a_repeated_send_has_states() -> None:
         b'{"messages":[{"id":"a","seq":5,"durable":true,"past_ms":3},'
         b'{"id":"b","seq":6,"durable":true,"past_ms":8}],"store_ms":7}'
     )
-    assert decode_sent(data, 2) == (answers.SendAck(5, 2, 7), 2, 8, None)
+    assert decode_sent(data, 2) == (answers.SendAck(5, 2, 7), 2, 8, None, "a", None)
 
 
 def test_lines_are_messages_and_empty_ones_are_none() -> None:

@@ -13,7 +13,15 @@ import pytest
 from msgspec.structs import replace
 from tests.node_fixture import RunningNode, running_node
 
-from timeball import AsyncTimeball, Conflict, InvalidDelay, InvalidMessage, RequestError, Timeball
+from timeball import (
+    AlreadyPending,
+    AsyncTimeball,
+    Conflict,
+    InvalidDelay,
+    InvalidMessage,
+    RequestError,
+    Timeball,
+)
 from timeball.client.http_codec import REQUEST_BYTES_MAX, send_request
 from timeball.client.http_sender import BATCH_ROWS, ROWS_MAX, _batches
 from timeball.client.receipts import Receipt
@@ -215,3 +223,18 @@ def test_an_operation_that_is_refused_is_asked_of_another_node(tmp_path: Path) -
             finally:
                 first.broker.log.writer._closing = False
     assert verdict.verdict == "not_found", "the word of the other node, whose log is another"
+
+
+def test_a_send_with_a_unique_key_says_what_was_pending(ball: Timeball) -> None:
+    first = ball.send("unique-http", "1", after="1h", unique_key="order-17")
+    with pytest.raises(AlreadyPending, match="order-17") as refusal:
+        ball.send("unique-http", "2", after="1h", unique_key="order-17", on_pending="reject", retry=True)
+    error = refusal.value
+    assert (error.id, error.seq, error.due_ms) == (first.id, first.seq, first.due_ms)
+    kept = ball.send("unique-http", "3", after="2h", unique_key="order-17", on_pending="keep")
+    assert (kept.outcome, kept.id, kept.seq, kept.due_ms) == ("kept", first.id, first.seq, first.due_ms)
+    new = ball.send("unique-http", "4", after="2h", unique_key="order-17", on_pending="replace", retry=True)
+    assert new.outcome == "replaced" and new.replaced is not None and new.replaced.id == first.id
+    assert [ball.get(receipt.id).state for receipt in (first, new)] == ["cancelled", "waiting"]
+    ball.create_topic("unique-http", on_pending="keep")
+    assert ball.send("unique-http", "5", unique_key="order-17").id == new.id

@@ -14,6 +14,7 @@ CODES = {
     "invalid_message": "InvalidMessage",
     "invalid_name": "InvalidName",
     "conflict": "Conflict",
+    "already_pending": "AlreadyPending",
     "invalid_delay": "InvalidDelay",
     "invalid_filter": "InvalidFilter",
     "unauthorized": "Unauthorized",

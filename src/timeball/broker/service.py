@@ -44,11 +44,13 @@ from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.selections import Selected
 from timeball.broker.registry.tables import Tables
+from timeball.broker.registry.topics import ON_PENDING
 from timeball.broker.revoking.cancel import Act, LoneCancels, cancel, recall, settle
 from timeball.broker.revoking.find_message import find_message, sent_states
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.reschedule import reschedule
 from timeball.broker.revoking.scheduled_lookup import LookUps, Names
+from timeball.broker.revoking.unique_sends import UniqueSends
 from timeball.broker.tables.table_changes import TableChanges
 from timeball.broker.transacting import Half, TransactionChecks, Transactions
 from timeball.broker.virtual_time import VirtualTime
@@ -74,6 +76,7 @@ from timeball.model.answers import (
 from timeball.model.config import Settings
 from timeball.model.errors import NotFound, OutOfRange, OverLimit
 from timeball.model.message import READ_SCHEMA, Kind, codes_of, without_secrets
+from timeball.model.send_options import OnPending
 from timeball.schedule.scheduler import Scheduling
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
@@ -124,8 +127,8 @@ class Broker:
         self.waiters = Waiters()
         self.lateness = delivery.Lateness()
         self._build_schedule(scheduled_since_watermark, file_replication)
-        self._build_sends(halves)
         self._build_queries()
+        self._build_sends(halves)
         self._build_consuming()
 
     def _build_schedule(
@@ -166,9 +169,13 @@ class Broker:
         # a batch with sends.
         self.sends = Ingress(traced(self.appender.send, self.traces))
         self.halves = Ingress(traced(self.prepare_nowait, self.traces))
+        self.unique_sends = UniqueSends(
+            self.appender, self.policy, self.look_ups, self.successors, clock=clock, writer=log.writer,
+            topics=tables.topics, scheduler=self.scheduling.scheduler, rates=self.rates, traces=self.traces,
+        )  # fmt: skip
         self.keyed_sends = KeyedSends(
-            self.appender, self.policy, self.sent_states, settings=settings, clock=clock, log=log,
-            idempotency_keys=tables.idempotency_keys, outcomes=self.scheduling.outcomes, traces=self.traces,
+            self.appender, self.policy, self.sent_states, self.unique_sends.put, settings=settings, clock=clock,
+            log=log, idempotency_keys=tables.idempotency_keys, outcomes=self.scheduling.outcomes, traces=self.traces,
         )  # fmt: skip
         self.sourced_sends = SourcedSends(
             self.appender, clock=clock, writer=log.writer, source_positions=tables.source_positions,
@@ -336,7 +343,9 @@ class Broker:
             verdicts = await self.lone_cancels.put(ids[0], topic, caller, may)
             if verdicts is not None:
                 return verdicts
-        return await settle(self.look_ups, Names(ids, keys, seqs, topic, may), self._cancel_for(caller), ends_selected=True)
+        return await settle(
+            self.look_ups, Names(ids, keys, seqs, topic, may), self._cancel_for(caller), ends_selected=True
+        )
 
     def _cancel_for(self, caller: Caller) -> Act:
         return partial(
@@ -518,12 +527,24 @@ class Broker:
             if self.policy.allows(caller, Verb.LOOK, topic=topic.name)
         }
 
-    async def create_topic(self, name: str, queues: int | None = None, caller: Caller = ANONYMOUS) -> None:
-        """Create a topic, or add queues to it. Durable on return. Raises OutOfRange, and the errors of the policy."""
+    async def create_topic(
+        self,
+        name: str,
+        queues: int | None = None,
+        caller: Caller = ANONYMOUS,
+        on_pending: OnPending | None = None,
+    ) -> None:
+        """Create a topic, or add queues to it. Durable on return. Raises OutOfRange, and the errors of the policy.
+
+        `on_pending`: the rule of sends with a unique key that name none. None leaves it.
+        """
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.admit_managed([name], caller)
-        self.tables.topics.ensure(name, queues or self.settings.queues_per_topic, made_by=caller.name)
+        topics = self.tables.topics
+        topic = topics.ensure(name, queues or self.settings.queues_per_topic, made_by=caller.name)
+        if on_pending is not None:
+            topics.set_attribute(topic, ON_PENDING, on_pending)
         await self.log.writer.flushed()
 
     def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:

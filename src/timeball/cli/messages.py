@@ -34,7 +34,9 @@ from timeball.cli.options import (
     show_wait,
 )
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
+from timeball.model.answers import KEPT
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
+from timeball.model.send_options import OnPending
 from timeball.model.time_parsing import instant_ms, local_due_ms
 from timeball.model.values import check_label, keys_text, properties_text
 
@@ -63,6 +65,14 @@ IdOption = Annotated[str | None, typer.Option("--id", help="Message id; by defau
 PropertyOption = Annotated[
     list[str] | None, typer.Option("--property", metavar="NAME=VALUE", help="A property; may be repeated.")
 ]
+UniqueKeyOption = Annotated[
+    str | None,
+    typer.Option("--unique-key", metavar="KEY", help="Of messages with this key, at most one is pending."),
+]
+OnPendingOption = Annotated[
+    OnPending | None,
+    typer.Option("--on-pending", help="If one is pending: reject this one, keep the other, or replace it."),
+]
 LinesOption = Annotated[
     Path | None,
     typer.Option("--lines", metavar="FILE", help="Send each line of FILE as a message; '-' is stdin."),
@@ -87,6 +97,8 @@ def send(
     keys: KeysOption = None,
     properties: PropertyOption = None,
     message_id: IdOption = None,
+    unique_key: UniqueKeyOption = None,
+    on_pending: OnPendingOption = None,
     lines: LinesOption = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -102,7 +114,7 @@ def send(
       timeball send orders --lines orders.jsonl
       timeball send orders hello --property region=eu --json
     """
-    check_lines_alone(lines, body, message_id)
+    check_lines_alone(lines, body, message_id, unique_key)
     with connect(endpoint) as client:
         if lines is not None:
             send_lines(client, lines, encode_fields(topic, tag, keys, properties), as_json=as_json)
@@ -114,6 +126,8 @@ def send(
             keys=keys,
             properties=read_properties(properties),
             message_id=message_id,
+            unique_key=unique_key,
+            on_pending=on_pending,
         )
         report(receipt, as_json=as_json)
 
@@ -128,6 +142,8 @@ def schedule(
     keys: KeysOption = None,
     properties: PropertyOption = None,
     message_id: IdOption = None,
+    unique_key: UniqueKeyOption = None,
+    on_pending: OnPendingOption = None,
     lines: LinesOption = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -146,7 +162,7 @@ def schedule(
       timeball schedule orders hello --after 250ms --json
     """
     due: dict[str, Any] = {**(parse_due(after, at) if zone is None else parse_local(after, at, zone))}
-    check_lines_alone(lines, body, message_id)
+    check_lines_alone(lines, body, message_id, unique_key)
     with connect(endpoint) as client:
         if lines is not None:
             send_lines(client, lines, encode_fields(topic, tag, keys, properties) | due, as_json=as_json)
@@ -161,6 +177,8 @@ def schedule(
             at=due.get("at", due.get("due_ms")),
             zone=zone,
             message_id=message_id,
+            unique_key=unique_key,
+            on_pending=on_pending,
         )
         report(receipt, as_json=as_json)
 
@@ -199,7 +217,9 @@ def read_properties(texts: list[str] | None) -> dict[str, str] | None:
         return dict(map(parse_property, texts)) if texts else None
 
 
-def check_lines_alone(lines: Path | None, body: str | None, message_id: str | None) -> None:
+def check_lines_alone(
+    lines: Path | None, body: str | None, message_id: str | None, unique_key: str | None
+) -> None:
     """Raise RequestError for arguments that have no effect with --lines, so that none is ignored silently."""
     if lines is None:
         return
@@ -207,6 +227,8 @@ def check_lines_alone(lines: Path | None, body: str | None, message_id: str | No
         raise RequestError("--lines and a body: give one of them")
     if message_id is not None:
         raise RequestError("--lines and --id: each line gets its own id")
+    if unique_key is not None:
+        raise RequestError("--lines and --unique-key: only one message of the key can be pending")
 
 
 def send_lines(client: Timeball, file: Path, fields: dict[str, object], *, as_json: bool) -> None:
@@ -246,6 +268,10 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
         print_json(receipt)
         return
     print_line(receipt.id)
+    if receipt.outcome == KEPT:
+        print_note("kept: this message was pending before, and nothing was sent")
+    if receipt.replaced is not None:
+        print_note(f"replaced {receipt.replaced.id}, which was due {show_instant(receipt.replaced.due_ms)}")
     if receipt.due_ms is not None and receipt.past_ms:
         print_note(
             f"the due time was in the past: {show_instant(receipt.due_ms)}; the message is delivered now"

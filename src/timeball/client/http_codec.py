@@ -32,7 +32,8 @@ from timeball.model.answers import (
     SentState,
     Verdict,
 )
-from timeball.model.errors import InvalidMessage, InvalidName, TimeballError
+from timeball.model.errors import AlreadyPending, InvalidMessage, InvalidName, TimeballError
+from timeball.model.send_options import OnPending
 from timeball.model.values import decode_properties, shown
 
 JSON, NDJSON = (("content-type", "application/json"),), (("content-type", "application/x-ndjson"),)
@@ -63,6 +64,10 @@ class Problem(msgspec.Struct):
 
     code: str
     detail: str = ""
+    # Of the pending message of an AlreadyPending.
+    id: str = ""
+    seq: int = 0
+    due_ms: int = 0
 
 
 _PROBLEM = msgspec.json.Decoder(Problem)
@@ -76,6 +81,8 @@ def error_of(reply: Reply, endpoint: str) -> TimeballError:
         text = f"{endpoint} answered with status {reply.status}, and not as a broker would"
         # Perhaps a proxy or a broken broker, which may have carried out the call.
         return Lost(text) if reply.status >= 500 else TimeballError(text)
+    if problem.code == AlreadyPending.code:
+        return AlreadyPending(problem.detail, id=problem.id, seq=problem.seq, due_ms=problem.due_ms)
     return refusal(problem.code, problem.detail)
 
 
@@ -94,13 +101,16 @@ def decoded(decode: Callable[[bytes], T], data: bytes, endpoint: str, *, is_read
 class SentRows(NamedTuple):
     """A decoded answer to a send. `past_rows` and `past_ms` are those of SendSummary.
 
-    `due_ms` is the due time of the first message, which the broker counts from when it read the request.
+    `due_ms` is the due time of the first message, which the broker counts from when it read the request. `id` is its
+    id, and `replaced` the message that it has replaced.
     """
 
     ack: SendAck
     past_rows: int
     past_ms: int
     due_ms: int | None
+    id: str
+    replaced: http_api.Replaced | None
 
 
 _SENT, _SENT_MANY = msgspec.json.Decoder(http_api.Sent), msgspec.json.Decoder(http_api.SentMany)
@@ -149,6 +159,7 @@ def _to_json(message: Outgoing, as_text: bool) -> http_api.Message:
         at=message.local[0] if message.local else UNSET if message.due_ms is None else message.due_ms,
         after=UNSET if message.delay_ms is None else f"{message.delay_ms}ms",
         zone=message.local[1] if message.local else UNSET,
+        **message.options,
     )  # fmt: skip
 
 
@@ -166,7 +177,7 @@ def decode_sent(data: bytes, rows: int) -> SentRows:
         states = [SentState(message.state or "", message.due_ms) for message in messages]
     past = [message.past_ms for message in messages if message.past_ms]
     ack = SendAck(first.seq, len(messages), store_ms, first.outcome or "created", states)
-    return SentRows(ack, len(past), max(past, default=0), first.due_ms)
+    return SentRows(ack, len(past), max(past, default=0), first.due_ms, first.id, first.replaced)
 
 
 # ---- received messages ----------------------------------------------------------------------------------------
@@ -375,9 +386,10 @@ def list_topics() -> Operation[dict[str, int]]:
     return _read(path("topics"), decode)
 
 
-def create_topic(topic: str, queues: int) -> Operation[dict[str, Any]]:
-    """Create a topic, or add queues to one that has fewer."""
-    request = Request("PUT", path("topics", topic), encode(http_api.TopicMade(queues)), JSON)
+def create_topic(topic: str, queues: int, on_pending: OnPending | None = None) -> Operation[dict[str, Any]]:
+    """Create a topic, or add queues to one that has fewer. `on_pending`: see http_api.TopicMade."""
+    body = encode(http_api.TopicMade(queues, on_pending))
+    request = Request("PUT", path("topics", topic), body, JSON)
     return Operation(request, msgspec.json.decode)
 
 

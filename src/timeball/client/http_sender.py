@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import SentRows, decode_sent, send_request
 from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, SendSummary, receipt
 from timeball.client.rows import Outgoing, outgoing_row
 from timeball.client.tracing import current_context
 from timeball.model import limits
+from timeball.model.answers import UniqueMessage
 from timeball.model.errors import InvalidMessage, TimeballError
 
 ROWS_MAX = 10_000  # of one request
@@ -32,7 +35,13 @@ class HttpSender:
     def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
         """Send a message. It is on the broker's disk on return. Raises the broker's refusal, or Unavailable."""
         sent = self._send([message], SendKeys(if_settled, is_used=retry))
-        return receipt(message.id, sent.ack, sent.due_ms, sent.past_ms)
+        # The id in the answer, because the broker may have kept another message with the same unique key.
+        made = receipt(sent.id, sent.ack, sent.due_ms, sent.past_ms)
+        if sent.replaced is None:
+            return made
+        return msgspec.structs.replace(
+            made, replaced=UniqueMessage(sent.replaced.id, sent.replaced.seq, sent.replaced.due_ms)
+        )
 
     def send_many(
         self,

@@ -9,7 +9,7 @@ import msgspec
 
 from timeball.client.attempts import NotNow
 from timeball.client.identifiers import IDENTIFIERS
-from timeball.model.answers import EXISTS, SendAck, SentState
+from timeball.model.answers import EXISTS, SendAck, SentState, UniqueMessage
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.wire import SendKey
 
@@ -24,9 +24,12 @@ class Receipt(msgspec.Struct, frozen=True):
     """The receipt of a message, which is on the broker's disk.
 
     `outcome` is "created" for a message of this send, and "exists" for a message that was sent before under the
-    same message id. `state` is the current state of the message (answers.SentState). `due_ms` is its current due time,
-    or None if the message was not scheduled. `past_ms` is the time by which the due time had passed when the broker
-    accepted the message, in milliseconds, or 0. The broker delivers a message with a past due time at once.
+    same message id. With a unique key it is also "replaced", where `replaced` is the message that is no longer pending,
+    or "kept": the receipt is that of the pending message.
+
+    `state` is the current state of the message (answers.SentState). `due_ms` is its current due time, or None if the
+    message was not scheduled. `past_ms` is the time by which the due time had passed when the broker accepted the
+    message, in milliseconds, or 0. The broker delivers a message with a past due time at once.
     """
 
     id: str
@@ -36,6 +39,7 @@ class Receipt(msgspec.Struct, frozen=True):
     outcome: str = "created"
     state: str = "waiting"
     past_ms: int = 0
+    replaced: UniqueMessage | None = None
 
 
 def receipt(message_id: str, ack: SendAck, due_ms: int | None, past_ms: int) -> Receipt:

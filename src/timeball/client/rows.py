@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from timeball.client.identifiers import IDENTIFIERS
@@ -25,6 +26,7 @@ class Outgoing(NamedTuple):
     """One message to send. `keys` and `properties` are in their stored form. At most one of the times is set.
 
     `local` is a local time and its zone. The broker converts them, by its own rules of the zone.
+    `options` are fields of http_api.Message that most messages do not have.
     """
 
     topic: str
@@ -36,6 +38,7 @@ class Outgoing(NamedTuple):
     delay_ms: int | None
     due_ms: int | None
     local: tuple[str, str] | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def outgoing(
@@ -48,8 +51,12 @@ def outgoing(
     after: After | None,
     at: At | None,
     zone: str | None = None,
+    **options: Any,
 ) -> Outgoing:
-    """Check the arguments of a send, and make an id if there is none. Raises InvalidMessage and InvalidDelay."""
+    """Check the arguments of a send, and make an id if there is none. Raises InvalidMessage and InvalidDelay.
+
+    Options that are None are left out.
+    """
     local = None if zone is None else _local_time(after, at, zone)
     delay_ms, due_ms = when(after, at) if local is None else (None, None)
     return Outgoing(
@@ -62,6 +69,7 @@ def outgoing(
         delay_ms,
         due_ms,
         local,
+        {name: value for name, value in options.items() if value is not None},
     )
 
 

@@ -51,6 +51,7 @@ from timeball.model.answers import (
     Verdict,
 )
 from timeball.model.errors import InvalidDelay, NotFound, RequestError
+from timeball.model.send_options import OnPending
 from timeball.model.time_parsing import After, At, when
 from timeball.model.values import Keys
 
@@ -158,6 +159,8 @@ class Timeball(Reader):
         message_id: str | None = None,
         retry: bool = False,
         if_settled: IfSettled = "keep",
+        unique_key: str | None = None,
+        on_pending: OnPending | None = None,
     ) -> Receipt:
         """Send one message. It becomes visible at once, after a delay, or at a due time.
 
@@ -184,6 +187,10 @@ class Timeball(Reader):
             retry: Send the message again when the answer is lost. The broker accepts it once.
             if_settled: With "send" and `retry=True`, send the message again if the earlier one is settled, that is,
                 released or cancelled. With "keep", leave it settled.
+            unique_key: At most one message of the topic with this key is pending.
+            on_pending: The rule for a second one: "reject" raises AlreadyPending, "keep" returns the receipt of the
+                pending message, "replace" cancels it and sends this one in one step. The default is that of the topic
+                ("reject").
 
         Returns:
             The receipt, with the id, the sequence number and the due time of the message.
@@ -191,6 +198,7 @@ class Timeball(Reader):
         Raises:
             InvalidMessage: A name, a size or a property is not accepted.
             InvalidDelay: The due time or the delay is not accepted.
+            AlreadyPending: A message with the unique key is pending. The error has its id, number and due time.
             Conflict: With `retry=True`: a send of another message has used this topic and id.
             OverLimit: The broker has reached a limit. Try again later.
             Unavailable: The broker cannot be reached, or the answer was lost. The text states which.
@@ -207,7 +215,19 @@ class Timeball(Reader):
         timeball.model.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
         >>> ball.close()
         """
-        message = outgoing(topic, body, tag, keys, properties, message_id, after, at, zone)
+        message = outgoing(
+            topic,
+            body,
+            tag,
+            keys,
+            properties,
+            message_id,
+            after,
+            at,
+            zone,
+            unique_key=unique_key,
+            on_pending=on_pending,
+        )
         return HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled)
 
     def send_many(
@@ -557,7 +577,7 @@ class Timeball(Reader):
         handles = None if dead_letters is None else [*dead_letters]
         return self._operations.run(http_codec.resolve_dead_letters(group, "delete", handles))
 
-    def create_topic(self, topic: str, queues: int = 8) -> None:
+    def create_topic(self, topic: str, queues: int = 8, *, on_pending: OnPending | None = None) -> None:
         """Create a topic, or add queues to one that has fewer. Durable on return.
 
         Unless the broker is configured otherwise, the first send to a topic creates it too.
@@ -565,11 +585,12 @@ class Timeball(Reader):
         Args:
             topic: The name, 1 to 127 characters.
             queues: The number of queues, from 1 to 1,024.
+            on_pending: The rule for sends with a unique key that name none. Without it, the topic keeps its rule.
 
         Raises:
             InvalidName: The topic may not have this name.
         """
-        self._operations.run(http_codec.create_topic(topic, queues))
+        self._operations.run(http_codec.create_topic(topic, queues, on_pending))
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""

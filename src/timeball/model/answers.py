@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-CREATED, EXISTS = "created", "exists"
+# The outcomes of a send: EXISTS with an idempotency key, the last two with a unique key.
+CREATED, EXISTS, KEPT, REPLACED = "created", "exists", "kept", "replaced"
 
 
 class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -31,6 +32,14 @@ class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_settled(self) -> bool:
         """True if the message is not pending and never will be again."""
         return self.state in ("visible", "cancelled", "expired")
+
+
+class UniqueMessage(msgspec.Struct, frozen=True):
+    """A message that was pending when a send with the same unique key kept or replaced it."""
+
+    id: str
+    seq: int
+    due_ms: int
 
 
 class SendAck(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -5,7 +5,8 @@
     │   ├── InvalidMessage      a name, size or property that no broker accepts
     │   │   └── InvalidName         of a topic or a group
     │   ├── Conflict            an idempotency key that another send has used: choose a new one; or records
-    │   │                       of a source that were sent before: continue from its positions
+    │   │   │                   of a source that were sent before: continue from its positions
+    │   │   └── AlreadyPending      a message with this unique key is pending: keep it or replace it
     │   ├── InvalidDelay        a due time or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be parsed, or is too large
     │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
@@ -68,6 +69,19 @@ class Conflict(RequestError):
     """The idempotency key was used by a send of other messages, or a source is at another position."""
 
     code = "conflict"
+
+
+class AlreadyPending(Conflict):
+    """A message with the unique key of a send is pending, and the send does not replace it.
+
+    `id`, `seq` and `due_ms` are those of the pending message.
+    """
+
+    code = "already_pending"
+
+    def __init__(self, text: str, *, id: str = "", seq: int = 0, due_ms: int = 0) -> None:
+        super().__init__(text)
+        self.id, self.seq, self.due_ms = id, seq, due_ms
 
 
 class InvalidDelay(RequestError):

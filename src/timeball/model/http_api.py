@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from timeball.model.answers import GroupState, QueueRange
+from timeball.model.send_options import OnPending
 from timeball.model.values import CatchUp
 
 At = int | str
@@ -23,6 +24,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     """A message to send: exactly one of body, json and base64, and at most one of at and after.
 
     With `zone`, `at` is a local time without an offset.
+    With `unique_key`, the message is sent alone, and `on_pending` decides if another one with this key is pending.
     """
 
     body: str | None = None
@@ -36,6 +38,17 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     at: At | msgspec.UnsetType = msgspec.UNSET
     after: str | msgspec.UnsetType = msgspec.UNSET
     zone: str | msgspec.UnsetType = msgspec.UNSET
+    unique_key: str | None = None
+    on_pending: OnPending | None = None
+
+
+class Replaced(msgspec.Struct, frozen=True):
+    """The pending message that a send with the same unique key has replaced."""
+
+    id: str
+    seq: int
+    due: str
+    due_ms: int
 
 
 class Sent(msgspec.Struct, omit_defaults=True):
@@ -44,6 +57,9 @@ class Sent(msgspec.Struct, omit_defaults=True):
     With an idempotency key, `outcome` is "created", or "exists" if the message was sent before. For a message that was
     sent before, `state` and `due` are its current state and due time. `past_ms` is the time by which `due` had passed
     when the message was accepted. `store_ms` is the time of acceptance, if this is the whole answer.
+
+    With a unique key, `outcome` is "created", "replaced", or "kept". The kept message was pending before: the answer is
+    its id, number and due time.
     """
 
     id: str
@@ -55,6 +71,7 @@ class Sent(msgspec.Struct, omit_defaults=True):
     state: str | None = None
     past_ms: int = 0
     store_ms: int = 0
+    replaced: Replaced | None = None
 
 
 class SentMany(msgspec.Struct):
@@ -250,10 +267,11 @@ class Topics(msgspec.Struct):
 class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
     """A topic to create. An existing topic keeps its queues or gains some.
 
-    Without `queues`, the broker's setting applies.
+    Without `queues`, the broker's setting applies. `on_pending` is the rule for sends with a unique key that name none.
     """
 
     queues: int | None = None
+    on_pending: OnPending | None = None
 
 
 class TopicQueues(msgspec.Struct):

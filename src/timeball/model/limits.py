@@ -36,6 +36,9 @@ UNIQUE_KEY_BYTES_MAX = 255
 IDEMPOTENCY_KEY_BYTES_MAX = 512  # a topic, a message id, and the separators of a client
 # Keys that the broker remembers: some 400 bytes each in memory, 150 in a snapshot and in a checkpoint.
 IDEMPOTENCY_KEYS_MAX = 100_000
+# Unique keys whose pending message is in memory, some 500 bytes each. Any other key is looked up.
+UNIQUE_KEYS_KNOWN_MAX = 20_000
+UNIQUE_SENDS_WAITING_MAX = 10_000  # for the turn of their key
 # Sources whose positions are in the log, and partitions of a source. Each batch writes all positions of its source.
 SOURCES_MAX = 1_000
 SOURCE_PARTITIONS_MAX = 1_024

@@ -132,6 +132,12 @@ class Metrics:
         ):
             family = CounterMetricFamily(f"timeball_{name}_messages", text, labels=["topic"])
             yield _largest(family, counts[stat], may_see.topic)
+        unique = CounterMetricFamily(
+            "timeball_unique_sends", "Sends with a unique key, by their outcome.", labels=["outcome"]
+        )
+        for outcome, count in broker.unique_sends.counts.items():
+            unique.add_metric([outcome], count)
+        yield unique
         yield CounterMetricFamily(
             "timeball_delivered_messages",
             "Messages that were handed to consumers.",

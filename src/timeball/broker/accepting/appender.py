@@ -48,7 +48,7 @@ from timeball.log.row_encoder import (
 )
 from timeball.log.writer import LogWriter
 from timeball.model.access import ANONYMOUS, Caller
-from timeball.model.answers import SentState
+from timeball.model.answers import SentState, UniqueMessage
 from timeball.model.config import Settings
 from timeball.model.message import (
     LOG_SCHEMA,
@@ -90,17 +90,22 @@ class Appended(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The result of a repeated send: its outcome (as in answers.SendAck), and the current states of its messages."""
+    """The outcome of a send with an idempotency key or a unique key (as in answers.SendAck).
+
+    `states` are the current states of the messages of a repeated send. `pending` is the message that a send with a
+    unique key has kept or replaced.
+    """
 
     outcome: str
     states: list[SentState]
+    pending: UniqueMessage | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True):
     """A batch that is in the log. Its rows have the numbers first_seq, first_seq + 1, and so on.
 
-    Visible rows have their queue and offset. For a repeated send, `sent` is set and `written` is empty, because the
-    first send has written the rows.
+    Visible rows have their queue and offset. `sent` is set for a repeated send, whose `written` is empty because the
+    first send has written the rows, and for a send with a unique key.
     """
 
     first_seq: int

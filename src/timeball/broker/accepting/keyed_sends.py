@@ -28,11 +28,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from timeball.broker.accepting.appender import Accepted, Appender, Sent
+from timeball.broker.accepting.appender import Accepted, Appender, MakeChange, Sent
 from timeball.broker.accepting.ingress import (
     BATCH_ROWS_MAX,
     Batcher,
@@ -56,11 +56,12 @@ from timeball.broker.registry.meta import Change
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model.access import Caller, Verb
-from timeball.model.answers import CREATED, EXISTS, SentState
+from timeball.model.answers import CREATED, EXISTS, KEPT, SentState
 from timeball.model.config import Settings
-from timeball.model.errors import Conflict, InvalidMessage, OverLimit, Unavailable
+from timeball.model.errors import Conflict, InvalidMessage, TimeballError, Unavailable
 from timeball.model.message import build_rows, codes_of
 from timeball.model.rules import check_idempotency_key
+from timeball.model.send_options import UniqueKey
 from timeball.model.wire import SourceStep
 from timeball.schedule.outcomes import Outcomes
 
@@ -70,6 +71,21 @@ _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
 # Finds the states of scheduled messages by their numbers, in the same order (revoking/find_message.py).
 FindStates = Callable[[Sequence[int]], Awaitable[list[SentState]]]
+
+
+class PutUnique(Protocol):
+    """Puts a send with a unique key (`UniqueSends.put` in revoking/unique_sends.py)."""
+
+    def __call__(
+        self,
+        piece: Piece,
+        unique: UniqueKey,
+        caller: Caller,
+        *,
+        change: MakeChange,
+        on_answer: Callable[[Accepted], None],
+        on_refusal: Callable[[BaseException], None],
+    ) -> None: ...
 
 
 class _FirstSend(msgspec.Struct):
@@ -88,6 +104,7 @@ class KeyedSends:
         appender: Appender,
         policy: Policy,
         find_states: FindStates,
+        put_unique: PutUnique,
         *,
         settings: Settings,
         clock: SchedulerClock,
@@ -99,23 +116,32 @@ class KeyedSends:
         self._policy, self._send = policy, traced(appender.send_with, traces)
         self._settings, self._clock, self._log = settings, clock, log
         self._idempotency_keys, self._outcomes = idempotency_keys, outcomes
-        self._find_states = find_states
+        self._find_states, self._put_unique = find_states, put_unique
         self._under_way: dict[str, _FirstSend] = {}
         self._answer_tasks: set[asyncio.Task[None]] = set()
         self._batcher: Batcher[_FirstSend] = Batcher(self._begin, self._answer, self._refuse)
 
-    def put(self, piece: Piece, key: str, attempt: str = "", *, anew: bool = False) -> None:
+    def put(
+        self,
+        piece: Piece,
+        key: str,
+        attempt: str = "",
+        *,
+        anew: bool = False,
+        unique: UniqueKey | None = None,
+    ) -> None:
         """Add a piece of SEND_COLUMNS. Its edge receives the outcome later.
 
         With `anew`, the piece is appended although an earlier send used the key, if no message of that send is pending.
-        Raises InvalidMessage, Conflict, OverLimit.
+        Its first send obeys the rules of `unique`. Raises InvalidMessage, Forbidden, Conflict, OverLimit.
         """
         check_idempotency_key(key, attempt, anew=anew)
         if piece.count > BATCH_ROWS_MAX:
             raise InvalidMessage(
                 f"{piece.count} messages under one idempotency key; at most {BATCH_ROWS_MAX}"
             )
-        self._put(piece, key_use(piece.caller.name, key, piece.rows, attempt, anew=anew))
+        use = key_use(piece.caller.name, key, piece.rows, attempt, anew=anew)
+        self._put(piece, use if unique is None else use._replace(unique=unique))
 
     def _put(self, piece: Piece, use: KeyUse) -> None:
         first_send = self._under_way.get(use.name)
@@ -141,10 +167,36 @@ class KeyedSends:
     def _put_first(self, piece: Piece, use: KeyUse) -> None:
         first_send = self._under_way[use.name] = _FirstSend(piece, use)
         try:
-            self._batcher.put(first_send, piece.count, piece.size_bytes, (piece.rows.schema, piece.caller))
-        except OverLimit:
+            if use.unique is None:
+                self._batcher.put(
+                    first_send, piece.count, piece.size_bytes, (piece.rows.schema, piece.caller)
+                )
+            else:
+                # A send with a unique key takes turns with others of this key, so it shares no batch.
+                self._put_unique(
+                    piece, use.unique, piece.caller, change=partial(self._build_key_row, use),
+                    on_answer=partial(self._answer_unique, first_send),
+                    on_refusal=lambda error: self._refuse([first_send], error),
+                )  # fmt: skip
+        except TimeballError:
             del self._under_way[use.name]
             raise
+
+    def _build_key_row(self, use: KeyUse, first_seq: int, store_ms: int) -> Change:
+        return self._idempotency_keys.changed([(use.name, use.sent(first_seq, store_ms))])
+
+    def _answer_unique(self, first_send: _FirstSend, accepted: Accepted) -> None:
+        if accepted.sent is None or accepted.sent.outcome != KEPT:
+            self._answer([first_send], accepted)
+            return
+        # Nothing was written, so the key is not used, and each repetition is a first send.
+        self._take_ended([first_send])
+        answer([first_send.piece], accepted)
+        for piece, use in first_send.repeats:
+            try:
+                self._put(piece, use)
+            except TimeballError as error:
+                refuse([piece], error)
 
     def _find_earlier(self, use: KeyUse) -> KeyedSend | None:
         after_ms = self._clock.now_ms() - self._settings.idempotency_ms

@@ -27,6 +27,7 @@ from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.model import limits
 from timeball.model.errors import Conflict, OverLimit
 from timeball.model.message import SEND_COLUMNS
+from timeball.model.send_options import UniqueKey
 from timeball.model.trace_context import without_context
 from timeball.model.wire import SourceStep
 
@@ -139,6 +140,7 @@ class KeyUse(NamedTuple):
     is_anew: bool = False
     due_ms: int = 0  # the latest due time, 0 if there is none
     delay_ms: int = 0  # the longest delay
+    unique: UniqueKey | None = None  # of the message, if it has one
 
     def sent(self, first_seq: int, store_ms: int) -> KeyedSend:
         """Build the value of the key's row, for messages with the sequence numbers from `first_seq` on."""

@@ -40,19 +40,21 @@ from timeball.model.message import (
     filled,
     stored_sizes,
 )
+from timeball.model.send_options import ON_PENDING_VALUES
 
 logger = logging.getLogger(__name__)
 
 
 READ, WRITE, INHERIT = 4, 2, 1  # the bits of RocketMQ's PermName
 
-# RocketMQ's TopicAttributes, with the values that have a meaning here.
-MESSAGE_TYPE = "message.type"
+# RocketMQ's TopicAttributes, with the values that have a meaning here, and one of Timeball.
+MESSAGE_TYPE, ON_PENDING = "message.type", "timeball.on.pending"
 PRIORITY_TYPE = "PRIORITY"
 ATTRIBUTES: dict[str, frozenset[str]] = {
     MESSAGE_TYPE: frozenset({"UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"}),
     "queue.type": frozenset({"SimpleCQ"}),
     "cleanup.policy": frozenset({"DELETE"}),
+    ON_PENDING: frozenset(ON_PENDING_VALUES),  # of sends with a unique key
 }
 
 
@@ -375,6 +377,13 @@ class Topics:
             topic.configure(config)
             self._append_state(topic)
         return topic
+
+    def set_attribute(self, topic: Topic, name: str, value: str) -> None:
+        """Set one of ATTRIBUTES of a topic."""
+        attributes = {**topic.config.attributes, name: value}
+        if attributes != topic.config.attributes:
+            topic.configure(msgspec.structs.replace(topic.config, attributes=attributes))
+            self._append_state(topic)
 
     def delete(self, name: str, next_seq: int) -> bool:
         """Mark a topic as deleted and hide its messages, the rows before `next_seq`.

@@ -64,7 +64,15 @@ from timeball.model.access import Caller
 from timeball.model.answers import HANDED, Verdict
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage, NotFound, TimeballError
-from timeball.model.message import CANCELLED_BY, Kind, LogRow, build_rows, cancel_row, encode_properties
+from timeball.model.message import (
+    CANCEL_REASON,
+    CANCELLED_BY,
+    Kind,
+    LogRow,
+    build_rows,
+    cancel_row,
+    encode_properties,
+)
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
@@ -205,7 +213,9 @@ class LoneCancels:
                 return []
             if len(lookup.candidates) > SLICE_ROWS:
                 return []
-            return await settle_found(self._look_ups, names, lookup, self._act_for(caller), ends_selected=True)
+            return await settle_found(
+                self._look_ups, names, lookup, self._act_for(caller), ends_selected=True
+            )
 
 
 async def cancel(
@@ -260,7 +270,7 @@ def cancel_pending(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> 
 
 def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[LogRow]:
     """Build the CANCEL rows of these scheduled messages, as values of LOG_SCHEMA."""
-    properties = encode_properties({CANCELLED_BY: by}) if by else None
+    properties = cancel_properties(by)
     return [
         cancel_row(
             topic=c.topic, source_seq=c.number, due_seq=c.seq, due_ms=c.due_ms, store_ms=now_ms, keys=c.keys,
@@ -270,8 +280,10 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
     ]  # fmt: skip
 
 
-def cancel_columns(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> pa.RecordBatch:
-    """Build the rows of `cancel_rows` as columns of LOG_SCHEMA."""
+def cancel_columns(
+    chosen: Sequence[Candidate], now_ms: int, by: str = "", reason: str = ""
+) -> pa.RecordBatch:
+    """Build the rows of `cancel_rows` as columns of LOG_SCHEMA, with the `reason`."""
     due_ms, version = due_version_columns(chosen)
     number = np.array([c.number for c in chosen], dtype=np.int64)
     return build_rows(
@@ -281,13 +293,19 @@ def cancel_columns(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> pa
         store_ms=now_ms,
         source_seq=number,
         version_seq=pa.array(version, mask=version == number),
-        properties=encode_properties({CANCELLED_BY: by}) if by else None,
+        properties=cancel_properties(by, reason),
         due_ms=due_ms,
         **{
             name: [getattr(c, name) for c in chosen]
             for name in ("topic", "keys", "unique_key", "accepted_ms")
         },
     )
+
+
+def cancel_properties(by: str = "", reason: str = "") -> str | None:
+    """Build the properties of a CANCEL row: the account that requests it, and the reason."""
+    properties = {name: value for name, value in ((CANCELLED_BY, by), (CANCEL_REASON, reason)) if value}
+    return encode_properties(properties) if properties else None
 
 
 def list_verdicts(

@@ -19,6 +19,7 @@ from timeball.edges.shared.error_codes import Refused, codes_of, sentence
 from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits, time_parsing
 from timeball.model.errors import (
+    AlreadyPending,
     InvalidDelay,
     InvalidMessage,
     OutOfRange,
@@ -299,4 +300,8 @@ def problem_of(error: BaseException) -> Answer:
     # The log has stopped: the request was correct, and another broker may accept it.
     status = 503 if isinstance(error, StorageError) else codes_of(error).http
     assert status != 401 or isinstance(error, Unauthorized)
-    return problem(status, error.code, sentence(error))
+    members: dict[str, Any] = {}
+    if isinstance(error, AlreadyPending):
+        due = format_time(error.due_ms)
+        members = {"id": error.id, "seq": error.seq, "due": due, "due_ms": error.due_ms}
+    return problem(status, error.code, sentence(error), **members)

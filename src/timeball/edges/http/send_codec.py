@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote
 
 import msgspec
@@ -27,9 +27,9 @@ from timeball.edges.http.codec import JSON, NDJSON, decoding_error, due_and_dela
 from timeball.edges.shared import arrow_ipc
 from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
 from timeball.model import limits
-from timeball.model.answers import SentState
+from timeball.model.answers import KEPT, SentState, UniqueMessage
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.model.http_api import Message, Sent, SentMany
+from timeball.model.http_api import Message, Replaced, Sent, SentMany
 from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow, send_row
 from timeball.model.rules import (
     TIMES,
@@ -41,6 +41,7 @@ from timeball.model.rules import (
     past_due,
     properties_text,
 )
+from timeball.model.send_options import OnPending, UniqueKey, unique_key, with_unique_key
 from timeball.model.time_parsing import LOCAL_TIME, local_due_ms
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -50,7 +51,7 @@ MESSAGES_MAX = 10_000
 SMALL_BATCH_ROWS = 256
 
 HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
-RAW_HEADERS = ("id", "key", "tag", "after", "at", "zone", "raw")
+RAW_HEADERS = ("id", "key", "tag", "after", "at", "zone", "unique-key", "on-pending", "raw")
 _RENAMED_HEADERS = {f"{HEADER}delay": f"{HEADER}after", f"{HEADER}deliver-at": f"{HEADER}at"}
 _TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
 # media types that a page of another site may send without a preflight request (CORS-safelisted by the Fetch standard)
@@ -96,6 +97,7 @@ class DecodedSend(NamedTuple):
     size_bytes: int
     ids_and_times: list[IdAndTime] | None  # None for Arrow, whose answer contains no ids
     is_single: bool = False  # the answer is a single object, and not a list
+    unique: UniqueKey | None = None  # of the only message
 
 
 class IdSource:
@@ -209,6 +211,7 @@ def _message_from_headers(
     """Build a message from its body `data`, and from the headers that correspond to the fields of a JSON message."""
     _check_header_names(headers)
     key, tag = headers.get(f"{HEADER}key"), headers.get(f"{HEADER}tag")
+    unique_key = headers.get(f"{HEADER}unique-key")
     all_properties = {**properties, "content-type": headers.get("content-type", "")}
     return Message(
         base64=data,
@@ -219,6 +222,8 @@ def _message_from_headers(
         at=headers.get(f"{HEADER}at", msgspec.UNSET),
         after=headers.get(f"{HEADER}after", msgspec.UNSET),
         zone=headers.get(f"{HEADER}zone", msgspec.UNSET),
+        unique_key=None if unique_key is None else unquote(unique_key),
+        on_pending=cast(OnPending | None, headers.get(f"{HEADER}on-pending")),  # `_unique_key` checks it
     )
 
 
@@ -229,11 +234,12 @@ def build_answer(
     repeated: tuple[str, list[SentState]] | None = None,
     *,
     durable: bool,
+    pending: UniqueMessage | None = None,
 ) -> Sent | SentMany | SentRows:
     """Build the answer to messages that are in the log from `first_seq` on, stored at `store_ms`.
 
-    `repeated` is only given for a send with an idempotency key: the outcome ("created" or "exists"), and the current
-    states of messages that were sent before.
+    `repeated` is only given for a send with an idempotency key or a unique key: the outcome, and the current states of
+    messages that were sent before. `pending` is the message that a send with a unique key has kept or replaced.
     """
     outcome, states = repeated or (None, ())
     if sending.ids_and_times is None:
@@ -253,10 +259,21 @@ def build_answer(
         answers.append(
             Sent(message_id, first_seq + index, durable, due_text, due_ms, outcome, state, past_ms)
         )
+    if pending is not None:
+        _add_pending(answers[0], pending)
     if sending.is_single:
         answers[0].store_ms = store_ms
         return answers[0]
     return SentMany(answers, store_ms)
+
+
+def _add_pending(sent: Sent, pending: UniqueMessage) -> None:
+    """Add to the answer of a message the one that it has replaced. A kept message is the answer itself."""
+    due = format_time(pending.due_ms)
+    if sent.outcome == KEPT:
+        sent.id, sent.due, sent.due_ms, sent.past_ms = pending.id, due, pending.due_ms, 0
+    else:
+        sent.replaced = Replaced(pending.id, pending.seq, due, pending.due_ms)
 
 
 def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
@@ -279,12 +296,16 @@ def _decoded_send(
     rows: list[tuple[bytes, str | None, str | None, str | None]] = []
     send_rows: list[SendRow] = []
     ids_and_times, size_bytes = list[IdAndTime](), 0
+    unique: UniqueKey | None = None
     for index, message in enumerate(messages):
         body, identity = _body(index, message), _id_and_time(index, message, ids)
         properties = properties_text(_properties(message))
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _keys(index, message) if message.key is not None or message.keys else None
+        if message.unique_key is not None or message.on_pending is not None:
+            unique = _unique_key(message, len(messages))
+            keys = with_unique_key(keys, unique)
         if now_ms is None or len(messages) > SMALL_BATCH_ROWS:
             rows.append((body, tag, keys, properties))
         else:
@@ -299,7 +320,7 @@ def _decoded_send(
         ids_and_times.append(identity)
     columns = _to_columns(topic, rows, ids_and_times) if rows else None
     return DecodedSend(
-        send_rows if columns is None else columns, len(messages), size_bytes, ids_and_times, is_single
+        send_rows if columns is None else columns, len(messages), size_bytes, ids_and_times, is_single, unique
     )
 
 
@@ -357,6 +378,15 @@ def _keys(index: int, message: Message) -> str | None:
     if message.key is not None and message.keys:
         raise InvalidMessage(f"message {index}: key and keys; give one of them")
     return check_key(message.key) if message.key is not None else keys_text(message.keys)
+
+
+def _unique_key(message: Message, count: int) -> UniqueKey:
+    """Check the unique key of a message, which is one of `count` in its request."""
+    if message.unique_key is None:
+        raise InvalidMessage("on_pending without unique_key: give both")
+    if count > 1:
+        raise InvalidMessage(f"{count} messages in a request, and one has a unique key: send it alone")
+    return unique_key(message.unique_key, message.on_pending)
 
 
 def _body(index: int, message: Message) -> bytes:

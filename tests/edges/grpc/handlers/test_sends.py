@@ -366,3 +366,32 @@ def test_acknowledged_messages_are_there_after_a_restart(tmp_path: Path) -> None
         ids = [sent(wire, message())[0].message_id for _ in range(5)]
     with running_node(tmp_path / "data") as node:
         assert {row["unique_key"] for row in rows(node)} == set(ids)
+
+
+# ---- unique keys ---------------------------------------------------------------------------------------------------
+
+
+def keyed(node: RunningNode, on_pending: str = "", **more: Any) -> d.Message:
+    properties = {
+        "TIMEBALL_UNIQUE_KEY": "order-17",
+        **({"TIMEBALL_ON_PENDING": on_pending} if on_pending else {}),
+    }
+    return message(due_ms=node.broker.clock.now_ms() + 3_600_000, properties=properties, **more)
+
+
+def test_a_unique_key_is_a_user_property(node: RunningNode, wire: Wire) -> None:
+    [first] = sent(wire, keyed(node))
+    code, text = refused(wire, keyed(node))
+    assert code == Code.BAD_REQUEST and "is pending" in text
+    [kept] = sent(wire, keyed(node, "keep"))
+    assert (kept.message_id, kept.recall_handle) == (first.message_id, first.recall_handle)
+    [new] = sent(wire, keyed(node, "replace"))
+    with node.client() as ball:
+        states = [ball.get(entry.message_id).state for entry in (first, new)]
+    assert states == ["cancelled", "waiting"] and new.message_id != first.message_id
+
+
+def test_a_unique_key_is_of_a_single_message_outside_of_transactions(node: RunningNode, wire: Wire) -> None:
+    assert "sent alone" in refused(wire, keyed(node), keyed(node))[1]
+    half = message(message_type=Type.TRANSACTION, properties={"TIMEBALL_UNIQUE_KEY": "a"})
+    assert "transaction" in refused(wire, half)[1]

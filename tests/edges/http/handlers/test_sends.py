@@ -311,3 +311,60 @@ def test_a_long_answer_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
         answer, most = asyncio.run(turns.most(settled_answer(verdicts)))
         assert answer.value == encode(http_api.SettledMany(answers_codec.show_verdicts(verdicts)))
         assert most <= SLICE_ROWS and answer.size_bytes == len(answer.value)
+
+
+# ---- unique keys -----------------------------------------------------------------------------------------------
+
+
+def test_each_rule_of_a_unique_key_has_its_answer(client: Client) -> None:
+    message = {"body": "x", "after": "1h", "unique_key": "order-17"}
+    first = client.send("unique", message)
+    assert (first.status, first.value["outcome"]) == (201, "created")
+    rejected = client.send("unique", message)
+    assert rejected.status == 409
+    found = {name: first.value[name] for name in ("id", "seq", "due", "due_ms")}
+    assert rejected.value == rejected.value | {"code": "already_pending", **found}
+    kept = client.send("unique", message | {"on_pending": "keep"})
+    assert (kept.status, kept.value["outcome"]) == (200, "kept") and kept.value == kept.value | found
+    replaced = client.send("unique", message | {"on_pending": "replace"})
+    assert (replaced.status, replaced.value["outcome"], replaced.value["replaced"]) == (
+        201,
+        "replaced",
+        found,
+    )
+    assert replaced.value["id"] != first.value["id"]
+    shown = client.ask("GET", f"/v1/messages/{first.value['id']}").value["messages"][0]
+    assert (shown["state"], shown["reason"]) == ("cancelled", "replaced")
+    cancelled = client.ask("POST", "/v1/cancel", {"keys": ["unique:order-17"]}).value["verdicts"]
+    assert [verdict["verdict"] for verdict in cancelled] == ["cancelled", "already_cancelled"]
+
+
+def test_a_unique_key_may_come_in_headers_and_under_an_idempotency_key(client: Client) -> None:
+    raw = {"timeball_unique_key": "order%2017", "timeball_after": "1h"}
+    assert client.send("raw", b"x", **raw).status == 400  # it has a blank
+    raw["timeball_unique_key"] = "order-17"
+    assert client.send("raw", b"x", **raw).value["outcome"] == "created"
+    raw |= {"timeball_on_pending": "replace", "idempotency_key": "unique-k"}
+    first, again = client.send("raw", b"x", **raw), client.send("raw", b"x", **raw)
+    assert (first.value["outcome"], again.value["outcome"]) == ("replaced", "exists")
+    assert first.value["seq"] == again.value["seq"]
+
+
+def test_a_topic_has_a_rule_for_unique_keys(client: Client) -> None:
+    assert client.ask("PUT", "/v1/topics/ruled", {"queues": 2, "on_pending": "keep"}).status == 200
+    message = {"body": "x", "after": "1h", "unique_key": "a"}
+    assert [client.send("ruled", message).value["outcome"] for _ in range(2)] == ["created", "kept"]
+    assert client.ask("PUT", "/v1/topics/ruled", {"on_pending": "drop"}).status == 400
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        {"body": "x", "on_pending": "keep"},
+        {"body": "x", "unique_key": "a", "on_pending": "drop"},
+        {"body": "x", "unique_key": "a b"},
+        [{"body": "x", "unique_key": "a"}, {"body": "y"}],
+    ],
+)
+def test_a_bad_unique_key_is_a_400(client: Client, messages: Any) -> None:
+    assert client.send("unique-bad", messages).status == 400

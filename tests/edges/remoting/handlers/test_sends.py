@@ -284,3 +284,55 @@ def test_a_lite_topic_is_refused(node: RunningNode, wire: Wire) -> None:
     body = encode_batch([BatchRecord(0, b"a", encode_properties(lite))])
     assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1)).code == ResponseCode.MESSAGE_ILLEGAL
     assert rows(node) == []
+
+
+# ---- unique keys ---------------------------------------------------------------------------------------------------
+
+KEYED = {"TIMER_DELAY_SEC": "3600", "TIMEBALL_UNIQUE_KEY": "order-17"}
+
+
+def test_a_unique_key_is_a_property(node: RunningNode, wire: Wire) -> None:
+    first = sent(wire, properties={**KEYED, "UNIQ_KEY": "FIRST", "KEYS": "k1"})
+    rejected = sent(wire, properties={**KEYED, "UNIQ_KEY": "SECOND"})
+    assert (
+        rejected.code == ResponseCode.MESSAGE_ILLEGAL
+        and "'FIRST' with the unique key 'order-17'" in rejected.remark
+    )
+    kept = sent(wire, properties={**KEYED, "UNIQ_KEY": "SECOND", "TIMEBALL_ON_PENDING": "keep"})
+    for name in ("transactionId", "msgId", "recallHandle"):
+        assert kept.ext[name] == first.ext[name], name
+    replaced = sent(wire, properties={**KEYED, "UNIQ_KEY": "THIRD", "TIMEBALL_ON_PENDING": "replace"})
+    assert replaced.code == 0 and replaced.ext["transactionId"] == "THIRD"
+    with node.client() as ball:
+        assert [ball.get(name).state for name in ("FIRST", "THIRD")] == ["cancelled", "waiting"]
+        assert ball.cancel(key="unique:order-17")[0].verdict == "cancelled"
+        assert ball.cancel(key="k1")[0].verdict == "already_cancelled"
+
+
+def test_a_retry_of_a_message_with_a_unique_key_is_an_ordinary_send(node: RunningNode, wire: Wire) -> None:
+    sent(wire, properties=KEYED)
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, b'{"groupName":"readers"}')
+    again = {"UNIQ_KEY": "AGAIN", "TIMEBALL_UNIQUE_KEY": "order-17", "RETRY_TOPIC": "orders"}
+    assert sent(wire, topic="%RETRY%readers", j=1, properties=again).code == 0
+    assert node.broker.unique_sends.counts["created"] == 1
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"TIMEBALL_UNIQUE_KEY": "two words"},
+        {"TIMEBALL_UNIQUE_KEY": "x" * 249},
+        {"TIMEBALL_UNIQUE_KEY": "a", "TIMEBALL_ON_PENDING": "drop"},
+        {"TIMEBALL_ON_PENDING": "keep"},
+    ],
+)
+def test_a_bad_unique_key_is_refused(wire: Wire, properties: dict[str, str]) -> None:
+    assert sent(wire, properties=properties).code == ResponseCode.MESSAGE_ILLEGAL
+
+
+def test_half_messages_and_batches_have_no_unique_keys(wire: Wire) -> None:
+    half = sent(wire, f=4, properties={**KEYED, "PGROUP": "producers", "TRAN_MSG": "true"})
+    assert half.code == ResponseCode.MESSAGE_ILLEGAL and "transaction" in half.remark
+    record = BatchRecord(0, b"x", encode_properties({"UNIQ_KEY": "A", **KEYED}))
+    refused = sent(wire, encode_batch([record]), code=BATCH, m=True)
+    assert refused.code == ResponseCode.MESSAGE_ILLEGAL and "one by one" in refused.remark

@@ -54,6 +54,7 @@ from timeball.edges.grpc.codec.messages_out import (
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
 from timeball.model.message import PRIORITY, SendRow, send_row
+from timeball.model.send_options import UNIQUE_KEY, unique_key, with_unique_key
 
 # ---- from a message to a row ---------------------------------------------------------------------------------
 
@@ -134,6 +135,8 @@ def encode_row(
     message_id = _check_text(system.message_id, ILLEGAL_ID, "message_id", "unique_key")
     tag, keys = _check_tag(system.tag), _join_keys(system)
     properties, queue_id, due_ms = _encode_user_properties(message, message_type, tag, keys), -1, None
+    if UNIQUE_KEY in message.user_properties:
+        keys = with_unique_key(keys, unique_key(message.user_properties[UNIQUE_KEY]))
     properties.append(f"{UNIQ_KEY}\x01{message_id}\x02")
     if message_type == FIFO:
         group = _check_message_group(system.message_group)

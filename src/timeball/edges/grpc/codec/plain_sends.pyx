@@ -17,6 +17,7 @@ from timeball.edges.grpc.codec.messages_in import (
     TIMESTAMP_SECONDS_MAX, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,
 )
 from timeball.edges.grpc.codec.messages_out import DELIVER_MS, KEYS, RESERVED, TAGS, UNIQ_KEY
+from timeball.model.send_options import ON_PENDING, UNIQUE_KEY
 
 cdef extern from "Python.h":
     object PyBytes_FromStringAndSize(const char* data, Py_ssize_t size)
@@ -44,6 +45,9 @@ cdef Py_ssize_t USER_MAX = USER_PROPERTIES_BYTES_MAX
 cdef Py_ssize_t PROPERTIES_MAX = limits.PROPERTIES_BYTES_MAX
 cdef int COMPRESSED = COMPRESSED_BIT
 cdef bytes _tags = TAGS.encode(), _keys = KEYS.encode(), _id = UNIQ_KEY.encode(), _deliver = DELIVER_MS.encode()
+
+# Property names that the reference refuses, or that make a send no plain one.
+NOT_PLAIN = RESERVED | {UNIQUE_KEY, ON_PENDING}
 
 assert KEYS_MAX <= limits.KEYS_PER_MESSAGE_MAX and BODY_BYTES_MAX <= limits.BODY_BYTES_MAX
 
@@ -291,7 +295,7 @@ cdef object send_of(Fields* fields):
     """Create the PlainSend. Returns None if the property has a reserved name, or if all properties are too large."""
     cdef PlainSend send
     cdef str keys = ""
-    if fields.properties and text_of(fields.name) in RESERVED:
+    if fields.properties and text_of(fields.name) in NOT_PLAIN:
         return None
     send = PlainSend.__new__(PlainSend)
     send.topic = (text_of(fields.space) if fields.space.size else "", text_of(fields.topic) if fields.topic.size else "")

@@ -75,8 +75,10 @@ from timeball.edges.grpc.codec.messages_in import (
 from timeball.edges.grpc.codec.messages_out import messages
 from timeball.edges.shared.error_codes import Refused
 from timeball.model.access import ANONYMOUS, Verb
+from timeball.model.answers import KEPT, UniqueMessage
 from timeball.model.errors import NotFound
 from timeball.model.message import SEND_NAMES, SendRow
+from timeball.model.send_options import ON_PENDING, UNIQUE_KEY, UniqueKey, unique_key_in
 
 # ---- SendMessage and RecallMessage ---------------------------------------------------------------------------
 
@@ -131,7 +133,9 @@ class Sends:
 
     def _send(self, call: Call, request: Any, reply: Reply) -> None:
         """Check a send and pass it to the broker. The reply gets the offsets when the messages are durable."""
+        unique = None
         if isinstance(request, SendMessageRequest):
+            unique = _unique_key(request.messages)
             destination, rows, is_transaction = self._convert(call, request.messages)
             size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
         else:
@@ -140,8 +144,12 @@ class Sends:
         if destination.topic is None:
             # The topic is created here with the rights of this caller. The batch may have sends of other callers.
             self._context.broker.policy.admit([destination.name], call.caller)
+        piece = _Piece(self, rows, len(rows), size_bytes, 0, None, destination, is_transaction, reply)
+        if unique is not None:
+            self._broker.unique_sends.put(piece, unique, call.caller)
+            return
         ingress = self._broker.halves if is_transaction else self._broker.sends
-        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, destination, is_transaction, reply))
+        ingress.put(piece)
 
     def _convert(self, call: Call, messages: Sequence[Message]) -> tuple[Destination, list[SendRow], bool]:
         """Check and convert the messages of a call.
@@ -197,6 +205,8 @@ class Sends:
         """Answer each call with the offsets of its messages. The messages are durable."""
         _, offsets = accepted.places()
         for piece in pieces:
+            if accepted.sent is not None and accepted.sent.outcome == KEPT:
+                piece.rows = [_row_of_pending(piece.rows[0], accepted.sent.pending)]
             first, first_seq = piece.first_row, accepted.first_seq + piece.first_row
             entries = [
                 self._encode_entry(piece, row, first_seq + n, offsets[first + n])
@@ -261,6 +271,27 @@ class Sends:
                 piece.destination.name, self._context.settings.broker_name, due_ms, message_id
             )
         return encode_entry(message_id, transaction, offset or 0, recall_handle)
+
+
+def _unique_key(messages: Sequence[Message]) -> UniqueKey | None:
+    """Read the unique key of the only message of a call. Raises Refused."""
+    for message in messages:
+        if UNIQUE_KEY in message.user_properties or ON_PENDING in message.user_properties:
+            if len(messages) > 1:
+                raise Refused(Code.BAD_REQUEST, "a message with a unique key is sent alone, in its own call")
+            if message.system_properties.message_type == MessageType.TRANSACTION:
+                raise Refused(Code.BAD_REQUEST, f"property {UNIQUE_KEY}: not for messages of a transaction")
+            return unique_key_in(message.user_properties)
+    return None
+
+
+def _row_of_pending(row: SendRow, pending: UniqueMessage | None) -> SendRow:
+    """Replace the id and the due time in the row of a send whose pending message was kept."""
+    if pending is None:
+        return row
+    values = list(row)
+    values[_UNIQUE_KEY], values[_DUE_MS] = pending.id, pending.due_ms
+    return tuple(values)
 
 
 def accepted_types(topic: Topic | None) -> list[MessageType]:

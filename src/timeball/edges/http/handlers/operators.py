@@ -93,7 +93,7 @@ class Operators:
         request: http_api.TopicMade = await read_request(
             call, http_api.TopicMade, self._broker.policy, Verb.ADMIN
         )
-        await self._broker.create_topic(call.path["topic"], request.queues, call.caller)
+        await self._broker.create_topic(call.path["topic"], request.queues, call.caller, request.on_pending)
         queues = self._broker.queues(call.path["topic"], call.caller)
         return Answer(200, TopicSize(call.path["topic"], len(queues)))
 

@@ -23,7 +23,7 @@ from timeball.edges.shared.error_codes import Refused
 from timeball.io.threads import in_slices
 from timeball.model import http_api, limits
 from timeball.model.access import Verb
-from timeball.model.answers import CREATED, EXISTS, UNAVAILABLE, Verdict
+from timeball.model.answers import CREATED, EXISTS, KEPT, UNAVAILABLE, Verdict
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.trace_context import context_from_headers, with_contexts
 from timeball.model.values import size_bytes
@@ -159,10 +159,14 @@ class Sends:
             self, decoded.rows, decoded.row_count, decoded.size_bytes, 0, caller, decoded, send.key is not None,
             respond,
         )  # fmt: skip
-        if send.key is None:
-            self._broker.sends.put(piece)
+        if send.key is not None:
+            self._broker.keyed_sends.put(
+                piece, send.key, send.attempt, anew=send.sends_anew, unique=decoded.unique
+            )
+        elif decoded.unique is not None:
+            self._broker.unique_sends.put(piece, decoded.unique, call.caller)
         else:
-            self._broker.keyed_sends.put(piece, send.key, send.attempt, anew=send.sends_anew)
+            self._broker.sends.put(piece)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Complete the requests with the positions of their messages (see Edge in broker/accepting/ingress.py)."""
@@ -171,11 +175,12 @@ class Sends:
             if piece.has_key and repeated is None:
                 repeated = Sent(CREATED, [])
             answer = send_codec.build_answer(
-                decoded, accepted.first_seq + piece.first_row, accepted.store_ms, repeated,
-                durable=self._is_durable,
+                decoded, accepted.first_seq + piece.first_row, accepted.store_ms,
+                None if repeated is None else (repeated.outcome, repeated.states),
+                durable=self._is_durable, pending=None if repeated is None else repeated.pending,
             )  # fmt: skip
             answer_rows = 1 if decoded.ids_and_times is None else decoded.row_count
-            status = 200 if repeated and repeated.outcome == EXISTS else 201
+            status = 200 if repeated and repeated.outcome in (EXISTS, KEPT) else 201
             piece.respond(Answer(status, answer, size_bytes=200 * answer_rows))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:

@@ -11,7 +11,7 @@ from timeball.edges.remoting.codec.c_text cimport (
     Buffer, Text, is_ascii, more, read32, read_bare, read_number, read_plain, read_text, same,
 )
 
-from timeball.model import message, rules
+from timeball.model import message, rules, send_options
 from timeball.edges.remoting.codec import delays
 from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.edges.remoting.codec.sends import LONG_NAMES, SHORT_NAMES
@@ -38,6 +38,8 @@ cdef dict _units_ms = {
 }
 cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_NAMES.items(), key=lambda pair: pair[1])]
 cdef bytes _priority = message.PRIORITY.encode(), _lite_topic = message.LITE_TOPIC.encode()
+cdef bytes _unique_key = send_options.UNIQUE_KEY.encode(), _on_pending = send_options.ON_PENDING.encode()
+cdef Text UNIQUE_KEY = Text(_unique_key, len(_unique_key)), ON_PENDING = Text(_on_pending, len(_on_pending))
 cdef Text PRIORITY = Text(_priority, len(_priority)), LITE_TOPIC = Text(_lite_topic, len(_lite_topic))
 cdef Text DELAYS[NAMES_MAX]
 cdef int64_t UNITS_MS[NAMES_MAX]  # unit of a delay's number in ms. 0: left to `delays.plan`
@@ -263,6 +265,8 @@ cdef bint read_properties(Row* row, Buffer* text) except -1:
             elif same(name, b"REPLY_TO_CLIENT", 15) or same(name, PRIORITY.at, PRIORITY.size):
                 return False
             elif same(name, LITE_TOPIC.at, LITE_TOPIC.size):
+                return False
+            elif same(name, UNIQUE_KEY.at, UNIQUE_KEY.size) or same(name, ON_PENDING.at, ON_PENDING.size):
                 return False
             else:
                 for delay in range(DELAY_NAMES):

@@ -64,6 +64,7 @@ from timeball.edges.shared.error_codes import Refused, sentence
 from timeball.log.row_encoder import EncodedRows
 from timeball.model import limits, rules
 from timeball.model.access import Caller, Verb
+from timeball.model.answers import KEPT, UniqueMessage
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, TimeballError
 from timeball.model.message import (
     LITE_TOPIC,
@@ -76,6 +77,8 @@ from timeball.model.message import (
     decode_properties,
     encode_properties,
 )
+from timeball.model.send_options import ON_PENDING, unique_key_in, with_unique_key
+from timeball.model.send_options import UNIQUE_KEY as UNIQUE_KEY_PROPERTY
 
 # ---- send requests and recalls -------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTIO
 
 
 INT32_DIGITS = 10
+_SPECIAL_NAMES = delays.NAMES | {UNIQUE_KEY_PROPERTY, ON_PENDING}
 # The priority of a message with one of these properties is ignored, because the message is of another type.
 _NO_PRIORITY = frozenset(
     {"TRAN_MSG", "__SHARDINGKEY", delays.LEVEL, delays.TIMER_SECONDS, delays.TIMER_MS, delays.TIMER_INSTANT}
@@ -118,7 +122,10 @@ class Sends:
             if size_bytes >= LARGE_BYTES:
                 ticket.counted_bytes = connection.flow.count_request(size_bytes)
             try:
-                ingress.put(ticket)
+                if ticket.unique is None:
+                    ingress.put(ticket)
+                else:
+                    self._broker.unique_sends.put(ticket, ticket.unique, connection.caller)
             except TimeballError:
                 _release_memory([ticket])
                 raise
@@ -149,6 +156,8 @@ class Sends:
         )
         if ingress is self._broker.halves:
             ticket.due_ms = None  # the delay begins with the commit, so the answer has no recall handle
+            if ticket.unique is not None:
+                raise InvalidMessage(f"property {UNIQUE_KEY_PROPERTY}: not for messages of a transaction")
         return ingress, ticket
 
     def _queue_by_priority(self, fields: SendFields, queue_id: int) -> int:
@@ -276,6 +285,8 @@ class Sends:
     def answer(self, pieces: list[Ticket | RunTicket], accepted: Accepted) -> None:
         """Answer the sends of a commit, with one write per connection."""
         _release_memory(pieces)
+        if accepted.sent is not None and accepted.sent.outcome == KEPT:
+            _answer_with_pending(pieces, accepted.sent.pending)
         queue_ids, row_offsets = accepted.places()
         offsets = [offset or 0 for offset in row_offsets]  # a scheduled message has no offset yet
         answers: dict[Connection, list[bytes]] = {}
@@ -320,6 +331,13 @@ class Sends:
 
     def _recall_handle(self, topic: str, due_ms: int, unique_key: str) -> str:
         return encode_handle(topic, self._broker_name, due_ms, unique_key)
+
+
+def _answer_with_pending(pieces: list[Ticket | RunTicket], pending: UniqueMessage | None) -> None:
+    """Replace the id and the due time in the answer to a send whose pending message was kept."""
+    for ticket in pieces:
+        if isinstance(ticket, Ticket) and pending is not None:
+            ticket.unique_key, ticket.due_ms = pending.id, pending.due_ms
 
 
 def _no_such_queue(topic: str, queue_id: int, queue_count: int) -> Refused:
@@ -380,6 +398,7 @@ class Ticket(Piece, gc=False):
     unique_key: str
     due_ms: int | None
     counted_bytes: int = 0  # of a large body, counted by the connection's Flow until the answer
+    unique: Any = None  # UniqueKey of a single message, or None
 
     def requests(self) -> list[tuple[int, int]]:
         """Return opaque and serialisation of the request. Empty for a one-way request."""
@@ -465,7 +484,7 @@ class SendRows:
         now_ms: int,
     ) -> Ticket:
         """Create the ticket of one send, which `edge` will answer. Raises InvalidMessage or InvalidDelay."""
-        fields = header.fields
+        fields, unique = header.fields, None
         if header.code == BATCH or fields.batch:
             rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
             due_ms = None
@@ -473,11 +492,13 @@ class SendRows:
             properties = fields.properties or ""
             row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
             rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
+            if UNIQUE_KEY_PROPERTY in properties and not fields.topic.startswith(RETRY_PREFIX):
+                unique = unique_key_in(decode_properties(properties))
         # In characters instead of bytes, which is close enough here. The properties of a batch are in its body.
         size_bytes = len(body) + len(fields.properties or "") + OVERHEAD_BYTES * len(rows)
         return Ticket(
             edge, rows, len(rows), size_bytes, 0, None, origin, header.opaque, serialisation,
-            header.flag & ONE_WAY != 0, fields.topic, queue_id, unique_key, due_ms,
+            header.flag & ONE_WAY != 0, fields.topic, queue_id, unique_key, due_ms, 0, unique,
         )  # fmt: skip
 
     def _row(
@@ -492,13 +513,17 @@ class SendRows:
         if LITE_TOPIC in parsed:
             raise InvalidMessage(f"{parsed[LITE_TOPIC][:64]!r}: Timeball has no lite topics; send to a topic")
         level, due_ms = 0, None
-        if not delays.NAMES.isdisjoint(parsed):
-            level, due_ms = delays.plan(parsed, now_ms, self._delay_ms_max, self._user_names)
         tag, keys, unique_key = (
             parsed.get("TAGS"),
             parsed.get("KEYS"),
             parsed.get("UNIQ_KEY"),
         )
+        if not _SPECIAL_NAMES.isdisjoint(parsed):
+            level, due_ms = delays.plan(parsed, now_ms, self._delay_ms_max, self._user_names)
+            unique = unique_key_in(parsed)
+            # A message on its way back to its group has been sent before.
+            if unique is not None and not fields.topic.startswith(RETRY_PREFIX):
+                keys = with_unique_key(keys, unique)
         if not unique_key:
             unique_key = self._keys.next(now_ms)
             properties = with_property(properties, "UNIQ_KEY", unique_key)
@@ -529,6 +554,8 @@ class SendRows:
         # The answer has one offset for all messages, so none may be delayed. The MessageBatch has properties, too.
         for properties in (fields.properties or "", *(record.properties for record in records)):
             parsed = decode_properties(properties)
+            if UNIQUE_KEY_PROPERTY in parsed:
+                raise InvalidMessage("a batch takes no messages with a unique key; send them one by one")
             if not delays.NAMES.isdisjoint(parsed) and delays.names_delay(parsed, self._user_names):
                 raise InvalidDelay("a batch takes no delayed messages; send them one by one")
         rows = [

@@ -1,0 +1,319 @@
+"""Sends with a unique key: at most one message with a topic and a unique key is pending.
+
+    put -> its turn: sends with one topic and key are carried out one after another, each durable before the next
+        -> the pending message with the key: from memory, else by a look-up in log and table
+        -> there is none    SCHEDULED (or MESSAGE)           created
+           reject           no row                           AlreadyPending names the pending message
+           keep             no row                           kept: the answer is the pending message
+           replace          CANCEL and SCHEDULED, one frame  replaced: the answer names both messages
+
+The row of a message has the key among its keys, with a prefix. So the log and the table are the only truth, and their
+key indexes lead to the message after a restart, on a new leader, after compaction and retention. `_known` only saves
+look-ups. It has a limited number of entries, and an entry may be dropped at any time.
+
+The decision and the append are one step on the event loop. A message whose release has begun is not pending. So the
+release stands in the log before the row of the new message.
+
+A message that a request is moving is neither at its old nor at its new due time, until the row of the move is durable.
+`_find_pending` waits for that row before it takes a message as settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import msgspec
+import pyarrow as pa
+
+from timeball.broker.accepting.admission import ParsedSends, as_columns
+from timeball.broker.accepting.appender import Accepted, Appender, MakeChange, Sent
+from timeball.broker.accepting.ingress import HELD_BYTES_MAX, Piece, answer, refuse
+from timeball.broker.accepting.tracing import Tracing, traced
+from timeball.broker.policy import Policy
+from timeball.broker.recurring.successors import Successors
+from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.topics import ON_PENDING, Topics
+from timeball.broker.revoking.cancel import cancel_columns, cancel_pending
+from timeball.broker.revoking.scheduled_lookup import (
+    Candidate,
+    LookUps,
+    Names,
+    due_version_columns,
+    is_on_its_way_back,
+)
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.answers import CREATED, KEPT, REPLACED, UniqueMessage
+from timeball.model.errors import AlreadyPending, InvalidMessage, OverLimit, Unavailable
+from timeball.model.message import Kind, build_rows
+from timeball.model.send_options import UNIQUE_PREFIX, OnPending, UniqueKey
+from timeball.schedule.scheduler import Scheduler
+
+REJECTED = "rejected"
+# Stands for the row of a kept message, which is not read again: its edge returns only its number and due time.
+_NOT_READ = build_rows(1, kind=int(Kind.SCHEDULED), queue_id=-1)
+
+
+class UniqueSend(msgspec.Struct, gc=False):
+    """A send of one message with a unique key. `batch` are its SEND_COLUMNS, whose `keys` include the unique key.
+
+    `change` builds further rows for its frame. `answer` or `refuse` is called at the end.
+    """
+
+    batch: pa.RecordBatch
+    size_bytes: int
+    on_pending: OnPending
+    caller: Caller
+    answer: Callable[[Accepted], None]
+    refuse: Callable[[BaseException], None]
+    change: MakeChange | None = None
+
+
+class UniqueSends:
+    """The sends with a unique key, from all edges. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        appender: Appender,
+        policy: Policy,
+        look_ups: LookUps,
+        successors: Successors,
+        *,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        topics: Topics,
+        scheduler: Scheduler,
+        rates: Rates,
+        traces: Tracing | None,
+    ) -> None:
+        self._appender, self._policy, self._look_ups, self._successors = (
+            appender, policy, look_ups, successors,
+        )  # fmt: skip
+        self._clock, self._writer, self._topics, self._scheduler = clock, writer, topics, scheduler
+        self._rates, self._append_traced = rates, traced(self._append, traces)
+        self.counts = Counter[str](dict.fromkeys((CREATED, KEPT, REPLACED, REJECTED), 0))
+        # The sends that wait for their turn, by topic and key. The first of each is under way.
+        self._turns: dict[tuple[str, str], deque[UniqueSend]] = {}
+        self._held_bytes = self._held_sends = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        # The messages with a key that were pending when the key was last used. An entry is complete: no other pending
+        # message has the key. The entries that were used last are at the end.
+        self._known: dict[tuple[str, str], list[Candidate]] = {}
+
+    def put(
+        self,
+        piece: Piece,
+        unique: UniqueKey,
+        caller: Caller,
+        *,
+        change: MakeChange | None = None,
+        on_answer: Callable[[Accepted], None] | None = None,
+        on_refusal: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Add a piece of one message. Its edge receives the outcome later, unless `on_answer` and `on_refusal` do.
+
+        `change` builds further rows for the frame of the message. Raises InvalidMessage, Forbidden and OverLimit.
+        """
+        if piece.count != 1:
+            raise InvalidMessage(
+                f"{piece.count} messages with a unique key in one request: send them one by one"
+            )
+        try:
+            batch = as_columns(piece.rows)
+        except (pa.ArrowException, UnicodeError, OverflowError) as error:
+            raise InvalidMessage(f"not to be stored: {error}") from error
+        topic = batch.column("topic")[0].as_py()
+        # Such a copy carries the keys of a message that was sent before, and its group waits for it.
+        if is_on_its_way_back(topic):
+            raise InvalidMessage(
+                f"topic {topic[:80]!r}: a message that returns to a consumer has no unique key"
+            )
+        # Decided once: the permission below is for this rule, and the topic's default may change meanwhile.
+        on_pending = unique.on_pending or self._default(topic)
+        if on_pending == "replace":
+            self._policy.allow(caller, Verb.CANCEL, topic=topic)
+        # A lone send of any size is accepted, because its edge has limited its size.
+        if self._held_sends and (
+            self._held_bytes + piece.size_bytes > HELD_BYTES_MAX
+            or self._held_sends >= limits.UNIQUE_SENDS_WAITING_MAX
+        ):
+            raise OverLimit(f"{self._held_sends} sends with a unique key wait; send this one again later")
+        piece.first_row = 0
+        send = UniqueSend(
+            batch, piece.size_bytes, on_pending, caller, on_answer or partial(answer, [piece]),
+            on_refusal or partial(refuse, [piece]), change,
+        )  # fmt: skip
+        self._held_bytes += send.size_bytes
+        self._held_sends += 1
+        name = (topic, unique.key)
+        turns = self._turns.get(name)
+        if turns is not None:
+            turns.append(send)
+            return
+        self._turns[name] = deque([send])
+        # The loop holds only weak references to tasks.
+        self._tasks.add(task := asyncio.ensure_future(self._take_turns(name)))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_turns(self, name: tuple[str, str]) -> None:
+        """Carry out the sends with a topic and key, one after another."""
+        turns = self._turns[name]
+        while turns:
+            send = turns[0]
+            try:
+                accepted = await self._carry_out(name, send)
+            except AlreadyPending as error:
+                self.counts[REJECTED] += 1
+                send.refuse(error)
+            except Exception as error:  # any error: the client waits for an outcome
+                self._known.pop(name, None)  # the next send looks the key up again
+                send.refuse(error)
+            else:
+                self.counts[accepted.sent.outcome if accepted.sent else CREATED] += 1
+                send.answer(accepted)
+            turns.popleft()
+            self._held_bytes -= send.size_bytes
+            self._held_sends -= 1
+        del self._turns[name]
+
+    async def _carry_out(self, name: tuple[str, str], send: UniqueSend) -> Accepted:
+        """Decide about a send, and write its rows, durably."""
+        # A resume of a campaign moves messages while it holds the gate.
+        async with self._look_ups.gate.passing():
+            pending = await self._find_pending(name)
+            # No await from here until the append, so that the decision stays true.
+            if pending and send.on_pending != "replace":
+                return self._keep(pending[-1], send.on_pending, name)
+            accepted, durable = self._append_traced(send.batch, send, pending)
+            await asyncio.wait([durable])
+        failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
+        if failure is not None:
+            raise failure
+        # Only now: a message that is not durable cannot be cancelled, because the schedule does not know it.
+        self._remember(name, _candidates_of(name, accepted))
+        return accepted
+
+    def _default(self, topic: str) -> OnPending:
+        entry = self._topics.find_topic(topic)
+        default = "reject" if entry is None else entry.config.attributes.get(ON_PENDING, "reject")
+        return cast(OnPending, default)  # the registry has checked it
+
+    def _keep(self, found: Candidate, on_pending: OnPending, name: tuple[str, str]) -> Accepted:
+        """Build the answer that names the pending message. Raises AlreadyPending if the send is to be rejected."""
+        message = _named(found)
+        if on_pending == "keep":
+            sent = Sent(KEPT, [], message)
+            return Accepted(message.seq, 1, self._clock.now_ms(), _NOT_READ, sent)
+        key = name[1].removeprefix(UNIQUE_PREFIX)
+        raise AlreadyPending(
+            f"message {message.id!r} with the unique key {key!r} is pending in topic {name[0]!r}, due at "
+            f"{message.due_ms}: cancel it, or send with on_pending keep or replace",
+            id=message.id, seq=message.seq, due_ms=message.due_ms,
+        )  # fmt: skip
+
+    def _append(
+        self, sends: ParsedSends, send: UniqueSend, replaced: list[Candidate]
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        """Append the message, and in the same frame the CANCEL rows of the pending messages that it replaces."""
+        rows, level, now_ms = self._appender.admit(as_columns(sends))
+        self._policy.admit(rows.column("topic").to_pylist(), send.caller)
+        parts = [self._appender.prepare(rows, now_ms, level)]
+        # After all steps that may refuse the message or append rows themselves.
+        numbers = [candidate.number for candidate in replaced]
+        continuation = None
+        if replaced:
+            was_pending = cancel_pending(replaced, scheduler=self._scheduler)
+            assert was_pending.all(), "no await since they were pending"
+            parts.insert(0, cancel_columns(replaced, now_ms, send.caller.name, REPLACED))
+            continuation = self._successors.after_end(numbers, now_ms)
+            self._rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in replaced))
+        first_seq = self._writer.next_seq + len(replaced)
+        changed = None if send.change is None else send.change(first_seq, now_ms)
+        if changed is not None:
+            parts.append(changed.rows)
+        appended = self._appender.append(pa.concat_batches(parts), continuation=continuation)
+        if changed is not None:
+            changed.keep()
+        sent = Sent(REPLACED, [], _named(replaced[-1])) if replaced else Sent(CREATED, [])
+        # The edge asks for the places of its own rows, and the CANCEL rows stand before them.
+        written = appended.rows.slice(len(replaced), 1)
+        return Accepted(first_seq, 1, now_ms, written, sent), appended.durable
+
+    # -- the pending messages of a key -----------------------------------------------------------------------------
+
+    async def _find_pending(self, name: tuple[str, str]) -> list[Candidate]:
+        """Find the pending messages of a key, the newest last. They are pending until the caller's next await.
+
+        There is more than one only if one of them came without a check: in a bulk write, or from another group.
+        """
+        known = self._known.get(name)
+        if known is None:
+            known = await self._look_up(name)
+        settled = set[int]()  # versions that are not pending, although every row up to their end is durable
+        while True:
+            newest = list(map(self._newest, known))
+            pending, others = list[Candidate](), set[int]()
+            if newest:
+                are_pending = self._look_ups.outcomes.waits(*due_version_columns(newest)).tolist()
+                pending = [each for each, is_pending in zip(newest, are_pending, strict=True) if is_pending]
+                others = {
+                    each.seq for each, is_pending in zip(newest, are_pending, strict=True) if not is_pending
+                }
+            if others <= settled:
+                self._remember(name, pending)
+                return pending
+            # A version that is not pending was settled, or a request has moved the message. The row of the move may
+            # not be durable yet. Then it gives the message another version.
+            settled |= others
+            await self._writer.flushed()
+
+    async def _look_up(self, name: tuple[str, str]) -> list[Candidate]:
+        """Search log and table for the messages of a key that have not ended, the newest last."""
+        topic, key = name
+        lookup = await self._look_ups.look_up(Names(keys=[key], topic=topic))
+        candidates = [found for found in lookup.candidates if found.number not in lookup.settled]
+        # Without the rows that the look-up has read, because these contain bodies.
+        return [
+            msgspec.structs.replace(found, row=None)
+            for found in sorted(candidates, key=lambda found: found.number)
+        ]
+
+    def _newest(self, candidate: Candidate) -> Candidate:
+        """Update a message to the due time and version that it has now."""
+        moved_to = self._look_ups.outcomes.moved.newest(candidate.number)
+        if moved_to is None or moved_to[1] <= candidate.seq:
+            return candidate
+        due_ms, version = moved_to
+        return msgspec.structs.replace(candidate, due_ms=due_ms, seq=version)
+
+    def _remember(self, name: tuple[str, str], pending: list[Candidate]) -> None:
+        """Keep the pending messages of a key in memory, as the entry that was used last."""
+        self._known.pop(name, None)
+        self._known[name] = pending
+        if len(self._known) > limits.UNIQUE_KEYS_KNOWN_MAX:
+            del self._known[next(iter(self._known))]
+
+
+def _named(candidate: Candidate) -> UniqueMessage:
+    return UniqueMessage(candidate.unique_key or "", candidate.number, candidate.due_ms)
+
+
+def _candidates_of(name: tuple[str, str], accepted: Accepted) -> list[Candidate]:
+    """Build the entry of a message that was just written. Empty for a message that was visible at once."""
+    columns = ("kind", "queue_offset", "due_ms", "unique_key", "keys")
+    row = {column: accepted.kept.column(column)[0].as_py() for column in columns}
+    if row["kind"] != Kind.SCHEDULED:
+        return []
+    is_level = row["queue_offset"] is not None
+    return [
+        Candidate(
+            name[1], accepted.first_seq, accepted.first_seq, row["due_ms"], name[0], row["unique_key"], row["keys"],
+            accepted.store_ms, is_level,
+        )
+    ]  # fmt: skip
