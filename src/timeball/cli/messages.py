@@ -36,7 +36,7 @@ from timeball.cli.options import (
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
 from timeball.model.answers import KEPT
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
-from timeball.model.send_options import OnPending
+from timeball.model.send_options import OnExpiry, OnPending
 from timeball.model.time_parsing import instant_ms, local_due_ms
 from timeball.model.values import check_label, keys_text, properties_text
 
@@ -72,6 +72,20 @@ UniqueKeyOption = Annotated[
 OnPendingOption = Annotated[
     OnPending | None,
     typer.Option("--on-pending", help="If one is pending: reject this one, keep the other, or replace it."),
+]
+ExpiresAtOption = Annotated[
+    str | None,
+    typer.Option("--expires-at", metavar="INSTANT", help="Do not deliver it later than this. As --at."),
+]
+ExpiresInOption = Annotated[
+    str | None,
+    typer.Option(
+        "--expires-in", metavar="DURATION", help="Do not deliver it later than this after it is due."
+    ),
+]
+OnExpiryOption = Annotated[
+    OnExpiry | None,
+    typer.Option("--on-expiry", help="If it expires: cancel it, or move it to the topic %EXPIRED%TOPIC."),
 ]
 LinesOption = Annotated[
     Path | None,
@@ -144,6 +158,9 @@ def schedule(
     message_id: IdOption = None,
     unique_key: UniqueKeyOption = None,
     on_pending: OnPendingOption = None,
+    expires_at: ExpiresAtOption = None,
+    expires_in: ExpiresInOption = None,
+    on_expiry: OnExpiryOption = None,
     lines: LinesOption = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -163,6 +180,8 @@ def schedule(
     """
     due: dict[str, Any] = {**(parse_due(after, at) if zone is None else parse_local(after, at, zone))}
     check_lines_alone(lines, body, message_id, unique_key)
+    if lines is not None and (expires_at or expires_in or on_expiry):
+        raise RequestError("--lines and an expiry: give each line the property TIMEBALL_EXPIRES_AFTER_MS")
     with connect(endpoint) as client:
         if lines is not None:
             send_lines(client, lines, encode_fields(topic, tag, keys, properties) | due, as_json=as_json)
@@ -179,6 +198,9 @@ def schedule(
             message_id=message_id,
             unique_key=unique_key,
             on_pending=on_pending,
+            expires_at=expires_at,
+            expires_in=expires_in,
+            on_expiry=on_expiry,
         )
         report(receipt, as_json=as_json)
 

@@ -51,8 +51,8 @@ from timeball.model.answers import (
     Verdict,
 )
 from timeball.model.errors import InvalidDelay, NotFound, RequestError
-from timeball.model.send_options import OnPending
-from timeball.model.time_parsing import After, At, when
+from timeball.model.send_options import OnExpiry, OnPending
+from timeball.model.time_parsing import After, At, delay_ms, due_ms, when
 from timeball.model.values import Keys
 
 if TYPE_CHECKING:
@@ -161,6 +161,9 @@ class Timeball(Reader):
         if_settled: IfSettled = "keep",
         unique_key: str | None = None,
         on_pending: OnPending | None = None,
+        expires_at: At | None = None,
+        expires_in: After | None = None,
+        on_expiry: OnExpiry | None = None,
     ) -> Receipt:
         """Send one message. It becomes visible at once, after a delay, or at a due time.
 
@@ -191,6 +194,9 @@ class Timeball(Reader):
             on_pending: The rule for a second one: "reject" raises AlreadyPending, "keep" returns the receipt of the
                 pending message, "replace" cancels it and sends this one in one step. The default is that of the topic
                 ("reject").
+            expires_at: The last time at which the message may be released, in the forms of `at`.
+            expires_in: The longest time from the due time to the release, in the forms of `after`.
+            on_expiry: "cancel" (the default) cancels an expired message, "move" releases it into %EXPIRED%<topic>.
 
         Returns:
             The receipt, with the id, the sequence number and the due time of the message.
@@ -216,18 +222,12 @@ class Timeball(Reader):
         >>> ball.close()
         """
         message = outgoing(
-            topic,
-            body,
-            tag,
-            keys,
-            properties,
-            message_id,
-            after,
-            at,
-            zone,
-            unique_key=unique_key,
+            topic, body, tag, keys, properties, message_id, after, at, zone, unique_key=unique_key,
             on_pending=on_pending,
-        )
+            expires_at=None if expires_at is None else due_ms(expires_at),
+            expires_in=None if expires_in is None else f"{delay_ms(expires_in, 'expires_in')}ms",
+            on_expiry=on_expiry,
+        )  # fmt: skip
         return HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled)
 
     def send_many(

@@ -33,6 +33,7 @@ import msgspec
 
 from timeball.model.errors import Forbidden, SetupError, Unauthorized
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX
+from timeball.model.send_options import EXPIRED_PREFIX
 
 # RocketMQ's Python client sends local time as UTC. No time zone is further away than this.
 DATE_DRIFT_MS_MAX = 15 * 60 * 60 * 1000
@@ -315,6 +316,7 @@ def _rights(table: Mapping[str, Right], name: str) -> int:
 
 
 def _may_use_topic(account: Account, topic: str, right: int) -> bool:
+    topic = topic.removeprefix(EXPIRED_PREFIX)  # expired messages were sent to this topic
     for prefix in (RETRY_PREFIX, DLQ_PREFIX):
         if topic.startswith(prefix):
             return _may_use_group_topic(account, topic.removeprefix(prefix))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from timeball.model.answers import GroupState, QueueRange
-from timeball.model.send_options import OnPending
+from timeball.model.send_options import OnExpiry, OnPending
 from timeball.model.values import CatchUp
 
 At = int | str
@@ -24,7 +24,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     """A message to send: exactly one of body, json and base64, and at most one of at and after.
 
     With `zone`, `at` is a local time without an offset.
-    With `unique_key`, the message is sent alone, and `on_pending` decides if another one with this key is pending.
+
+    With `unique_key`, the message is sent alone, and `on_pending` decides if another one with this key is pending. A
+    message that would be released after `expires_at`, or longer than `expires_in` after its due time, expires.
     """
 
     body: str | None = None
@@ -40,6 +42,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     zone: str | msgspec.UnsetType = msgspec.UNSET
     unique_key: str | None = None
     on_pending: OnPending | None = None
+    expires_at: At | msgspec.UnsetType = msgspec.UNSET
+    expires_in: str | msgspec.UnsetType = msgspec.UNSET
+    on_expiry: OnExpiry | None = None
 
 
 class Replaced(msgspec.Struct, frozen=True):

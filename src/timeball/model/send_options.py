@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 from timeball.model import limits
-from timeball.model.errors import InvalidMessage
+from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.values import check_key, shown, size_bytes
+
+PREFIX = "TIMEBALL_"  # of each property that is an option
+_DIGITS_MAX = len(str(limits.INSTANT_MS_MAX))  # of a time or duration in ms
 
 # ---- unique keys ----------------------------------------------------------------------------------------------
 
@@ -20,7 +23,7 @@ OnPending = Literal[
 # A message with a unique key has this prefix and the key among its keys. So the indexes of keys lead to it.
 UNIQUE_PREFIX = "unique:"
 # The properties by which a client of RocketMQ chooses them.
-UNIQUE_KEY, ON_PENDING = "TIMEBALL_UNIQUE_KEY", "TIMEBALL_ON_PENDING"
+UNIQUE_KEY, ON_PENDING = f"{PREFIX}UNIQUE_KEY", f"{PREFIX}ON_PENDING"
 ON_PENDING_VALUES: tuple[OnPending, ...] = get_args(OnPending)
 
 
@@ -56,3 +59,66 @@ def unique_key_in(properties: Mapping[str, str]) -> UniqueKey | None:
 def with_unique_key(keys: str | None, unique: UniqueKey) -> str:
     """Add a unique key to the stored form of a message's keys."""
     return f"{keys} {unique.key}" if keys else unique.key
+
+
+# ---- expiry ---------------------------------------------------------------------------------------------------
+
+OnExpiry = Literal["cancel", "move"]  # what happens to an expired message
+ON_EXPIRY_VALUES: tuple[OnExpiry, ...] = get_args(OnExpiry)
+# The stored form, and that of RocketMQ's clients: properties. The first two begin with EXPIRES, which is searched for.
+EXPIRES = f"{PREFIX}EXPIRES_"
+EXPIRES_MS, EXPIRES_AFTER_MS = f"{EXPIRES}MS", f"{EXPIRES}AFTER_MS"  # since 1970, or after the due time
+ON_EXPIRY = f"{PREFIX}ON_EXPIRY"
+EXPIRY_NAMES = frozenset({EXPIRES_MS, EXPIRES_AFTER_MS, ON_EXPIRY})
+EXPIRED_PREFIX = "%EXPIRED%"  # of the topic to which expired messages may be moved
+
+
+class Expiry(NamedTuple):
+    """The last time at which a message may be released, in ms since 1970. `moves`: later it is moved, not cancelled."""
+
+    last_ms: int
+    moves: bool
+
+
+def expiry_of(properties: Mapping[str, str], due_ms: int) -> Expiry | None:
+    """Read the expiry of a message. None if it has none, or one that no number gives."""
+    at, after = properties.get(EXPIRES_MS), properties.get(EXPIRES_AFTER_MS)
+    text = at if after is None else after
+    if text is None or not _is_number(text):
+        return None
+    last_ms = int(text) + (0 if after is None else due_ms)
+    return Expiry(last_ms, properties.get(ON_EXPIRY) == "move")
+
+
+def check_expiry(properties: Mapping[str, str], due_ms: int | None = None) -> None:
+    """Raise InvalidDelay for properties that name no valid expiry of a message. `due_ms`: its due time, if known."""
+    at, after = properties.get(EXPIRES_MS), properties.get(EXPIRES_AFTER_MS)
+    if at is not None and after is not None:
+        raise InvalidDelay("a message that expires at two times: give one")
+    if at is None and after is None:
+        raise InvalidDelay(f"{ON_EXPIRY} without a time at which the message expires")
+    text = at if after is None else after
+    if text is None or not _is_number(text):
+        raise InvalidDelay(f"expiry {shown(text)}: a whole number of milliseconds")
+    if after is not None and int(after) > limits.DELAY_MS_MAX:
+        raise InvalidDelay(f"expires {after} ms after the due time: at most {limits.DELAY_MS_MAX}")
+    if at is not None and int(at) < limits.DUE_MS_MIN:
+        raise InvalidDelay(f"expires at {at}: {limits.NOT_MILLISECONDS_TEXT}")
+    if at is not None and due_ms is not None and int(at) < due_ms:
+        raise InvalidDelay(f"expires at {at}, and is due later, at {due_ms}")
+    if (on_expiry := properties.get(ON_EXPIRY)) is not None and on_expiry not in ON_EXPIRY_VALUES:
+        raise InvalidDelay(f"on_expiry {shown(on_expiry)}: {', '.join(ON_EXPIRY_VALUES)}")
+
+
+def expiry_properties(
+    at_ms: int | None, after_ms: int | None, on_expiry: OnExpiry | None, due_ms: int | None = None
+) -> dict[str, str]:
+    """Build and check the properties of an expiry. Raises InvalidDelay."""
+    values = {EXPIRES_MS: at_ms, EXPIRES_AFTER_MS: after_ms, ON_EXPIRY: on_expiry}
+    properties = {name: str(value) for name, value in values.items() if value is not None}
+    check_expiry(properties, due_ms)
+    return properties
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX

@@ -38,7 +38,9 @@ from timeball.table.object_store import FileCache
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
 OTHERS = "(others)"
-BY_TOPIC = (Stat.TOPIC_PUT_NUMS, Stat.RELEASED_NUMS, Stat.CANCELLED_NUMS, Stat.RESCHEDULED_NUMS)
+BY_TOPIC = (
+    Stat.TOPIC_PUT_NUMS, Stat.RELEASED_NUMS, Stat.CANCELLED_NUMS, Stat.RESCHEDULED_NUMS, Stat.EXPIRED_NUMS,
+)  # fmt: skip
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Labels = TypeVar("Labels", bound=tuple[str, ...])
@@ -129,6 +131,7 @@ class Metrics:
             ("released", "Scheduled messages put into their queues.", Stat.RELEASED_NUMS),
             ("cancelled", "Scheduled messages that were cancelled.", Stat.CANCELLED_NUMS),
             ("rescheduled", "Scheduled messages that were given another instant.", Stat.RESCHEDULED_NUMS),
+            ("expired", "Scheduled messages that were not released in time.", Stat.EXPIRED_NUMS),
         ):
             family = CounterMetricFamily(f"timeball_{name}_messages", text, labels=["topic"])
             yield _largest(family, counts[stat], may_see.topic)

@@ -91,7 +91,7 @@ def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.Monkey
         apart.append(build(continuation, first_seq))
         return apart[-1].slice(0, 0)
 
-    def release_apart(self: Delivery, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Any) -> Any:
+    def release_apart(self: Delivery, scheduled_rows: pa.RecordBatch, now_ms: int, *rest: Any) -> Any:
         """Append the releases, and the rows of the schedules only when these are durable."""
         schedule = self.__dict__.setdefault("_schedule", self._add_scheduled)
 
@@ -102,7 +102,7 @@ def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.Monkey
         self._add_scheduled = append_apart
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Continuation, "rows", build_apart)
-            return release(self, scheduled_rows, now_ms, owner)
+            return release(self, scheduled_rows, now_ms, *rest)
 
     monkeypatch.setattr(Delivery, "_release_or_cancel", release_apart)
     settings, steps = SETTINGS["hour_log"], SHORT[:4]

@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.broker.accepting.expiry import REASON as EXPIRED
+from timeball.broker.accepting.expiry import Expired, find_expired
 from timeball.broker.recurring.successors import MISSED, Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
@@ -36,7 +38,7 @@ from timeball.log.row_encoder import (
 )
 from timeball.log.writer import LogWriter
 from timeball.model import limits
-from timeball.model.errors import OutOfRange
+from timeball.model.errors import OutOfRange, OverLimit
 from timeball.model.message import (
     CANCEL_REASON,
     LOG_SCHEMA,
@@ -50,6 +52,7 @@ from timeball.model.message import (
     int64,
     release_row,
 )
+from timeball.model.send_options import EXPIRED_PREFIX, EXPIRES
 from timeball.schedule.backlog import Bools
 from timeball.schedule.hour_log import as_scheduled
 from timeball.schedule.level_cascade import NAME as TIMING_LIST
@@ -123,8 +126,9 @@ class Delivery:
             for frame_rows in split_into_frames(read_batch(scheduled_rows), parts=2):
                 end = begin + frame_rows.num_rows
                 durable = self._release_or_cancel(
-                    frame_rows, now_ms, None if owner is None else owner[begin:end]
-                )
+                    frame_rows, now_ms, None if owner is None else owner[begin:end],
+                    find_expired(frame_rows, now_ms),
+                )  # fmt: skip
                 begin = end
             return durable
         values = values_if_few(scheduled_rows)
@@ -154,6 +158,9 @@ class Delivery:
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+        expired = find_expired(scheduled_rows, now_ms)
+        if expired is not None:
+            return self._release_or_cancel(scheduled_rows, now_ms, None, expired)
         rows, placement = self._place(scheduled_rows, now_ms)
         first_seq, pairs = self._writer.next_seq, pairs_of(scheduled_rows)
         begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
@@ -193,25 +200,39 @@ class Delivery:
         return owner if (owner >= 0).any() else None
 
     def _release_or_cancel(
-        self, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Int64Array | None
+        self,
+        scheduled_rows: pa.RecordBatch,
+        now_ms: int,
+        owner: Int64Array | None,
+        expired: Expired | None,
     ) -> asyncio.Future[int]:
         """Append the releases of one frame, and the rows that continue the schedules of its occurrences.
 
-        Missed occurrences, and messages with an `owner` (an index of a selection), are cancelled instead.
+        Cancelled instead are missed occurrences, messages with an `owner` (an index of a selection), and expired
+        messages that are not to be moved. The first of these reasons counts.
         """
         seq = int64(scheduled_rows.column("seq"))
-        is_selected = np.zeros(len(seq), np.bool_) if owner is None else owner >= 0
-        continuation = self._successors.after_release(seq, now_ms, is_selected)
-        cancelled = continuation.missed | is_selected
+        none = np.zeros(len(seq), np.bool_)
+        is_selected = none if owner is None else owner >= 0
+        is_expired = none if expired is None else expired.any_of & ~is_selected
+        continuation = self._successors.after_release(seq, now_ms, is_selected, is_expired)
+        is_expired = is_expired & ~continuation.missed
         released, parts, placement = scheduled_rows, list[pa.RecordBatch](), None
+        is_ended = is_expired
+        if expired is not None:
+            moved = self._can_move(scheduled_rows, expired.moved & is_expired)
+            is_ended = is_expired & ~moved
+            released = _into_expired_topics(scheduled_rows, moved)
+        cancelled = continuation.missed | is_selected | is_ended
         if cancelled.any():
-            released = scheduled_rows.filter(pa.array(~cancelled))
+            released = released.filter(pa.array(~cancelled))
         if released.num_rows:
             rows, placement = self._place(released, now_ms)
             parts.append(rows)  # the queue index expects the released rows first
-        if continuation.missed.any():
-            missed = scheduled_rows.filter(pa.array(continuation.missed))
-            parts.append(cancel_rows(missed, now_ms, encode_properties({CANCEL_REASON: MISSED})))
+        for mask, reason in ((continuation.missed, MISSED), (is_ended, EXPIRED)):
+            if mask.any():
+                rows = scheduled_rows.filter(pa.array(mask))
+                parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
         ended_rows = dict[str, int]()  # of each selection
         if owner is not None:
             for name, rows in self._selected_rows(scheduled_rows, now_ms, owner):
@@ -221,11 +242,13 @@ class Delivery:
         first_seq = self._writer.next_seq
         added, added_seq = continuation.rows(first_seq + len(seq)), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
+        expired_topics = _topics_in(scheduled_rows, is_expired)
 
         def on_durable() -> None:
             self._on_durable(released, pairs_of(scheduled_rows), begin_ms, first_seq, placement, cancelled)
             for name, count in ended_rows.items():
                 self._selections.ended(name, count)
+            self._rates.add_each(Stat.EXPIRED_NUMS, expired_topics)
             self._add_scheduled(added, added_seq)
 
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
@@ -243,6 +266,17 @@ class Delivery:
             for topic_count in rows.column("topic").value_counts().to_pylist():
                 self._rates.add(Stat.CANCELLED_NUMS, topic_count["values"], topic_count["counts"])
             yield name, cancel_rows(rows, now_ms, facts.reason_properties(name))
+
+    def _can_move(self, scheduled_rows: pa.RecordBatch, moved: Bools) -> Bools:
+        """Create the topics of these expired messages. False for a message whose topic the broker has no room for."""
+        can_move = moved.copy()
+        topics = scheduled_rows.column("topic").to_pylist() if moved.any() else []
+        for index in np.flatnonzero(moved).tolist():
+            try:
+                self._topics.ensure(EXPIRED_PREFIX + topics[index])
+            except OverLimit:  # a release must not fail, so the message is cancelled
+                can_move[index] = False
+        return can_move
 
     def rewrite(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Append the rows of pending messages again, because the schedule needs newer rows. The ticker calls this."""
@@ -415,10 +449,31 @@ def cancel_rows(scheduled_rows: pa.RecordBatch, now_ms: int, properties: str) ->
     )
 
 
+def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.RecordBatch:
+    """Give the messages in the mask `moved` the topic of the expired messages of their topic."""
+    if not moved.any():
+        return scheduled_rows
+    # Any queue: the topic of the expired messages may have fewer queues than that of their send.
+    topics, queue_ids = (scheduled_rows.column(name).to_pylist() for name in ("topic", "queue_id"))
+    for index in np.flatnonzero(moved).tolist():
+        topics[index], queue_ids[index] = EXPIRED_PREFIX + topics[index], -1
+    rows = with_column(scheduled_rows, "topic", pa.array(topics, pa.string()))
+    return with_column(rows, "queue_id", pa.array(queue_ids, pa.int32()))
+
+
+def _topics_in(scheduled_rows: pa.RecordBatch, is_expired: Bools) -> list[str]:
+    """List the topics of the expired messages, one for each."""
+    if not is_expired.any():
+        return []
+    topics: list[str] = scheduled_rows.column("topic").filter(pa.array(is_expired)).to_pylist()
+    return topics
+
+
 def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
     """Convert scheduled messages (READ_SCHEMA) to values, so that they can be released row by row.
 
-    None if they must be released as columns: many rows, many bytes, or a row with the timing list of a level cascade.
+    None if they must be released as columns: many rows, many bytes, or a row with an expiry or with the timing list of
+    a level cascade.
     """
     if scheduled_rows.num_rows > FEW_ROWS:
         return None
@@ -436,7 +491,7 @@ def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
         size_bytes += len(body or b"")
         if properties:
             size_bytes += len(properties)
-            if TIMING_LIST in properties:
+            if TIMING_LIST in properties or EXPIRES in properties:
                 return None
     return values if size_bytes < FEW_BYTES else None
 

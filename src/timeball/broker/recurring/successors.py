@@ -245,10 +245,13 @@ class Successors:
         """Check whether any of these messages is the pending occurrence of a schedule."""
         return not self.occurrences.keys().isdisjoint(numbers)
 
-    def after_release(self, numbers: Int64Array, now_ms: int, is_cancelled: Bools) -> Continuation:
+    def after_release(
+        self, numbers: Int64Array, now_ms: int, is_cancelled: Bools, is_expired: Bools
+    ) -> Continuation:
         """Continue the schedules of those of these messages that are occurrences. The messages are due and handed out.
 
-        `is_cancelled` marks those that the caller cancels. Cancel also those in `missed` instead of releasing them.
+        `is_cancelled` marks those that the caller cancels. Cancel also those in `missed` instead of releasing them. Those
+        in `is_expired` are no runs of their schedules.
         """
         missed, nexts = np.zeros(len(numbers), np.bool_), list[Next]()
         for index, number in enumerate(numbers.tolist() if self.occurrences else ()):
@@ -259,6 +262,8 @@ class Successors:
                 nexts.append(following(name, facts, before, before.due_ms, now_ms))
                 continue
             after, missed[index] = after_hand_out(name, facts, before, now_ms)
+            if is_expired[index]:
+                after = following(name, facts, before, before.due_ms, now_ms)
             nexts.append(after)
         return self.continuation(nexts, now_ms, missed)
 

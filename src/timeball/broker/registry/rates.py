@@ -52,6 +52,7 @@ class Stat:
     RELEASED_NUMS = "RELEASED_NUMS"
     CANCELLED_NUMS = "CANCELLED_NUMS"
     RESCHEDULED_NUMS = "RESCHEDULED_NUMS"
+    EXPIRED_NUMS = "EXPIRED_NUMS"
     DEAD_NUMS = "DEAD_NUMS"  # dead letters by "topic@group"
 
 

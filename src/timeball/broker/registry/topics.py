@@ -40,7 +40,7 @@ from timeball.model.message import (
     filled,
     stored_sizes,
 )
-from timeball.model.send_options import ON_PENDING_VALUES
+from timeball.model.send_options import EXPIRED_PREFIX, ON_PENDING_VALUES
 
 logger = logging.getLogger(__name__)
 
@@ -380,6 +380,7 @@ class Topics:
 
     def set_attribute(self, topic: Topic, name: str, value: str) -> None:
         """Set one of ATTRIBUTES of a topic."""
+        # Not `configure`, which would give the topic the default number of queues.
         attributes = {**topic.config.attributes, name: value}
         if attributes != topic.config.attributes:
             topic.configure(msgspec.structs.replace(topic.config, attributes=attributes))
@@ -565,9 +566,9 @@ def _hide_deleted(topic: Topic) -> None:
 
 
 def check_topic(name: str) -> None:
-    """Raise InvalidName unless a topic may have this name. Names of retry topics may be longer."""
-    is_retry_topic = name.startswith(RETRY_PREFIX)
-    check_name(name, limits.OWN_TOPIC_BYTES_MAX if is_retry_topic else limits.TOPIC_BYTES_MAX, "topic")
+    """Raise InvalidName unless a topic may have this name. Names that contain another topic's may be longer."""
+    has_other = name.startswith((RETRY_PREFIX, EXPIRED_PREFIX))
+    check_name(name, limits.OWN_TOPIC_BYTES_MAX if has_other else limits.TOPIC_BYTES_MAX, "topic")
 
 
 def check_name(name: str, bytes_max: int, what: str) -> None:

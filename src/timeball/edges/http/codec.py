@@ -41,7 +41,7 @@ _RENAMED_FIELDS = {"delay": "after", "deliver_at": "at"}
 _DURATION_FORM = "a text with its unit, such as '5s' or '30m'"
 _TIME_FORM = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
 _HINT_SEND_AT_ONCE = "; leave it out to deliver at once"
-_TIME_FIELD = re.compile(r"`\$[^`]*\.(after|at|lease|timeout)`")
+_TIME_FIELD = re.compile(r"`\$[^`]*\.(after|at|expires_at|expires_in|lease|timeout)`")
 _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
 
 
@@ -97,7 +97,7 @@ def decoding_error(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage
     time_field = _TIME_FIELD.search(text)
     if time_field is None:
         return InvalidMessage(with_valid_fields(text, kind))
-    valid_form = _TIME_FORM if time_field[1] == "at" else _DURATION_FORM
+    valid_form = _TIME_FORM if time_field[1] in ("at", "expires_at") else _DURATION_FORM
     return InvalidDelay(
         f"{text}; {time_field[1]} is {valid_form}{_HINT_SEND_AT_ONCE if 'null' in text else ''}"
     )

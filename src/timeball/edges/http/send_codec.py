@@ -22,11 +22,12 @@ from urllib.parse import unquote
 
 import msgspec
 import pyarrow as pa
+from msgspec import UNSET
 
 from timeball.edges.http.codec import JSON, NDJSON, decoding_error, due_and_delay_ms, format_time
 from timeball.edges.shared import arrow_ipc
 from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
-from timeball.model import limits
+from timeball.model import limits, time_parsing
 from timeball.model.answers import KEPT, SentState, UniqueMessage
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.http_api import Message, Replaced, Sent, SentMany
@@ -41,8 +42,16 @@ from timeball.model.rules import (
     past_due,
     properties_text,
 )
-from timeball.model.send_options import OnPending, UniqueKey, unique_key, with_unique_key
+from timeball.model.send_options import (
+    OnExpiry,
+    OnPending,
+    UniqueKey,
+    expiry_properties,
+    unique_key,
+    with_unique_key,
+)
 from timeball.model.time_parsing import LOCAL_TIME, local_due_ms
+from timeball.model.values import encode_properties
 
 ARROW = "application/vnd.apache.arrow.stream"
 # A thread converts the messages to columns. The limit exists because it shares the interpreter with the event loop.
@@ -51,7 +60,9 @@ MESSAGES_MAX = 10_000
 SMALL_BATCH_ROWS = 256
 
 HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
-RAW_HEADERS = ("id", "key", "tag", "after", "at", "zone", "unique-key", "on-pending", "raw")
+RAW_HEADERS = (
+    "id", "key", "tag", "after", "at", "zone", "unique-key", "on-pending", "expires-at", "expires-in", "on-expiry", "raw",
+)  # fmt: skip
 _RENAMED_HEADERS = {f"{HEADER}delay": f"{HEADER}after", f"{HEADER}deliver-at": f"{HEADER}at"}
 _TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
 # media types that a page of another site may send without a preflight request (CORS-safelisted by the Fetch standard)
@@ -223,7 +234,11 @@ def _message_from_headers(
         after=headers.get(f"{HEADER}after", msgspec.UNSET),
         zone=headers.get(f"{HEADER}zone", msgspec.UNSET),
         unique_key=None if unique_key is None else unquote(unique_key),
-        on_pending=cast(OnPending | None, headers.get(f"{HEADER}on-pending")),  # `_unique_key` checks it
+        # `unique_key` and `expiry_properties` check these two.
+        on_pending=cast(OnPending | None, headers.get(f"{HEADER}on-pending")),
+        on_expiry=cast(OnExpiry | None, headers.get(f"{HEADER}on-expiry")),
+        expires_at=headers.get(f"{HEADER}expires-at", msgspec.UNSET),
+        expires_in=headers.get(f"{HEADER}expires-in", msgspec.UNSET),
     )
 
 
@@ -300,6 +315,12 @@ def _decoded_send(
     for index, message in enumerate(messages):
         body, identity = _body(index, message), _id_and_time(index, message, ids)
         properties = properties_text(_properties(message))
+        if (
+            message.expires_at is not UNSET
+            or message.expires_in is not UNSET
+            or message.on_expiry is not None
+        ):
+            properties = (properties or "") + _expiry(message, identity)
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _keys(index, message) if message.key is not None or message.keys else None
@@ -387,6 +408,20 @@ def _unique_key(message: Message, count: int) -> UniqueKey:
     if count > 1:
         raise InvalidMessage(f"{count} messages in a request, and one has a unique key: send it alone")
     return unique_key(message.unique_key, message.on_pending)
+
+
+def _expiry(message: Message, identity: IdAndTime) -> str:
+    """Encode the expiry of a message as properties. Raises InvalidDelay."""
+    if identity.due_ms is None and identity.delay_ms is None:
+        raise InvalidDelay("a message without at or after is visible at once: leave its expiry out")
+    return encode_properties(
+        expiry_properties(
+            None if message.expires_at is UNSET else time_parsing.due_ms(message.expires_at),
+            None if message.expires_in is UNSET else time_parsing.delay_ms(message.expires_in, "expires_in"),
+            message.on_expiry,
+            identity.due_ms,
+        )
+    )
 
 
 def _body(index: int, message: Message) -> bytes:

@@ -54,7 +54,7 @@ from timeball.edges.grpc.codec.messages_out import (
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
 from timeball.model.message import PRIORITY, SendRow, send_row
-from timeball.model.send_options import UNIQUE_KEY, unique_key, with_unique_key
+from timeball.model.send_options import EXPIRY_NAMES, UNIQUE_KEY, check_expiry, unique_key, with_unique_key
 
 # ---- from a message to a row ---------------------------------------------------------------------------------
 
@@ -137,6 +137,8 @@ def encode_row(
     properties, queue_id, due_ms = _encode_user_properties(message, message_type, tag, keys), -1, None
     if UNIQUE_KEY in message.user_properties:
         keys = with_unique_key(keys, unique_key(message.user_properties[UNIQUE_KEY]))
+    if any(name in message.user_properties for name in EXPIRY_NAMES):
+        check_expiry(message.user_properties)
     properties.append(f"{UNIQ_KEY}\x01{message_id}\x02")
     if message_type == FIFO:
         group = _check_message_group(system.message_group)

@@ -17,7 +17,7 @@ from timeball.edges.grpc.codec.messages_in import (
     TIMESTAMP_SECONDS_MAX, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,
 )
 from timeball.edges.grpc.codec.messages_out import DELIVER_MS, KEYS, RESERVED, TAGS, UNIQ_KEY
-from timeball.model.send_options import ON_PENDING, UNIQUE_KEY
+from timeball.model.send_options import EXPIRY_NAMES, ON_PENDING, UNIQUE_KEY
 
 cdef extern from "Python.h":
     object PyBytes_FromStringAndSize(const char* data, Py_ssize_t size)
@@ -47,7 +47,7 @@ cdef int COMPRESSED = COMPRESSED_BIT
 cdef bytes _tags = TAGS.encode(), _keys = KEYS.encode(), _id = UNIQ_KEY.encode(), _deliver = DELIVER_MS.encode()
 
 # Property names that the reference refuses, or that make a send no plain one.
-NOT_PLAIN = RESERVED | {UNIQUE_KEY, ON_PENDING}
+NOT_PLAIN = RESERVED | EXPIRY_NAMES | {UNIQUE_KEY, ON_PENDING}
 
 assert KEYS_MAX <= limits.KEYS_PER_MESSAGE_MAX and BODY_BYTES_MAX <= limits.BODY_BYTES_MAX
 

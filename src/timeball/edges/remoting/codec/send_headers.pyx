@@ -38,8 +38,9 @@ cdef dict _units_ms = {
 }
 cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_NAMES.items(), key=lambda pair: pair[1])]
 cdef bytes _priority = message.PRIORITY.encode(), _lite_topic = message.LITE_TOPIC.encode()
-cdef bytes _unique_key = send_options.UNIQUE_KEY.encode(), _on_pending = send_options.ON_PENDING.encode()
-cdef Text UNIQUE_KEY = Text(_unique_key, len(_unique_key)), ON_PENDING = Text(_on_pending, len(_on_pending))
+# The options of a send are properties that begin with this. A send with one of them is not plain.
+cdef bytes _option = send_options.PREFIX.encode()
+cdef Text OPTION = Text(_option, len(_option))
 cdef Text PRIORITY = Text(_priority, len(_priority)), LITE_TOPIC = Text(_lite_topic, len(_lite_topic))
 cdef Text DELAYS[NAMES_MAX]
 cdef int64_t UNITS_MS[NAMES_MAX]  # unit of a delay's number in ms. 0: left to `delays.plan`
@@ -266,7 +267,7 @@ cdef bint read_properties(Row* row, Buffer* text) except -1:
                 return False
             elif same(name, LITE_TOPIC.at, LITE_TOPIC.size):
                 return False
-            elif same(name, UNIQUE_KEY.at, UNIQUE_KEY.size) or same(name, ON_PENDING.at, ON_PENDING.size):
+            elif name.size > OPTION.size and memcmp(name.at, OPTION.at, OPTION.size) == 0:
                 return False
             else:
                 for delay in range(DELAY_NAMES):

@@ -67,6 +67,7 @@ from timeball.model.access import Caller, Verb
 from timeball.model.answers import KEPT, UniqueMessage
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, TimeballError
 from timeball.model.message import (
+    DLQ_PREFIX,
     LITE_TOPIC,
     PRIORITY,
     READ_SCHEMA,
@@ -77,7 +78,13 @@ from timeball.model.message import (
     decode_properties,
     encode_properties,
 )
-from timeball.model.send_options import ON_PENDING, unique_key_in, with_unique_key
+from timeball.model.send_options import (
+    EXPIRY_NAMES,
+    ON_PENDING,
+    check_expiry,
+    unique_key_in,
+    with_unique_key,
+)
 from timeball.model.send_options import UNIQUE_KEY as UNIQUE_KEY_PROPERTY
 
 # ---- send requests and recalls -------------------------------------------------------------------------------
@@ -87,7 +94,8 @@ TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTIO
 
 
 INT32_DIGITS = 10
-_SPECIAL_NAMES = delays.NAMES | {UNIQUE_KEY_PROPERTY, ON_PENDING}
+_RETURN_PREFIXES = (RETRY_PREFIX, DLQ_PREFIX)
+_SPECIAL_NAMES = delays.NAMES | {UNIQUE_KEY_PROPERTY, ON_PENDING} | EXPIRY_NAMES
 # The priority of a message with one of these properties is ignored, because the message is of another type.
 _NO_PRIORITY = frozenset(
     {"TRAN_MSG", "__SHARDINGKEY", delays.LEVEL, delays.TIMER_SECONDS, delays.TIMER_MS, delays.TIMER_INSTANT}
@@ -492,7 +500,7 @@ class SendRows:
             properties = fields.properties or ""
             row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
             rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
-            if UNIQUE_KEY_PROPERTY in properties and not fields.topic.startswith(RETRY_PREFIX):
+            if UNIQUE_KEY_PROPERTY in properties and not fields.topic.startswith(_RETURN_PREFIXES):
                 unique = unique_key_in(decode_properties(properties))
         # In characters instead of bytes, which is close enough here. The properties of a batch are in its body.
         size_bytes = len(body) + len(fields.properties or "") + OVERHEAD_BYTES * len(rows)
@@ -520,10 +528,12 @@ class SendRows:
         )
         if not _SPECIAL_NAMES.isdisjoint(parsed):
             level, due_ms = delays.plan(parsed, now_ms, self._delay_ms_max, self._user_names)
-            unique = unique_key_in(parsed)
-            # A message on its way back to its group has been sent before.
-            if unique is not None and not fields.topic.startswith(RETRY_PREFIX):
-                keys = with_unique_key(keys, unique)
+            # A message on its way back to its group has been sent before: its options have no effect.
+            if not fields.topic.startswith(_RETURN_PREFIXES):
+                if (unique := unique_key_in(parsed)) is not None:
+                    keys = with_unique_key(keys, unique)
+                if not EXPIRY_NAMES.isdisjoint(parsed):
+                    check_expiry(parsed, due_ms)
         if not unique_key:
             unique_key = self._keys.next(now_ms)
             properties = with_property(properties, "UNIQ_KEY", unique_key)

@@ -1,0 +1,217 @@
+"""A message that would be released too late is cancelled or moved, wherever it waits, and no other message is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.broker.on_node import batch, column, on_node
+from tests.broker.recurring.schedule_lives import NAME, progress, put
+from tests.crash.lives import run, until_cut
+from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
+from tests.crash_files import CrashFiles
+
+from timeball.broker.accepting import delivery
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.registry.rates import Stat
+from timeball.io.clock import ManualClock
+from timeball.model import limits
+from timeball.model.message import Kind, encode_properties
+from timeball.model.send_options import expiry_properties
+
+LATE_MS = 10 * SECOND_MS  # the releases of these tests are this late
+CANCELLED = ("cancelled", None, "expired")  # a look-up names no topic of a cancelled message
+
+
+def expiring(
+    name: str, at_ms: int | None = None, after_ms: int | None = None, on_expiry: Any = None, **columns: Any
+) -> Any:
+    """The columns of a message with an expiry, due in an hour."""
+    properties = encode_properties({"a": "b", **expiry_properties(at_ms, after_ms, on_expiry)})
+    times = {} if columns.keys() & {"due_ms", "delay_level"} else {"delay_ms": [HOUR_MS]}
+    return batch(unique_key=[name], properties=[properties], **times, **columns)
+
+
+async def state(world: World, name: str) -> tuple[str, str | None, str | None]:
+    (place,) = await world.broker.find(name)
+    return place.state, place.topic, place.reason
+
+
+async def send_each(world: World) -> None:
+    """Messages that expire just before the release, at the release, never, and two that are moved."""
+    due_ms = world.clock.wall + HOUR_MS
+    for rows in (
+        expiring("before", due_ms + LATE_MS - 1),
+        expiring("at", due_ms + LATE_MS),
+        expiring("after-before", None, LATE_MS - 1),
+        expiring("after-at", None, LATE_MS),
+        expiring("moved", due_ms, None, "move", queue_id=[1]),
+        expiring("stays", due_ms + LATE_MS, None, "move"),
+        batch(unique_key=["plain"], delay_ms=[HOUR_MS]),
+        batch(unique_key=["text"], delay_ms=[HOUR_MS], properties=["TIMEBALL_EXPIRES_MS\x01soon\x02"]),
+    ):
+        await world.broker.send(rows)
+
+
+async def check_each(world: World) -> None:
+    visible = ("visible", "orders", None)
+    for name in ("before", "after-before"):
+        assert await state(world, name) == CANCELLED, name
+    for name in ("at", "after-at", "stays", "plain", "text"):
+        assert await state(world, name) == visible, name
+    assert await state(world, "moved") == ("visible", "%EXPIRED%orders", None)
+    assert world.broker.pending_messages == 0
+
+
+STRATEGIES = [{}, {"strategy": "timer_wheel"}, {"strategy": "level_cascade"}]
+
+
+@pytest.mark.parametrize("settings", STRATEGIES, ids=lambda settings: settings.get("strategy", "hour_log"))
+@pytest.mark.parametrize("together", [True, False])
+def test_late_messages_expire_in_each_strategy(settings: dict[str, str], together: bool) -> None:
+    async def main() -> None:
+        world = World(CrashFiles(), ManualClock(), **settings)
+        await world.start()
+        await send_each(world)
+        if together:
+            await world.broker.send(batch(200, delay_ms=[HOUR_MS] * 200))
+        await world.advance(HOUR_MS + LATE_MS)
+        await check_each(world)
+        assert world.broker.rates.total(Stat.EXPIRED_NUMS, "orders") == 3
+        await world.stop()
+
+    run(main())
+
+
+@on_node()
+async def test_messages_expire_in_the_table_and_after_a_restart(world: World) -> None:
+    await send_each(world)
+    await world.compact()
+    await world.stop()
+    world.clock.advance(HOUR_MS + LATE_MS)
+    await world.start()
+    await world.settled()
+    await check_each(world)
+    await world.restart()
+    await check_each(world)
+
+
+@on_node()
+async def test_a_message_in_a_delay_level_expires(world: World) -> None:
+    await world.broker.send(expiring("level", None, 1, delay_level=[1]))
+    await world.advance(SECOND_MS + LATE_MS)
+    assert await state(world, "level") == CANCELLED
+
+
+@on_node()
+async def test_a_rescheduled_message_expires_after_its_new_due_time(world: World) -> None:
+    await world.broker.send(expiring("a", None, 1))
+    await world.broker.send(expiring("b", None, LATE_MS))
+    await world.broker.reschedule(ids=["a", "b"], delay_ms=2 * HOUR_MS)
+    await world.advance(2 * HOUR_MS + LATE_MS)
+    assert await state(world, "a") == CANCELLED
+    assert await state(world, "b") == ("visible", "orders", None)
+    assert [verdict.verdict for verdict in await world.broker.cancel(ids=["a"])] == ["already_cancelled"]
+
+
+@on_node()
+async def test_a_message_that_returns_to_its_group_does_not_expire(world: World) -> None:
+    await world.broker.send(
+        batch(unique_key=["a"], properties=[encode_properties(expiry_properties(None, 1, None))])
+    )
+    broker = world.broker
+    ask = ReceiveRequest("workers", "orders")
+    [receipt] = (await broker.consuming.receive(ask, 0)).receipts
+    assert await broker.consuming.nack(receipt, HOUR_MS)
+    await world.advance(HOUR_MS + LATE_MS)
+    again = await broker.consuming.receive(ask, 0)
+    assert column(again.rows, "unique_key") == ["a"]
+
+
+@on_node()
+async def test_an_expired_occurrence_is_followed_by_the_next_one(world: World) -> None:
+    properties = expiry_properties(None, LATE_MS - 1, None)
+    await put(world, rule={"every": "1h"}, properties=properties)
+    first = progress(world)
+    await world.advance(first.due_ms - world.clock.wall + LATE_MS)
+    (place,) = await world.broker.find(f"{NAME}.{first.due_ms}")
+    assert (place.state, place.reason) == ("cancelled", "expired")
+    second = progress(world)
+    assert second.due_ms == first.due_ms + HOUR_MS and second.runs == 0
+    await world.advance(second.due_ms - world.clock.wall)
+    assert progress(world).runs == 1
+
+
+@on_node()
+async def test_without_room_for_a_topic_an_expired_message_is_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.broker.send(expiring("a", None, 1, "move"))
+    monkeypatch.setattr(limits, "TOPICS_MAX", 1)
+    await world.advance(HOUR_MS + LATE_MS)
+    assert await state(world, "a") == CANCELLED
+
+
+def test_a_release_that_knows_no_expiry_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the check of this module fails if each message is released."""
+    monkeypatch.setattr(delivery, "find_expired", lambda rows, now_ms: None)
+
+    async def main() -> None:
+        world = World(CrashFiles(), ManualClock())
+        await world.start()
+        await send_each(world)
+        await world.advance(HOUR_MS + LATE_MS)
+        with pytest.raises(AssertionError):
+            await check_each(world)
+        await world.stop()
+
+    run(main())
+
+
+# ---- power cuts --------------------------------------------------------------------------------------------------
+
+
+def ends_after(crash_at: int | None) -> tuple[int, list[list[int]]]:
+    """Cut the power around the release of messages that expire. Returns the calls, and the kinds that end each one."""
+    files, clock = CutFiles(crash_at=crash_at), ManualClock()
+    world = World(files, clock)
+
+    async def live() -> None:
+        await world.start()
+        await send_each(world)
+        await world.advance(HOUR_MS + LATE_MS)
+        await world.stop()
+
+    run(until_cut(world, files, live))
+
+    async def after(left: CrashFiles) -> list[list[int]]:
+        second = World(left, clock)
+        await second.start()
+        clock.advance(3 * HOUR_MS)
+        second.broker.ticker.wake()
+        await second.settled()
+        ends: dict[int, list[int]] = {}
+        reader = second.broker.log.reader
+        for rows in reader.rows(
+            reader.first_seq, reader.next_seq, [Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL]
+        ):
+            for kind, seq, number in zip(
+                *(column(rows, name) for name in ("kind", "seq", "source_seq")), strict=True
+            ):
+                if kind == Kind.SCHEDULED:
+                    ends[seq] = []
+                else:
+                    ends[number].append(kind)
+        await second.stop()
+        return list(ends.values())
+
+    return files.calls, run(after(files.crash(crash_at or 1, "random")))
+
+
+@pytest.mark.parametrize("number", [8, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_after_a_power_cut_each_message_has_one_end(number: int) -> None:
+    calls, _ = ends_after(None)
+    chosen = np.random.default_rng(1).permutation(np.arange(1, calls + 1))[:number]
+    for call in chosen.tolist():
+        assert all(len(ends) == 1 for ends in ends_after(call)[1]), f"call {call} of {calls}"
