@@ -252,3 +252,14 @@ def test_a_message_may_be_given_up(node: RunningNode, ball: Timeball) -> None:
     assert message.dead_letter() and not message.dead_letter()
     with node.client() as browser:
         assert [dead.body for dead in browser.browse("%DLQ%givers")] == [b"0"]
+
+
+def test_a_nack_that_does_not_count_is_no_attempt(ball: Timeball) -> None:
+    ball.send("not-yet", "x")
+    for _ in range(3):
+        [message] = ball.pull("not-yet", "g", wait="30s")
+        assert message.attempts == 0
+        assert message.nack(after="10ms", reason="not yet", counted=False)
+    [message] = ball.pull("not-yet", "g", wait="30s")
+    assert message.nack(after="10ms") and message.nack_reason == "not yet"
+    assert ball.pull("not-yet", "g", wait="30s")[0].attempts == 1

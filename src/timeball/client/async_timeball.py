@@ -63,18 +63,19 @@ class AsyncMessage(Leased):
         """
         return bool(await self._run(self._ack))
 
-    async def nack(self, after: After | None = None, *, reason: str = "") -> bool:
+    async def nack(self, after: After | None = None, *, reason: str = "", counted: bool = True) -> bool:
         """Give the message back as a failed attempt, to be delivered again later.
 
         Args:
             after: The delay until the next delivery. The default is the delay of the group's retry policy.
             reason: The reason, which the next delivery and the dead letter contain. At most 1,024 bytes are kept.
+            counted: With False, this is no attempt: the message cannot be handled yet. The group limits how often.
 
         Returns:
             False when the lease had already ended.
         """
         after_ms = None if after is None else delay_ms(after)
-        return bool(await self._run(lambda: self._nack(after_ms, reason)))
+        return bool(await self._run(lambda: self._nack(after_ms, reason, counted)))
 
     async def extend(self, lease: After) -> bool:
         """Extend the lease, so that it ends after the time `lease` from now.

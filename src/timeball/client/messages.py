@@ -69,14 +69,16 @@ class Member:
         """Acknowledge messages."""
         return self._answer(receipts, lambda chunk: acknowledge(self.topic, self.group, chunk))
 
-    def nack(self, receipts: Sequence[str], after_ms: int | None, reason: str) -> list[str | None]:
+    def nack(
+        self, receipts: Sequence[str], after_ms: int | None, reason: str, *, counts: bool = True
+    ) -> list[str | None]:
         """Give messages back as failed attempts, for `reason`. They are delivered again after `after_ms`.
 
-        `after_ms` None means the delay of the group's retry policy.
+        `after_ms` None means the delay of the group's retry policy. `counts`: count the attempt.
         """
         short = _shortened(reason)
         return self._answer(
-            receipts, lambda chunk: nack(self.topic, self.group, chunk, after_ms, short, counts=True)
+            receipts, lambda chunk: nack(self.topic, self.group, chunk, after_ms, short, counts=counts)
         )
 
     def extend(self, receipts: Sequence[str], lease_ms: int, *, counts: bool = True) -> list[str | None]:
@@ -223,9 +225,9 @@ class Leased:
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
-    def _nack(self, after_ms: int | None, reason: str) -> bool:
+    def _nack(self, after_ms: int | None, reason: str, counted: bool) -> bool:
         member, receipt = self.lease
-        (new_receipt,) = member.nack([receipt], after_ms, reason)
+        (new_receipt,) = member.nack([receipt], after_ms, reason, counts=counted)
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
@@ -261,17 +263,18 @@ class Message(Leased):
         """
         return self._ack()
 
-    def nack(self, after: After | None = None, *, reason: str = "") -> bool:
+    def nack(self, after: After | None = None, *, reason: str = "", counted: bool = True) -> bool:
         """Give the message back as a failed attempt, to be delivered again later.
 
         Args:
             after: The delay until the next delivery. The default is the delay of the group's retry policy.
             reason: The reason, which the next delivery and the dead letter contain. At most 1,024 bytes are kept.
+            counted: With False, this is no attempt: the message cannot be handled yet. The group limits how often.
 
         Returns:
             False when the lease had already ended.
         """
-        return self._nack(None if after is None else delay_ms(after), reason)
+        return self._nack(None if after is None else delay_ms(after), reason, counted)
 
     def extend(self, lease: After) -> bool:
         """Extend the lease, so that it ends after the time `lease` from now.

@@ -84,6 +84,11 @@ class Returning:
         """False if the group's offset was changed meanwhile, and the lease was forgotten."""
         return self.queue.in_flight.get(self.offset) is self.lease
 
+    @property
+    def is_uncounted_nack(self) -> bool:
+        """True if a member gives the message back, and this is no attempt."""
+        return self.how.reason is not None and not (self.how.is_dead or self.lease.counts)
+
 
 SWEEP_ENTRIES_MIN = 1_024
 
@@ -381,6 +386,7 @@ class Redelivery:
 
     def _copies(self, rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: int) -> pa.RecordBatch:
         """Build the rows that bring these messages back, and create their topics. Raises OverLimit."""
+        self._limit_uncounted(rows, returning)
         counts = np.array([position.lease.counts for position in returning], dtype=np.int64)
         times = np.minimum(redelivery_rows.times_of(rows) + counts, retry.INT_MAX)
         topics, delays_ms = [], []
@@ -408,6 +414,14 @@ class Redelivery:
             now_ms=now_ms,
             host=self._settings.host,
         )
+
+    def _limit_uncounted(self, rows: pa.RecordBatch, returning: Sequence[Returning]) -> None:
+        """Count the attempts of messages that were given back without an attempt as often as their group allows."""
+        # The row has the number, because a count in memory would begin anew with each leader.
+        for index, position in enumerate(returning):
+            if position.is_uncounted_nack:
+                uncounted = redelivery_rows.uncounted_in(rows.column("properties")[index].as_py())
+                position.lease.counts = uncounted >= self._tables.groups.uncounted_max(position.queue.group)
 
     def _delay_ms(self, position: Returning, attempts: int) -> int:
         if position.how.delay_ms is not None:
@@ -437,7 +451,11 @@ def _properties(rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: in
         for position in returning
     ):
         return redelivery_rows.properties_for(texts, queue.group, queue.topic, pop_ms)
-    return redelivery_rows.properties_of_each(texts, [_added(position, now_ms) for position in returning])
+    added = [_added(position, now_ms) for position in returning]
+    for index, position in enumerate(returning):
+        if position.is_uncounted_nack:
+            added[index] |= redelivery_rows.uncounted(texts[index].as_py())
+    return redelivery_rows.properties_of_each(texts, added)
 
 
 def _added(position: Returning, now_ms: int) -> dict[str, str]:

@@ -50,8 +50,11 @@ from timeball.model.message import (
 FIRST_POP_TIME = "1ST_POP_TIME"
 POP_CK = "POP_CK"
 
+# How often members of the group have given the message back without an attempt.
+NACKS_UNCOUNTED = "NACKS_UNCOUNTED"
+
 # In the order of importance, the most important first.
-_ADDED_NAMES = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
+_ADDED_NAMES = (ORIGIN_GROUP, RETRY_TOPIC, NACKS_UNCOUNTED, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
 _NAMES = "|".join(sorted([*retry.SPENT, *_ADDED_NAMES, POP_CK]))
 _REBUILD_PATTERN = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
@@ -153,6 +156,17 @@ def given_back(reason: str, now_ms: int) -> dict[str, str]:
     return {NACK_TIME: str(now_ms), NACK_REASON: reason_text(reason)}
 
 
+def uncounted_in(text: str | None) -> int:
+    """Read how often a message was given back without an attempt, from its properties."""
+    number = decode_properties(text or "").get(NACKS_UNCOUNTED, "0")
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
+
+
+def uncounted(text: str | None) -> dict[str, str]:
+    """Build the property of a message that is given back without an attempt once more."""
+    return {NACKS_UNCOUNTED: str(uncounted_in(text) + 1)}
+
+
 def given_up(reason: str) -> dict[str, str]:
     """Build the properties of a message that a member puts into the dead letters."""
     text = reason_text(reason)
@@ -181,7 +195,7 @@ def properties_of(text: str, adding: dict[str, str]) -> str:
         dropped.add(NACK_REASON)  # the sender set it: no member has given the message back yet
     # Properties of a delay that is over must not delay the copy again (retry.py).
     kept = {n: v for n, v in old_properties.items() if n not in retry.SPENT and n not in dropped}
-    replaced = {ORIGIN_GROUP, NACK_REASON}
+    replaced = {ORIGIN_GROUP, NACK_REASON, NACKS_UNCOUNTED}
     merged = {**kept, **{n: v for n, v in adding.items() if n in replaced or n not in kept}}
     if not merged.get(NACK_REASON, "-"):
         del merged[NACK_REASON]  # given back without a reason: an older reason would be taken for this one

@@ -20,6 +20,8 @@ from timeball.model.errors import GroupNotFound, OutOfRange, OverLimit
 
 ATTRIBUTES_MAX = 64
 TIMES_MAX = 16  # RocketMQ's retryMaxTimes
+# An attribute of a group: how often a message may be given back without an attempt, and the default.
+UNCOUNTED_MAX_ATTRIBUTE, UNCOUNTED_MAX = "timeball.uncounted.max", 1_000
 
 # The integer range of RocketMQ's fields. As in RocketMQ, -1 in retry_max_times means the default.
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -99,6 +101,14 @@ class Groups:
         """Compute how often a message that this group did not acknowledge may be tried again."""
         group = self._groups.get(name)
         return times_max(-1 if group is None else group.retry_max_times, None)
+
+    def uncounted_max(self, name: str) -> int:
+        """Find how often members of this group may give a message back without an attempt."""
+        group = self._groups.get(name)
+        text = "" if group is None else group.attributes.get(UNCOUNTED_MAX_ATTRIBUTE, "")
+        # The tools that write attributes do not check them.
+        is_number = text.isascii() and text.isdigit() and len(text) < 10
+        return int(text) if is_number else UNCOUNTED_MAX
 
     def all(self) -> list[SubscriptionGroup]:
         """List all groups."""
