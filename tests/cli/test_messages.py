@@ -139,6 +139,19 @@ def test_a_unique_key_has_one_pending_message(endpoint: str) -> None:
     assert run_here("schedule", "u", "--lines", "-", "--after", "1h", "--unique-key", "a").returncode == 2
 
 
+def test_a_message_may_expire_and_have_a_window(endpoint: str) -> None:
+    options = ("--expires-in", "5m", "--on-expiry", "move", "--window", "10m", "--spread", "level")
+    [receipt] = _json("schedule", "options", "x", "--after", "1h", *options, "--endpoint", endpoint)
+    wait_ms = int(str(receipt["due_ms"])) - int(str(receipt["store_ms"]))
+    assert 3_600_000 <= wait_ms + 1_000 <= 4_201_000
+    [shown] = _json("get", str(receipt["id"]), "--endpoint", endpoint)
+    assert "TIMEBALL_EXPIRES_AFTER_MS" in json.dumps(shown)
+    for wrong in (("--lines", "-", "--expires-in", "5m"), ("--lines", "-", "--window", "5m")):
+        assert (
+            run_here("schedule", "options", "--after", "1h", *wrong, "--endpoint", endpoint).returncode == 2
+        )
+
+
 def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -> None:
     """An instant, and exit code 1."""
     [receipt] = _json("schedule", "gone", "x", "--after", "1ms", "--endpoint", endpoint)

@@ -238,3 +238,17 @@ def test_a_send_with_a_unique_key_says_what_was_pending(ball: Timeball) -> None:
     assert [ball.get(receipt.id).state for receipt in (first, new)] == ["cancelled", "waiting"]
     ball.create_topic("unique-http", on_pending="keep")
     assert ball.send("unique-http", "5", unique_key="order-17").id == new.id
+
+
+def test_a_send_may_have_an_expiry_and_a_window(ball: Timeball) -> None:
+    receipt = ball.send("options-http", "1", after="1h", window="10m", expires_in="5m", on_expiry="move")
+    assert receipt.due_ms is not None
+    assert receipt.store_ms + 3_600_000 <= receipt.due_ms <= receipt.store_ms + 4_200_000
+    content = ball.get(receipt.id).content
+    assert content is not None and content.properties["TIMEBALL_EXPIRES_AFTER_MS"] == "300000"
+    level = ball.send(
+        "options-http", "2", after="1h", window="10m", spread="level", expires_at="2090-01-01T00:00:00Z"
+    )
+    assert level.due_ms is not None and level.due_ms - level.store_ms < 4_260_000
+    with pytest.raises(InvalidDelay):
+        ball.send("options-http", "3", expires_in="5m")

@@ -36,6 +36,7 @@ from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
 from timeball.broker.pending.survey import Surveys
+from timeball.broker.pending.window_loads import WindowLoads
 from timeball.broker.pending.zone_updates import ZoneUpdates
 from timeball.broker.policy import Policy
 from timeball.broker.recurring.successors import Successors
@@ -221,6 +222,7 @@ class Broker:
             gate=self.gate, clock=clock, writer=log.writer, tables=self.tables, attach_state=self.attach_state,
             scheduling=self.scheduling,
         )  # fmt: skip
+        self.window_loads = WindowLoads(self.forecast, clock=clock)
         self.job_reports = JobReports(
             self.policy, files=self.files, clock=clock, reader=log.reader, attach_state=self.attach_state,
             reader_thread=self.threads.reader,

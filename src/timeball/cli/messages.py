@@ -36,7 +36,7 @@ from timeball.cli.options import (
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
 from timeball.model.answers import KEPT
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
-from timeball.model.send_options import OnExpiry, OnPending
+from timeball.model.send_options import OnExpiry, OnPending, Spread
 from timeball.model.time_parsing import instant_ms, local_due_ms
 from timeball.model.values import check_label, keys_text, properties_text
 
@@ -86,6 +86,16 @@ ExpiresInOption = Annotated[
 OnExpiryOption = Annotated[
     OnExpiry | None,
     typer.Option("--on-expiry", help="If it expires: cancel it, or move it to the topic %EXPIRED%TOPIC."),
+]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--window", metavar="DURATION", help="The broker chooses the due time, at most this much later."
+    ),
+]
+SpreadOption = Annotated[
+    Spread | None,
+    typer.Option("--spread", help="How: by the message id, or the second with the fewest pending messages."),
 ]
 LinesOption = Annotated[
     Path | None,
@@ -161,6 +171,8 @@ def schedule(
     expires_at: ExpiresAtOption = None,
     expires_in: ExpiresInOption = None,
     on_expiry: OnExpiryOption = None,
+    window: WindowOption = None,
+    spread: SpreadOption = None,
     lines: LinesOption = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -182,6 +194,8 @@ def schedule(
     check_lines_alone(lines, body, message_id, unique_key)
     if lines is not None and (expires_at or expires_in or on_expiry):
         raise RequestError("--lines and an expiry: give each line the property TIMEBALL_EXPIRES_AFTER_MS")
+    if lines is not None and (window or spread):
+        raise RequestError("--lines and a window: send the messages one by one")
     with connect(endpoint) as client:
         if lines is not None:
             send_lines(client, lines, encode_fields(topic, tag, keys, properties) | due, as_json=as_json)
@@ -201,6 +215,8 @@ def schedule(
             expires_at=expires_at,
             expires_in=expires_in,
             on_expiry=on_expiry,
+            window=window,
+            spread=spread,
         )
         report(receipt, as_json=as_json)
 

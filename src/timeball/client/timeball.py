@@ -51,7 +51,7 @@ from timeball.model.answers import (
     Verdict,
 )
 from timeball.model.errors import InvalidDelay, NotFound, RequestError
-from timeball.model.send_options import OnExpiry, OnPending
+from timeball.model.send_options import OnExpiry, OnPending, Spread
 from timeball.model.time_parsing import After, At, delay_ms, due_ms, when
 from timeball.model.values import Keys
 
@@ -164,6 +164,8 @@ class Timeball(Reader):
         expires_at: At | None = None,
         expires_in: After | None = None,
         on_expiry: OnExpiry | None = None,
+        window: After | None = None,
+        spread: Spread | None = None,
     ) -> Receipt:
         """Send one message. It becomes visible at once, after a delay, or at a due time.
 
@@ -197,6 +199,9 @@ class Timeball(Reader):
             expires_at: The last time at which the message may be released, in the forms of `at`.
             expires_in: The longest time from the due time to the release, in the forms of `after`.
             on_expiry: "cancel" (the default) cancels an expired message, "move" releases it into %EXPIRED%<topic>.
+            window: The broker chooses the due time, from `at` or `after` on and at most this much later. The receipt
+                contains it.
+            spread: "even" (the default) chooses by the message id, "level" the second with the fewest pending messages.
 
         Returns:
             The receipt, with the id, the sequence number and the due time of the message.
@@ -226,7 +231,7 @@ class Timeball(Reader):
             on_pending=on_pending,
             expires_at=None if expires_at is None else due_ms(expires_at),
             expires_in=None if expires_in is None else f"{delay_ms(expires_in, 'expires_in')}ms",
-            on_expiry=on_expiry,
+            on_expiry=on_expiry, window=None if window is None else f"{delay_ms(window, 'window')}ms", spread=spread,
         )  # fmt: skip
         return HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled)
 

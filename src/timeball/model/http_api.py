@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from timeball.model.answers import GroupState, QueueRange
-from timeball.model.send_options import OnExpiry, OnPending
+from timeball.model.send_options import OnExpiry, OnPending, Spread
 from timeball.model.values import CatchUp
 
 At = int | str
@@ -26,7 +26,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     With `zone`, `at` is a local time without an offset.
 
     With `unique_key`, the message is sent alone, and `on_pending` decides if another one with this key is pending. A
-    message that would be released after `expires_at`, or longer than `expires_in` after its due time, expires.
+    message that would be released after `expires_at`, or longer than `expires_in` after its due time, expires. With
+    `window`, the broker chooses the due time: from the given one on, and at most this much later.
     """
 
     body: str | None = None
@@ -45,6 +46,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     expires_at: At | msgspec.UnsetType = msgspec.UNSET
     expires_in: str | msgspec.UnsetType = msgspec.UNSET
     on_expiry: OnExpiry | None = None
+    window: str | msgspec.UnsetType = msgspec.UNSET
+    spread: Spread | None = None
 
 
 class Replaced(msgspec.Struct, frozen=True):

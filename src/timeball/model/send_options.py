@@ -6,6 +6,7 @@ Clients of RocketMQ give an option as a user property. Needs no Arrow, because t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Literal, NamedTuple, get_args
 
 from timeball.model import limits
@@ -118,6 +119,26 @@ def expiry_properties(
     properties = {name: str(value) for name, value in values.items() if value is not None}
     check_expiry(properties, due_ms)
     return properties
+
+
+# ---- delivery windows -----------------------------------------------------------------------------------------
+
+Spread = Literal["even", "level"]  # how the broker chooses the due time in a window
+_GUARD_MS, _GUARD_SHARE = limits.SECOND_MS, 10
+
+
+def last_offset_ms(window_ms: int) -> int:
+    """Compute the latest due time in a window, in ms after its begin.
+
+    It leaves the last tenth of the window free, at most a second, so that the release is also in the window.
+    """
+    return window_ms - min(_GUARD_MS, window_ms // _GUARD_SHARE)
+
+
+def even_offset_ms(message_id: str, window_ms: int) -> int:
+    """Choose the due time of a message in a window by its id, in ms after the begin of the window."""
+    digest = blake2b(message_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (last_offset_ms(window_ms) + 1)
 
 
 def _is_number(text: str) -> bool:

@@ -41,7 +41,7 @@ _RENAMED_FIELDS = {"delay": "after", "deliver_at": "at"}
 _DURATION_FORM = "a text with its unit, such as '5s' or '30m'"
 _TIME_FORM = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
 _HINT_SEND_AT_ONCE = "; leave it out to deliver at once"
-_TIME_FIELD = re.compile(r"`\$[^`]*\.(after|at|expires_at|expires_in|lease|timeout)`")
+_TIME_FIELD = re.compile(r"`\$[^`]*\.(after|at|expires_at|expires_in|window|lease|timeout)`")
 _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
 
 

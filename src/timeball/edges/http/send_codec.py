@@ -17,7 +17,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from types import MappingProxyType
+from typing import NamedTuple, cast, get_args
 from urllib.parse import unquote
 
 import msgspec
@@ -31,7 +32,7 @@ from timeball.model import limits, time_parsing
 from timeball.model.answers import KEPT, SentState, UniqueMessage
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.http_api import Message, Replaced, Sent, SentMany
-from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow, send_row
+from timeball.model.message import SEND_COLUMNS, SEND_NAMES, SendBatch, SendRow, send_row
 from timeball.model.rules import (
     TIMES,
     check_key,
@@ -45,7 +46,9 @@ from timeball.model.rules import (
 from timeball.model.send_options import (
     OnExpiry,
     OnPending,
+    Spread,
     UniqueKey,
+    even_offset_ms,
     expiry_properties,
     unique_key,
     with_unique_key,
@@ -61,13 +64,15 @@ SMALL_BATCH_ROWS = 256
 
 HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
 RAW_HEADERS = (
-    "id", "key", "tag", "after", "at", "zone", "unique-key", "on-pending", "expires-at", "expires-in", "on-expiry", "raw",
+    "id", "key", "tag", "after", "at", "zone", "unique-key", "on-pending", "expires-at", "expires-in", "on-expiry",
+    "window", "spread", "raw",
 )  # fmt: skip
 _RENAMED_HEADERS = {f"{HEADER}delay": f"{HEADER}after", f"{HEADER}deliver-at": f"{HEADER}at"}
 _TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
 # media types that a page of another site may send without a preflight request (CORS-safelisted by the Fetch standard)
 _TYPES_WITHOUT_PREFLIGHT = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
+_DUE_MS = SEND_NAMES.index("due_ms")
 _NAMES = ("topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms")
 _SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
 
@@ -109,6 +114,8 @@ class DecodedSend(NamedTuple):
     ids_and_times: list[IdAndTime] | None  # None for Arrow, whose answer contains no ids
     is_single: bool = False  # the answer is a single object, and not a list
     unique: UniqueKey | None = None  # of the only message
+    # The delivery windows with the spread `level` in ms, by the index of their message.
+    level_windows_ms: Mapping[int, int] = MappingProxyType({})
 
 
 class IdSource:
@@ -239,6 +246,8 @@ def _message_from_headers(
         on_expiry=cast(OnExpiry | None, headers.get(f"{HEADER}on-expiry")),
         expires_at=headers.get(f"{HEADER}expires-at", msgspec.UNSET),
         expires_in=headers.get(f"{HEADER}expires-in", msgspec.UNSET),
+        window=headers.get(f"{HEADER}window", msgspec.UNSET),
+        spread=cast(Spread | None, headers.get(f"{HEADER}spread")),  # `_window_ms` checks it
     )
 
 
@@ -312,9 +321,16 @@ def _decoded_send(
     send_rows: list[SendRow] = []
     ids_and_times, size_bytes = list[IdAndTime](), 0
     unique: UniqueKey | None = None
+    level_windows_ms: dict[int, int] = {}
     for index, message in enumerate(messages):
         body, identity = _body(index, message), _id_and_time(index, message, ids)
         properties = properties_text(_properties(message))
+        if message.window is not UNSET or message.spread is not None:
+            window_ms = _window_ms(message, identity)
+            if message.spread == "level":
+                level_windows_ms[index] = window_ms
+            else:
+                identity = _later(identity, even_offset_ms(identity.message_id, window_ms))
         if (
             message.expires_at is not UNSET
             or message.expires_in is not UNSET
@@ -341,8 +357,9 @@ def _decoded_send(
         ids_and_times.append(identity)
     columns = _to_columns(topic, rows, ids_and_times) if rows else None
     return DecodedSend(
-        send_rows if columns is None else columns, len(messages), size_bytes, ids_and_times, is_single, unique
-    )
+        send_rows if columns is None else columns, len(messages), size_bytes, ids_and_times, is_single, unique,
+        level_windows_ms,
+    )  # fmt: skip
 
 
 def _to_columns(
@@ -408,6 +425,54 @@ def _unique_key(message: Message, count: int) -> UniqueKey:
     if count > 1:
         raise InvalidMessage(f"{count} messages in a request, and one has a unique key: send it alone")
     return unique_key(message.unique_key, message.on_pending)
+
+
+def _window_ms(message: Message, identity: IdAndTime) -> int:
+    """Check the delivery window of a message, and return its length. Raises InvalidDelay."""
+    if message.window is UNSET:
+        raise InvalidDelay("spread without window: give both")
+    if identity.due_ms is None and identity.delay_ms is None:
+        raise InvalidDelay("a window begins at a time: give at or after, too")
+    if message.spread not in (None, *get_args(Spread)):
+        raise InvalidDelay(f"spread {message.spread!r}: {', '.join(get_args(Spread))}")
+    window_ms = time_parsing.delay_ms(message.window, "window")
+    if window_ms > limits.DELAY_MS_MAX:
+        raise InvalidDelay(f"window {message.window!r}: at most ten years")
+    return window_ms
+
+
+def _later(identity: IdAndTime, offset_ms: int) -> IdAndTime:
+    if identity.due_ms is not None:
+        return identity._replace(due_ms=identity.due_ms + offset_ms)
+    return identity._replace(delay_ms=(identity.delay_ms or 0) + offset_ms)
+
+
+def begins_of_windows(decoded: DecodedSend, now_ms: int) -> dict[int, int]:
+    """Compute when the level windows of a send begin, in ms since 1970, by the index of their message."""
+    begins_ms = {}
+    for index in decoded.level_windows_ms:
+        _, due_ms, delay_ms, _ = (decoded.ids_and_times or [])[index]
+        begins_ms[index] = now_ms + (delay_ms or 0) if due_ms is None else due_ms
+    return begins_ms
+
+
+def with_due_times(decoded: DecodedSend, due_times_ms: Mapping[int, int]) -> DecodedSend:
+    """Give messages of a send other due times, by their index."""
+    ids_and_times = [
+        IdAndTime(identity.message_id, due_times_ms[index], None, True) if index in due_times_ms else identity
+        for index, identity in enumerate(decoded.ids_and_times or [])
+    ]
+    rows = decoded.rows
+    if isinstance(rows, pa.RecordBatch):
+        for name in TIMES:
+            values = [getattr(identity, name) for identity in ids_and_times]
+            rows = rows.set_column(rows.schema.get_field_index(name), name, pa.array(values, pa.int64()))
+    else:
+        rows = [
+            (*row[:_DUE_MS], identity.due_ms, *row[_DUE_MS + 1 :])
+            for row, identity in zip(rows, ids_and_times, strict=True)
+        ]
+    return decoded._replace(rows=rows, ids_and_times=ids_and_times)
 
 
 def _expiry(message: Message, identity: IdAndTime) -> str:

@@ -346,6 +346,7 @@ def test_a_unique_key_may_come_in_headers_and_under_an_idempotency_key(client: C
     assert client.send("raw", b"x", **raw).value["outcome"] == "created"
     raw |= {"timeball_on_pending": "replace", "idempotency_key": "unique-k"}
     first, again = client.send("raw", b"x", **raw), client.send("raw", b"x", **raw)
+    assert (first.status, again.status) == (201, 200), (first, again)
     assert (first.value["outcome"], again.value["outcome"]) == ("replaced", "exists")
     assert first.value["seq"] == again.value["seq"]
 
@@ -368,3 +369,67 @@ def test_a_topic_has_a_rule_for_unique_keys(client: Client) -> None:
 )
 def test_a_bad_unique_key_is_a_400(client: Client, messages: Any) -> None:
     assert client.send("unique-bad", messages).status == 400
+
+
+# ---- expiry and delivery windows ---------------------------------------------------------------------------------
+
+
+def test_an_expiry_is_stored_with_the_message(client: Client) -> None:
+    sent = client.send("expiring", {"body": "x", "after": "1h", "expires_in": "5m", "on_expiry": "move"})
+    shown = client.ask("GET", f"/v1/messages/{sent.value['id']}").value["messages"][0]["properties"]
+    assert shown == {"TIMEBALL_EXPIRES_AFTER_MS": "300000", "TIMEBALL_ON_EXPIRY": "move"}
+    raw = client.send("expiring", b"x", timeball_after="1h", timeball_expires_at="2090-01-31T09:00:00Z")
+    shown = client.ask("GET", f"/v1/messages/{raw.value['id']}").value["messages"][0]["properties"]
+    assert shown["TIMEBALL_EXPIRES_MS"] == "3789536400000"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"expires_in": "5m"},
+        {"after": "1h", "on_expiry": "move"},
+        {"after": "1h", "expires_in": "5m", "on_expiry": "drop"},
+        {"at": "2090-01-31T09:00:00Z", "expires_at": "2090-01-31T08:00:00Z"},
+        {"after": "1h", "expires_in": "5m", "expires_at": "2090-01-31T08:00:00Z"},
+        {"after": "1h", "expires_in": 5},
+        {"after": "1h", "spread": "level"},
+        {"after": "1h", "window": "5m", "spread": "odd"},
+        {"window": "5m"},
+        {"after": "1h", "window": "1d", "spread": "level"},
+    ],
+)
+def test_a_bad_expiry_or_window_is_a_400(client: Client, fields: dict[str, object]) -> None:
+    assert client.send("bad-options", {"body": "x", **fields}).status == 400
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("spread", ["even", "level"])
+def test_the_answer_has_the_due_time_in_the_window(
+    client: Client, node: RunningNode, spread: str, rows: int
+) -> None:
+    begin_ms = node.broker.clock.now_ms() + HOUR_MS
+    window = {"window": "10m", "spread": spread}
+    messages = [
+        {"body": "x", "id": f"{spread}-{rows}-{number}", "at": begin_ms, **window} for number in range(rows)
+    ]
+    sent = client.send(f"windows-{spread}", messages if rows > 1 else messages[0])
+    answers = sent.value["messages"] if rows > 1 else [sent.value]
+    assert all(begin_ms <= answer["due_ms"] <= begin_ms + 600_000 for answer in answers)
+    for answer in (answers[0], answers[-1]):
+        shown = client.ask("GET", f"/v1/messages/{answer['id']}").value["messages"][0]
+        assert shown["due_ms"] == answer["due_ms"]
+    if rows == 300:
+        assert len({answer["due_ms"] // 1_000 for answer in answers}) == 300 or spread == "even"
+
+
+def test_a_delay_may_have_a_window_and_a_level_window_no_idempotency_key(
+    client: Client, node: RunningNode
+) -> None:
+    for spread in ("even", "level"):
+        before_ms = node.broker.clock.now_ms()
+        sent = client.send("window-after", {"body": "x", "after": "1h", "window": "10m", "spread": spread})
+        assert before_ms + HOUR_MS <= sent.value["due_ms"] <= node.broker.clock.now_ms() + HOUR_MS + 600_000
+    message = {"body": "x", "after": "1h", "window": "10m"}
+    even = [client.send("window-key", message, idempotency_key="window-k").value for _ in range(2)]
+    assert even[0]["due_ms"] == even[1]["due_ms"] and even[1]["outcome"] == "exists"
+    assert client.send("window-key", message | {"spread": "level"}, idempotency_key="l").status == 400

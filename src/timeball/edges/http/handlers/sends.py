@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from timeball.broker.accepting.appender import Accepted, Sent
 from timeball.broker.accepting.ingress import Piece, settle
+from timeball.broker.pending.window_loads import DeliveryWindow
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec, send_codec
 from timeball.edges.http.codec import Answer, problem
@@ -25,6 +26,7 @@ from timeball.model import http_api, limits
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS, KEPT, UNAVAILABLE, Verdict
 from timeball.model.errors import InvalidMessage, OutOfRange
+from timeball.model.send_options import last_offset_ms
 from timeball.model.trace_context import context_from_headers, with_contexts
 from timeball.model.values import size_bytes
 
@@ -87,6 +89,7 @@ class Sends:
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._is_durable = broker, broker.settings.durability == "sync"
+        self._tasks: set[asyncio.Task[None]] = set()
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": DirectHandler(self._begin, self._send)}}
 
     def _begin(self, call: Call, respond: Respond) -> bool:
@@ -153,6 +156,32 @@ class Sends:
 
     def _put(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
         """Give messages to the broker. `respond` receives the answer when they are durable."""
+        if decoded.level_windows_ms:
+            if send.key is not None:
+                raise InvalidMessage(
+                    "spread level and an idempotency key: use the spread even, which repeats its choice"
+                )
+            # The loop holds only weak references to tasks.
+            self._tasks.add(task := asyncio.ensure_future(self._level(call, send, decoded, respond)))
+            task.add_done_callback(self._tasks.discard)
+            return
+        self._put_now(call, send, decoded, respond)
+
+    async def _level(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
+        """Choose the due times of messages in level windows, and give the messages to the broker."""
+        try:
+            begins_ms = send_codec.begins_of_windows(decoded, self._broker.clock.now_ms())
+            windows = [
+                DeliveryWindow(begin_ms, begin_ms + last_offset_ms(decoded.level_windows_ms[index]))
+                for index, begin_ms in begins_ms.items()
+            ]
+            chosen_ms = await self._broker.window_loads.choose(windows)
+            due_times_ms = dict(zip(begins_ms, chosen_ms, strict=True))
+            self._put_now(call, send, send_codec.with_due_times(decoded, due_times_ms), respond)
+        except Exception as error:  # any error: the client waits for an answer
+            respond(error)
+
+    def _put_now(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
         # The topic of rows has been checked above. For columns, the broker checks the caller again.
         caller = None if isinstance(decoded.rows, list) else call.caller
         piece = _Piece(

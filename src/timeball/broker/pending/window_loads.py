@@ -1,0 +1,116 @@
+"""Delivery windows with the spread `level`: each message is due in the second of its window with the least messages.
+
+The counts of the pending messages by second come from `Forecast`, which reads log and table. They are counted again
+after `FRESH_S`. Meanwhile each choice is added to them in memory. So the counts are a cache: after a restart they are
+counted again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from timeball.broker.pending.forecast import Forecast
+from timeball.io.clock import SchedulerClock
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay
+from timeball.model.limits import SECOND_MS
+from timeball.model.message import Int64Array
+
+FRESH_S = 30.0
+RANGES_MAX = 16  # counted ranges in memory, of at most FORECAST_BUCKETS_MAX numbers each
+# Messages of one second are due in steps of this many ms, so that they are not due at once. Coprime to 1,000.
+_STEP_MS = 617
+
+
+class DeliveryWindow(NamedTuple):
+    """The times at which a message may become due, in ms since 1970: from `begin_ms` to `end_ms`, both included."""
+
+    begin_ms: int
+    end_ms: int
+
+
+class _Range(msgspec.Struct, eq=False):
+    """The counted seconds from `first` on. `until_s` is on the loop's clock."""
+
+    first: int
+    loads: Int64Array
+    until_s: float
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.loads)
+
+
+class WindowLoads:
+    """Chooses due times in delivery windows. Belongs to the event loop."""
+
+    def __init__(self, forecast: Forecast, *, clock: SchedulerClock) -> None:
+        self._forecast, self._clock = forecast, clock
+        self._loop = asyncio.get_running_loop()
+        self._ranges: list[_Range] = []
+        self._counting = asyncio.Lock()
+
+    async def choose(self, windows: Sequence[DeliveryWindow]) -> list[int]:
+        """Choose a due time for a message of each window, in ms since 1970.
+
+        Raises InvalidDelay for a window of too many seconds, and OverLimit if counting costs too much.
+        """
+        chosen = list[int]()
+        for window in windows:
+            # A begin in the past is now: the message would be due at once, as all others of this kind.
+            begin_ms = max(window.begin_ms, self._clock.now_ms())
+            first, last = -(-begin_ms // SECOND_MS), (window.end_ms + 1) // SECOND_MS - 1
+            if last < first:  # no whole second
+                chosen.append(max(window.begin_ms, min(begin_ms, window.end_ms)))
+                continue
+            chosen.append(self._choose_second(await self._find_range(first, last), first, last))
+        return chosen
+
+    def _choose_second(self, counted: _Range, first: int, last: int) -> int:
+        second = first + int(counted.loads[first - counted.first : last + 1 - counted.first].argmin())
+        load = int(counted.loads[second - counted.first])
+        # In all ranges, because the next window may be found in another one.
+        for each in self._ranges:
+            if each.first <= second < each.end:
+                each.loads[second - each.first] += 1
+        return second * SECOND_MS + load * _STEP_MS % SECOND_MS
+
+    async def _find_range(self, first: int, last: int) -> _Range:
+        """Find a counted range that has these seconds, or count it."""
+        found = self._find_fresh(first, last)
+        if found is not None:
+            return found
+        width = last + 1 - first
+        if width > limits.FORECAST_BUCKETS_MAX:
+            raise InvalidDelay(
+                f"a level window of {width} seconds: at most {limits.FORECAST_BUCKETS_MAX}, or use the spread even"
+            )
+        async with self._counting:
+            # Another send may have counted while this one was waiting for the lock.
+            found = self._find_fresh(first, last)
+            if found is not None:
+                return found
+            # The windows of later sends begin later, and are in this range too.
+            end = first + min(2 * width + 60, limits.FORECAST_BUCKETS_MAX)
+            counted = await self._forecast.counted("second", first * SECOND_MS, end * SECOND_MS)
+            loads = np.zeros(end - first, np.int64)
+            for begin_ms, rows in counted.buckets:
+                loads[begin_ms // SECOND_MS - first] = rows
+            for known in self._ranges:  # with the choices whose messages are not counted yet
+                begin, until = max(first, known.first), min(end, known.end)
+                if begin < until:
+                    overlap = loads[begin - first : until - first]
+                    np.maximum(overlap, known.loads[begin - known.first : until - known.first], out=overlap)
+            added = _Range(first, loads, self._loop.time() + FRESH_S)
+            self._ranges = [added, *self._ranges[: RANGES_MAX - 1]]
+            return added
+
+    def _find_fresh(self, first: int, last: int) -> _Range | None:
+        now_s = self._loop.time()
+        self._ranges = [each for each in self._ranges if now_s < each.until_s]
+        return next((each for each in self._ranges if each.first <= first and last < each.end), None)
