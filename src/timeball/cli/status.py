@@ -396,6 +396,12 @@ def resend(
     group: GroupArgument,
     names: NamesArgument = None,
     all_left: AllOption = False,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="DURATION", help="Deliver the first one after this time.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", metavar="NUMBER", help="Deliver this many in a second.")
+    ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -406,11 +412,13 @@ def resend(
     \b
     Examples:
       timeball dead-letters resend billing --all
+      timeball dead-letters resend billing --all --after 10m --rate 20
       timeball dead-letters list billing --json | jq -r .dead_letter | xargs timeball dead-letters resend billing
     """
     selected = _select_names(names, all_left=all_left)
     with connect(endpoint) as client:
-        _report(client.resend_dead_letters(group, selected), "sent again", as_json=as_json)
+        resolved = client.resend_dead_letters(group, selected, after=after, rate=rate)
+        _report(resolved, "sent again", as_json=as_json)
 
 
 @dead_letters_app.command()

@@ -443,13 +443,17 @@ def list_dead_letters(group: str, rows: int, after: str | None) -> Operation[Dea
 
 
 def resolve_dead_letters(
-    group: str, verb: Literal["resend", "delete"], handles: list[str] | None
+    group: str,
+    verb: Literal["resend", "delete"],
+    handles: list[str] | None,
+    after: str | None = None,
+    rate: float | None = None,
 ) -> Operation[Resolved]:
-    """Resend or delete the dead letters with these handles, or all of the group."""
+    """Resend or delete the dead letters with these handles, or all of the group. `after`, `rate`: of a resend."""
 
     def decode(data: bytes) -> Resolved:
         dealt = msgspec.json.decode(data, type=http_api.DealtMany)
         return Resolved(dealt.count, [each.verdict != "not_found" for each in dealt.results])
 
-    body = http_api.Resolving(handles, handles is None)
+    body = http_api.Resolving(handles, handles is None, after, rate)
     return _post(path("groups", group, "dead-letters", verb), body, decode)

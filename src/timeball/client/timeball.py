@@ -554,19 +554,31 @@ class Timeball(Reader):
         """
         return self._operations.run(http_codec.list_dead_letters(group, max_messages, after))
 
-    def resend_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
+    def resend_dead_letters(
+        self,
+        group: str,
+        dead_letters: Sequence[str] | None = None,
+        *,
+        after: After | None = None,
+        rate: float | None = None,
+    ) -> Resolved:
         """Deliver dead letters to their group again, with their attempts counted from 0. Durable on return.
 
         Args:
             group: The name of the group.
             dead_letters: The handles of at most 1,000 dead letters (`DeadLetterRow.dead_letter`). The default is all
                 that are left.
+            after: The delay until the first one is delivered. The default is none.
+            rate: How many are delivered in a second. The default is all at once.
 
         Returns:
             The number of dead letters that were resent, and for each given handle whether the dead letter was found.
         """
         handles = None if dead_letters is None else [*dead_letters]
-        return self._operations.run(http_codec.resolve_dead_letters(group, "resend", handles))
+        after_text = None if after is None else f"{delay_ms(after)}ms"
+        return self._operations.run(
+            http_codec.resolve_dead_letters(group, "resend", handles, after_text, rate)
+        )
 
     def delete_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
         """Delete dead letters, so that the group does not receive them again. Durable on return.

@@ -336,11 +336,16 @@ class DeadLetters(msgspec.Struct, omit_defaults=True):
     next_page: str | None = None
 
 
-class Resolving(msgspec.Struct, forbid_unknown_fields=True):
-    """Dead letters to resend or to delete: those in `dead_letters`, or all of the group."""
+class Resolving(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Dead letters to resend or to delete: those in `dead_letters`, or all of the group.
+
+    A resend delivers the first one after `after`, and then `rate` in a second. Without these, it delivers all at once.
+    """
 
     dead_letters: list[str] | None = None
     all: bool = False
+    after: str | None = None
+    rate: float | None = None
 
 
 class Dealt(msgspec.Struct):

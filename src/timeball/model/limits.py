@@ -46,6 +46,7 @@ DEAD_LETTER_SPANS_MAX = 10_000  # per group; each change writes all of them
 DEAD_LETTER_HANDLE_CHARACTERS_MAX = 25
 DEAD_LETTERS_REPEATED_AT_ONCE = 1_000  # rows of one frame when retention repeats dead letters
 DEAD_LETTERS_REPEATED_BYTES = 8 * 1024 * 1024  # approximate bytes of such a frame
+RESEND_RATE_MIN, RESEND_RATE_MAX = 0.001, 100_000.0  # dead letters in a second
 EXPIRED_TOPICS_MAX = 1_000  # per group; each change writes all of them
 DEAD_LETTERS_PER_REQUEST_MAX = 1_000
 SHOWN_BODY_BYTES_MAX = 64 * 1024  # per displayed message

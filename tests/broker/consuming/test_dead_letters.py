@@ -26,12 +26,13 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.consuming import dead_letters
+from timeball.broker.consuming.dead_letters import Pace
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import DeadLetterRow
-from timeball.model.errors import GroupNotFound, InvalidMessage
+from timeball.model.errors import GroupNotFound, InvalidMessage, OutOfRange
 
 
 async def kill(world: World, texts: list[bytes]) -> None:
@@ -235,3 +236,35 @@ async def test_a_dead_letter_shows_its_nack_reason(world: World) -> None:
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
     again = await receive(world)
     assert not [text for text in again.rows.column("properties").to_pylist() if "NACK" in text]
+
+
+@on_node()
+async def test_a_resend_has_a_rate_and_a_delay(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters, "RESENT_AT_ONCE", 2)
+    await kill(world, [b"%d" % number for number in range(5)])
+    resolved = await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(10_000, 2.0))
+    assert resolved.rows == 5 and world.broker.dead_letters.count(GROUP) == 0
+    assert not (await receive(world)).receipts
+    found: list[int] = []
+    await world.restart()
+    for _ in range(25):
+        await world.advance(500)
+        found.append(len((await receive(world)).receipts))
+    assert found == [0] * 19 + [1] * 5 + [0]
+
+
+@on_node()
+async def test_a_resend_with_a_delay_alone_comes_at_once_later(world: World) -> None:
+    await kill(world, [b"a", b"b"])
+    await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000))
+    assert not (await receive(world)).receipts
+    await world.advance(1_000)
+    assert len((await receive(world)).receipts) == 2
+
+
+@pytest.mark.parametrize(
+    "pace", [Pace(-1), Pace(limits.DELAY_MS_MAX + 1), Pace(0, 0.0), Pace(0, -1.0), Pace(0, 1e9)]
+)
+def test_a_pace_is_limited(pace: Pace) -> None:
+    with pytest.raises(OutOfRange):
+        pace.check()

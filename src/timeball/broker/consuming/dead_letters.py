@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +49,7 @@ from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import DeadLetterPage, DeadLetterRow, Resolved
 from timeball.model.config import Settings
-from timeball.model.errors import InvalidMessage
+from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.message import (
     DLQ_PREFIX,
     LOG_SCHEMA,
@@ -71,6 +71,33 @@ RESENT_AT_ONCE = 1_000  # rows that share a frame
 # A copy begins with its first attempt, so it loses the properties of the earlier attempts.
 _DROPPED = retry.SPENT | {POP_CK, FIRST_POP_TIME, NACK_TIME, NACK_REASON}
 _COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
+
+
+class Pace(NamedTuple):
+    """When resent dead letters are delivered: the first after `after_ms`, then `rate` in a second. Without: at once."""
+
+    after_ms: int = 0
+    rate: float | None = None
+
+    def check(self) -> None:
+        """Raise OutOfRange."""
+        if not 0 <= self.after_ms <= limits.DELAY_MS_MAX:
+            raise OutOfRange(f"after {self.after_ms} ms: 0 to {limits.DELAY_MS_MAX}")
+        if self.rate is not None and not limits.RESEND_RATE_MIN <= self.rate <= limits.RESEND_RATE_MAX:
+            raise OutOfRange(
+                f"rate {self.rate}: {limits.RESEND_RATE_MIN} to {limits.RESEND_RATE_MAX} in a second"
+            )
+
+    def delays_ms(self, first: int, count: int) -> list[int] | None:
+        """Compute the delays of the dead letters from number `first` on. None for no delays."""
+        if self.rate is None:
+            return [self.after_ms] * count if self.after_ms else None
+        # From the number and not from the last delay, so that fractions of a millisecond do not add up.
+        step_ms = limits.SECOND_MS / self.rate
+        return [self.after_ms + int(number * step_ms) for number in range(first, first + count)]
+
+
+AT_ONCE = Pace()
 
 
 class DeadLetters:
@@ -117,23 +144,28 @@ class DeadLetters:
         ]
         return DeadLetterPage(letters, handle_of(shown[-1]) if len(positions) > rows else None)
 
-    async def resend(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
+    async def resend(
+        self, group: str, handles: Sequence[str] | None, caller: Caller, pace: Pace = AT_ONCE
+    ) -> Resolved:
         """Send open dead letters to the group again: all, or those of these handles. Durable on return.
 
-        Raises Forbidden, GroupNotFound, InvalidMessage.
+        Those with a delay are pending until it ends. Raises Forbidden, GroupNotFound, InvalidMessage, InvalidDelay,
+        OutOfRange.
         """
-        return await self._resolve(group, handles, caller, is_resend=True)
+        pace.check()
+        return await self._resolve(group, handles, caller, pace)
 
     async def delete(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
         """Mark open dead letters as resolved: all, or those of these handles. Durable on return.
 
         Raises Forbidden, GroupNotFound, InvalidMessage.
         """
-        return await self._resolve(group, handles, caller, is_resend=False)
+        return await self._resolve(group, handles, caller, None)
 
     async def _resolve(
-        self, group: str, handles: Sequence[str] | None, caller: Caller, *, is_resend: bool
+        self, group: str, handles: Sequence[str] | None, caller: Caller, pace: Pace | None
     ) -> Resolved:
+        """Resend dead letters with a pace, or delete them without one."""
         self._policy.allow(caller, Verb.ADMIN)
         # A handle may be listed twice, but its dead letter is sent once.
         requested = None if handles is None else dict.fromkeys(map(position_of, handles))
@@ -145,7 +177,7 @@ class DeadLetters:
             # arrive meanwhile in the current queue.
             pending = self._positions(group, topic, (0, 0)) if requested is None else iter(requested)
             while positions := list(islice(pending, RESENT_AT_ONCE)):
-                resolved = await self._resolve_positions(group, topic, positions, is_resend=is_resend)
+                resolved = await self._resolve_positions(group, topic, positions, count, pace)
                 count += len(resolved)
                 if requested is not None:
                     resolved_positions.update(resolved)
@@ -155,23 +187,26 @@ class DeadLetters:
         )
 
     async def _resolve_positions(
-        self, group: str, topic: Topic, positions: list[Position], *, is_resend: bool
+        self, group: str, topic: Topic, positions: list[Position], resent: int, pace: Pace | None
     ) -> list[Position]:
+        """Resolve these positions. `resent`: the number of dead letters that the request has resent before."""
         positions = [position for position in positions if self._is_open(group, topic, position)]
-        rows = await self._read(topic, positions) if is_resend else None
+        rows = None if pace is None else await self._read(topic, positions)
         # Another request may have resolved some during the read. From here to the append there is no await.
         are_open = [self._is_open(group, topic, position) for position in positions]
         positions = [position for position, is_open in zip(positions, are_open, strict=True) if is_open]
         if not positions:
             return []
         # A delete needs no copies.
-        if rows is None:
+        if rows is None or pace is None:
             change = self._resolution(group, topic, positions)
             self._log.writer.append(change.rows)
             change.keep()  # after the append, because it may refuse
             await self._log.writer.flushed()
         else:
-            copies = self._copies(group, rows.filter(pa.array(are_open)))
+            copies = self._copies(
+                group, rows.filter(pa.array(are_open)), pace.delays_ms(resent, len(positions))
+            )
             _, durable = self._appender.send_with(
                 copies, lambda *_: self._resolution(group, topic, positions)
             )
@@ -189,7 +224,7 @@ class DeadLetters:
             return change
         return combined(change, repeated.changed({group: positions}))
 
-    def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def _copies(self, group: str, rows: pa.RecordBatch, delays_ms: list[int] | None) -> pa.RecordBatch:
         config = self._tables.groups.find_group(group)
         is_orderly = config is not None and config.consume_message_orderly
         topics, texts = [], []  # one topic per row: a group may have dead letters from several topics
@@ -211,6 +246,8 @@ class DeadLetters:
             )
         columns = {"topic": topics, "properties": texts, "reconsume_times": [0] * rows.num_rows}
         columns |= {name: rows.column(name) for name in _COPIED}
+        if delays_ms is not None:
+            columns["delay_ms"] = delays_ms
         return pa.RecordBatch.from_pydict(
             columns, schema=pa.schema([(name, SEND_COLUMNS[name]) for name in columns])
         )

@@ -1,1 +1,1 @@
-"""Cancel, reschedule and lookup of scheduled messages by id, key, number, range of numbers, or recall handle."""
+"""Cancel, reschedule and lookup of scheduled messages by id, key, number, range or recall handle, and unique keys."""

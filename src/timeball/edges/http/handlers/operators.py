@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from timeball.broker.consuming.dead_letters import Pace
 from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.registry.rates import shares
@@ -23,7 +24,7 @@ from timeball.edges.http.answers_codec import (
 from timeball.edges.http.codec import Answer
 from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, parse_row_count, read_request
 from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
-from timeball.model import http_api, limits
+from timeball.model import http_api, limits, time_parsing
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import CampaignChange, QueueRange
 from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRange, Unavailable
@@ -223,16 +224,23 @@ class Groups:
         return Answer(200, answers_codec.show_dead_letters(page), size_bytes=size_bytes)
 
     async def _resend_dead_letters(self, call: Call) -> Answer:
-        handles = _named_dead_letters(
-            await read_request(call, http_api.Resolving, self._broker.policy, Verb.ADMIN)
+        request: http_api.Resolving = await read_request(
+            call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )
-        result = await self._broker.dead_letters.resend(call.path["group"], handles, call.caller)
+        handles = _named_dead_letters(request)
+        after_ms = 0 if request.after is None else time_parsing.delay_ms(request.after)
+        result = await self._broker.dead_letters.resend(
+            call.path["group"], handles, call.caller, Pace(after_ms, request.rate)
+        )
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
 
     async def _delete_dead_letters(self, call: Call) -> Answer:
-        handles = _named_dead_letters(
-            await read_request(call, http_api.Resolving, self._broker.policy, Verb.ADMIN)
+        request: http_api.Resolving = await read_request(
+            call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )
+        handles = _named_dead_letters(request)
+        if request.after is not None or request.rate is not None:
+            raise InvalidMessage("after and rate: only for a resend")
         result = await self._broker.dead_letters.delete(call.path["group"], handles, call.caller)
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "deleted"))
 
