@@ -303,7 +303,10 @@ def _with_line_numbers(error: TimeballError, file: Path, sent: int, count: int) 
 def report(receipt: Receipt, *, as_json: bool) -> None:
     """Print the acknowledged message: its id on stdout and, for people, its due time on stderr."""
     if as_json:
-        print_json(receipt)
+        fields = msgspec.to_builtins(receipt)
+        if receipt.replaced is None:  # only a send with a unique key replaces a message
+            del fields["replaced"]
+        print_json(fields)
         return
     print_line(receipt.id)
     if receipt.outcome == KEPT:
