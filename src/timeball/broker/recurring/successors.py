@@ -250,8 +250,8 @@ class Successors:
     ) -> Continuation:
         """Continue the schedules of those of these messages that are occurrences. The messages are due and handed out.
 
-        `is_cancelled` marks those that the caller cancels, `is_expired` those that are no runs of their schedules. Cancel
-        also those in `missed` instead of releasing them.
+        `is_cancelled` marks those that the caller cancels, `is_expired` those that are no runs of their schedules.
+        Cancel also those in `missed` instead of releasing them.
         """
         missed, nexts = np.zeros(len(numbers), np.bool_), list[Next]()
         for index, number in enumerate(numbers.tolist() if self.occurrences else ()):
