@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord, group
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Reject
 from kombu import Connection, Consumer, Exchange, Producer, Queue
@@ -187,7 +187,9 @@ def test_the_length_of_a_queue_and_a_purge(connection: Connection) -> None:
 
 
 def test_a_priority_is_refused(connection: Connection) -> None:
-    with pytest.raises(InvalidMessage, match="priority 3"):
+    with pytest.raises(
+        InvalidMessage, match=r"priority 3: .* leave it out, and send urgent tasks to a queue with"
+    ):
         send(connection, "a", priority=3)
 
 
@@ -432,6 +434,34 @@ def test_results_by_rpc(shop: Shop) -> None:
     with shop.worker():
         results = [add.delay(number, 1) for number in range(3)]
         assert [result.get(timeout=WAIT_S) for result in results] == [1, 2, 3]
+
+
+def test_a_canvas_waits_at_the_broker(broker: TestBroker, host: str, shop: Shop) -> None:
+    """chain, group and chord with ETAs: the tasks wait, and the results are those of Celery."""
+    shop.app.conf.result_backend = "cache+memory://"
+
+    @shop.app.task(shared=False, name="shop.add")
+    def add(one: int, two: int) -> int:
+        return one + two
+
+    @shop.app.task(shared=False, name="shop.total")
+    def total(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    topic, eta = f"{host}-celery", broker.clock.now + timedelta(hours=2)
+    with shop.worker():
+        chained = chain(add.s(1, 2), add.s(10).set(eta=eta))()
+        eventually(
+            lambda: len(broker.pending(topic)) == 1, "the second task of the chain, after the first one"
+        )
+        grouped = group(add.s(number, number) for number in range(3)).apply_async(eta=eta)
+        counted = chord((add.s(number, 1).set(eta=eta) for number in range(3)), total.s())()
+        assert len(broker.pending(topic)) == 7
+        assert {pending.due for pending in broker.pending(topic)} == {broker.pending(topic)[0].due}
+        broker.clock.advance_to(eta + timedelta(seconds=1))
+        assert chained.get(timeout=WAIT_S) == 13
+        assert grouped.get(timeout=WAIT_S) == [0, 2, 4]
+        assert counted.get(timeout=WAIT_S) == 6
 
 
 # ---- connections ----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 timeball schedules put       create or replace one
 timeball schedules preview   the next times of a rule, without storing it
 timeball schedules list, show, history, pause, resume, run, delete
-timeball schedules import    make schedules of a crontab (import_crontab.py)
+timeball schedules import    make schedules of a crontab or of celery beat (import_crontab.py, import_celery_beat.py)
 timeball zones               the time zones in use, and the moves of the last update of tzdata
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from timeball.cli.import_celery_beat import celery_beat
 from timeball.cli.import_crontab import crontab
 from timeball.cli.messages import KeysOption, PropertyOption, read_body, read_properties
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, show_instant
@@ -46,6 +47,7 @@ schedules_app = typer.Typer(help="Send a message at each time of a rule.", no_ar
 import_app = typer.Typer(help="Make schedules of those of another scheduler.", no_args_is_help=True)
 schedules_app.add_typer(import_app, name="import")
 import_app.command("crontab")(crontab)
+import_app.command("celery-beat")(celery_beat)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
 

@@ -72,16 +72,44 @@ def test_labels_that_timeball_refuses_are_left_out() -> None:
 def test_a_priority_is_refused() -> None:
     urgent = message()
     urgent["properties"] = {"priority": 5}
-    with pytest.raises(InvalidMessage, match="priority 5"):
+    with pytest.raises(
+        InvalidMessage, match=r"priority 5: .* leave it out, and send urgent tasks to a queue with workers"
+    ):
         messages.fields_of(urgent)
 
 
 def test_a_received_payload_has_no_eta() -> None:
     body = json.dumps(message(id="a", eta="2999-01-01T00:00:00Z")).encode()
-    payload = messages.payload_of(body)
+    payload = messages.payload_of(body, "m", {})
     assert payload is not None and payload["headers"] == {"id": "a", "eta": None}
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", b"\xff", b"[]", b'{"properties": 1}', b"{}"])
 def test_other_bodies_are_no_payload(body: bytes) -> None:
-    assert messages.payload_of(body) is None
+    assert messages.payload_of(body, "m", {}) is None
+
+
+OCCURRENCE = {"schedule": "shop-report", "occurrence": "2027-01-31T10:30:00", "scheduled_ms": "1801387800000"}
+
+
+def test_an_occurrence_has_an_id_of_its_own_which_is_that_of_each_delivery() -> None:
+    body = json.dumps(message(id=None, root_id=None, task="shop.report")).encode()
+    first, again, other = (
+        messages.payload_of(body, name, OCCURRENCE) for name in ("report.1", "report.1", "report.2")
+    )
+    assert first is not None and other is not None and first == again
+    assert first["headers"]["id"] == first["headers"]["root_id"] == first["properties"]["correlation_id"]
+    assert first["headers"]["id"] != other["headers"]["id"] and "expires" not in first["headers"]
+
+
+def test_an_occurrence_expires_after_its_time() -> None:
+    body = json.dumps(message(id=None, expires=None)).encode()
+    payload = messages.payload_of(body, "report.1", {**OCCURRENCE, messages.EXPIRES: "90.5"})
+    assert payload is not None and payload["headers"]["expires"] == "2027-01-31T09:31:30.500000+00:00"
+
+
+def test_a_task_with_an_id_keeps_it() -> None:
+    body = json.dumps(message(id="a")).encode()
+    for properties in (OCCURRENCE, {}):
+        payload = messages.payload_of(body, "report.1", properties)
+        assert payload is not None and payload["headers"] == {"id": "a"}

@@ -13,6 +13,10 @@ broker, and workers receive it when it is due.
     link        the thread that receives messages, answers for them and renews their leases
     messages    messages of kombu as messages of Timeball, and back; no I/O
     redis_tasks moves pending tasks from Redis (`timeball import celery`)
+
+    schedulers    the scheduler class of celery beat that stores its entries in the broker
+    beat_entries  entries of celery beat as schedules of the broker
+    beat_rules    crontabs and intervals of Celery as rules of schedules; no I/O
 """
 
 from kombu.transport import TRANSPORT_ALIASES

@@ -82,7 +82,9 @@ class GroupSource:
 
 
 class _Event(msgspec.Struct):
+    id: str | None = None
     body: str | None = None
+    properties: dict[str, str] = {}
 
 
 class TailSource:
@@ -162,8 +164,8 @@ class TailSource:
             fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line)
             if b"id" in fields:
                 self.position = fields[b"id"].decode()
-            body = msgspec.json.decode(fields[b"data"], type=_Event).body if b"data" in fields else None
-            payload = None if body is None else payload_of(body.encode())
+            told = msgspec.json.decode(fields[b"data"], type=_Event) if b"data" in fields else _Event()
+            payload = None if told.body is None else payload_of(told.body.encode(), told.id, told.properties)
             if payload is None:
                 continue
             info = payload["properties"].get("delivery_info") or {}

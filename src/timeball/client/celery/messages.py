@@ -2,11 +2,15 @@
 
 The body of a message is JSON with kombu's body, headers and properties, as in Redis. Its tag is the name of the task
 and its key the id of the task, so a pending task can be found and cancelled by its id.
+
+All occurrences of a recurring schedule have the same body. Its task has no id and no time of expiry. They are made of
+the id and the properties of the received message.
 """
 
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,6 +22,9 @@ from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage
 
 ID = "timeball_id"  # the property that names one publish, and not its attempts; it is not sent
+SCHEDULE, SCHEDULED_MS = "schedule", "scheduled_ms"  # properties by which the broker marks an occurrence
+EXPIRES = "expires_s"  # the property with the seconds from the time of an occurrence to its expiry
+_OCCURRENCES = uuid.UUID("1f0c5f0e-35d5-4d0b-9f5c-7d0f8f1f2f6a")  # the namespace of their task ids
 _NOT_IN_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 _NOT_IN_LABEL = re.compile(r"[\s|\x00-\x1f]")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -50,8 +57,8 @@ def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
     headers, properties = message.get("headers") or {}, message["properties"]
     if properties.get("priority"):
         raise InvalidMessage(
-            f"priority {properties['priority']}: Timeball has no priorities; use a queue, with workers of its own, for "
-            "urgent tasks"
+            f"priority {properties['priority']}: Timeball has no priorities; leave it out, and send urgent tasks to a "
+            "queue with workers of its own, as in apply_async(queue='urgent')"
         )
     sent = {name: value for name, value in properties.items() if name != ID}
     fields = {
@@ -71,7 +78,9 @@ def _label(text: object, bytes_max: int) -> str | None:
     return None
 
 
-def payload_of(body: bytes) -> dict[str, Any] | None:
+def payload_of(
+    body: bytes, message_id: str | None, message_properties: Mapping[str, str]
+) -> dict[str, Any] | None:
     """Decode a message of kombu that has been received. None if the body is something else.
 
     The payload has no ETA: a released task is due, and a worker whose clock is slow would hold it.
@@ -83,14 +92,32 @@ def payload_of(body: bytes) -> dict[str, Any] | None:
     if not (isinstance(payload, dict) and isinstance(payload.get("properties"), dict)):
         return None
     headers = payload.get("headers")
-    if isinstance(headers, dict) and headers.get("eta"):
-        headers["eta"] = None
+    if isinstance(headers, dict):
+        if headers.get("eta"):
+            headers["eta"] = None
+        if SCHEDULE in message_properties and message_id is not None and not headers.get("id"):
+            _complete_occurrence(headers, payload["properties"], message_id, message_properties)
     return payload
+
+
+def _complete_occurrence(
+    headers: dict[str, Any],
+    properties: dict[str, Any],
+    message_id: str,
+    message_properties: Mapping[str, str],
+) -> None:
+    """Give the task of an occurrence its id, the same one for each delivery, and its time of expiry."""
+    task_id = str(uuid.uuid5(_OCCURRENCES, message_id))
+    headers["id"] = headers["root_id"] = properties["correlation_id"] = task_id
+    expires_s, scheduled_ms = (message_properties.get(name) for name in (EXPIRES, SCHEDULED_MS))
+    if expires_s and scheduled_ms:
+        after = timedelta(milliseconds=int(scheduled_ms), seconds=float(expires_s))
+        headers["expires"] = (_EPOCH + after).isoformat()
 
 
 def received(message: Leased, delivery_tag: str) -> dict[str, Any] | None:
     """Build kombu's payload of a leased message. None if it is no message of kombu."""
-    payload = payload_of(message.body)
+    payload = payload_of(message.body, message.id, message.properties)
     if payload is not None:
         payload["properties"]["delivery_tag"] = delivery_tag
         if message.attempts:

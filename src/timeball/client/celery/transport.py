@@ -34,6 +34,7 @@ from timeball.client.credentials import credentials, read_roots
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_connection import DEFAULT_PORT
 from timeball.client.messages import Message
+from timeball.client.schedules import Schedules
 from timeball.client.timeball import Timeball
 from timeball.io.clock import SystemClock
 from timeball.model import limits
@@ -190,6 +191,12 @@ class TopicChannel(virtual.Channel):
         verdicts: list[Verdict] = self.connection.cancel(task_ids)
         return verdicts
 
+    @property
+    def schedules(self) -> Schedules:
+        """The recurring schedules of the broker."""
+        schedules: Schedules = self.connection.schedules
+        return schedules
+
 
 class _Consumer:
     """A queue that a channel consumes."""
@@ -284,6 +291,11 @@ class Transport(virtual.Transport):
         return f"{self._prefix}exchange-{messages.topic_name(exchange or 'default')}"
 
     # ---- publish and administer -------------------------------------------------------------------------
+
+    @property
+    def schedules(self) -> Schedules:
+        """The recurring schedules of the broker."""
+        return self._ball.schedules
 
     def send(self, topic: str, tag: str | None, message: Mapping[str, Any]) -> None:
         """Send a message, scheduled if it has an ETA."""

@@ -1,0 +1,206 @@
+"""The entries of `beat_schedule` as schedules of the broker.
+
+The message of a schedule is the one that Celery would send now for the entry: with the routes, serializer and defaults
+of the app. The id of the task is missing in it. Each worker makes it from the id of the received message
+(messages.py), so it is another one for each occurrence, and the same one if an occurrence is delivered again.
+
+    name        that of the app, a dash and that of the entry. Characters that a name cannot have are as in a URL
+    property    `celery_app`: the app. A schedule of this app whose entry is gone is deleted
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta
+from numbers import Real
+from typing import Any
+
+import msgspec
+from celery import Celery
+from celery.beat import BeatLazyFunc, ScheduleEntry
+from celery.schedules import crontab
+from celery.utils.time import maybe_make_aware
+from kombu import Connection, Producer
+
+from timeball.client.celery import messages
+from timeball.client.celery.beat_rules import rule_of
+from timeball.client.celery.transport import TopicChannel, Transport
+from timeball.client.schedules import Schedules
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, NotFound, RequestError, TimeballError
+
+APP = "celery_app"  # the property that names the app of a schedule
+CATCH_UP_WITHIN = "1d"
+_REFUSED_OPTIONS = {
+    "countdown": "write the later time into the schedule",
+    "eta": "write the time into the schedule",
+    "task_id": "each occurrence has an id of its own",
+}
+NAME_BYTES_MAX = limits.GROUP_BYTES_MAX  # of a schedule
+_DIGEST_CHARACTERS = 16
+
+
+class BeatSchedule(msgspec.Struct, frozen=True):
+    """An entry as a schedule of the broker: the arguments of `Schedules.put`."""
+
+    entry: str
+    name: str
+    rule: dict[str, object]
+    topic: str
+    body: str
+    tag: str | None
+    properties: dict[str, str]
+    catch_up_within: str
+
+
+def read_entries(
+    app: Celery, connection: Connection, entries: Mapping[str, ScheduleEntry]
+) -> list[BeatSchedule]:
+    """Build the schedules of all entries. Nothing is sent.
+
+    `connection` is one of kombu to a broker; it need not be open. Raises RequestError, which names each entry that
+    the broker cannot store, and if `connection` is to another kind of broker.
+    """
+    transport = connection.transport
+    if not isinstance(transport, Transport):
+        raise RequestError(
+            f"the broker of the app is {connection.as_uri()}: set broker_url to timeball://host:port, or the "
+            "environment variable CELERY_BROKER_URL"
+        )
+    owner = transport.topic(app.main or "celery")
+    channel, read, refused = _TemplateChannel(transport), list[BeatSchedule](), list[str]()
+    for name, entry in sorted(entries.items()):
+        try:
+            read.append(_read_entry(app, channel, owner, name, entry))
+        except Exception as error:  # of any kind, because routes and tasks are code of the app
+            kind = "" if isinstance(error, TimeballError) else f"{type(error).__name__}: "
+            refused.append(f"entry {name!r}: {kind}{error}")
+    channel.close()
+    if refused:
+        raise RequestError(f"beat_schedule cannot be stored in the broker: {'; '.join(refused)}")
+    return read
+
+
+def store_entries(
+    schedules: Schedules, owner: str, wanted: list[BeatSchedule]
+) -> tuple[list[str], list[str]]:
+    """Store the schedules, and delete those of the app `owner` whose entries are gone.
+
+    Each is put by its name, so several processes may do this at the same time. Returns the names of the schedules that
+    were created or replaced, and of those that were deleted. Raises RequestError, before anything is stored, if a
+    schedule of the same name belongs to another owner.
+    """
+    found = {each.name: each.properties.get(APP) for each in schedules.all()}
+    for each in wanted:
+        if found.get(each.name, owner) != owner:
+            raise RequestError(
+                f"entry {each.entry!r}: there is a schedule {each.name!r} that is none of this app; rename the entry"
+            )
+    changed = []
+    for each in wanted:
+        stored = schedules.put(
+            each.name, each.rule, topic=each.topic, body=each.body, tag=each.tag, properties=each.properties,
+            catch_up_within=each.catch_up_within,
+        )  # fmt: skip
+        if stored.outcome != "unchanged":
+            changed.append(each.name)
+    deleted = sorted({name for name, app in found.items() if app == owner} - {each.name for each in wanted})
+    for name in deleted:
+        with suppress(NotFound):  # another beat has deleted it
+            schedules.delete(name)
+    return changed, deleted
+
+
+# ---- one entry ------------------------------------------------------------------------------------------------
+
+
+class _TemplateChannel(TopicChannel):
+    """A channel that keeps messages instead of sending them."""
+
+    def __init__(self, connection: Transport, **options: Any) -> None:
+        super().__init__(connection, **options)
+        self.kept: list[tuple[str, str | None, dict[str, Any]]] = []
+
+    def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **options: Any) -> None:
+        """Keep a message, once for each topic."""
+        self._inplace_augment_message(message, exchange, routing_key)
+        self.kept += [(*to, message) for to in self._destinations(message, exchange, routing_key or "")]
+
+
+def _read_entry(
+    app: Celery, channel: _TemplateChannel, owner: str, name: str, entry: ScheduleEntry
+) -> BeatSchedule:
+    rule = rule_of(entry.schedule)
+    topic, tag, message, expires_s = _template(app, channel, entry)
+    fields = messages.fields_of(message)
+    properties = {APP: owner}
+    if expires_s is not None:
+        properties[messages.EXPIRES] = f"{expires_s:.15g}"
+    within_s = app.conf.beat_cron_starting_deadline if isinstance(entry.schedule, crontab) else None
+    return BeatSchedule(
+        name, _schedule_name(owner, name), rule, topic, fields["body"], fields["tag"] if tag is None else tag,
+        properties, CATCH_UP_WITHIN if within_s is None else f"{within_s}s",
+    )  # fmt: skip
+
+
+def _schedule_name(owner: str, entry: str) -> str:
+    name = f"{owner}-{messages.topic_name(entry)}"
+    if len(name) <= NAME_BYTES_MAX:
+        return name
+    # `add_periodic_task` makes names of whole signatures.
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    return f"{name[: NAME_BYTES_MAX - len(digest) - 1]}-{digest}"
+
+
+def _template(
+    app: Celery, channel: _TemplateChannel, entry: ScheduleEntry
+) -> tuple[str, str | None, dict[str, Any], float | None]:
+    """Let Celery make the message of an entry. Returns its topic, tag, content and relative expiry in seconds.
+
+    It is the same in each process and at each time, so a repeated put changes nothing.
+    """
+    if app.conf.task_always_eager:
+        raise InvalidMessage("task_always_eager: tasks run where they are sent, and nothing can be stored")
+    arguments = [*(entry.args or ()), *(entry.kwargs or {}).values()]
+    if any(isinstance(each, BeatLazyFunc) for each in arguments):
+        raise InvalidMessage(
+            "BeatLazyFunc: beat computes the argument when it sends, and the broker cannot; compute it in the task"
+        )
+    options, task = dict(entry.options), app.tasks.get(entry.task)
+    for name, advice in _REFUSED_OPTIONS.items():
+        if options.get(name) is not None:
+            raise InvalidMessage(f"option {name}: {advice}")
+    expires = options.pop("expires", getattr(task, "expires", None))
+    ignores_result = options.pop("ignore_result", getattr(task, "ignore_result", None))
+    options |= {
+        "headers": {**(options.get("headers") or {}), "celery_beat_task": True}, "expires": None, "retry": False,
+        "task_id": "", "producer": Producer(channel, auto_declare=False),
+        "ignore_result": True,  # otherwise the result backend is told of a task
+    }  # fmt: skip
+    channel.kept.clear()
+    if task is None:
+        app.send_task(entry.task, entry.args, entry.kwargs, **options)
+    else:
+        task.apply_async(entry.args, entry.kwargs, **options)
+    if len(channel.kept) != 1:
+        raise InvalidMessage(f"the task goes to {len(channel.kept)} queues; write an entry for each")
+    ((topic, tag, message),) = channel.kept
+    headers = message["headers"]
+    if headers["expires"] is not None:
+        raise InvalidMessage("expires in task_routes: write it into the options of the entry")
+    headers |= {"id": None, "root_id": None, "origin": "celery beat", "ignore_result": ignores_result}
+    if isinstance(expires, (datetime, str)):
+        at = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
+        headers["expires"], expires = maybe_make_aware(at, app.timezone).isoformat(), None
+    if isinstance(expires, timedelta):
+        expires = expires.total_seconds()
+    if expires is not None and not isinstance(expires, Real):
+        raise InvalidMessage(f"expires {expires!r}: a number of seconds, or a time")
+    sent = message["properties"]
+    message["properties"] = {
+        **{key: value for key, value in sent.items() if key not in ("delivery_tag", messages.ID)},
+        "correlation_id": None, "reply_to": "",
+    }  # fmt: skip
+    return topic, tag, message, None if expires is None else float(expires)

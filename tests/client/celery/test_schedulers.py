@@ -1,0 +1,224 @@
+"""celery beat stores its entries in a broker whose clock the test moves. Workers run the occurrences."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.beat import Service
+from celery.contrib.testing.worker import start_worker
+from celery.schedules import crontab
+from tests.node_fixture import eventually
+
+from timeball import Timeball
+from timeball.client.celery import Control
+from timeball.client.celery.schedulers import TimeballScheduler
+from timeball.model.errors import RequestError
+from timeball.testing import TestBroker
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:celery"),
+    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning:celery"),
+]
+CLASS = "timeball.client.celery.schedulers:TimeballScheduler"
+
+
+@pytest.fixture
+def broker() -> Iterator[TestBroker]:
+    with TestBroker() as running:
+        yield running
+
+
+class Shop:
+    """An application with a schedule, and the ids and arguments with which its task has run."""
+
+    def __init__(self, broker: TestBroker, beat_schedule: dict[str, Any]) -> None:
+        self.ran: list[tuple[str, str]] = []
+        url = broker.endpoint.replace("http", "timeball", 1)
+        self.app = Celery("shop", broker=url, control=Control, set_as_current=False)
+        self.app.conf.update(
+            beat_schedule=beat_schedule,
+            broker_connection_retry_on_startup=True,
+            result_expires=None,  # no entry of Celery's own
+            worker_hijack_root_logger=False,
+        )
+
+        @self.app.task(shared=False, name="shop.report", bind=True)
+        def report(task: Any, kind: str) -> None:
+            self.ran.append((task.request.id, kind))
+
+        self.app.finalize()
+
+    def beat(self) -> TimeballScheduler:
+        """What `celery beat` does when it starts: one tick."""
+        service = Service(self.app, scheduler_cls=CLASS)
+        assert isinstance(service.scheduler, TimeballScheduler)
+        try:
+            service.scheduler.tick()
+        except BaseException:
+            service.scheduler.close()
+            raise
+        return service.scheduler
+
+    @contextmanager
+    def worker(self) -> Iterator[None]:
+        with start_worker(self.app, pool="solo", perform_ping_check=False, loglevel="WARNING"):
+            yield
+
+
+def entry(schedule: Any = 60.0, kind: str = "daily", **more: Any) -> dict[str, Any]:
+    return {"task": "shop.report", "schedule": schedule, "args": [kind], **more}
+
+
+def names(ball: Timeball) -> list[str]:
+    return [each.name for each in ball.schedules.all()]
+
+
+def test_occurrences_are_tasks_with_an_id_of_their_own(broker: TestBroker) -> None:
+    shop = Shop(broker, {"report": entry(crontab(minute=0, hour="*/6"))})
+    shop.beat().close()  # from here on there is no beat
+    with shop.worker():
+        for number in range(1, 5):
+            broker.clock.advance("6h")
+            eventually(lambda number=number: len(dict(shop.ran)) == number, "an occurrence")
+        assert {kind for _, kind in shop.ran} == {"daily"}
+        with broker.client() as ball:
+            assert ball.schedules.get("shop-report").runs == 4
+            ball.schedules.run("shop-report")
+            eventually(lambda: len(dict(shop.ran)) == 5, "a run by hand")
+
+
+def test_several_beats_store_each_schedule_once(broker: TestBroker) -> None:
+    beat = {"report": entry(), "weekly": entry(crontab(day_of_week="mon"), "weekly")}
+    shops = [Shop(broker, beat) for _ in range(3)]
+    threads = [threading.Thread(target=lambda shop=shop: shop.beat().close()) for shop in shops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with broker.client() as ball:
+        before = ball.schedules.all()
+        assert names(ball) == ["shop-report", "shop-weekly"] and len(broker.pending("celery")) == 2
+        Shop(broker, beat).beat().close()
+        assert ball.schedules.all() == before, "a further start changes nothing"
+
+
+def test_entries_that_are_gone_are_deleted_and_others_stay(broker: TestBroker) -> None:
+    with broker.client() as ball:
+        ball.schedules.put("mine", {"every": "1m"}, topic="celery", body="x")
+        Shop(broker, {"report": entry(), "old": entry()}).beat().close()
+        other = Shop(broker, {"report": entry()})
+        other.app.main = "bakery"
+        other.beat().close()
+        assert names(ball) == ["bakery-report", "mine", "shop-old", "shop-report"]
+        Shop(broker, {"report": entry(kind="weekly")}).beat().close()
+        assert names(ball) == ["bakery-report", "mine", "shop-report"]
+        assert len(broker.pending("celery")) == 3
+
+
+def test_a_running_beat_stores_what_the_app_changes(broker: TestBroker) -> None:
+    beat = Shop(broker, {"report": entry()}).beat()
+    with broker.client() as ball:
+        beat.add(name="more", **entry(30.0))
+        assert beat.tick() == beat.max_interval and names(ball) == ["shop-more", "shop-report"]
+        ball.schedules.delete("shop-more")
+        assert beat.tick() == beat.max_interval and names(ball) == ["shop-report"], "nothing has changed"
+        del beat.schedule["report"]
+        beat.tick()
+        assert names(ball) == ["shop-more"], "the entries of beat, and no other"
+    beat.close()
+
+
+def test_a_schedule_of_another_owner_is_not_replaced(broker: TestBroker) -> None:
+    with broker.client() as ball:
+        ball.schedules.put("shop-report", {"every": "1m"}, topic="mine", body="x")
+        with pytest.raises(RequestError, match="entry 'report': there is a schedule 'shop-report'"):
+            Shop(broker, {"another": entry(), "report": entry()}).beat()
+        assert names(ball) == ["shop-report"], "nothing was stored"
+        assert ball.schedules.get("shop-report").topic == "mine"
+
+
+def test_a_refused_entry_stores_none(broker: TestBroker) -> None:
+    with pytest.raises(RequestError, match=r"entry 'wrong': an interval of 0\.1 s"):
+        Shop(broker, {"fine": entry(), "wrong": entry(0.1)}).beat()
+    with broker.client() as ball:
+        assert names(ball) == []
+
+
+def test_a_beat_waits_for_a_broker_that_stops(broker: TestBroker) -> None:
+    beat = Shop(broker, {"report": entry()}).beat()
+    beat.add(name="more", **entry(30.0))
+    broker.stop()
+    assert beat.tick() == 1.0, "it tries again"
+    beat.close()
+
+
+# ---- differences from celery beat (docs/celery.md) ------------------------------------------------------------
+
+
+def test_a_paused_entry_stays_paused(broker: TestBroker) -> None:
+    shop = Shop(broker, {"report": entry()})
+    shop.beat().close()
+    with broker.client() as ball:
+        ball.schedules.pause("shop-report")
+        shop.beat().close()
+        assert ball.schedules.get("shop-report").state == "paused" and broker.pending("celery") == []
+
+
+def test_an_interval_counts_from_1970(broker: TestBroker) -> None:
+    Shop(broker, {"report": entry(90.0)}).beat().close()
+    (pending,) = broker.pending("celery")
+    assert pending.due.timestamp() % 90 == 0 and pending.due - broker.clock.now <= timedelta(seconds=90)
+
+
+def test_the_last_missed_time_is_delivered_once(broker: TestBroker) -> None:
+    shop = Shop(broker, {"report": entry(timedelta(hours=1))})
+    shop.beat().close()
+    with broker.client() as ball:
+        ball.schedules.pause("shop-report")  # stands for a broker that is down
+        broker.clock.advance("5h")
+        ball.schedules.resume("shop-report")
+    with shop.worker():
+        broker.clock.advance("1s")
+        eventually(lambda: shop.ran, "the last missed time")
+        shop.app.send_task("shop.report", ["end"])
+        eventually(lambda: shop.ran[-1][1] == "end", "the task behind it")
+        assert [kind for _, kind in shop.ran] == ["daily", "end"]
+
+
+def test_an_occurrence_expires_by_its_own_time() -> None:
+    """The broker's clock is in 2020, so an expiry that counts from there has passed on the worker's clock."""
+    with TestBroker(start="2020-01-01T00:00:00Z") as broker:
+        shop = Shop(broker, {"short": entry(crontab(), "short", options={"expires": 30})})
+        shop.beat().close()
+        with shop.worker():
+            broker.clock.advance("1m")
+            shop.app.send_task("shop.report", ["end"])
+            eventually(lambda: shop.ran, "the task behind it")
+            assert [kind for _, kind in shop.ran] == ["end"]
+
+
+def test_a_changed_entry_keeps_its_next_time() -> None:
+    with TestBroker(start="2026-03-02T10:00:00Z") as broker:
+        daily = crontab(minute=0, hour=4)
+        Shop(broker, {"report": entry(daily)}).beat().close()
+        (before,) = broker.pending("celery")
+        broker.clock.advance("1h")
+        Shop(broker, {"report": entry(daily, "weekly")}).beat().close()
+        (after,) = broker.pending("celery")
+        assert after == before
+
+
+def test_one_occurrence_can_be_cancelled(broker: TestBroker) -> None:
+    Shop(broker, {"report": entry()}).beat().close()
+    (pending,) = broker.pending("celery")
+    assert pending.id == f"shop-report.{pending.due_ms}"
+    with broker.client() as ball:
+        assert ball.cancel(pending.id).verdict == "cancelled"
+    (following,) = broker.pending("celery")
+    assert following.due - pending.due == timedelta(minutes=1)
