@@ -16,11 +16,14 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting import admission
 from timeball.broker.accepting.admission import batch_of
+from timeball.broker.registry.idempotency import KeyedSend
+from timeball.broker.registry.meta import Change
 from timeball.broker.registry.topics import TopicConfig
 from timeball.io.clock import ManualClock
 from timeball.log import format as fmt
 from timeball.log.row_encoder import rows_of
 from timeball.model import limits
+from timeball.model.access import ANONYMOUS
 from timeball.model.errors import TimeballError
 from timeball.model.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows
 
@@ -44,8 +47,13 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 ROWS = st.lists(st.tuples(*(VALUES.get(name, TEXT) for name in SEND_NAMES)), min_size=1, max_size=8)
 
 
-async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) -> tuple[Any, ...]:
-    """Everything that the sends leave in a broker: its answers, the bytes of its log, its queues, its counts."""
+async def written(
+    batches: list[list[SendRow]], few: Callable[..., Any] | None, *, has_keys: bool = False
+) -> tuple[Any, ...]:
+    """Everything that the sends leave in a broker: its answers, the bytes of its log, its queues, its counts.
+
+    With `has_keys`, each send has an idempotency key.
+    """
     world = World(CrashFiles(), ManualClock(wall=NOW_MS), auto_create_topics=False)
     with pytest.MonkeyPatch.context() as patch:
         if few is not None:
@@ -57,8 +65,16 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
                 broker.tables.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
             answers: list[object] = []
             for rows in batches:
+
+                def keep_key(first_seq: int, store_ms: int, rows: list[SendRow] = rows) -> Change:
+                    keyed = KeyedSend(first_seq, len(rows), store_ms, "content")
+                    return broker.tables.idempotency_keys.changed([(f"key-{first_seq}", keyed)])
+
                 try:
-                    accepted, durable = broker.appender.send(rows)
+                    if has_keys:
+                        accepted, durable = broker.appender.send_with(rows, keep_key, ANONYMOUS)
+                    else:
+                        accepted, durable = broker.appender.send(rows)
                     await durable
                     answers.append((accepted.first_seq, accepted.rows, accepted.kept.to_pylist()))
                 except TimeballError as error:
@@ -72,15 +88,18 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
                 for at, queue in enumerate(topic.queues)
             ]
             counts = [broker.rates.total("TOPIC_PUT_SIZE", name) for name in TOPICS]
-            return answers, frames, queues, counts, broker.mover.tail_count.rows
+            known = broker.tables.idempotency_keys._table.values
+            return answers, frames, queues, counts, broker.mover.tail_count.rows, dict(known)
         finally:
             await world.abandon()
 
 
 @settings(max_examples=30)
-@given(st.lists(ROWS, min_size=1, max_size=3))
-def test_rows_and_columns_are_written_alike(batches: list[list[SendRow]]) -> None:
-    by_rows, by_columns = (run(written(batches, few)) for few in (None, lambda *_, **__: False))
+@given(st.lists(ROWS, min_size=1, max_size=3), st.booleans())
+def test_rows_and_columns_are_written_alike(batches: list[list[SendRow]], has_keys: bool) -> None:
+    by_rows, by_columns = (
+        run(written(batches, few, has_keys=has_keys)) for few in (None, lambda *_, **__: False)
+    )
     assert by_rows == by_columns
 
 

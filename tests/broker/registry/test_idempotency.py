@@ -13,10 +13,12 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 
+from timeball.broker.accepting.admission import batch_of
 from timeball.broker.registry import idempotency
 from timeball.broker.registry.idempotency import IdempotencyKeys, KeyedSend, SourcePositions
 from timeball.model import limits
 from timeball.model.errors import Conflict, OverLimit
+from timeball.model.message import encode_properties, send_row
 from timeball.model.wire import SourceStep
 
 KEPT_MS = 10
@@ -28,6 +30,19 @@ STEPS = st.lists(
     ),
     max_size=30,
 )
+
+
+def test_rows_and_columns_of_the_same_messages_are_one_use() -> None:
+    row = send_row(
+        topic="t", body=b"x", tag="a", keys="k", unique_key="u", properties=encode_properties({"p": "1"}), due_ms=5_000
+    )  # fmt: skip
+    for rows in (
+        [row],
+        [row, send_row(topic="t", body=b"y", tag=None, keys=None, unique_key=None, properties=None)],
+    ):
+        use = idempotency.key_use("one", "key", rows)
+        assert use == idempotency.key_use("one", "key", batch_of(rows)) and use.due_ms == 5_000
+        assert use.content != idempotency.key_use("one", "key", [*rows, row]).content
 
 
 def test_content_is_the_messages_and_not_their_layout() -> None:

@@ -10,6 +10,7 @@ from tests.broker.registry.state_rows import StateRows, rows_of
 from tests.crash.world import World
 
 from timeball.broker.registry.meta import MetaLog, MetaTable, combined
+from timeball.log import row_encoder
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import Kind
 
@@ -94,3 +95,8 @@ async def test_a_topic_stands_before_its_first_message_in_the_same_commit(world:
     await world.broker.send(batch(2))
     assert rows_of(world.broker, "topic/").keys() == {"orders"}
     assert writer.next_seq == 6, "once"
+
+
+def test_a_change_has_the_same_rows_as_values_and_as_columns() -> None:
+    change = StateRows().opened(table).changed([("a", 1), ("b", None)])
+    assert row_encoder.rows_of(change.log_rows) == change.rows

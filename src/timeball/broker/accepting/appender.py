@@ -105,7 +105,8 @@ class Accepted(msgspec.Struct, frozen=True):
     """A batch that is in the log. Its rows have the numbers first_seq, first_seq + 1, and so on.
 
     Visible rows have their queue and offset. `sent` is set for a repeated send, whose `written` is empty because the
-    first send has written the rows, and for a send with a unique key.
+    first send has written the rows, and for a send with a unique key. Behind its rows,
+    `written` may have META rows of the same frame.
     """
 
     first_seq: int
@@ -117,7 +118,7 @@ class Accepted(msgspec.Struct, frozen=True):
     @property
     def kept(self) -> pa.RecordBatch:
         """The rows in their stored form (LOG_SCHEMA)."""
-        return as_batch(self.written)
+        return as_batch(self.written).slice(0, self.rows)
 
     def places(self) -> tuple[list[int], list[int | None]]:
         """List the queue and the queue offset of each row. The offset of a scheduled message is None."""
@@ -227,9 +228,9 @@ class Appender:
         return None if sends is None else self._append_small_batch(sends, now_ms)
 
     def _send_small_batch(
-        self, batch: SendBatch, caller: Caller
+        self, batch: SendBatch, caller: Caller, change: MakeChange | None = None
     ) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """Append a small batch of plain rows (admission.py).
+        """Append a small batch of plain rows (admission.py), and the rows of a change in the same frame.
 
         None if the batch must take the path for columns, which also raises the errors.
         """
@@ -244,9 +245,17 @@ class Appender:
         topics = self._policy.destinations(set(map(_TOPIC_OF, small_rows)), caller)
         if topics is None:  # as in `_send_runs`
             return None
-        return self._append_small_batch(
-            admission.log_rows(small_rows, topics, now_ms, self._host, build), now_ms
+        if change is None:
+            return self._append_small_batch(
+                admission.log_rows(small_rows, topics, now_ms, self._host, build), now_ms
+            )
+        changed = change(self._writer.next_seq, now_ms)
+        sends = admission.log_rows(
+            small_rows, topics, now_ms, self._host, lambda rows: build([*rows, *changed.log_rows])
         )
+        accepted, durable = self._append_small_batch(sends, now_ms)
+        changed.keep()  # after the append, because it may refuse
+        return msgspec.structs.replace(accepted, rows=len(small_rows)), durable
 
     def _append_small_batch(
         self, sends: admission.SmallBatch, now_ms: int
@@ -303,6 +312,10 @@ class Appender:
         `change` builds the change after all checks. Without a caller, the broker itself has chosen the topics: they are
         created without a check. Raises the errors of `send`.
         """
+        if caller is not None:
+            accepted = self._send_small_batch(batch, caller, change)
+            if accepted is not None:
+                return accepted
         rows, level, now_ms = self.admit(batch)
         if caller is None:
             self.make_topics(rows)
@@ -450,14 +463,16 @@ class Appender:
             ), placement
         # Only these rows: scheduled messages must not use up offsets of their topic.
         placement = self._topics.place(rows.take(pa.array(visible)))
-        # META rows have no queue
+        # META rows have no queue, and keep their null
+        has_no_queue = np.asarray(rows.column("queue_id").is_null())
         queue_id = filled(rows.column("queue_id"), -1).to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
         hidden = np.ones(rows.num_rows, dtype=np.bool_)
         queue_id[visible], queue_offset[visible], hidden[visible] = (
             placement.queue_id, placement.queue_offset, False,
         )  # fmt: skip
-        return _with_offsets(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
+        queue_ids = pa.array(queue_id, mask=has_no_queue & hidden)
+        return _with_offsets(rows, queue_ids, pa.array(queue_offset, mask=hidden)), placement
 
     def _index_and_schedule(
         self,

@@ -26,7 +26,7 @@ A source has a position for each partition. A batch must begin at this position,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ from timeball.model.access import Caller, Verb
 from timeball.model.answers import CREATED, EXISTS, KEPT, SentState
 from timeball.model.config import Settings
 from timeball.model.errors import Conflict, InvalidMessage, TimeballError, Unavailable
-from timeball.model.message import build_rows, codes_of
+from timeball.model.message import SEND_NAMES, SendBatch, build_rows, codes_of
 from timeball.model.rules import check_idempotency_key
 from timeball.model.send_options import UniqueKey
 from timeball.model.wire import SourceStep
@@ -67,6 +67,7 @@ from timeball.schedule.outcomes import Outcomes
 
 # Stands for the rows of a repeated send, which are not read again: its edge returns only their numbers.
 _NOT_READ = build_rows(0)
+_TOPIC = SEND_NAMES.index("topic")
 _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
 # Finds the states of scheduled messages by their numbers, in the same order (revoking/find_message.py).
@@ -94,6 +95,12 @@ class _FirstSend(msgspec.Struct):
     piece: Piece
     key: KeyUse
     repeats: list[tuple[Piece, KeyUse]] = []
+
+
+def _topics_of(sends: SendBatch) -> Iterable[str]:
+    if isinstance(sends, list):
+        return {row[_TOPIC] for row in sends}
+    return codes_of(sends.column("topic"))[1]
 
 
 class KeyedSends:
@@ -130,7 +137,7 @@ class KeyedSends:
         anew: bool = False,
         unique: UniqueKey | None = None,
     ) -> None:
-        """Add a piece of SEND_COLUMNS. Its edge receives the outcome later.
+        """Add a piece of rows or of SEND_COLUMNS. Its edge receives the outcome later.
 
         With `anew`, the piece is appended although an earlier send used the key, if no message of that send is pending.
         Its first send obeys the rules of `unique`. Raises InvalidMessage, Forbidden, Conflict, OverLimit.
@@ -156,7 +163,7 @@ class KeyedSends:
                 earlier.check_same(use)
             # Permissions may have changed since the first send. Only the permission to send is checked: a repetition
             # creates no topic, and a group that was drained (closed to sends) still answers it.
-            for topic in codes_of(piece.rows.column("topic"))[1]:
+            for topic in _topics_of(piece.rows):
                 self._policy.allow(piece.caller, Verb.SEND, topic=topic)
             self._start_task(
                 self._send_anew(piece, use, earlier) if is_anew else self._repeat(piece, use, earlier)
@@ -168,9 +175,8 @@ class KeyedSends:
         first_send = self._under_way[use.name] = _FirstSend(piece, use)
         try:
             if use.unique is None:
-                self._batcher.put(
-                    first_send, piece.count, piece.size_bytes, (piece.rows.schema, piece.caller)
-                )
+                schema = None if isinstance(piece.rows, list) else piece.rows.schema
+                self._batcher.put(first_send, piece.count, piece.size_bytes, (schema, piece.caller))
             else:
                 # A send with a unique key takes turns with others of this key, so it shares no batch.
                 self._put_unique(

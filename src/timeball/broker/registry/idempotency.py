@@ -20,13 +20,11 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.model import limits
 from timeball.model.errors import Conflict, OverLimit
-from timeball.model.message import SEND_COLUMNS
+from timeball.model.message import SEND_COLUMNS, SEND_NAMES, SendBatch
 from timeball.model.send_options import UniqueKey
 from timeball.model.trace_context import without_context
 from timeball.model.wire import SourceStep
@@ -148,32 +146,39 @@ class KeyUse(NamedTuple):
         return KeyedSend(first_seq, self.rows, store_ms, self.content, self.attempt, last_due_ms)
 
 
-def key_use(caller: str, key: str, batch: pa.RecordBatch, attempt: str = "", *, anew: bool = False) -> KeyUse:
-    """Describe the use of a key by a send of SEND_COLUMNS. `caller` is the name of the account.
+def key_use(caller: str, key: str, sends: SendBatch, attempt: str = "", *, anew: bool = False) -> KeyUse:
+    """Describe the use of a key by a send, of rows or of SEND_COLUMNS. `caller` is the name of the account.
 
     `attempt`: text by which the client names its attempt. `anew`: the client asks to send again if no message is
     pending.
     """
-    # As lists of values, so that the same messages have the same hash as slices or with dictionaries.
-    columns = [batch.column(name).to_pylist() if name in batch.schema.names else None for name in _CONTENT]
-    properties_index = _CONTENT.index("properties")
-    columns[properties_index] = [without_context(text) for text in columns[properties_index] or ()]
+    # As lists of values, so that the same messages have the same hash as rows, as slices or with dictionaries.
+    if isinstance(sends, list):
+        count, found = len(sends), dict(zip(SEND_NAMES, map(list, zip(*sends, strict=True)), strict=True))
+    else:
+        names = sends.schema.names
+        count, found = (
+            sends.num_rows,
+            {name: sends.column(name).to_pylist() for name in _CONTENT if name in names},
+        )
+    found["properties"] = [without_context(text) for text in found.get("properties", ())]
+    columns = [found.get(name) for name in _CONTENT]
     columns = [
         column if column and any(value is not None for value in column) else None for column in columns
     ]
     return KeyUse(
         _hash([caller, key]),
         _hash(columns),
-        batch.num_rows,
+        count,
         _hash([caller, key, attempt]) if attempt else "",
         anew,
-        _max_of_column(batch, "due_ms"),
-        _max_of_column(batch, "delay_ms"),
+        _largest(found.get("due_ms")),
+        _largest(found.get("delay_ms")),
     )
 
 
-def _max_of_column(batch: pa.RecordBatch, name: str) -> int:
-    return (pc.max(batch.column(name)).as_py() or 0) if name in batch.schema.names else 0
+def _largest(values: Sequence[int | None] | None) -> int:
+    return max((value for value in values or () if value is not None), default=0)
 
 
 def check_same(content: str, use: KeyUse) -> None:

@@ -38,7 +38,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball.model.errors import Corrupt, SetupError
-from timeball.model.message import SNAPSHOT_KEY, meta_rows
+from timeball.model.message import SNAPSHOT_KEY, LogRow, meta_row, meta_rows
 
 T = TypeVar("T")
 
@@ -58,6 +58,11 @@ class Change(NamedTuple):
     def rows(self) -> pa.RecordBatch:
         """The values as META rows."""
         return meta_rows(self.pairs, self.now_ms)
+
+    @property
+    def log_rows(self) -> list[LogRow]:
+        """The same rows, for a frame of a few rows."""
+        return [meta_row(key, value, self.now_ms) for key, value in self.pairs]
 
 
 def combined(*changes: Change) -> Change:

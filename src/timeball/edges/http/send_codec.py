@@ -131,12 +131,17 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 
 
 def decode_messages(
-    topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int | None = None
+    topic: str,
+    content_type: str,
+    data: bytes,
+    ids: IdSource,
+    now_ms: int | None = None,
+    keeps_delays: bool = False,
 ) -> DecodedSend:
     """Decode the messages of a send. Raises InvalidMessage, InvalidDelay and OverLimit.
 
-    With `now_ms`, delays may become due times, counted from it. With None they stay delays, so that a repeated send has
-    the same content.
+    With `now_ms`, delays may become due times, counted from it. With None or `keeps_delays` they stay delays, so that a
+    repeated send has the same content.
     """
     if content_type == ARROW:
         return _decode_arrow(topic, data)
@@ -154,11 +159,16 @@ def decode_messages(
         raise OverLimit(
             f"{len(messages)} messages in one request; at most {MESSAGES_MAX}: send fewer at once"
         )
-    return _decoded_send(topic, messages, ids, now_ms, is_single=is_single)
+    return _decoded_send(topic, messages, ids, now_ms, keeps_delays, is_single=is_single)
 
 
 def decode_cloud_event(
-    topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
+    topic: str,
+    headers: Mapping[str, str],
+    data: bytes,
+    ids: IdSource,
+    now_ms: int | None = None,
+    keeps_delays: bool = False,
 ) -> DecodedSend:
     """Decode the message of a CloudEvent in binary mode. Raises InvalidMessage and InvalidDelay.
 
@@ -171,7 +181,7 @@ def decode_cloud_event(
         if not attributes.get(name):
             raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
     message = _message_from_headers(headers, data, attributes["ce-id"], attributes)
-    return _decoded_send(topic, [message], ids, now_ms, is_single=True)
+    return _decoded_send(topic, [message], ids, now_ms, keeps_delays, is_single=True)
 
 
 def is_raw(headers: Mapping[str, str]) -> bool:
@@ -193,7 +203,12 @@ def is_raw(headers: Mapping[str, str]) -> bool:
 
 
 def decode_raw(
-    topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
+    topic: str,
+    headers: Mapping[str, str],
+    data: bytes,
+    ids: IdSource,
+    now_ms: int | None = None,
+    keeps_delays: bool = False,
 ) -> DecodedSend:
     """Decode the message of a raw body and its headers. Raises InvalidMessage and InvalidDelay."""
     properties = {}
@@ -206,7 +221,7 @@ def decode_raw(
     message = _message_from_headers(
         headers, data, None if quoted_id is None else unquote(quoted_id), properties
     )
-    return _decoded_send(topic, [message], ids, now_ms, is_single=True)
+    return _decoded_send(topic, [message], ids, now_ms, keeps_delays, is_single=True)
 
 
 def _check_header_names(headers: Mapping[str, str]) -> None:
@@ -311,12 +326,21 @@ def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
 
 
 def _decoded_send(
-    topic: str, messages: Sequence[Message], ids: IdSource, now_ms: int | None, *, is_single: bool
+    topic: str,
+    messages: Sequence[Message],
+    ids: IdSource,
+    now_ms: int | None,
+    keeps_delays: bool,
+    *,
+    is_single: bool,
 ) -> DecodedSend:
     """Check decoded messages, and convert them to rows or columns.
 
-    Rows are used for up to SMALL_BATCH_ROWS messages, if `now_ms` allows delays to become due times.
+    Rows are used with `now_ms` for up to SMALL_BATCH_ROWS messages, if there is no delay that must stay one.
     """
+    uses_rows = now_ms is not None and len(messages) <= SMALL_BATCH_ROWS
+    if keeps_delays and uses_rows:
+        uses_rows = all(message.after is msgspec.UNSET for message in messages)
     rows: list[tuple[bytes, str | None, str | None, str | None]] = []
     send_rows: list[SendRow] = []
     ids_and_times, size_bytes = list[IdAndTime](), 0
@@ -343,7 +367,7 @@ def _decoded_send(
         if message.unique_key is not None or message.on_pending is not None:
             unique = _unique_key(message, len(messages))
             keys = with_unique_key(keys, unique)
-        if now_ms is None or len(messages) > SMALL_BATCH_ROWS:
+        if now_ms is None or not uses_rows:
             rows.append((body, tag, keys, properties))
         else:
             if identity.delay_ms is not None:

@@ -45,7 +45,7 @@ class _Send(NamedTuple):
     attempt: str
     sends_anew: bool  # although the messages of an earlier send with this key are settled
     may_use_rows: bool
-    decode: Callable[[bytes, send_codec.IdSource, int | None], DecodedSend]
+    decode: Callable[[bytes, send_codec.IdSource, int | None, bool], DecodedSend]
 
 
 class _Piece(Piece, gc=False):
@@ -140,15 +140,15 @@ class Sends:
             media_type = _media_type(call.headers.get("content-type", ""))
             decode = partial(send_codec.decode_messages, topic, media_type)
         # Rows are only for messages that the broker accepts without a further decision. Columns are needed if the topic
-        # must be created first, and for a send with a key, which may be repeated and must then have the same content.
-        may_use_rows = topic_entry is not None and key is None
+        # must be created first.
+        may_use_rows = topic_entry is not None
         return _Send(topic, key, attempt, if_settled == "send", may_use_rows, decode)
 
     def _decode(self, call: Call, send: _Send, data: bytes) -> DecodedSend:
         """Decode the body of a request."""
         now_ms = self._broker.clock.now_ms() if send.may_use_rows else None
         ids = _RANDOM_IDS if send.key is None else _DerivedIds(call.caller.name, send.topic, send.key)
-        decoded = send.decode(data, ids, now_ms)
+        decoded = send.decode(data, ids, now_ms, send.key is not None)
         if trace_context := context_from_headers(call.headers):
             rows = with_contexts(decoded.rows, [trace_context] * decoded.row_count)
             decoded = decoded._replace(rows=rows)
@@ -182,8 +182,8 @@ class Sends:
             respond(error)
 
     def _put_now(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
-        # The topic of rows has been checked above. For columns, the broker checks the caller again.
-        caller = None if isinstance(decoded.rows, list) else call.caller
+        # The topic of rows has been checked above. For columns and keys, the broker checks the caller again.
+        caller = None if isinstance(decoded.rows, list) and send.key is None else call.caller
         piece = _Piece(
             self, decoded.rows, decoded.row_count, decoded.size_bytes, 0, caller, decoded, send.key is not None,
             respond,
