@@ -25,7 +25,8 @@ app.conf.update(
 
 def note(what: str, name: str) -> None:
     """Append a line in one write, so that lines of several processes do not mix."""
-    line = json.dumps({"what": what, "name": name, "ms": time.time_ns() // 1_000_000, "pid": os.getpid()})
+    now_ms = time.time_ns() // 1_000_000
+    line = json.dumps({"what": what, "name": name, "ms": now_ms, "pid": os.getpid(), "worker": os.getpgid(0)})
     descriptor = os.open(os.environ["SHOP_RUNS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, f"{line}\n".encode())
     os.close(descriptor)

@@ -4,191 +4,41 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime, timedelta
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bounds import BOUND_S
-from tests.cli.processes import Running, environment, timeball
+from tests.cli.processes import environment, timeball
 from tests.docs_pages import page
+from tests.interop.celery_processes import (
+    HERE,
+    POOLS,
+    TIMEBALL,
+    Broker,
+    Shop,
+    in_seconds,
+    redis_server,
+    shop_of,
+)
 from tests.node_fixture import eventually
-from tests.ports import free_ports
 from tests.rounds import rounds
 
 from timeball import Timeball
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("celery")]
 
-HERE = Path(__file__).parent
 KILLS = rounds(6, 40)
-LEASE_MS = 3_000
 TASKS_PER_KILL = 12
-TIMEBALL = {"broker_transport_options": {"lease_ms": LEASE_MS}}
 PAGE_URL, PAGE_REDIS, PAGE_DATA = "127.0.0.1:7480", "127.0.0.1:6379", "/tmp/shop-data"
-
-
-# ---- processes ------------------------------------------------------------------------------------------------
-
-
-class Broker:
-    """`timeball serve`, which keeps its port and its folder."""
-
-    def __init__(self, data: Path) -> None:
-        (self.port,) = free_ports(1)
-        self._data = data
-        self.start()
-
-    def start(self) -> None:
-        arguments = ["--json", "--port", "0", "--data", str(self._data)]
-        self._process = Running("serve", *arguments, TIMEBALL_HTTP_PORT=str(self.port))
-        self._process.wait_line(event="ready")
-
-    def kill(self) -> None:
-        self._process.end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        self._process.end()
-
-    @property
-    def url(self) -> str:
-        return f"timeball://127.0.0.1:{self.port}"
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
-@contextmanager
-def redis_server(folder: Path) -> Iterator[int]:
-    """A Redis without files. Yields its port."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed (Debian: redis-server)")
-    (port,) = free_ports(1)
-    options = ["--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
-        try:
-            import redis
-
-            with redis.Redis(port=port) as client:
-                eventually(lambda: _answers(client), "Redis answers")
-            yield port
-        finally:
-            process.terminate()
-
-
-def _answers(client: Any) -> bool:
-    import redis
-
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:
-        return False
-
-
-class Shop:
-    """The application: its workers, and the runs of its tasks."""
-
-    def __init__(self, folder: Path, url: str, **settings: Any) -> None:
-        self.folder, self.url = folder, url
-        self.runs_file = folder / "runs"
-        self.runs_file.touch()
-        self._settings = settings
-        self.workers: list[Worker] = []
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            "SHOP_BROKER": self.url,
-            "SHOP_RUNS": str(self.runs_file),
-            "SHOP_OPTIONS": json.dumps(self._settings),
-        }
-
-    def worker(self, *options: str) -> Worker:
-        self.workers.append(Worker(self, len(self.workers), *options))
-        return self.workers[-1]
-
-    def celery(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", "celery_shop", *arguments],
-            env=environment(**self.environment), cwd=HERE, capture_output=True, text=True, timeout=BOUND_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def send(self, names: list[str], *, seconds: float = 0.0, etas: list[datetime] | None = None) -> None:
-        """Send tasks in a process of its own, as a producer does."""
-        etas_text = None if etas is None else [eta.isoformat() for eta in etas]
-        program = (
-            "import json, sys, celery_shop\n"
-            "names, seconds, etas = json.loads(sys.stdin.read())\n"
-            "for number, name in enumerate(names):\n"
-            "    celery_shop.run.apply_async([name, seconds], eta=etas[number] if etas else None)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program], input=json.dumps([names, seconds, etas_text]),
-            env=environment(**self.environment), cwd=HERE, capture_output=True, text=True, timeout=BOUND_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def runs(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.runs_file.read_text().splitlines()]
-
-    def ended(self) -> Counter[str]:
-        return Counter(run["name"] for run in self.runs() if run["what"] == "end")
-
-    def stop(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-
-
-class Worker:
-    """`celery worker`, in a process group of its own."""
-
-    def __init__(self, shop: Shop, number: int, *options: str) -> None:
-        self.name = f"w{number}@test"
-        self._log = (shop.folder / f"worker-{number}.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "celery", "-A", "celery_shop", "worker", "-n", self.name, "-l", "INFO", *options],
-            env=environment(**shop.environment), cwd=HERE, stdout=self._log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def log(self) -> str:
-        return Path(self._log.name).read_text()
-
-    def wait_ready(self) -> None:
-        eventually(lambda: " ready." in self.log() or self._process.poll() is not None, "a worker is ready")
-        assert self._process.poll() is None, self.log()
-
-    def kill(self) -> None:
-        """Kill -9 the worker and its pool."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(BOUND_S)
-        self._log.close()
-
-    def end(self) -> None:
-        """Stop the worker in order."""
-        self._process.terminate()
-        self._process.wait(BOUND_S)
 
 
 @pytest.fixture
@@ -196,26 +46,6 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
     running = Broker(tmp_path / "data")
     yield running
     running.stop()
-
-
-@contextmanager
-def shop_of(folder: Path, url: str, **settings: Any) -> Iterator[Shop]:
-    shop = Shop(folder, url, **settings)
-    try:
-        yield shop
-    finally:
-        shop.stop()
-
-
-POOLS = {
-    "prefork": ["-P", "prefork", "-c", "2"],
-    "threads": ["-P", "threads", "-c", "4"],
-    "solo": ["-P", "solo"],
-}
-
-
-def in_seconds(seconds: float) -> datetime:
-    return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
 # ---- workers --------------------------------------------------------------------------------------------------
@@ -401,22 +231,40 @@ def test_the_page_runs_as_it_stands(broker: Broker, tmp_path: Path) -> None:
         redis = stack.enter_context(redis_server(tmp_path))
         log = stack.enter_context((tmp_path / "log").open("w"))
         place = {"env": environment(), "cwd": tmp_path}
-        celery = commands[1].replace("celery", f"{sys.executable} -m celery", 1).split()
-        worker = subprocess.Popen(celery, stdout=log, stderr=subprocess.STDOUT, **place)  # type: ignore[call-overload]
-        stack.callback(worker.wait)
-        stack.callback(worker.terminate)
+
+        def running(command: str) -> None:
+            """Run one of Celery's programs until the end of the test."""
+            words = command.replace("celery", f"{sys.executable} -m celery", 1).split()
+            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **place)  # type: ignore[call-overload]
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+
+        worker, look, *imports, beat = commands[1:6]
+        running(worker)
         placed = subprocess.run(
             [sys.executable, "place_orders.py"], capture_output=True, text=True, check=False, **place  # type: ignore[call-overload]
         )  # fmt: skip
         assert placed.stdout == "cancelled\n", placed.stderr
         eventually(lambda: "close order 17 if unpaid" in (tmp_path / "log").read_text(), "the task")
-        look, *moves = commands[2:]
         shown = subprocess.run(
             look.replace("localhost:7480", f"localhost:{broker.port}"),
             shell=True, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert json.loads(shown.stdout) == {"messages": []}
-        for move in moves:
+        ball = stack.enter_context(Timeball(broker.endpoint))
+        for words, outcome in zip(
+            imports, ("bakery-bread: would be put, cron 0 4 * * *", "bakery-bread: put"), strict=True
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", *words.split(), "--endpoint", broker.endpoint],
+                capture_output=True, text=True, check=False, **place,  # type: ignore[call-overload]
+            )  # fmt: skip
+            assert done.returncode == 0 and done.stdout.startswith(outcome), done.stderr
+        ball.schedules.delete("bakery-bread")
+        running(beat)
+        eventually(lambda: len(ball.schedules.all()) == 3, "the schedules that beat stores")
+        assert len(commands) == 8
+        for move in commands[6:]:
             words = move.replace(PAGE_REDIS, f"127.0.0.1:{redis}").split()[1:]
             done = timeball(*words, "--endpoint", broker.endpoint)
             assert done.returncode == 0 and "0 tasks" in done.stdout, done.stderr

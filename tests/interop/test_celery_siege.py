@@ -1,0 +1,276 @@
+"""Tasks with an ETA far beyond the visibility timeout, while workers and the broker are killed. Redis beside it.
+
+The clock of Timeball's broker is a manual one, so two hours take as long as the kills. Redis has no such clock: there
+the ETA is as long as the kills take, and the visibility timeout is half of it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+from tests.bounds import BOUND_S
+from tests.interop.celery_processes import POOLS, Broker, Shop, shop_of
+from tests.node_fixture import eventually
+from tests.ports import free_ports
+from tests.rounds import only_in_a_siege, rounds
+
+from timeball import Timeball
+
+pytestmark = [pytest.mark.interop, pytest.mark.siege, pytest.mark.xdist_group("celery")]
+
+TASKS = rounds(30, 334)  # in each of the three pools
+KILLS = rounds(4, 34)
+BEFORE = 0.8  # of the kills: before the ETA
+ETA = timedelta(hours=2)
+VISIBILITY = timedelta(hours=1)
+REDIS_ETA_PER_KILL_S = 4.0
+LEASE_MS = 10_000
+RUN_S = 0.05  # of a task
+ACKNOWLEDGED_MS = 1_000  # a task that has ended may be acknowledged so much later
+STEP_S = 0.25
+REACHED_S = (
+    4.0  # until workers have acknowledged to a broker that was down: one that dies before runs tasks twice
+)
+PENDING = rounds(20_000, 1_000_000)
+BODY_BYTES = 800  # of a task with one argument
+
+
+# ---- brokers --------------------------------------------------------------------------------------------------
+
+
+class ManualBroker(Broker):
+    """A broker whose clock the test moves. Its leases and acknowledgements are on disk before its answers."""
+
+    def __init__(self, data: Path) -> None:
+        super().__init__(data, "--clock", "manual", "--ack-save-ms", "0")
+
+    def now(self) -> datetime:
+        return datetime.fromisoformat(self._ask("clock", None)["now"])
+
+    def wait(self, duration: timedelta) -> None:
+        """Let time pass at once."""
+        self._ask("clock/advance", {"after": f"{duration // timedelta(milliseconds=1)}ms"})
+
+    def breathe(self, seconds: float) -> None:
+        """Let time pass by the clocks of the workers, who renew their leases by them."""
+        time.sleep(seconds)
+        self.wait(timedelta(seconds=seconds))
+
+    def _ask(self, path: str, document: Any) -> Any:
+        data = None if document is None else json.dumps(document).encode()
+        request = urllib.request.Request(
+            f"{self.endpoint}/v1/{path}", data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+            return json.load(answer)
+
+
+class Redis:
+    """A Redis that syncs each command, and keeps its port and its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            pytest.skip("redis-server is not installed (Debian: redis-server)")
+        (self.port,) = free_ports(1)
+        self._command = [
+            program, "--port", str(self.port), "--save", "", "--appendonly", "yes", "--appendfsync", "always", "--dir",
+            str(folder),
+        ]  # fmt: skip
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        import redis
+
+        def answers() -> bool:
+            try:
+                return bool(redis.Redis(port=self.port).ping())
+            except redis.RedisError:
+                return False
+
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        eventually(answers, "Redis answers")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(BOUND_S)
+
+    stop = kill
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
+    def wait(self, duration: timedelta) -> None:
+        time.sleep(duration.total_seconds())
+
+    def breathe(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+# ---- runs of tasks --------------------------------------------------------------------------------------------
+
+
+def doubled(runs: list[dict[str, Any]], killed_ms: dict[int, int]) -> list[str]:
+    """The names of tasks that ran again although the worker of the run before did not die within it.
+
+    `killed_ms` has the time at which a worker was killed. A task that has just ended may not be acknowledged yet.
+    """
+    found, by_name = [], dict[str, list[dict[str, Any]]]()
+    for run in runs:
+        by_name.setdefault(run["name"], []).append(run)
+    for name, its in by_name.items():
+        begun = sorted((run for run in its if run["what"] == "begin"), key=lambda run: int(run["ms"]))
+        for run in begun[:-1]:
+            same = [
+                each
+                for each in its
+                if each["what"] == "end" and each["pid"] == run["pid"] and each["ms"] >= run["ms"]
+            ]
+            end_ms = min((int(each["ms"]) for each in same), default=run["ms"] + 10**9)
+            died_ms = killed_ms.get(run["worker"])
+            if died_ms is None or not run["ms"] <= died_ms <= end_ms + ACKNOWLEDGED_MS:
+                found.append(name)
+    return found
+
+
+def test_a_task_that_runs_twice_is_noticed() -> None:
+    runs = [
+        {"name": name, "what": what, "ms": ms, "pid": pid, "worker": pid}
+        for name, what, ms, pid in [
+            ("once", "begin", 1, 7), ("once", "end", 2, 7),
+            ("died", "begin", 5_000, 7), ("died", "begin", 6_000, 8), ("died", "end", 6_001, 8),
+            ("twice", "begin", 1, 7), ("twice", "end", 2, 7), ("twice", "begin", 4_000, 8), ("twice", "end", 4_001, 8),
+            ("beside", "begin", 1, 8), ("beside", "begin", 2, 9), ("beside", "end", 3, 9), ("beside", "end", 4, 8),
+        ]
+    ]  # fmt: skip
+    assert doubled(runs, {7: 5_500}) == ["twice", "beside"]
+
+
+def besiege(system: ManualBroker | Redis, shop: Shop, pool: str, eta: timedelta) -> dict[int, int]:
+    """Send tasks, and kill workers and the broker until all tasks have run. Returns when workers were killed."""
+    chance, killed_ms = random.Random(pool), dict[int, int]()
+    alive = [shop.worker(*POOLS[pool]) for _ in range(2)]
+    for worker in alive:
+        worker.wait_ready()
+    due = system.now() + eta
+    shop.send([str(number) for number in range(TASKS)], seconds=RUN_S, etas=[due] * TASKS)
+    before = int(KILLS * BEFORE)
+    for kill in range(KILLS):
+        if kill < before:
+            system.wait((due - system.now()) / (before - kill + 1))
+        elif kill == before:
+            system.wait(max(due - system.now(), timedelta(0)))
+        for _ in range(chance.randint(1, 4)):
+            system.breathe(STEP_S)
+        if kill % 4 == 3:
+            system.kill()
+            system.start()
+            for _ in range(int(REACHED_S / STEP_S)):
+                system.breathe(STEP_S)
+        else:
+            worker = alive.pop(chance.randrange(2))
+            killed_ms[worker.pid] = time.time_ns() // 1_000_000
+            worker.kill()
+            alive.append(shop.worker(*POOLS[pool]))
+            alive[-1].wait_ready()
+
+    def all_have_run() -> bool:
+        system.breathe(STEP_S)
+        return len(shop.ended()) == TASKS
+
+    eventually(all_have_run, "all tasks have run")
+    for _ in range(int(1.2 * LEASE_MS / 1_000 / STEP_S)):  # a task that is still leased would run again
+        system.breathe(STEP_S)
+    return killed_ms
+
+
+@contextmanager
+def started(make: Callable[[Path], ManualBroker | Redis], folder: Path) -> Iterator[ManualBroker | Redis]:
+    system = make(folder)
+    try:
+        yield system
+    finally:
+        system.stop()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_etas_beyond_the_visibility_timeout_under_kills(tmp_path: Path, pool: str) -> None:
+    options = {"lease_ms": LEASE_MS, "visibility_timeout": VISIBILITY.total_seconds()}
+    with (
+        started(ManualBroker, tmp_path / "data") as system,
+        shop_of(tmp_path, system.url, task_acks_late=True, broker_transport_options=options) as shop,
+    ):
+        killed_ms = besiege(system, shop, pool, ETA)
+        again = doubled(shop.runs(), killed_ms)
+        begun = sum(run["what"] == "begin" for run in shop.runs())
+        print(f"{pool}: {TASKS} tasks, {KILLS} kills, {begun} runs, {len(again)} doubled")
+        assert not again
+
+
+@only_in_a_siege
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_same_on_redis(tmp_path: Path, pool: str) -> None:
+    eta_s = KILLS * REDIS_ETA_PER_KILL_S
+    options = {"visibility_timeout": eta_s / 2}
+    with (
+        started(Redis, tmp_path) as system,
+        shop_of(tmp_path, system.url, task_acks_late=True, broker_transport_options=options) as shop,
+    ):
+        killed_ms = besiege(system, shop, pool, timedelta(seconds=eta_s))
+        again = doubled(shop.runs(), killed_ms)
+        begun = sum(run["what"] == "begin" for run in shop.runs())
+        print(f"{pool}: {TASKS} tasks, {KILLS} kills, {begun} runs, {len(again)} doubled")
+        assert again
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_pending_tasks_take_no_memory_of_a_worker(tmp_path: Path) -> None:
+    """The worker starts while so many tasks with an ETA are pending."""
+    with started(ManualBroker, tmp_path / "data") as system, shop_of(tmp_path, system.url) as shop:
+        assert isinstance(system, ManualBroker)
+        without_mb = _memory_mb(shop, "without")
+        _send_columns(system, PENDING)
+        with_mb = _memory_mb(shop, "with")
+        print(f"memory of a worker: {without_mb:.1f} MiB, with {PENDING} pending tasks {with_mb:.1f} MiB")
+        assert with_mb - without_mb < 4
+
+
+def _memory_mb(shop: Shop, name: str) -> float:
+    """The memory of the main process of a worker that has run a task."""
+    worker = shop.worker(*POOLS["prefork"])
+    worker.wait_ready()
+    shop.send([name])
+    eventually(lambda: shop.ended()[name] == 1, "a task")
+    threading.Event().wait(2)  # longer than the worker takes to fetch what it can
+    memory_mb = psutil.Process(worker.pid).memory_info().rss / 2**20
+    worker.end()
+    return memory_mb
+
+
+def _send_columns(system: ManualBroker, count: int) -> None:
+    """Send so many messages of the size of a task, with an ETA."""
+    due_ms = int((system.now() + ETA).timestamp() * 1000)
+    body = pa.repeat(pa.scalar(b"x" * BODY_BYTES, pa.binary()), count)
+    with Timeball(system.endpoint, flight=system.flight) as ball:
+        sent = ball.send_many(pa.table({"body": body, "due_ms": pa.repeat(due_ms, count)}), topic="celery")
+    assert sent.rows == count
