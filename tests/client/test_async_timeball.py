@@ -1,7 +1,9 @@
 """AsyncTimeball: the calls of Timeball, awaited. The loop never blocks, and a cancelled call gives its leases back."""
 
 import asyncio
+import gc
 import inspect
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -10,6 +12,8 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode
 
 from timeball import AsyncMessage, AsyncTimeball, Message, NotFound, RequestError, Timeball, Unavailable
+from timeball.client.async_timeball import CALLS_MAX
+from timeball.client.loop_network import LoopStream
 
 
 def run(node: RunningNode, scenario: Callable[[AsyncTimeball], Awaitable[None]]) -> None:
@@ -98,32 +102,99 @@ def test_a_pull_that_is_cancelled_leaves_its_message_to_another_member(node: Run
     run(node, scenario)
 
 
-def test_messages_of_a_cancelled_pull_are_given_back(
+def test_messages_that_come_while_a_pull_is_cancelled_are_given_back(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
+        receive = LoopStream.data_received
+
+        def cancel_too(stream: LoopStream, data: bytes) -> None:
+            receive(stream, data)
+            if b'"receipt"' in data:
+                poll.cancel()
+
         await ball.send("too-late", "x")
-        consumer, loop = ball._ball._consumer, asyncio.get_running_loop()
-        pull, has_got, may_return = consumer.pull, asyncio.Event(), asyncio.Event()
-
-        def slow(*args: object, **kwargs: object) -> list[Message]:
-            found = pull(*args, **kwargs)  # type: ignore[arg-type]
-            loop.call_soon_threadsafe(has_got.set)
-            asyncio.run_coroutine_threadsafe(may_return.wait(), loop).result(BOUND_S)
-            return found
-
-        monkeypatch.setattr(consumer, "pull", slow)
+        monkeypatch.setattr(LoopStream, "data_received", cancel_too)
         poll = asyncio.create_task(ball.pull("too-late", "g", lease="10m"))
-        await has_got.wait()
-        poll.cancel()
-        may_return.set()
         with pytest.raises(asyncio.CancelledError):
             await poll
-        monkeypatch.setattr(consumer, "pull", pull)
+        monkeypatch.undo()
         (message,) = await ball.pull("too-late", "g", wait="60s")
         assert message.attempts == 0
 
     run(node, scenario)
+
+
+def test_a_thousand_calls_at_once_need_no_thread_and_few_connections(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.create_topic("thousand", 4)
+        receipts = await asyncio.gather(*(ball.send("thousand", f"{number}") for number in range(1_000)))
+        assert len({receipt.seq for receipt in receipts}) == 1_000
+        assert asyncio.get_running_loop()._default_executor is None  # type: ignore[attr-defined]
+        assert 1 < len(ball._calls._all) <= CALLS_MAX  # type: ignore[union-attr]
+
+    run(node, scenario)
+
+
+def test_a_long_poll_does_not_keep_other_calls_waiting(node: RunningNode) -> None:
+    async def scenario() -> None:
+        async with AsyncTimeball(node.http_endpoint, calls_max=1) as ball:
+            await ball.create_topic("one-slot", 1)
+            polls = [asyncio.create_task(ball.pull("one-slot", f"g{n}", wait="60s")) for n in range(3)]
+            await asyncio.gather(*(ball.send("one-slot", f"{n}", after="1h") for n in range(5)))
+            await ball.send("one-slot", "now")
+            assert [len(found) for found in await asyncio.gather(*polls)] == [1] * 3
+
+    asyncio.run(scenario())
+
+
+def test_a_send_that_is_cancelled_leaves_a_usable_client(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        for number in range(50):
+            sending = asyncio.create_task(ball.send("cancelled-send", "x" * 100_000))
+            for _ in range(number % 10):
+                await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.wait([sending])
+            assert sending.cancelled() or sending.result().seq
+        receipts = await asyncio.gather(*(ball.send("cancelled-send", f"{n}") for n in range(100)))
+        assert len({receipt.seq for receipt in receipts}) == 100
+
+    run(node, scenario)
+
+
+def test_a_wait_for_the_answer_of_a_silent_node_can_be_cancelled(node: RunningNode) -> None:
+    async def scenario() -> None:
+        async with AsyncTimeball(f"http://127.0.0.1:{port}") as ball:
+            for call in (ball.send("t", "x"), ball.pull("t", "g"), anext(ball.consume("t", "g"))):
+                waiting = asyncio.ensure_future(call)
+                accepted.append(await asyncio.to_thread(silent.accept))
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                assert waiting.cancelled()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port, accepted = silent.getsockname()[1], []
+        asyncio.run(scenario())
+    for connection, _ in accepted:
+        connection.close()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
+def test_a_later_event_loop_gets_connections_of_its_own(node: RunningNode) -> None:
+    ball = AsyncTimeball(node.http_endpoint, calls_max=2)
+
+    async def send(ball: AsyncTimeball) -> list[int]:
+        receipts = await asyncio.gather(*(ball.send("later-loop", "x") for _ in range(10)))
+        return [receipt.seq for receipt in receipts]
+
+    seqs = [*asyncio.run(send(ball)), *asyncio.run(send(ball))]
+    assert len(set(seqs)) == 20
+    with pytest.raises(RequestError, match="no event loop"):
+        ball.send("later-loop", "x").send(None)
+    asyncio.run(ball.close())
+    del ball
+    gc.collect()  # warns of the transport of the first loop here, and not in another test
 
 
 def test_a_loop_acknowledges_what_it_has_handed_out_and_ends_when_idle(node: RunningNode) -> None:

@@ -7,6 +7,7 @@ import pytest
 from timeball import NotLeader, OverLimit, RequestError, Unavailable
 from timeball.client import attempts
 from timeball.client.attempts import Attempts, Lost, NotNow, NotSent, OpenRead, refusal, split_endpoints
+from timeball.client.network import run
 from timeball.io.clock import ManualClock
 
 
@@ -23,7 +24,7 @@ class Broker:
         self.asked: list[str] = []
         self.left_s: list[float] = []
 
-    def __call__(self, remaining_s: float) -> list[str]:
+    async def __call__(self, remaining_s: float) -> list[str]:
         self.asked.append(self._calls.endpoint)
         self.left_s.append(remaining_s)
         self._calls._clock.advance(1_000 * self._seconds)  # type: ignore[attr-defined]
@@ -39,25 +40,25 @@ def calls(*nodes: str) -> Attempts:
 def test_a_call_that_was_not_executed_is_retried_at_the_next_node() -> None:
     there = calls("a", "b")
     broker = Broker(there, NotSent("1"), NotNow("2"))
-    assert there.with_retries(broker, 30_000, retry_on=NotNow) == ["a", "b", "a"]
+    assert run(there.with_retries(broker, 30_000, retry_on=NotNow)) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("error", [Lost("x"), Unavailable("x"), OverLimit("x"), RequestError("x")])
 def test_a_call_that_may_have_been_executed_is_reported(error: Exception) -> None:
     there = calls()
     with pytest.raises(type(error)):
-        there.with_retries(Broker(there, error), 30_000, retry_on=NotNow)
+        run(there.with_retries(Broker(there, error), 30_000, retry_on=NotNow))
 
 
 def test_repeatable_calls_are_retried_after_a_lost_answer() -> None:
     there = calls()
-    assert there.with_retries(Broker(there, Lost("x"), Unavailable("x")), 30_000) == ["a"] * 3
+    assert run(there.with_retries(Broker(there, Lost("x"), Unavailable("x")), 30_000)) == ["a"] * 3
 
 
 def test_after_a_node_that_does_not_lead_the_next_call_asks_another() -> None:
     there = calls("a", "b")
     with pytest.raises(NotLeader):
-        there.with_retries(Broker(there, NotLeader("x")), 30_000, retry_on=NotNow)
+        run(there.with_retries(Broker(there, NotLeader("x")), 30_000, retry_on=NotNow))
     assert there.endpoint == "b"
 
 
@@ -65,7 +66,7 @@ def test_attempts_share_the_time_of_the_call() -> None:
     there = calls()
     broker = Broker(there, NotSent("1"), NotSent("2"), NotSent("3"), seconds=20)
     with pytest.raises(NotSent, match="2"):
-        there.with_retries(broker, 30_000)
+        run(there.with_retries(broker, 30_000))
     assert broker.left_s == [30.0, 10.0]
 
 
@@ -73,7 +74,7 @@ def test_a_closed_client_says_so() -> None:
     there = calls()
     there._closed.set()
     with pytest.raises(RequestError, match="closed"):
-        there.with_retries(Broker(there), 30_000)
+        run(there.with_retries(Broker(there), 30_000))
 
 
 def test_refusals_say_whether_anything_was_done() -> None:
@@ -105,4 +106,4 @@ def test_a_client_may_be_closed_and_used_behind_a_fork() -> None:
     there = calls()
     there._closed._cond.acquire()  # type: ignore[attr-defined]
     there.after_fork()
-    assert there.with_retries(Broker(there), 30_000) == ["a"]
+    assert run(there.with_retries(Broker(there), 30_000)) == ["a"]

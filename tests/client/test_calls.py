@@ -56,10 +56,10 @@ class Counted(Calls):
 
     made = 0
 
-    def attempts(self) -> Iterator[bool]:
-        for more in super().attempts():
+    def pauses(self) -> Iterator[tuple[float, bool]]:
+        for pause in super().pauses():
             self.made += 1
-            yield more
+            yield pause
 
 
 @pytest.mark.usefixtures("no_pauses")
@@ -95,10 +95,10 @@ def test_a_call_that_is_tried_again_does_not_outlive_its_time() -> None:
     tried = []
 
     class Counted(Calls):
-        def attempts(self) -> Iterator[bool]:
-            for more in super().attempts():
-                tried.append(more)
-                yield more
+        def pauses(self) -> Iterator[tuple[float, bool]]:
+            for pause in super().pauses():
+                tried.append(pause)
+                yield pause
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
         there = Counted(f"grpc://127.0.0.1:{silent.getsockname()[1]}", 100)

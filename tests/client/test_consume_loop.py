@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import pytest
 
 from timeball.client.consumer import ConsumeLoop
+from timeball.client.network import run
 from timeball.io.clock import ManualClock
 
 
@@ -24,13 +26,13 @@ class Group:
         self.renewed: list[Message] = []
         self.lost: set[Message] = set()
 
-    def ack(self, messages: list[Message]) -> None:
+    async def ack_async(self, messages: list[Message]) -> None:
         self.acked += messages
 
-    def give_back(self, messages: list[Message]) -> None:
+    async def give_back_async(self, messages: list[Message]) -> None:
         self.back += [(message, False) for message in messages]
 
-    def change(self, messages: list[Message], lease_ms: int, *, counts: bool) -> list[bool]:
+    async def change_async(self, messages: list[Message], lease_ms: int, *, counts: bool) -> list[bool]:
         if lease_ms == 0:
             self.back += [(message, counts) for message in messages]
         else:
@@ -51,14 +53,14 @@ class Feed:
         self.unread: list[Message] = []
         self.waits_ms: list[int] = []
 
-    def read(self, wait_ms: int) -> list[Message]:
+    async def read(self, wait_ms: int) -> list[Message]:
         self.waits_ms.append(wait_ms)
         found = self._reads.pop(0) if self._reads else []
         if not found:
             self._clock.advance(wait_ms)
         return found
 
-    def close(self) -> list[Message]:
+    async def close(self) -> list[Message]:
         unread, self.unread = self.unread, []
         return unread
 
@@ -73,13 +75,13 @@ def test_a_message_is_dealt_with_when_the_next_one_is_asked_for(clock: ManualClo
     group = Group()
     loop = loop_over(clock, group, [[first, second]])
     assert loop.next() is None, "nothing is there, and next asks no broker"
-    loop.work()
+    run(loop.work())
     assert loop.next() is first and group.acked == []
     assert loop.next() is second and group.acked == []
     assert loop.next() is None
-    loop.work()  # waits a moment for another one
+    run(loop.work())  # waits a moment for another one
     assert group.acked == []
-    loop.work()
+    run(loop.work())
     assert group.acked == [first, second]
 
 
@@ -87,11 +89,11 @@ def test_it_acknowledges_once_a_second_while_messages_wait(clock: ManualClock) -
     messages = [Message() for _ in range(4)]
     group = Group()
     loop = loop_over(clock, group, [list(messages)])
-    loop.work()
+    run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(1_000)
     assert loop.next() is None, "it is time to acknowledge"
-    loop.work()
+    run(loop.work())
     assert group.acked == messages[:1] and loop.next() is messages[1]
 
 
@@ -102,11 +104,11 @@ def test_leases_are_renewed_at_half_their_time_and_what_was_lost_is_not_handed_o
     group = Group()
     group.lost.add(lost)
     loop = loop_over(clock, group, [[first, lost, kept]])
-    loop.work()
+    run(loop.work())
     assert loop.next() is first
     clock.advance(30_000)
     assert loop.next() is None
-    loop.work()
+    run(loop.work())
     assert group.renewed == [lost, kept] and loop.next() is kept
 
 
@@ -114,10 +116,10 @@ def test_the_end_gives_back_the_last_message_counted_and_the_others_uncounted(cl
     first, second, third = Message(), Message(), Message()
     group = Group()
     loop = loop_over(clock, group, [[first, second, third]])
-    loop.work()
+    run(loop.work())
     assert (loop.next(), loop.next()) == (first, second)
     for _ in range(2):  # the second end finds nothing left
-        loop.end()
+        run(loop.end())
         assert group.acked == [first] and group.back == [(second, True), (third, False)]
 
 
@@ -126,12 +128,12 @@ def test_it_is_over_when_nothing_has_come_for_so_long_or_it_was_stopped(clock: M
     turns = 0
     while not loop.is_over:
         if loop.next() is None:
-            loop.work()
+            run(loop.work())
         turns += 1
     assert turns == 5  # reads one, hands it out, waits a moment, waits five seconds, is over
     stop = threading.Event()
     stopped = loop_over(clock, Group(), [[Message()]], stop=stop)
-    stopped.work()
+    run(stopped.work())
     stop.set()
     assert stopped.is_over and stopped.next() is None
 
@@ -144,10 +146,10 @@ def test_a_stream_gets_credit_when_half_of_it_is_used(clock: ManualClock) -> Non
     messages = [Message() for _ in range(5)]
     group, feed = Group(), Feed(clock, [list(messages)], ack_rows=2)
     loop = stream_over(clock, group, feed)
-    loop.work()
+    run(loop.work())
     assert [loop.next(), loop.next()] == messages[:2] and group.acked == []
     assert loop.next() is None, "two are dealt with, so it is time to acknowledge"
-    loop.work()
+    run(loop.work())
     assert group.acked == messages[:2] and loop.next() is messages[2]
 
 
@@ -156,12 +158,12 @@ def test_while_a_stream_flows_messages_are_acknowledged_together(clock: ManualCl
     group, feed = Group(), Feed(clock, [[first], [second]], ack_rows=8)
     loop = stream_over(clock, group, feed)
     for message in (first, second):
-        loop.work()
+        run(loop.work())
         assert loop.next() is message
         assert loop.next() is None and group.acked == []
-    loop.work()  # waits a moment for another one
+    run(loop.work())  # waits a moment for another one
     assert group.acked == [] and feed.waits_ms[-1] < 1_000
-    loop.work()
+    run(loop.work())
     assert group.acked == [first, second] and feed.waits_ms[-1] == 10_000
 
 
@@ -169,10 +171,10 @@ def test_the_end_gives_back_what_a_stream_had_sent(clock: ManualClock) -> None:
     first, unread = Message(), Message()
     group, feed = Group(), Feed(clock, [[first]], ack_rows=8)
     loop = stream_over(clock, group, feed)
-    loop.work()
+    run(loop.work())
     assert loop.next() is first
     feed.unread.append(unread)
-    loop.end()
+    run(loop.end())
     assert group.back == [(first, True), (unread, False)]
 
 
@@ -181,12 +183,12 @@ def test_leases_of_a_stream_count_from_before_its_messages_are_read(clock: Manua
     first, second = Message(), Message()
     group, feed = Group(), Feed(clock, [[first], [second]], ack_rows=8)
     loop = stream_over(clock, group, feed)
-    loop.work()
+    run(loop.work())
     assert loop.next() is first
     clock.advance(30_000)  # the second one may have arrived at the beginning
     assert loop.next() is None
     while (message := loop.next()) is None:
-        loop.work()
+        run(loop.work())
     assert message is second and group.renewed == [second]
 
 
@@ -195,7 +197,7 @@ def test_an_empty_read_of_a_stream_shows_that_no_lease_runs(clock: ManualClock) 
     group, feed = Group(), Feed(clock, [[], [], [], [], [message]], ack_rows=8)
     loop = stream_over(clock, group, feed)
     for _ in range(5):
-        loop.work()
+        run(loop.work())
     assert loop.next() is message and group.renewed == []
 
 
@@ -204,13 +206,13 @@ def test_a_stream_is_read_while_its_messages_are_handled(clock: ManualClock) -> 
     messages = [Message() for _ in range(4)]
     group, feed = Group(), Feed(clock, [messages[:2], messages[2:3], messages[3:]], ack_rows=8)
     loop = stream_over(clock, group, feed)
-    loop.work()
+    run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(1_000)
     assert loop.next() is None
-    loop.work()
+    run(loop.work())
     assert group.acked == messages[:1]
-    loop.end()
+    run(loop.end())
     assert group.back == [(messages[1], False), (messages[2], False)]
 
 
@@ -220,9 +222,24 @@ def test_a_renewal_reads_a_stream_until_it_is_empty(clock: ManualClock) -> None:
     feed._reads[0] = messages[:2]
     del feed._reads[1]
     loop = stream_over(clock, group, feed)
-    loop.work()
+    run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(30_000)
     assert loop.next() is None
-    loop.work()
+    run(loop.work())
     assert group.renewed == messages[1:]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_loop_is_over_in_a_child_process_and_answers_for_nothing(clock: ManualClock) -> None:
+    """The parent process still has the loop, and the message that it processes."""
+    first, second = Message(), Message()
+    group = Group()
+    loop = loop_over(clock, group, [[first, second]])
+    run(loop.work())
+    assert loop.next() is first and not loop.is_over
+    if not (child := os.fork()):
+        run(loop.end())
+        os._exit(0 if loop.is_over and loop.next() is None and group.back == [] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not loop.is_over and loop.next() is second

@@ -4,12 +4,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.client.awaited import Dial, awaited
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.client.messages import Member, Message
+from timeball.client.network import run
 from timeball.model.errors import InvalidFilter, NotFound, RequestError
+
+BOTH_CLIENTS = True
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
@@ -27,10 +31,10 @@ def pull_all(ball: Timeball, topic: str, group: str, count: int) -> list[Message
 
 
 def test_two_members_of_a_group_share_the_messages_and_another_group_has_them_all(
-    node: RunningNode, ball: Timeball
+    node: RunningNode, ball: Timeball, dial: Dial
 ) -> None:
     bodies = send(ball, "shared", 20)
-    with Timeball(node.http_endpoint) as other:
+    with dial(node.http_endpoint) as other:
         mine: list[Message] = []
         theirs: list[Message] = []
         while len(mine) + len(theirs) < 20:
@@ -44,10 +48,12 @@ def test_two_members_of_a_group_share_the_messages_and_another_group_has_them_al
     assert sum(ball.offsets("workers", "shared").values()) == 20
 
 
-def test_unacknowledged_messages_come_again_with_counted_attempts(node: RunningNode, ball: Timeball) -> None:
+def test_unacknowledged_messages_come_again_with_counted_attempts(
+    node: RunningNode, ball: Timeball, dial: Dial
+) -> None:
     send(ball, "leased", 1)
     (first,) = ball.pull("leased", "g", lease="50ms")
-    with Timeball(node.http_endpoint) as other:
+    with dial(node.http_endpoint) as other:
         (again,) = other.pull("leased", "g", lease="1m")
         assert (again.body, again.topic, again.id, again.attempts) == (first.body, "leased", first.id, 1)
         assert not first.ack() and not first.nack() and not first.extend("1m")
@@ -80,11 +86,14 @@ def test_a_message_may_be_kept_for_longer_or_come_later(ball: Timeball) -> None:
     assert (again.body, again.attempts) == (b"1", 1)
 
 
-def test_a_receipt_of_another_group_is_not_valid_and_a_browsed_message_has_none(columns: Timeball) -> None:
+def test_a_receipt_of_another_group_is_not_valid_and_a_browsed_message_has_none(
+    columns: Timeball, client_kind: str
+) -> None:
     send(columns, "sealed", 1)
     (message,) = columns.pull("sealed", "g")
     member, receipt = message.lease
-    assert Member(member._calls, "sealed", "other").ack([receipt, "made up"]) == [None, None]
+    answers = Member(member._calls, "sealed", "other").ack([receipt, "made up"])
+    assert (awaited if client_kind == "asyncio" else run)(answers) == [None, None]
     assert message.ack()
     (browsed, *_) = columns.browse("sealed")
     with pytest.raises(RequestError, match="browsed"):
@@ -115,7 +124,7 @@ def test_leases_and_acknowledgements_outlive_a_restart(data: Path) -> None:
         with Timeball(node.http_endpoint) as ball:
             assert ball.pull("kept", "g", wait=0) == []
             receipts = [message.lease[1] for message in (second, third)]
-            assert None not in Member(ball._operations, "kept", "g").ack(receipts)
+            assert None not in run(Member(ball._operations, "kept", "g").ack(receipts))
 
 
 def test_a_late_group_may_begin_at_the_end(ball: Timeball) -> None:
@@ -133,14 +142,16 @@ def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
 
 
-def test_a_loop_that_is_left_gives_back_what_it_has_not_dealt_with(node: RunningNode, ball: Timeball) -> None:
+def test_a_loop_that_is_left_gives_back_what_it_has_not_dealt_with(
+    node: RunningNode, ball: Timeball, dial: Dial
+) -> None:
     send(ball, "loop", 10)
     seen = []
     for message in ball.consume("loop", "g", max_messages=4):
         seen.append(message.body)
         if len(seen) == 6:
             break
-    with Timeball(node.http_endpoint) as other:
+    with dial(node.http_endpoint) as other:
         rest = {m.body: m.attempts for m in other.consume("loop", "g", until_idle="500ms")}
     assert len(set(seen)) == 6
     assert set(rest) == {b"%d" % i for i in range(10)} - set(seen[:5])
@@ -183,6 +194,22 @@ def test_a_consumer_can_be_stopped_from_outside(ball: Timeball) -> None:
     assert not loop.is_alive()
 
 
+def test_a_message_that_was_processed_when_its_loop_is_stopped_is_acknowledged(ball: Timeball) -> None:
+    stop = threading.Event()
+    ball.send("stopped-later", "x")
+    for _ in ball.consume("stopped-later", "g", stop=stop):
+        stop.set()
+    assert ball.pull("stopped-later", "g", wait=0) == []
+    assert sum(ball.offsets("g", "stopped-later").values()) == 1
+
+
+def test_a_loop_acknowledges_a_message_whose_lease_was_extended(ball: Timeball) -> None:
+    ball.send("extended-in-loop", "x")
+    for message in ball.consume("extended-in-loop", "g", until_idle="100ms"):
+        assert message.extend("5m")
+    assert sum(ball.offsets("g", "extended-in-loop").values()) == 1
+
+
 def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         ball.pull("nowhere", "g", wait=0)
@@ -192,11 +219,11 @@ def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
         ball.pull("nowhere", "g", lease=0)
 
 
-def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball) -> None:
+def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball, dial: Dial) -> None:
     topic, got = "group-not-yet", list[Message]()
 
     def consume() -> None:
-        with Timeball(node.http_endpoint) as early:
+        with dial(node.http_endpoint) as early:
             while len(got) < 3:
                 got.extend(early.pull(topic, "g", wait=f"{BOUND_S}s", start="latest"))
 

@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.accounts import access_file, keys
 from tests.bounds import BOUND_S
 from tests.certificates import certificate
+from tests.client.awaited import Dial
 from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import RunningNode, eventually, running_node
 
@@ -22,8 +24,10 @@ from timeball.client.attempts import Lost, NotNow, NotSent, OpenRead
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import Receiving, list_topics
 from timeball.client.http_connection import Request
-from timeball.io.clock import SystemClock
+from timeball.client.network import BlockingNetwork, Stream, run
 from timeball.model.errors import RequestError
+
+BOTH_CLIENTS = True
 
 
 def address(node: RunningNode) -> str:
@@ -93,26 +97,26 @@ def silent_node() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningNode) -> None:
+def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningNode, dial: Dial) -> None:
     with silent_node() as silent:
         for timeout_ms in (3_000, 30_000):  # the connection must be given up before the end of the call
-            with Timeball(f"http://{silent},{address(node)}", timeout_ms=timeout_ms) as ball:
+            with dial(f"http://{silent},{address(node)}", timeout_ms=timeout_ms) as ball:
                 assert ball.send("silent", "x").seq > 0
-        with Timeball(f"http://{silent}", timeout_ms=100) as ball, pytest.raises(NotSent, match="timed out"):
+        with dial(f"http://{silent}", timeout_ms=100) as ball, pytest.raises(NotSent, match="timed out"):
             ball.send("silent", "x")
 
 
 def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) -> None:
     """Another thread may switch to the next node while one connects."""
-    calls = HttpCalls(f"{node.http_endpoint},127.0.0.1:1", 30_000)
+
+    class Turning(BlockingNetwork):
+        async def connect(self, host: str, port: int, *more: Any) -> Stream:
+            if port != 1:
+                calls._rotate_endpoints()
+            return await super().connect(host, port, *more)
+
+    calls = HttpCalls(f"{node.http_endpoint},127.0.0.1:1", 30_000, network=Turning())
     first, second = calls._endpoints
-
-    class Turning(SystemClock):
-        def monotonic_ns(self) -> int:
-            calls._rotate_endpoints()
-            return super().monotonic_ns()
-
-    calls._clock = Turning()
     for _ in range(4):
         calls.run(list_topics())
     assert all(each._node.endpoint == first for each in calls._kept[first])
@@ -121,56 +125,60 @@ def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) ->
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_nobody_there_is_not_sent() -> None:
-    with Timeball("http://127.0.0.1:1") as ball:
+def test_nobody_there_is_not_sent(dial: Dial) -> None:
+    with dial("http://127.0.0.1:1") as ball:
         with pytest.raises(NotSent, match="no broker answers at http://127"):
             ball.send("t", "x")
         with pytest.raises(NotSent, match="no row of this call was accepted"):
             ball.send_many([{"body": "x"}], topic="t")
 
 
-def test_a_node_that_does_nothing_at_the_moment_is_left_for_the_next_one(node: RunningNode) -> None:
+def test_a_node_that_does_nothing_at_the_moment_is_left_for_the_next_one(
+    node: RunningNode, dial: Dial
+) -> None:
     with answering(problem("503 Service Unavailable", "unavailable")) as stopping:
-        with Timeball(f"http://{stopping},{address(node)}") as ball:
+        with dial(f"http://{stopping},{address(node)}") as ball:
             assert ball.send("several", "y").seq > 0
 
 
-def test_a_node_that_does_not_lead_is_told_and_the_next_call_asks_another(node: RunningNode) -> None:
+def test_a_node_that_does_not_lead_is_told_and_the_next_call_asks_another(
+    node: RunningNode, dial: Dial
+) -> None:
     """It may have carried out a send when it lost the lead, so a send without `retry` is not repeated."""
     with answering(problem("503 Service Unavailable", "not_leader")) as follower:
-        with Timeball(f"http://{follower},{address(node)}") as ball:
+        with dial(f"http://{follower},{address(node)}") as ball:
             with pytest.raises(NotLeader, match="because"):
                 ball.send("several", "z")
             assert ball.send("several", "z").seq > 0
     with answering(problem("503 Service Unavailable", "not_leader")) as follower:
-        with Timeball(f"http://{follower},{address(node)}") as ball:
+        with dial(f"http://{follower},{address(node)}") as ball:
             assert ball.send("several", "z", retry=True).seq > 0
 
 
 @pytest.mark.parametrize("endpoint", ["http://", "http://a:b", "http://a:1,", "http://a:1/path", "ftp://a:1"])
-def test_an_endpoint_must_look_like_one(endpoint: str) -> None:
+def test_an_endpoint_must_look_like_one(endpoint: str, dial: Dial) -> None:
     with pytest.raises(RequestError, match="write it as"):
-        Timeball(endpoint)
+        dial(endpoint)
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_another_server_is_told_from_a_broker() -> None:
+def test_another_server_is_told_from_a_broker(dial: Dial) -> None:
     for data, kind, text in (
         (b"SSH-2.0-OpenSSH\r\n", TimeballError, "something else than a broker would"),
         (answer("404 Not Found", "<html>", "text/html"), TimeballError, "status 404, and not as a broker"),
         (answer("502 Bad Gateway", "<html>", "text/html"), Lost, "status 502"),
     ):
-        with answering(data) as other, Timeball(f"http://{other}") as ball:
+        with answering(data) as other, dial(f"http://{other}") as ball:
             with pytest.raises(kind, match=text):
                 ball.send("t", "x")
 
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("body", ["<html>", '{"seq":"one"}', '{"messages":[],"store_ms":1}', "\xff"])
-def test_a_success_of_another_server_is_an_error(body: str) -> None:
+def test_a_success_of_another_server_is_an_error(body: str, dial: Dial) -> None:
     """The broker behind a proxy may have carried out a send, so its rows are unknown."""
     other_answer = answer("200 OK", body, "text/html")
-    with answering(*3 * (other_answer,)) as other, Timeball(f"http://{other}") as ball:
+    with answering(*3 * (other_answer,)) as other, dial(f"http://{other}") as ball:
         with pytest.raises(TimeballError, match="not as a broker would") as caught:
             ball.topics()
         assert not isinstance(caught.value, Unavailable), "another attempt gets the same answer"
@@ -191,9 +199,9 @@ def test_a_stream_of_another_server_is_an_error(answered: bytes) -> None:
         calls.close()
 
 
-def test_codes_of_problems_are_the_errors_of_the_broker(node: RunningNode) -> None:
+def test_codes_of_problems_are_the_errors_of_the_broker(node: RunningNode, dial: Dial) -> None:
     for code, kind in (("over_limit", "OverLimit"), ("conflict", "Conflict"), ("disk_failed", "DiskFailed")):
-        with answering(problem("429 Too Many Requests", code)) as other, Timeball(f"http://{other}") as ball:
+        with answering(problem("429 Too Many Requests", code)) as other, dial(f"http://{other}") as ball:
             with pytest.raises(TimeballError, match="because") as told:
                 ball.send("t", "x")
             assert type(told.value).__name__ == kind
@@ -202,13 +210,13 @@ def test_codes_of_problems_are_the_errors_of_the_broker(node: RunningNode) -> No
 # ---- answers that are lost ---------------------------------------------------------------------------------
 
 
-def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode) -> None:
+def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode, dial: Dial) -> None:
     for retry in (False, True):
         topic = f"cut-{retry}"
         with (
             cutting_proxy(node.http_endpoint) as proxy,
-            Timeball(proxy.endpoint) as ball,
-            Timeball(node.http_endpoint) as look,
+            dial(proxy.endpoint) as ball,
+            dial(node.http_endpoint) as look,
         ):
             ball.create_topic(topic, 1)
             with ThreadPoolExecutor(1) as pool:
@@ -224,11 +232,11 @@ def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode) ->
             assert look.queues(topic)[0].max == 1, "it is there once"
 
 
-def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode) -> None:
+def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode, dial: Dial) -> None:
     with (
         cutting_proxy(node.http_endpoint) as proxy,
-        Timeball(proxy.endpoint) as ball,
-        Timeball(node.http_endpoint) as look,
+        dial(proxy.endpoint) as ball,
+        dial(node.http_endpoint) as look,
     ):
         ball.create_topic("cut-rows", 1)
         with ThreadPoolExecutor(1) as pool:
@@ -241,15 +249,15 @@ def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode) -> None:
         assert [(each.first_row, each.rows) for each in caught.value.summary.unknown] == [(0, 4)]
 
 
-def test_a_call_ends_after_its_time(node: RunningNode) -> None:
-    with cutting_proxy(node.http_endpoint) as proxy, Timeball(proxy.endpoint, timeout_ms=300) as ball:
+def test_a_call_ends_after_its_time(node: RunningNode, dial: Dial) -> None:
+    with cutting_proxy(node.http_endpoint) as proxy, dial(proxy.endpoint, timeout_ms=300) as ball:
         proxy.hold()
         with pytest.raises(Lost, match="no answer in time"):
             ball.send("late", "x")
 
 
-def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data") as node, Timeball(node.http_endpoint) as ball:
+def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path, dial: Dial) -> None:
+    with running_node(tmp_path / "data") as node, dial(node.http_endpoint) as ball:
         first = ball.send("again", "1", message_id="1", retry=True)
         node.stop()
         restart = threading.Thread(target=node.start)
@@ -261,8 +269,8 @@ def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode) -> None:
-    with Timeball(node.http_endpoint) as ball:
+def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode, dial: Dial) -> None:
+    with dial(node.http_endpoint) as ball:
         node.broker.log.writer._closing = True
         try:
             with pytest.raises(NotNow, match="stopping"):
@@ -276,7 +284,7 @@ def test_a_read_that_is_cancelled_leaves_its_messages_to_others(node: RunningNod
     request = Receiving("cancelled-read", "g", 1, 60_000, 60_000)
     with ThreadPoolExecutor(1) as pool, Timeball(node.http_endpoint) as ball:
         ball.create_topic("cancelled-read", 1)
-        receiving = pool.submit(calls.receive, request, read)
+        receiving = pool.submit(lambda: run(calls.receive(request, read)))
         read.cancel()
         with pytest.raises(RequestError, match="cancelled"):
             receiving.result(BOUND_S)
@@ -288,7 +296,7 @@ def test_a_read_that_is_cancelled_leaves_its_messages_to_others(node: RunningNod
 # ---- TLS and accounts --------------------------------------------------------------------------------------
 
 
-def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dial: Dial) -> None:
     monkeypatch.setattr("timeball.client.attempts.RETRY_PAUSES_S", ())
     issued = certificate(tmp_path / "tls", "broker.example")
     roots = Path(issued.roots).read_bytes()
@@ -296,19 +304,19 @@ def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     guarded = {"access_file": str(access_file(tmp_path)), **issued.settings}
     with running_node(tmp_path / "data", **guarded) as node:
         monkeypatch.setenv("TIMEBALL_TLS_NAME", "broker.example")
-        with Timeball(node.http_endpoint, tls_roots=roots, **keys("shop")) as ball:
+        with dial(node.http_endpoint, tls_roots=roots, **keys("shop")) as ball:
             assert ball.send("orders", "x").seq > 0
             for message in ball.consume("orders", "workers", until_idle="200ms"):
                 assert message.body == b"x"
             with pytest.raises(Forbidden):
                 ball.send("news", "x")
-        with Timeball(node.http_endpoint, tls_roots=roots) as ball, pytest.raises(Unauthorized):
+        with dial(node.http_endpoint, tls_roots=roots) as ball, pytest.raises(Unauthorized):
             ball.send("orders", "x")
-        with Timeball(node.http_endpoint, tls_roots=stranger, **keys("shop")) as ball:
+        with dial(node.http_endpoint, tls_roots=stranger, **keys("shop")) as ball:
             with pytest.raises(Unavailable, match="certificate verify failed"):
                 ball.send("orders", "x")
         with pytest.raises(RequestError, match="tls_roots"):
-            Timeball(node.http_endpoint, tls_roots=b"no certificate")
+            dial(node.http_endpoint, tls_roots=b"no certificate")
 
 
 # ---- connections -------------------------------------------------------------------------------------------
@@ -343,8 +351,8 @@ def in_flight(node: RunningNode, topic: str) -> int:
     return sum(queue.open_rows for queue in node.broker.consuming.leases.all() if queue.topic == topic)
 
 
-def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode) -> None:
-    with Timeball(node.http_endpoint) as ball:
+def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode, dial: Dial) -> None:
+    with dial(node.http_endpoint) as ball:
         ball.send_many([{"body": f"{number}"} for number in range(100)], topic="slow-handler")
         held, bodies = [], []
         for message in ball.consume("slow-handler", "g", max_messages=10, until_idle="300ms"):
@@ -380,14 +388,16 @@ def test_a_read_of_a_stream_takes_all_that_has_come(credit: int) -> None:
         calls.close()
 
 
-def test_a_slow_handler_does_not_stop_the_stream(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_handler_does_not_stop_the_stream(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, dial: Dial
+) -> None:
     """The messages are larger than the buffers of a connection. Unread, they would stop the broker's writes."""
     monkeypatch.setattr("timeball.client.http_calls.BACKLOG_BYTES", 0)
     monkeypatch.setattr(
         "timeball.client.http_calls.BACKLOG_WAIT_S", 10.0
     )  # shorter than the time between empty lines
     messages = 300
-    with Timeball(node.http_endpoint) as ball:
+    with dial(node.http_endpoint) as ball:
         ball.send_many([{"body": b"\xff" * 65_536}] * messages, topic="large")
         loop = ball.consume("large", "g", max_messages=messages, lease="12h")
         next(loop)
@@ -396,8 +406,8 @@ def test_a_slow_handler_does_not_stop_the_stream(node: RunningNode, monkeypatch:
         loop.close()
 
 
-def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNode) -> None:
-    with Timeball(node.http_endpoint) as ball, Timeball(node.http_endpoint) as other:
+def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNode, dial: Dial) -> None:
+    with dial(node.http_endpoint) as ball, dial(node.http_endpoint) as other:
         ball.send_many([{"body": f"{number}"} for number in range(600)], topic="left-stream")
         for _ in ball.consume("left-stream", "g", max_messages=500, lease="12h"):
             break
@@ -409,8 +419,8 @@ def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNo
     assert sorted(left) == [0] * 599 + [1]
 
 
-def test_a_loop_goes_on_after_a_restart(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data") as node, Timeball(node.http_endpoint) as ball:
+def test_a_loop_goes_on_after_a_restart(tmp_path: Path, dial: Dial) -> None:
+    with running_node(tmp_path / "data") as node, dial(node.http_endpoint) as ball:
         ball.send("through", "1")
         restart = threading.Thread(target=lambda: (node.stop(), node.start(), ball.send("through", "2")))
         bodies = []
@@ -423,23 +433,25 @@ def test_a_loop_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert bodies == [b"1", b"2"]
 
 
-def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(tmp_path: Path) -> None:
+def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(
+    tmp_path: Path, dial: Dial
+) -> None:
     with running_node(tmp_path / "data", auto_create_topics=False) as node:
-        with Timeball(node.http_endpoint) as ball, pytest.raises(RequestError, match="nowhere"):
+        with dial(node.http_endpoint) as ball, pytest.raises(RequestError, match="nowhere"):
             next(ball.consume("nowhere", "g"))
 
 
-def test_loops_that_are_left_while_messages_come_leave_no_lease_behind(node: RunningNode) -> None:
+def test_loops_that_are_left_while_messages_come_leave_no_lease_behind(node: RunningNode, dial: Dial) -> None:
     """A message that the broker is sending is either read by the client or given back by the broker."""
     stopping, sent = threading.Event(), list[int]()
 
     def send() -> None:
-        with Timeball(node.http_endpoint) as producer:
+        with dial(node.http_endpoint) as producer:
             while not stopping.is_set() and len(sent) < 200:
                 producer.send_many([{"body": "x"}] * 3, topic="left-under-load")
                 sent.append(3)
 
-    with Timeball(node.http_endpoint) as ball:
+    with dial(node.http_endpoint) as ball:
         ball.create_topic("left-under-load", 4)
         thread = threading.Thread(target=send)
         thread.start()

@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import socket
 import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from tests.bounds import BOUND_S
+from tests.client.awaited import awaited
 
 from timeball import RequestError
 from timeball.client.attempts import Lost
 from timeball.client.http_connection import Connection, Node, Request, node_of
+from timeball.client.loop_network import LoopNetwork
+from timeball.client.network import BLOCKING, run
 from timeball.io.clock import SystemClock
 
 ASK = Request("GET", "/v1/topics")
 
 
-def connected() -> tuple[Connection, socket.socket]:
-    """A connection, and its other end."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        connection = Connection(Node("http://there", "127.0.0.1", port), None, "", BOUND_S, SystemClock())
-        peer, _ = listening.accept()
-    peer.settimeout(BOUND_S)
-    return connection, peer
+class Driven:
+    """A connection whose methods and properties run in `drive`: here, or in an event loop."""
+
+    def __init__(self, drive: Callable[[Coroutine[Any, Any, Any]], Any], connection: Connection) -> None:
+        self._drive, self.connection = drive, connection
+
+    def __getattr__(self, name: str) -> Any:
+        async def get() -> Any:
+            return getattr(self.connection, name)
+
+        async def call(*args: Any) -> Any:
+            result = attribute(*args)
+            return await result if inspect.isawaitable(result) else result
+
+        attribute = self._drive(get())
+        return (lambda *args: self._drive(call(*args))) if callable(attribute) else attribute
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def connected(request: pytest.FixtureRequest) -> Callable[[], tuple[Driven, socket.socket]]:
+    """Make a connection. Returns its two ends."""
+    is_blocking = request.param == "blocking"
+    drive, network = (run, BLOCKING) if is_blocking else (awaited, LoopNetwork(1))
+
+    def connect() -> tuple[Driven, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            there = Node("http://there", "127.0.0.1", listening.getsockname()[1])
+            connection = drive(Connection.connect(there, network, None, "", BOUND_S, SystemClock()))
+            peer, _ = listening.accept()
+        peer.settimeout(BOUND_S)
+        return Driven(drive, connection), peer
+
+    return connect
+
+
+Connected = Callable[[], tuple[Driven, socket.socket]]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +80,7 @@ def test_a_malformed_address_is_refused(wrong: str) -> None:
         node_of(wrong)
 
 
-def test_a_request_is_one_write_and_its_answer_may_come_in_pieces() -> None:
+def test_a_request_is_one_write_and_its_answer_may_come_in_pieces(connected: Connected) -> None:
     connection, peer = connected()
 
     def serve() -> None:
@@ -64,9 +99,9 @@ def test_a_request_is_one_write_and_its_answer_may_come_in_pieces() -> None:
     connection.close()
 
 
-def test_an_ipv6_address_is_in_brackets_in_the_request() -> None:
+def test_an_ipv6_address_is_in_brackets_in_the_request(connected: Connected) -> None:
     connection, peer = connected()
-    connection._node = node_of("http://[2001:db8::1]:81")
+    connection.connection._node = node_of("http://[2001:db8::1]:81")
     peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
     connection.ask(ASK, BOUND_S)
     assert b"\r\nhost: [2001:db8::1]:81\r\n" in peer.recv(65_536)
@@ -74,7 +109,7 @@ def test_an_ipv6_address_is_in_brackets_in_the_request() -> None:
     peer.close()
 
 
-def test_a_connection_that_breaks_in_an_answer_is_lost() -> None:
+def test_a_connection_that_breaks_in_an_answer_is_lost(connected: Connected) -> None:
     for sent in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe"):
         connection, peer = connected()
         peer.sendall(sent)
@@ -86,7 +121,7 @@ def test_a_connection_that_breaks_in_an_answer_is_lost() -> None:
         peer.close()
 
 
-def test_an_answer_that_closes_its_connection_is_the_last() -> None:
+def test_an_answer_that_closes_its_connection_is_the_last(connected: Connected) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 1\r\n\r\nx")
     assert connection.ask(ASK, BOUND_S).status == 503
@@ -95,7 +130,7 @@ def test_an_answer_that_closes_its_connection_is_the_last() -> None:
     peer.close()
 
 
-def test_an_endless_answer_is_read_as_it_comes_until_it_is_interrupted() -> None:
+def test_an_endless_answer_is_read_as_it_comes_until_it_is_interrupted(connected: Connected) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\na\nb\r\n")
     assert connection.open(ASK, BOUND_S).status == 200
@@ -110,7 +145,7 @@ def test_an_endless_answer_is_read_as_it_comes_until_it_is_interrupted() -> None
     peer.close()
 
 
-def test_the_last_bytes_of_an_answer_that_is_ended_are_read() -> None:
+def test_the_last_bytes_of_an_answer_that_is_ended_are_read(connected: Connected) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
     connection.open(ASK, BOUND_S)
@@ -128,11 +163,14 @@ def test_the_last_bytes_of_an_answer_that_is_ended_are_read() -> None:
     connection.close()
 
 
-def test_a_child_process_closes_its_copy_only() -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_process_closes_its_copy_only(connected: Connected) -> None:
     connection, peer = connected()
-    copy = connection._socket.dup()
-    connection.forget()
-    copy.sendall(b"still open")
-    assert peer.recv(100) == b"still open"
-    copy.close()
+    if not (child := os.fork()):
+        connection.connection.forget()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    assert connection.ask(ASK, BOUND_S).status == 200
+    connection.close()
     peer.close()

@@ -9,9 +9,13 @@ from pathlib import Path
 
 from tests.bounds import BOUND_S
 from tests.cli.processes import Running
+from tests.client.awaited import Dial
 from tests.ports import free_ports
 
-from timeball import Timeball, Unavailable
+from timeball import Unavailable
+
+BOTH_CLIENTS = True
+
 
 KILLS, THREADS = 3, 4
 
@@ -22,7 +26,7 @@ def serve(data: Path, port: int) -> Running:
     return server
 
 
-def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path) -> None:
+def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path, dial: Dial) -> None:
     (port,) = free_ports(1)
     server, stopping, failed = serve(tmp_path / "data", port), threading.Event(), list[BaseException]()
     sent: list[str] = []
@@ -31,7 +35,7 @@ def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path) -> None:
     def send(number: int) -> None:
         """Send numbered messages. Repeat each by its id until the broker has returned a receipt."""
         try:
-            with Timeball(f"http://127.0.0.1:{port}") as ball:
+            with dial(f"http://127.0.0.1:{port}") as ball:
                 count = 0
                 while not stopping.is_set():
                     message_id = f"{number}-{count}"
@@ -60,7 +64,7 @@ def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path) -> None:
         stopping.set()
         for thread in threads:
             thread.join(BOUND_S)
-        with Timeball(f"http://127.0.0.1:{port}") as ball:
+        with dial(f"http://127.0.0.1:{port}") as ball:
             there = Counter(m.body.decode() for m in ball.consume("killed", "g", until_idle="1s"))
         assert there == Counter(sent)
     finally:

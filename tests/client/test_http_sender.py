@@ -11,6 +11,7 @@ import msgspec
 import pyarrow as pa
 import pytest
 from msgspec.structs import replace
+from tests.client.awaited import Dial
 from tests.node_fixture import RunningNode, running_node
 
 from timeball import (
@@ -26,6 +27,8 @@ from timeball.client.http_codec import REQUEST_BYTES_MAX, send_request
 from timeball.client.http_sender import BATCH_ROWS, ROWS_MAX, _batches
 from timeball.client.receipts import Receipt
 from timeball.client.rows import outgoing
+
+BOTH_CLIENTS = True
 
 
 def sizes(rows: object, topic: str | None = "t", batch_rows: int | None = None) -> list[int]:
@@ -212,10 +215,10 @@ def test_an_unknown_name_is_told_with_the_valid_ones(columns: Timeball) -> None:
             read("t", "g", start="newest")  # type: ignore[arg-type]
 
 
-def test_an_operation_that_is_refused_is_asked_of_another_node(tmp_path: Path) -> None:
+def test_an_operation_that_is_refused_is_asked_of_another_node(tmp_path: Path, dial: Dial) -> None:
     with running_node(tmp_path / "a") as first, running_node(tmp_path / "b") as second:
         addresses = f"{first.http_endpoint},{second.http_endpoint.removeprefix('http://')}"
-        with Timeball(addresses) as ball:
+        with dial(addresses) as ball:
             sent = ball.send("there", "x", after="1h")
             first.broker.log.writer._closing = True  # as at the beginning of a hand-over
             try:

@@ -6,17 +6,21 @@ import asyncio
 import inspect
 
 import pytest
+from tests.client.awaited import Dial
 from tests.node_fixture import RunningNode
 
 from timeball import AsyncTimeball, InvalidDelay, NotFound, RequestError, Timeball
 from timeball.client.async_timeball import AsyncSchedules
 from timeball.client.schedules import Schedules
 
+BOTH_CLIENTS = True
+
+
 RULE = {"cron": "0 9 * * 1", "zone": "Europe/Berlin"}
 
 
-def test_a_schedule_from_its_put_to_its_end(node: RunningNode) -> None:
-    with Timeball(node.http_endpoint) as ball:
+def test_a_schedule_from_its_put_to_its_end(node: RunningNode, dial: Dial) -> None:
+    with dial(node.http_endpoint) as ball:
         schedules = ball.schedules
         made = schedules.put(
             "client", RULE, topic="orders", body=b"\xff", tag="t", keys=["k"], properties={"p": "1"},
@@ -43,17 +47,17 @@ def test_a_schedule_from_its_put_to_its_end(node: RunningNode) -> None:
             schedules.get("client")
 
 
-def test_a_preview_and_a_refused_rule(node: RunningNode) -> None:
-    with Timeball(node.http_endpoint) as ball:
+def test_a_preview_and_a_refused_rule(node: RunningNode, dial: Dial) -> None:
+    with dial(node.http_endpoint) as ball:
         times = ball.schedules.preview({"every": "90m"}, count=2, after="2030-01-01T00:00:00Z")
         assert [time.due_ms % 86_400_000 // 60_000 for time in times] == [90, 180]
         with pytest.raises(InvalidDelay):
             ball.schedules.preview({"every": "soon"})
 
 
-def test_all_pages_are_read(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_are_read(node: RunningNode, monkeypatch: pytest.MonkeyPatch, dial: Dial) -> None:
     monkeypatch.setattr("timeball.edges.http.handlers.schedules.PAGE_ROWS", 2)
-    with Timeball(node.http_endpoint) as ball:
+    with dial(node.http_endpoint) as ball:
         for name in ("p1", "p2", "p3", "p4", "p5"):
             ball.schedules.put(name, RULE, topic="pages", body="x")
         assert [each.name for each in ball.schedules.all("pages")] == ["p1", "p2", "p3", "p4", "p5"]

@@ -6,6 +6,7 @@ from datetime import datetime
 import msgspec
 import pyarrow as pa
 import pytest
+from tests.client.awaited import Dial
 from tests.node_fixture import RunningNode
 
 import timeball
@@ -13,6 +14,8 @@ from timeball import Timeball
 from timeball.model import errors, limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, RequestError
 from timeball.model.message import READ_SCHEMA, Kind
+
+BOTH_CLIENTS = True
 
 
 def test_a_receipt_tells_the_truth(columns: Timeball) -> None:
@@ -198,9 +201,9 @@ def test_send_many_names_wrong_options(columns: Timeball, wrong: dict[str, objec
         columns.send_many(pa.table({"body": [b"x"]}), topic="t", **wrong)  # type: ignore[arg-type]
 
 
-def test_a_timeout_is_positive() -> None:
+def test_a_timeout_is_positive(dial: Dial) -> None:
     with pytest.raises(RequestError, match="timeout_ms"):
-        Timeball(timeout_ms=0)
+        dial(timeout_ms=0)
 
 
 def test_get_says_where_a_message_is(ball: Timeball) -> None:

@@ -7,6 +7,7 @@ imports only `model` and `io`, so a producer does not have to install or load th
     consumer, messages, receipts, rows           leases and the loop of `consume`, results, messages to send
     attempts, credentials, identifiers, tracing  retries, keys, ids, trace context
     http_…                                       operations: connections, calls, sends, the codec
+    network, loop_network                        sockets that block, or those of an event loop
     calls, dialing, exchange, sender, outgoing, batch_rows, browser, source
                                                  columns, which need pyarrow
     django, dramatiq                             backends of these frameworks, each in its extra

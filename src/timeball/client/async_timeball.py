@@ -3,32 +3,35 @@
     async with AsyncTimeball("http://127.0.0.1:7480") as ball:
         await ball.send("orders", "close order 17 if unpaid", after="30m")
 
-This is a thin layer over `Timeball`. Each call runs in one of the `calls_max` threads of the object, and the event loop
-only waits for the result. A second client on asyncio would repeat the code of every request, answer and retry, and
-Arrow's Flight client has no asynchronous calls. The cost of the threads was measured
-(docs/client.md#asynctimeball).
+The methods are those of `Timeball`, whose calls run as coroutines on the connections of the event loop (network.py).
+They need no threads. Columns are an exception: Arrow's Flight client has no asynchronous calls, so these methods run in
+threads of the loop's executor.
 
-When you cancel a call, the client stops waiting for it. The broker may still carry out the request, as after a lost
-answer. Receives are an exception: the broker cancels them too. Messages that a cancelled receive had leased go to other
-members at once, and no attempt is counted. The same holds for messages that the loop of `consume` has leased but not
-yet handed out.
+When you cancel a call, the client stops waiting for it, and its connection is closed. The broker may still carry out
+the request, as after a lost answer. Receives are an exception: the broker cancels them too. Messages that a cancelled
+receive had leased go to other members at once, and no attempt is counted. The same holds for messages that the loop of
+`consume` has leased but not yet handed out.
+
+In a child process after a fork, the client opens new connections for the event loop of the child. The loop that ran in
+the parent process must not go on in the child.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from timeball.client.attempts import OpenRead
-from timeball.client.consumer import ConsumeLoop, Start, make_filter
-from timeball.client.messages import Leased, Message
+from timeball.client.consumer import ConsumeLoop, Consumer, Start, make_filter
+from timeball.client.http_calls import HttpCalls
+from timeball.client.loop_network import LAST_BYTES_S, LoopNetwork
+from timeball.client.messages import Leased
+from timeball.client.reader import Reader
 from timeball.client.schedules import Schedules
 from timeball.client.selections import Selections
 from timeball.client.timeball import ENDPOINT, Timeball
@@ -36,7 +39,7 @@ from timeball.model import wire
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After, delay_ms
 
-CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
+CALLS_MAX = 64  # calls at the same time; further calls wait for a connection
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,24 +47,19 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 B = TypeVar("B")
-RunInThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
 class AsyncMessage(Leased):
     """A received message, like `Message`, with awaitable methods for the answers."""
 
-    __slots__ = ("_run",)
-
-    def __init__(self, message: Message, run: RunInThread) -> None:
-        super().__init__(message._row, message.received_ms, message._member)
-        self._run = run
+    __slots__ = ()
 
     async def ack(self) -> bool:
         """Acknowledge the message.
 
         Returns False when the lease had already ended. The message is then delivered again.
         """
-        return bool(await self._run(self._ack))
+        return await self._ack()
 
     async def nack(self, after: After | None = None, *, reason: str = "", counted: bool = True) -> bool:
         """Give the message back as a failed attempt, to be delivered again later.
@@ -74,16 +72,14 @@ class AsyncMessage(Leased):
         Returns:
             False when the lease had already ended.
         """
-        after_ms = None if after is None else delay_ms(after)
-        return bool(await self._run(lambda: self._nack(after_ms, reason, counted)))
+        return await self._nack(None if after is None else delay_ms(after), reason, counted)
 
     async def extend(self, lease: After) -> bool:
         """Extend the lease, so that it ends after the time `lease` from now.
 
         Returns False when it had already ended.
         """
-        lease_ms = delay_ms(lease, "lease")
-        return bool(await self._run(lambda: self._extend(lease_ms)))
+        return await self._extend(delay_ms(lease, "lease"))
 
     async def dead_letter(self, *, reason: str = "") -> bool:
         """Give the message up: move it to the group's dead letters at once.
@@ -94,7 +90,7 @@ class AsyncMessage(Leased):
         Returns:
             False when the lease had already ended.
         """
-        return bool(await self._run(lambda: self._dead_letter(reason)))
+        return await self._dead_letter(reason)
 
 
 def _as_awaitable(
@@ -102,23 +98,52 @@ def _as_awaitable(
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """Turn a method into an awaitable one with the same name, signature and docstring.
 
-    It belongs to a class whose `_ball` has the method, and whose `_run` runs a call in a thread.
+    It belongs to a class whose `_driven` has the method, which returns a coroutine there.
     """
 
     @functools.wraps(method)
-    async def call_in_thread(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._run(functools.partial(method, self._ball, *args, **kwargs))
-        return result
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await cast(Coroutine[Any, Any, T], method(self._driven, *args, **kwargs))
 
-    return call_in_thread  # type: ignore[return-value]  # the type of `wraps` names the first argument
+    return call  # type: ignore[return-value]  # the type of `wraps` names the first argument
+
+
+def _in_thread(
+    method: Callable[Concatenate[Timeball, P], T],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Turn a method for columns into an awaitable one, as `_as_awaitable`."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncTimeball, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run_in_thread(functools.partial(method, self._ball, *args, **kwargs))
+
+    return call  # type: ignore[return-value]  # the type of `wraps` names the first argument
+
+
+class _Driven(Timeball):
+    """A Timeball whose methods for operations return coroutines."""
+
+    def __init__(self, ball: AsyncTimeball, http: HttpCalls | None) -> None:
+        """Prepare. `ball` sends columns. `http`: the calls of operations, if the client has an address for them."""
+        Reader.__init__(self, http, None, ball._ball._clock)
+        self._awaiting = ball
+        if http is not None:
+            self._group_member = Consumer(http, self._clock, AsyncMessage)
+
+    @property
+    def _operations(self) -> HttpCalls:
+        return self._http or self._awaiting._ball._operations
+
+    def _send_columns(self, *args: Any) -> Any:
+        return self._awaiting._run_in_thread(lambda: self._awaiting._ball._send_columns(*args))
 
 
 class AsyncSchedules:
     """The methods of `Timeball.schedules`, awaitable."""
 
-    def __init__(self, schedules: Schedules, run: RunInThread) -> None:
-        """See `AsyncTimeball.schedules`. `run` runs a call in a thread."""
-        self._ball, self._run = schedules, run
+    def __init__(self, schedules: Schedules) -> None:
+        """See `AsyncTimeball.schedules`. The methods of `schedules` return coroutines."""
+        self._driven = schedules
 
     put = _as_awaitable(Schedules.put)
     get = _as_awaitable(Schedules.get)
@@ -135,9 +160,9 @@ class AsyncSchedules:
 class AsyncSelections:
     """The methods of `Timeball.selections`, awaitable."""
 
-    def __init__(self, selections: Selections, run: RunInThread) -> None:
-        """See `AsyncTimeball.selections`. `run` runs a call in a thread."""
-        self._ball, self._run = selections, run
+    def __init__(self, selections: Selections) -> None:
+        """See `AsyncTimeball.selections`. The methods of `selections` return coroutines."""
+        self._driven = selections
 
     cancel = _as_awaitable(Selections.cancel)
     dry_run = _as_awaitable(Selections.dry_run)
@@ -165,15 +190,15 @@ class AsyncTimeball:
         The arguments are those of `Timeball`, and one more.
 
         Args:
-            calls_max: The largest number of calls that run at the same time, at least 1. Further calls wait. A long
-                poll counts as a call.
+            calls_max: The largest number of calls that run at the same time, at least 1. Further calls wait. Long polls
+                and streams do not count.
 
         Raises:
             RequestError: As for `Timeball`, or `calls_max` is below 1.
         """
         if calls_max < 1:
             raise RequestError(f"calls_max={calls_max}: at least 1")
-        self._ball = Timeball(
+        self._ball = Timeball(  # connects for columns only
             endpoint,
             flight=flight,
             timeout_ms=timeout_ms,
@@ -181,30 +206,35 @@ class AsyncTimeball:
             secret_key=secret_key,
             tls_roots=tls_roots,
         )
-        self._calls_max = calls_max
-        # Created at the first call, and again in a child process.
-        self._threads: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
-        self._is_closed = False
+        self._network, self._calls = LoopNetwork(calls_max), None
+        if (http := self._ball._http) is not None:
+            self._calls = HttpCalls(endpoint, timeout_ms, http._who, network=self._network)
+        self._driven = _Driven(self, self._calls)
+        self._pid, self._is_closed = os.getpid(), False
         self._open_reads: set[OpenRead] = set()  # receives under way, which `close` cancels
+        self._tasks: set[asyncio.Task[Any]] = set()  # parts of receives and loops, which `close` waits for
         self._loops: set[ConsumeLoop] = set()  # unfinished loops of `consume`, which `close` ends
 
     async def close(self) -> None:
-        """Cancel the receives that are under way, wait for the other calls, and close the connection."""
+        """Cancel the receives that are under way, wait for the other calls, and close the connections."""
+        if self._is_closed:
+            return
+        self._enter()
         self._is_closed = True
-        for open_read in list(self._open_reads):
-            open_read.cancel()
-        threads, self._threads = self._threads, None
-
-        def close() -> None:
-            if threads is not None and self._pid == os.getpid():
-                threads.shutdown(wait=True)
-                # Loops that the program left by `break`. Python may close their iterators much later.
-                for loop in list(self._loops):
-                    loop.end()
+        try:
+            for open_read in list(self._open_reads):
+                open_read.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            # Loops that the program left by `break`. Python may close their iterators much later.
+            for loop in list(self._loops):
+                await loop.end()
+            await self._network.wait_for_calls()
+        finally:
+            if self._calls is not None:
+                self._calls.close()
             self._ball.close()
-
-        await asyncio.to_thread(close)
+            await self._network.close()
 
     async def __aenter__(self) -> AsyncTimeball:
         return self
@@ -221,10 +251,10 @@ class AsyncTimeball:
     get = _as_awaitable(Timeball.get)
     cancel = _as_awaitable(Timeball.cancel)
     reschedule = _as_awaitable(Timeball.reschedule)
-    commit = _as_awaitable(Timeball.commit)
+    commit = _in_thread(Timeball.commit)
     offsets = _as_awaitable(Timeball.offsets)
-    browse_batch = _as_awaitable(Timeball.browse_batch)
-    read_queue = _as_awaitable(Timeball.read_queue)
+    browse_batch = _in_thread(Timeball.browse_batch)
+    read_queue = _in_thread(Timeball.read_queue)
     status = _as_awaitable(Timeball.status)
     topics = _as_awaitable(Timeball.topics)
     groups = _as_awaitable(Timeball.groups)
@@ -233,20 +263,20 @@ class AsyncTimeball:
     delete_dead_letters = _as_awaitable(Timeball.delete_dead_letters)
     create_topic = _as_awaitable(Timeball.create_topic)
     queues = _as_awaitable(Timeball.queues)
-    reserve = _as_awaitable(Timeball.reserve)
-    attach = _as_awaitable(Timeball.attach)
-    compact = _as_awaitable(Timeball.compact)
-    lease_compaction = _as_awaitable(Timeball.lease_compaction)
+    reserve = _in_thread(Timeball.reserve)
+    attach = _in_thread(Timeball.attach)
+    compact = _in_thread(Timeball.compact)
+    lease_compaction = _in_thread(Timeball.lease_compaction)
 
     @property
     def schedules(self) -> AsyncSchedules:
         """The recurring schedules of the broker. See `Timeball.schedules`."""
-        return AsyncSchedules(self._ball.schedules, self._run)
+        return AsyncSchedules(self._driven.schedules)
 
     @property
     def selections(self) -> AsyncSelections:
         """Bulk operations on the pending messages that meet a condition. See `Timeball.selections`."""
-        return AsyncSelections(self._ball.selections, self._run)
+        return AsyncSelections(self._driven.selections)
 
     # ---- methods that return messages or wait for them --------------------------------------------------
 
@@ -267,16 +297,20 @@ class AsyncTimeball:
         Arguments, limits and errors are those of `Timeball.pull`. If the call is cancelled, messages that it had leased
         go to other members at once.
         """
-        message_filter, consumer = make_filter(tag, sql), self._ball._consumer
-        messages = await self._receive(
-            functools.partial(consumer.pull, topic, group, max_messages, wait, start, lease, message_filter),
-            consumer.give_back,
+        self._enter()
+        message_filter, consumer, open_read = make_filter(tag, sql), self._driven._consumer, OpenRead()
+        receiving = consumer.pull_async(
+            topic, group, max_messages, wait, start, lease, message_filter, open_read
         )
-        return self._as_async(messages)
+        self._open_reads.add(open_read)
+        try:
+            return cast(
+                list[AsyncMessage], await self._run_apart(receiving, open_read, consumer.give_back_async)
+            )
+        finally:
+            self._open_reads.discard(open_read)
 
-    async def ack(self, messages: Leased | Iterable[Leased]) -> int:
-        """Acknowledge messages. Returns the number of messages whose lease had not ended. See `Timeball.ack`."""
-        return await self._run(lambda: self._ball.ack(messages))
+    ack = _as_awaitable(Timeball.ack)
 
     async def consume(
         self,
@@ -297,24 +331,22 @@ class AsyncTimeball:
         not handed out, without counting an attempt. A loop that is left by `break` does both when its iterator
         (`contextlib.aclosing`) or the client is closed.
         """
-        message_filter, consumer = make_filter(tag, sql), self._ball._consumer
-        open_read = OpenRead()
-
-        feed = consumer.open_feed(topic, group, max_messages, start, lease, message_filter, open_read)
+        self._enter()
+        consumer, open_read = self._driven._consumer, OpenRead()
+        feed = consumer.open_feed(topic, group, max_messages, start, lease, make_filter(tag, sql), open_read)
         loop = ConsumeLoop(consumer, self._ball._clock, feed, lease=lease, idle=until_idle, stop=stop)
         self._open_reads.add(open_read)
         self._loops.add(loop)
         try:
-            while not loop.is_over:
-                message = loop.next()
+            while (message := loop.next()) is not None or not loop.is_over:
                 if message is None:
-                    await self._run_to_end(loop.work, open_read.cancel)
+                    await self._run_apart(loop.work(), open_read)
                 else:
-                    yield AsyncMessage(message, self._run)
+                    yield cast(AsyncMessage, message)
         finally:
             self._open_reads.discard(open_read)
             if not self._is_closed:  # else `close` ends it
-                await self._run_to_end(loop.end, lambda: None)
+                await self._run_apart(loop.end())
                 self._loops.discard(loop)
 
     async def browse(
@@ -330,10 +362,10 @@ class AsyncTimeball:
 
         Arguments and errors are those of `Timeball.browse`.
         """
-        browse = functools.partial(
-            self._ball.browse, topic, group, max_messages=max_messages, wait=wait, start=start
+        messages = await self._run_in_thread(
+            lambda: self._ball.browse(topic, group, max_messages=max_messages, wait=wait, start=start)
         )
-        return self._as_async(await self._run(browse))
+        return [AsyncMessage(message._row, message.received_ms) for message in messages]
 
     async def read_log(
         self,
@@ -345,63 +377,52 @@ class AsyncTimeball:
         coalesce_rows: int = wire.COALESCE_ROWS,
     ) -> AsyncIterator[pa.RecordBatch]:
         """Yield rows of the log, batch by batch. Arguments and errors are those of `Timeball.read_log`."""
-        read = functools.partial(
-            self._ball.read_log, from_seq, to_seq, kinds=kinds, columns=columns, coalesce_rows=coalesce_rows
+        reader = await self._run_in_thread(
+            lambda: self._ball.read_log(
+                from_seq, to_seq, kinds=kinds, columns=columns, coalesce_rows=coalesce_rows
+            )
         )
-        batches = iter(await self._run(read))
-        while (batch := await self._run(lambda: next(batches, None))) is not None:
+        batches = iter(reader)
+        while (batch := await self._run_in_thread(lambda: next(batches, None))) is not None:
             yield batch
 
     # ---- internals --------------------------------------------------------------------------------------
 
-    def _as_async(self, messages: list[Message]) -> list[AsyncMessage]:
-        return [AsyncMessage(message, self._run) for message in messages]
-
-    def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Start a call in a thread. Raises RequestError after a fork, or if the client is closed."""
-        self._ball._check()
+    def _enter(self) -> None:
+        """Raise RequestError if the client is closed or no loop runs. Forget the receives of a parent process."""
+        self._network.enter()
         if self._is_closed:
             raise RequestError("this Timeball client is closed")
-        # A child process has none of its parent's threads.
-        if self._threads is None or self._pid != os.getpid():
-            self._threads, self._pid = ThreadPoolExecutor(self._calls_max, "timeball-async"), os.getpid()
-        # The call runs in the context of the caller, because a send carries the caller's current span.
-        in_context = contextvars.copy_context().run
-        return asyncio.get_running_loop().run_in_executor(self._threads, in_context, call)
+        if self._pid != os.getpid():
+            self._pid, self._open_reads, self._tasks, self._loops = os.getpid(), set(), set(), set()
 
-    async def _run(self, call: Callable[[], T]) -> T:
-        return await self._submit(call)
+    async def _run_in_thread(self, call: Callable[[], T]) -> T:
+        """Run a call for columns in a thread. Raises RequestError after a fork, or if the client is closed."""
+        self._ball._check()
+        async with self._network.slot():
+            return await asyncio.to_thread(call)
 
-    async def _receive(self, pull: Callable[..., T], give_back: Callable[[T], None]) -> T:
-        """Run a receive. If this task is cancelled, cancel the receive at the broker too.
+    async def _run_apart(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        open_read: OpenRead | None = None,
+        give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> T:
+        """Run a part of a receive in a task. If this task is cancelled, the other one goes on to its end.
 
-        Messages that still arrive then are given back.
+        `open_read`: is cancelled then, so that the end comes soon. `give_back`: takes a result that comes then.
         """
-        open_read = OpenRead()
-        self._open_reads.add(open_read)
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
-            receiving = self._submit(functools.partial(pull, open_read=open_read))
-            try:
-                return await asyncio.shield(receiving)
-            except asyncio.CancelledError:
-                open_read.cancel()
-                await asyncio.wait([receiving])
-                if receiving.exception() is None:
-                    await self._run_to_end(lambda: give_back(receiving.result()), lambda: None)
-                raise
-        finally:
-            self._open_reads.discard(open_read)
-
-    async def _run_to_end(self, call: Callable[[], None], on_cancel: Callable[[], None]) -> None:
-        """Run a call to its end, even if this task is cancelled. The cancellation is raised after the call.
-
-        `on_cancel` is called at once when the task is cancelled, and can shorten the call.
-        """
-        running = asyncio.ensure_future(self._run(call))
-        try:
-            await asyncio.shield(running)
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            on_cancel()
-            await asyncio.wait([running])
-            running.exception()  # marks the error as retrieved, because the cancellation is raised instead
+            if open_read is not None:
+                open_read.cancel()
+                await asyncio.wait([task], timeout=2 * LAST_BYTES_S if open_read.has_begun else 0)
+                task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None and give_back is not None:
+                await self._run_apart(give_back(task.result()))
             raise

@@ -15,13 +15,13 @@ repeated. Each call is tried again for this number of seconds, and each attempt 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
+from timeball.client.network import BLOCKING, Network
 from timeball.io.clock import Clock, SystemClock
 from timeball.model.errors import NotLeader, RequestError, TimeballError, Unavailable, from_code
 
@@ -36,8 +36,6 @@ CLUSTER_PAUSES_S = (
     1.0,
 )  # 5 s in total: another node leads within two or three seconds
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -77,6 +75,11 @@ class OpenRead:
         self._cancel: Callable[[], None] | None = None
         self.is_cancelled = False
 
+    @property
+    def has_begun(self) -> bool:
+        """True while the read waits for the broker."""
+        return self._cancel is not None
+
     def begin(self, cancel: Callable[[], None]) -> None:
         """Set the function that `cancel` calls. Calls it at once if `cancel` was called before."""
         with self._lock:
@@ -107,8 +110,10 @@ class Attempts:
         *,
         patience_s: float | None = None,
         clock: Clock | None = None,
+        network: Network = BLOCKING,
     ) -> None:
         """Prepare calls to `endpoints`, the addresses of the nodes. `patience_s`: see the module's docstring."""
+        self.network = network
         self._endpoints = tuple(endpoints)
         self._current = 0  # index of the node that the next call uses
         self.timeout_ms = timeout_ms
@@ -137,41 +142,52 @@ class Attempts:
         """Let the next call use the next node of the cluster, because the current node does not answer."""
         self._current = (self._current + 1) % len(self._endpoints)
 
-    def attempts(self) -> Iterator[bool]:
-        """Yield before each attempt, after its pause. The value is True if another attempt may follow.
+    def pauses(self) -> Iterator[tuple[float, bool]]:
+        """Yield for each attempt the pause before it, in seconds, and whether another attempt may follow.
 
-        Raises Unavailable if the client is closed during a pause.
+        Each attempt after the first asks the next node.
         """
         if self._patience_s is not None:
-            yield from self._patient_attempts(self._patience_s)
+            yield from self._patient_pauses(self._patience_s)
             return
         pauses_s = RETRY_PAUSES_S if len(self._endpoints) == 1 else CLUSTER_PAUSES_S
-        yield len(pauses_s) > 0
+        yield 0, len(pauses_s) > 0
         for number, pause_s in enumerate(pauses_s, 1):
-            if self._closed.wait(pause_s):
-                raise Unavailable("the client was closed")
             self._rotate_endpoints()
-            yield number < len(pauses_s)
+            yield pause_s, number < len(pauses_s)
 
-    def _patient_attempts(self, patience_s: float) -> Iterator[bool]:
-        import random  # slow to import, and only for programs beside the broker
+    def _patient_pauses(self, patience_s: float) -> Iterator[tuple[float, bool]]:
+        # Slow to import, and only for programs beside the broker.
+        import logging
+        import random
 
-        give_up_ns, pause_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
-        may_retry = patience_s > 0
+        logger = logging.getLogger(__name__)
+        give_up_ns, longest_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
+        may_retry, pause_s = patience_s > 0, 0.0
         while True:
-            yield may_retry
+            yield pause_s, may_retry
             if not may_retry:
                 return
-            logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, pause_s)
-            # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
-            if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
-                raise Unavailable("the client was closed")
+            logger.warning(
+                "broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, longest_s
+            )
             self._rotate_endpoints()
-            pause_s = min(2 * pause_s, PATIENT_PAUSES_S[1])
-            may_retry = self._clock.monotonic_ns() < give_up_ns
+            # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
+            pause_s = longest_s * random.uniform(0.5, 1.0)
+            longest_s = min(2 * longest_s, PATIENT_PAUSES_S[1])
+            may_retry = self._clock.monotonic_ns() + int(pause_s * 1e9) < give_up_ns
 
-    def with_retries(
-        self, call: Callable[[float], T], timeout_ms: int, *, retry_on: type[Unavailable] = Unavailable
+    async def pause(self, seconds: float) -> None:
+        """Wait before an attempt. Raises Unavailable if the client is closed meanwhile."""
+        if seconds > 0 and await self.network.pause(seconds, self._closed):
+            raise Unavailable("the client was closed")
+
+    async def with_retries(
+        self,
+        call: Callable[[float], Awaitable[T]],
+        timeout_ms: int,
+        *,
+        retry_on: type[Unavailable] = Unavailable,
     ) -> T:
         """Make a call until it succeeds, or raises another error than `retry_on`, or its attempts or time end.
 
@@ -179,14 +195,15 @@ class Attempts:
         """
         end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
         remaining_s, failure = timeout_ms / 1000, None
-        for may_retry in self.attempts():
+        for pause_s, may_retry in self.pauses():
+            await self.pause(pause_s)
             if failure is not None and self._patience_s is None:
                 remaining_s = (end_ns - self._clock.monotonic_ns()) / 1e9
                 if remaining_s <= 0:
                     raise failure
             self.check()
             try:
-                return call(remaining_s)
+                return await call(remaining_s)
             except Unavailable as error:
                 if not (may_retry and isinstance(error, retry_on)):
                     if isinstance(error, NotLeader):

@@ -19,6 +19,7 @@ import pyarrow.flight as flight
 from timeball.client.attempts import Attempts, NotNow, NotSent, refusal, split_endpoints
 from timeball.client.credentials import Credentials
 from timeball.client.dialing import check_process, dial, is_inherited
+from timeball.client.network import run
 from timeball.io.clock import Clock
 from timeball.model import wire
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
@@ -99,10 +100,16 @@ class Calls(Attempts):
             if self._flight is not None:
                 self._flight.close()
 
-    def attempts(self) -> Iterator[bool]:
+    def pauses(self) -> Iterator[tuple[float, bool]]:
         """See Attempts. Raises RequestError after a fork."""
         check_process()
-        yield from super().attempts()
+        yield from super().pauses()
+
+    def attempts(self) -> Iterator[bool]:
+        """Yield before each attempt, after its pause. The value is True if another attempt may follow."""
+        for pause_s, may_retry in self.pauses():
+            run(self.pause(pause_s))
+            yield may_retry
 
     def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
         """Run an action and decode its answer. `body` is an object that is encoded as JSON, or bytes of JSON.
@@ -112,7 +119,7 @@ class Calls(Attempts):
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
 
-        def attempt(remaining_s: float) -> T:
+        async def attempt(remaining_s: float) -> T:
             options = flight.FlightCallOptions(timeout=remaining_s)
             with translated(self.endpoint):
                 results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
@@ -120,14 +127,14 @@ class Calls(Attempts):
 
         timeout_ms = timeout_ms or self.timeout_ms
         if verb in REPEATABLE or self._patience_s is not None:
-            return self.with_retries(attempt, timeout_ms)
-        return self.with_retries(attempt, timeout_ms, retry_on=NotNow)
+            return run(self.with_retries(attempt, timeout_ms))
+        return run(self.with_retries(attempt, timeout_ms, retry_on=NotNow))
 
     def rows(self, ticket: wire.Ticket, wait_ms: int = 0) -> pa.RecordBatch:
         """Read all rows of a ticket into a batch in READ_SCHEMA. `wait_ms` is added to the time limit."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
-        def attempt(remaining_s: float) -> pa.RecordBatch:
+        async def attempt(remaining_s: float) -> pa.RecordBatch:
             with translated(self.endpoint):
                 reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=remaining_s))
                 batches = [chunk.data for chunk in reader]
@@ -135,7 +142,7 @@ class Calls(Attempts):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
             return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
-        return self.with_retries(attempt, self.timeout_ms + wait_ms)
+        return run(self.with_retries(attempt, self.timeout_ms + wait_ms))
 
     def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
         """Read the batches of a ticket as they arrive. There is no time limit, because a log may be long."""

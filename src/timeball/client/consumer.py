@@ -8,15 +8,17 @@ the broker dies.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from timeball.client.attempts import OpenRead
 from timeball.client.http_calls import HttpCalls, MessageStream
 from timeball.client.http_codec import Received, Receiving
 from timeball.client.messages import Leased, Member, Message
+from timeball.client.network import driven
 from timeball.io.clock import Clock
 from timeball.model import limits
 from timeball.model.errors import RequestError
@@ -86,11 +88,12 @@ def receiving(
 class Consumer:
     """Receives messages as a member of any group, and answers for them. Thread safe and stateless."""
 
-    def __init__(self, calls: HttpCalls, clock: Clock) -> None:
-        self._calls = calls
-        self._clock = clock
+    def __init__(self, calls: HttpCalls, clock: Clock, message_class: type[Leased] = Message) -> None:
+        """Prepare. `message_class`: the class of the messages, which is AsyncMessage for an AsyncTimeball."""
+        self._calls, self.network = calls, calls.network
+        self._clock, self._message_class = clock, message_class
 
-    def pull(
+    async def pull_async(
         self,
         topic: str,
         group: str,
@@ -104,7 +107,9 @@ class Consumer:
         """Lease up to `rows` messages. Timeball.pull documents the arguments."""
         self._calls.check()
         request = receiving(topic, group, rows, wait, start, lease, message_filter)
-        return self._view(request, self._calls.receive(request, open_read))
+        return self._view(request, await self._calls.receive(request, open_read))
+
+    pull = driven(pull_async)
 
     def open_feed(
         self,
@@ -122,28 +127,31 @@ class Consumer:
         credit = min(rows, limits.CREDIT_ROWS_MAX)
         return Feed(self, request, self._calls.open_stream(request, credit, open_read), credit)
 
-    def _view(self, request: Receiving, rows: Iterable[Received]) -> list[Message]:
+    def _view(self, request: Receiving, rows: Iterable[Received]) -> list[Any]:
         """Wrap received rows as messages that this client holds."""
         member, now_ms = Member(self._calls, request.topic, request.group), self._clock.wall_ms()
-        return [Message(row, now_ms, member) for row in rows]
+        return [self._message_class(row, now_ms, member) for row in rows]
 
-    def ack(self, messages: Iterable[Leased]) -> int:
+    async def ack_async(self, messages: Iterable[Leased]) -> int:
         """Acknowledge messages. Returns the number of messages whose lease had not ended."""
-        return sum(
-            receipt is not None
-            for member, receipts in _receipts(messages)
-            for receipt in member.ack(receipts)
-        )
+        valid = 0
+        for member, receipts in _receipts(messages):
+            valid += sum(receipt is not None for receipt in await member.ack(receipts))
+        return valid
 
-    def give_back(self, messages: Iterable[Leased]) -> None:
+    ack = driven(ack_async)
+
+    async def give_back_async(self, messages: Iterable[Leased]) -> None:
         """Give back messages that the program has not seen.
 
         Other members get them at once, and no attempt is counted.
         """
         for member, receipts in _receipts(messages):
-            member.extend(receipts, 0, counts=False)
+            await member.extend(receipts, 0, counts=False)
 
-    def change(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
+    give_back = driven(give_back_async)
+
+    async def change_async(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
         """Make the leases of these messages end `lease_ms` from now.
 
         Returns for each message whether it is still leased. `counts`: count the lease as an attempt.
@@ -155,12 +163,14 @@ class Consumer:
             by_member.setdefault((member.topic, member.group), []).append(message)
         for member_messages in by_member.values():
             member, _ = member_messages[0].lease
-            receipts = member.extend(
+            receipts = await member.extend(
                 [message.lease[1] for message in member_messages], lease_ms, counts=counts
             )
             for message, receipt in zip(member_messages, receipts, strict=True):
                 message.update_receipt(receipt)
         return [message.is_leased for message in messages]
+
+    change = driven(change_async)
 
 
 def _receipts(messages: Iterable[Leased]) -> list[tuple[Member, list[str]]]:
@@ -180,19 +190,18 @@ class Feed:
         # The number of processed messages after which the loop acknowledges, so that the stream gets credit.
         self.ack_rows = max(1, credit // 2)
 
-    def read(self, wait_ms: int) -> list[Message]:
+    async def read(self, wait_ms: int) -> list[Message]:
         """Wait up to `wait_ms` for messages, and return those that have come."""
-        return self._consumer._view(self._request, self._stream.read(wait_ms))
+        return self._consumer._view(self._request, await self._stream.read_async(wait_ms))
 
-    def close(self) -> list[Message]:
+    async def close(self) -> list[Message]:
         """End the stream, and return the messages that had come and were not read."""
-        return self._consumer._view(self._request, self._stream.close())
+        return self._consumer._view(self._request, await self._stream.close_async())
 
 
 # ---- the loop behind `consume` --------------------------------------------------------------------------------
-# A message counts as processed when the program asks for the next one. `next` returns a message and never blocks. If it
-# returns None, the caller must call `work`, which calls the broker and blocks. `Timeball` and `AsyncTimeball` share
-# `ConsumeLoop`. They differ only in the thread in which they call `work`.
+# A message counts as processed when the program asks for the next one. `next` returns a message and never waits. If it
+# returns None, the caller must run `work`, which calls the broker and waits.
 #
 # A stream needs acknowledgements for its credit, but not before each read. While messages keep coming, the loop
 # acknowledges when half of the credit is used up. When none has come for ACK_PAUSE_MS, it acknowledges at once.
@@ -208,14 +217,14 @@ class MessageFeed(Protocol):
 
     @property
     def ack_rows(self) -> int: ...
-    def read(self, wait_ms: int) -> list[Message]: ...
-    def close(self) -> list[Message]: ...
+    async def read(self, wait_ms: int) -> list[Message]: ...
+    async def close(self) -> list[Message]: ...
 
 
 class ConsumeLoop:
     """A loop of `consume`. It is over when no message came for `idle`, or when `stop` is set.
 
-    Callers must always call `end`.
+    Callers must always run `end`. The loop and its messages belong to one process: in a child process it is over.
     """
 
     def __init__(
@@ -245,12 +254,13 @@ class ConsumeLoop:
         # Monotonic times. No lease of a queued message began or was renewed before `_renewed_ms`.
         self._renewed_ms = self._acknowledged_ms = self._last_message_ms = self._now_ms()
         self._has_read_messages = True  # the idle time begins with the first read
-        self._is_over = False
+        self._is_over, self._pid = False, os.getpid()
 
     @property
     def is_over(self) -> bool:
         """True after the loop has ended."""
-        return self._is_over or (self._stop is not None and self._stop.is_set())
+        is_stopped = self._stop is not None and self._stop.is_set()
+        return self._is_over or is_stopped or self._pid != os.getpid()
 
     def next(self) -> Message | None:
         """Take the next message. None if `work` must be called first, or if the loop is over."""
@@ -262,8 +272,8 @@ class ConsumeLoop:
             self._current = self._queued.popleft()
         return self._current
 
-    def work(self) -> None:
-        """Make the calls that are due. Blocks.
+    async def work(self) -> None:
+        """Make the calls that are due.
 
         While messages are left to hand out, acknowledge processed ones and renew the leases of the others. Otherwise
         acknowledge, and pull the next messages.
@@ -271,41 +281,43 @@ class ConsumeLoop:
         if self._queued:
             now_ms = self._now_ms()
             if self._is_acknowledgement_due(now_ms):
-                self._acknowledge()
+                await self._acknowledge()
                 # The broker ends a stream that is not read for long.
-                self._queued.extend(self._feed.read(0))
+                self._queued.extend(await self._feed.read(0))
             if now_ms - self._renewed_ms >= self._lease_ms // 2:
-                self._renew()
+                await self._renew()
             return
         now_ms = self._now_ms()
         if not self._has_read_messages or self._is_acknowledgement_due(now_ms):
-            self._acknowledge()
+            await self._acknowledge()
             now_ms = self._now_ms()
         if self._has_read_messages:
             self._last_message_ms = now_ms
         elif self._idle_ms is not None and now_ms - self._last_message_ms >= self._idle_ms:
             self._is_over = True
             return
-        self._queued.extend(self._feed.read(ACK_PAUSE_MS if self._processed else self._wait_ms))
+        self._queued.extend(await self._feed.read(ACK_PAUSE_MS if self._processed else self._wait_ms))
         self._has_read_messages = bool(self._queued)
         if not self._queued:
             # Messages of a stream may have waited for this read, with their leases running. After an empty read the
             # leases of the next ones begin later.
             self._renewed_ms = self._now_ms()
 
-    def end(self) -> None:
-        """Acknowledge processed messages, and give back all others. Blocks.
+    async def end(self) -> None:
+        """Acknowledge processed messages, and give back all others.
 
         The message that was handed out last is given back as a failed attempt. For messages that were not handed out,
         no attempt is counted.
         """
+        if self._pid != os.getpid():
+            return  # the process that began the loop answers
         current, self._current = self._current, None
-        unread = [*self._queued, *self._feed.close()]
+        unread = [*self._queued, *await self._feed.close()]
         self._queued.clear()
-        self._acknowledge()
+        await self._acknowledge()
         if current is not None:
-            self._consumer.change([current], 0, counts=True)
-        self._consumer.give_back(unread)
+            await self._consumer.change_async([current], 0, counts=True)
+        await self._consumer.give_back_async(unread)
 
     def _is_acknowledgement_due(self, now_ms: int) -> bool:
         is_interval_over = now_ms - self._acknowledged_ms >= self._ack_interval_ms
@@ -314,19 +326,19 @@ class ConsumeLoop:
     def _is_call_due(self, now_ms: int) -> bool:
         return self._is_acknowledgement_due(now_ms) or now_ms - self._renewed_ms >= self._lease_ms // 2
 
-    def _acknowledge(self) -> None:
+    async def _acknowledge(self) -> None:
         if self._processed:
-            self._consumer.ack(self._processed)
+            await self._consumer.ack_async(self._processed)
             self._processed.clear()
         self._acknowledged_ms = self._now_ms()
 
-    def _renew(self) -> None:
+    async def _renew(self) -> None:
         """Renew the leases of messages that are not handed out yet. Drops messages whose lease has ended."""
         # Their leases count from when the broker sent them. The second read is for those that had to wait there.
-        self._queued.extend(self._feed.read(0))
-        self._queued.extend(self._feed.read(ACK_PAUSE_MS))
+        self._queued.extend(await self._feed.read(0))
+        self._queued.extend(await self._feed.read(ACK_PAUSE_MS))
         messages = list(self._queued)
-        still_leased = self._consumer.change(messages, self._lease_ms, counts=False)
+        still_leased = await self._consumer.change_async(messages, self._lease_ms, counts=False)
         self._queued = deque(
             message for message, is_leased in zip(messages, still_leased, strict=True) if is_leased
         )

@@ -11,12 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from timeball.client.attempts import Attempts, Lost, NotNow, OpenRead, split_endpoints
 from timeball.client.credentials import Credentials, credentials
 from timeball.client.http_codec import (
     Operation,
+    Page,
     Received,
     Receiving,
     decode_lines,
@@ -26,6 +28,7 @@ from timeball.client.http_codec import (
     receive_target,
 )
 from timeball.client.http_connection import Connection, Reply, Request, node_of
+from timeball.client.network import BLOCKING, Network, driven
 from timeball.io.clock import Clock
 from timeball.model.errors import RequestError, TimeballError, Unavailable
 
@@ -57,6 +60,7 @@ class HttpCalls(Attempts):
         *,
         patience_s: float | None = None,
         clock: Clock | None = None,
+        network: Network = BLOCKING,
     ) -> None:
         """Prepare calls to http://host:port, or http://host:port,host:port for the nodes of a cluster.
 
@@ -68,6 +72,7 @@ class HttpCalls(Attempts):
             timeout_ms,
             patience_s=patience_s,
             clock=clock,
+            network=network,
         )
         self._who = credentials() if who is None else who
         self._nodes = {each: node_of(each) for each in self._endpoints}
@@ -94,13 +99,25 @@ class HttpCalls(Attempts):
 
     # ---- calls ------------------------------------------------------------------------------------------
 
-    def run(self, operation: Operation[T]) -> T:
+    async def run_async(self, operation: Operation[T]) -> T:
         """Make the call of one operation."""
-        return self.ask(operation.request, operation.decode, is_repeatable=operation.is_repeatable)
+        return await self.ask_async(
+            operation.request, operation.decode, is_repeatable=operation.is_repeatable
+        )
 
-    def receive(self, request: Receiving, open_read: OpenRead | None = None) -> list[Received]:
+    run = driven(run_async)
+
+    async def read_pages(self, page_after: Callable[[str | None], Operation[Page[T]]]) -> list[T]:
+        """Read all pages of a list. `page_after`: the operation that reads the page behind a name."""
+        rows, next_page = await self.run_async(page_after(None))
+        while next_page is not None:
+            page, next_page = await self.run_async(page_after(next_page))
+            rows += page
+        return rows
+
+    async def receive(self, request: Receiving, open_read: OpenRead | None = None) -> list[Received]:
         """Lease messages to a group. Waits for the first one."""
-        return self.ask(
+        return await self.ask_async(
             Request("POST", receive_target(request)),
             decode_received,
             self.timeout_ms + request.wait_ms,
@@ -112,7 +129,7 @@ class HttpCalls(Attempts):
         """Prepare a stream of messages."""
         return MessageStream(self, request, credit, open_read)
 
-    def ask(
+    async def ask_async(
         self,
         request: Request,
         decode: Callable[[bytes], T],
@@ -121,14 +138,18 @@ class HttpCalls(Attempts):
         is_repeatable: bool,
         open_read: OpenRead | None = None,
     ) -> T:
-        """Make a request, perhaps in several attempts, and decode its answer."""
+        """Make a request, perhaps in several attempts, and decode its answer.
+
+        `open_read`: the request is a long poll, which others may cancel and which needs no slot of the network.
+        """
+        self.check()
         sent = request._replace(headers=(*request.headers, *self._headers))
 
-        def attempt(remaining_s: float) -> T:
+        async def attempt(remaining_s: float) -> T:
             endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(remaining_s * 1e9)
-            connection = self._connect(endpoint, remaining_s)
+            connection = await self._connect(endpoint, remaining_s)
             try:
-                reply = _read(connection, sent, self._seconds_until(end_ns), open_read)
+                reply = await _read(connection, sent, self._seconds_until(end_ns), open_read)
             except BaseException:  # of any kind: an answer under way makes the connection useless
                 connection.close()
                 raise
@@ -139,11 +160,14 @@ class HttpCalls(Attempts):
 
         is_repeatable |= self._patience_s is not None
         retry_on: type[Unavailable] = Unavailable if is_repeatable else NotNow
-        return self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
+        async with self.network.slot() if open_read is None else nullcontext():
+            return await self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
+
+    ask = driven(ask_async)
 
     # ---- connections ------------------------------------------------------------------------------------
 
-    def _connect(self, endpoint: str, remaining_s: float) -> Connection:
+    async def _connect(self, endpoint: str, remaining_s: float) -> Connection:
         """Take a kept connection to a node, or connect. Leaves time for the other nodes. Raises NotSent."""
         kept, oldest_ns = self._kept[endpoint], self._clock.monotonic_ns() - int(IDLE_S * 1e9)
         while kept:
@@ -156,21 +180,23 @@ class HttpCalls(Attempts):
             connection.close()
         nodes = len(self._endpoints)
         timeout_s = remaining_s if nodes == 1 else min(remaining_s / nodes, CONNECT_S)
-        connection = Connection(self._nodes[endpoint], self._tls, self._who.tls_name, timeout_s, self._clock)
+        connection = await Connection.connect(
+            self._nodes[endpoint], self.network, self._tls, self._who.tls_name, timeout_s, self._clock
+        )
         self._all.add(connection)
         return connection
 
-    def open(self, request: Request, open_read: OpenRead | None) -> Connection:
+    async def open_async(self, request: Request, open_read: OpenRead | None) -> Connection:
         """Make a request whose answer has no end. Returns its connection, from which the answer is read."""
         sent = request._replace(headers=(*request.headers, *self._headers))
 
-        def attempt(remaining_s: float) -> Connection:
+        async def attempt(remaining_s: float) -> Connection:
             endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(remaining_s * 1e9)
-            connection = self._connect(endpoint, remaining_s)
+            connection = await self._connect(endpoint, remaining_s)
             try:
                 if open_read is not None:
                     open_read.begin(connection.interrupt)
-                reply = connection.open(sent, self._seconds_until(end_ns))
+                reply = await connection.open(sent, self._seconds_until(end_ns))
                 if reply.status < 400:
                     if not reply.content_type.startswith(STREAM_TYPES):
                         raise TimeballError(
@@ -178,14 +204,18 @@ class HttpCalls(Attempts):
                         )
                     return connection
                 data = b""
-                while chunk := connection.read(self._seconds_until(end_ns)):
+                while chunk := await connection.read_async(self._seconds_until(end_ns)):
                     data += chunk
                 raise error_of(reply._replace(body=data), endpoint)
             except BaseException:  # of any kind: an answer under way makes the connection useless
                 connection.close()
                 raise
 
-        return self.with_retries(attempt, self.timeout_ms)
+        return await self.with_retries(attempt, self.timeout_ms)
+
+    def open(self, request: Request, open_read: OpenRead | None) -> Connection:
+        """See `open_async`."""
+        return self.network.drive(self.open_async(request, open_read))
 
     def _seconds_until(self, end_ns: int) -> float:
         return max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9)
@@ -197,13 +227,15 @@ class HttpCalls(Attempts):
             connection.close()
 
 
-def _read(connection: Connection, request: Request, timeout_s: float, open_read: OpenRead | None) -> Reply:
+async def _read(
+    connection: Connection, request: Request, timeout_s: float, open_read: OpenRead | None
+) -> Reply:
     """Make a request that another thread may cancel."""
     if open_read is None:
-        return connection.ask(request, timeout_s)
+        return await connection.ask(request, timeout_s)
     open_read.begin(connection.interrupt)
     try:
-        return connection.ask(request, timeout_s)
+        return await connection.ask(request, timeout_s)
     except TimeballError:
         if open_read.is_cancelled:
             raise RequestError("this read was cancelled") from None
@@ -232,6 +264,7 @@ class MessageStream:
 
     def __init__(self, calls: HttpCalls, request: Receiving, credit: int, open_read: OpenRead | None) -> None:
         self._calls, self._open_read, self._credit = calls, open_read, credit
+        self.network = calls.network
         self._request = Request("POST", receive_target(request, credit))
         self._connection: Connection | None = None
         self._clock = calls._clock
@@ -244,7 +277,7 @@ class MessageStream:
         """The file descriptor of the socket, for a poll. None while no stream is open."""
         return None if self._connection is None else self._connection.descriptor
 
-    def read(self, wait_ms: int) -> list[Received]:
+    async def read_async(self, wait_ms: int) -> list[Received]:
         """Wait up to `wait_ms` for messages, and return all that have come. Opens the stream when needed.
 
         Their leases run already, so no message is left in the socket. The broker ends a stream that is not read.
@@ -253,16 +286,16 @@ class MessageStream:
         messages, drained_bytes = list[Received](), 0
         while len(messages) < self._credit:
             if self._connection is None:
-                if messages or not self._wait_to_open(end_ns):
+                if messages or not await self._wait_to_open(end_ns):
                     break
-                self._open()
+                await self._open()
             assert self._connection is not None
             if messages:
                 wait_s = BACKLOG_WAIT_S if drained_bytes >= BACKLOG_BYTES else 0
             else:
                 wait_s = max(0.0, (end_ns - self._clock.monotonic_ns()) / 1e9)
             try:
-                data = self._connection.read(wait_s)
+                data = await self._connection.read_async(wait_s)
             except TimeballError as error:
                 if not messages:
                     self._check_cancelled()
@@ -288,26 +321,29 @@ class MessageStream:
                 break
         return messages
 
-    def close(self) -> list[Received]:
+    read = driven(read_async)
+
+    async def close_async(self) -> list[Received]:
         """End the stream, and return the messages that had come."""
         if self._connection is None:
             return []
-        messages = self._take_lines(self._connection.finish(LAST_BYTES_S))
+        messages = self._take_lines(await self._connection.finish(LAST_BYTES_S))
         self._drop()
         return messages
 
-    def _wait_to_open(self, end_ns: int) -> bool:
+    close = driven(close_async)
+
+    async def _wait_to_open(self, end_ns: int) -> bool:
         """Wait until a stream may be opened. False if it may not be before `end_ns`."""
         wait_ns = min(self._opens_ns, end_ns) - self._clock.monotonic_ns()
         if wait_ns > 0:
-            self._calls._closed.wait(wait_ns / 1e9)
-            self._calls.check()
+            await self._calls.pause(wait_ns / 1e9)
             self._check_cancelled()
         return self._opens_ns <= max(end_ns, self._clock.monotonic_ns())
 
-    def _open(self) -> None:
+    async def _open(self) -> None:
         try:
-            self._connection = self._calls.open(self._request, self._open_read)
+            self._connection = await self._calls.open_async(self._request, self._open_read)
         except TimeballError:
             self._check_cancelled()
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -32,7 +32,7 @@ from timeball.model.answers import (
     SentState,
     Verdict,
 )
-from timeball.model.errors import AlreadyPending, InvalidMessage, InvalidName, TimeballError
+from timeball.model.errors import AlreadyPending, InvalidMessage, InvalidName, NotFound, TimeballError
 from timeball.model.send_options import OnPending
 from timeball.model.values import decode_properties, shown
 
@@ -271,6 +271,9 @@ def decode_lines(data: bytes) -> list[Received]:
 # ---- operations -----------------------------------------------------------------------------------------------
 
 
+Page: TypeAlias = tuple[list[T], str | None]  # rows of a list, and the name behind which the next page begins
+
+
 class Operation(NamedTuple, Generic[T]):
     """A request, the conversion of the body of its answer, and whether it is safe to repeat."""
 
@@ -295,11 +298,14 @@ def read_status() -> Operation[dict[str, Any]]:
 # ---- messages by id and key -----------------------------------------------------------------------------------
 
 
-def get(id: str, topic: str | None) -> Operation[list[MessagePlace]]:
-    """Find the messages with an id, the newest first."""
+def get(id: str, topic: str | None) -> Operation[MessagePlace]:
+    """Find the newest message with an id. Raises NotFound if there is none."""
 
-    def decode(data: bytes) -> list[MessagePlace]:
-        return [_place(place) for place in msgspec.json.decode(data, type=http_api.Places).messages]
+    def decode(data: bytes) -> MessagePlace:
+        messages = msgspec.json.decode(data, type=http_api.Places).messages
+        if not messages:
+            raise NotFound(f"no message with the id {id!r} is known here")
+        return _place(messages[0])
 
     return _read(path("messages", id, topic=topic), decode)
 
@@ -386,11 +392,15 @@ def list_topics() -> Operation[dict[str, int]]:
     return _read(path("topics"), decode)
 
 
-def create_topic(topic: str, queues: int, on_pending: OnPending | None = None) -> Operation[dict[str, Any]]:
+def no_result(data: bytes) -> None:
+    """Check that an answer is JSON."""
+    msgspec.json.decode(data)
+
+
+def create_topic(topic: str, queues: int, on_pending: OnPending | None = None) -> Operation[None]:
     """Create a topic, or add queues to one that has fewer. `on_pending`: see http_api.TopicMade."""
-    body = encode(http_api.TopicMade(queues, on_pending))
-    request = Request("PUT", path("topics", topic), body, JSON)
-    return Operation(request, msgspec.json.decode)
+    request = Request("PUT", path("topics", topic), encode(http_api.TopicMade(queues, on_pending)), JSON)
+    return Operation(request, no_result)
 
 
 def read_queues(topic: str) -> Operation[dict[int, QueueRange]]:
@@ -406,22 +416,26 @@ def read_offsets(topic: str, group: str) -> Operation[dict[int, int]]:
     return _read(target, lambda data: msgspec.json.decode(data, type=http_api.GroupOffsets).offsets)
 
 
-def commit_offsets(topic: str, group: str, offsets: dict[int, int]) -> Operation[dict[str, Any]]:
+def commit_offsets(topic: str, group: str, offsets: dict[int, int]) -> Operation[None]:
     """Store these offsets of a group, by queue."""
     target = path("topics", topic, "offsets", group=group)
     request = Request("PUT", target, encode(http_api.Committing(offsets)), JSON)
-    return Operation(request, msgspec.json.decode, is_repeatable=True)
+    return Operation(request, no_result, is_repeatable=True)
 
 
-def read_group(group: str) -> Operation[GroupState]:
+def read_group(group: str) -> Operation[list[GroupState]]:
     """Read the lags, leases and dead letters of one group."""
-    return _read(path("groups", group), lambda data: msgspec.json.decode(data, type=GroupState))
+    return _read(path("groups", group), lambda data: [msgspec.json.decode(data, type=GroupState)])
 
 
-def list_groups(after: str | None) -> Operation[http_api.Groups]:
+def list_groups(after: str | None) -> Operation[Page[GroupState]]:
     """List the groups by name, from the one that follows `after`."""
-    target = path("groups", page=after)
-    return _read(target, lambda data: msgspec.json.decode(data, type=http_api.Groups))
+
+    def decode(data: bytes) -> Page[GroupState]:
+        page = msgspec.json.decode(data, type=http_api.Groups)
+        return page.groups, page.next_page
+
+    return _read(path("groups", page=after), decode)
 
 
 def list_dead_letters(group: str, rows: int, after: str | None) -> Operation[DeadLetterPage]:

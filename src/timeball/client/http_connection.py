@@ -6,13 +6,12 @@ call that uses it. Only `interrupt` may be called from another thread.
 
 from __future__ import annotations
 
-import select
-import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 import h11
 
 from timeball.client.attempts import Lost, NotSent
+from timeball.client.network import Network, Stream, driven
 from timeball.io.clock import Clock
 from timeball.model.errors import RequestError, TimeballError
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     import ssl
 
 DEFAULT_PORT = 7480
-READ_BYTES = 65_536
 BEGIN = b"HTTP/1."  # the first bytes of each answer
 PORTS = "Timeball's HTTP API is on --http-port (7480 by default)"
 
@@ -65,40 +63,48 @@ def node_of(endpoint: str) -> Node:
 class Connection:
     """One connection to a node."""
 
-    def __init__(
-        self, node: Node, tls: ssl.SSLContext | None, tls_name: str, timeout_s: float, clock: Clock
-    ) -> None:
-        """Connect within `timeout_s`. Raises NotSent."""
-        self._node, self._clock = node, clock
+    def __init__(self, node: Node, network: Network, stream: Stream, clock: Clock) -> None:
+        """Begin with a stream to the node."""
+        self._node, self.network, self._stream, self._clock = node, network, stream, clock
         self._http = h11.Connection(h11.CLIENT)
         self.used_ns = clock.monotonic_ns()  # when the last answer had come
+
+    @classmethod
+    async def connect(
+        cls,
+        node: Node,
+        network: Network,
+        tls: ssl.SSLContext | None,
+        tls_name: str,
+        timeout_s: float,
+        clock: Clock,
+    ) -> Connection:
+        """Connect within `timeout_s`. Raises NotSent."""
         try:
-            self._socket = socket.create_connection((node.host, node.port), timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if tls is not None:
-                self._socket = tls.wrap_socket(self._socket, server_hostname=tls_name or node.host)
+            stream = await network.connect(node.host, node.port, tls, tls_name or node.host, timeout_s)
         except OSError as error:
             raise NotSent(
                 f"no broker answers at {node.endpoint}; is `timeball serve` running there? ({error})"
             ) from error
+        return cls(node, network, stream, clock)
 
     # ---- one request and its answer ---------------------------------------------------------------------
 
-    def ask(self, request: Request, timeout_s: float) -> Reply:
+    async def ask(self, request: Request, timeout_s: float) -> Reply:
         """Send a request and wait for its answer. Raises Lost, and TimeballError for another server than a broker."""
         end_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
-        reply = self._send(request, timeout_s, end_ns)
+        reply = await self._send(request, timeout_s, end_ns)
         chunks = [reply.body]
-        while (chunk := self._next_data(end_ns)) is not None:
-            chunks.append(chunk)
+        while isinstance(event := await self._next_event(end_ns), h11.Data):
+            chunks.append(bytes(event.data))
         self.used_ns = self._clock.monotonic_ns()
         return reply._replace(body=b"".join(chunks))
 
-    def open(self, request: Request, timeout_s: float) -> Reply:
+    async def open(self, request: Request, timeout_s: float) -> Reply:
         """Send a request and wait for the head of its answer, whose body `read` returns. Raises as `ask`."""
-        return self._send(request, timeout_s, self._clock.monotonic_ns() + int(timeout_s * 1e9))
+        return await self._send(request, timeout_s, self._clock.monotonic_ns() + int(timeout_s * 1e9))
 
-    def _send(self, request: Request, timeout_s: float, end_ns: int) -> Reply:
+    async def _send(self, request: Request, timeout_s: float, end_ns: int) -> Reply:
         host = f"[{self._node.host}]" if ":" in self._node.host else self._node.host
         head = h11.Request(
             method=request.method,
@@ -112,12 +118,11 @@ class Connection:
         parts = (head, h11.Data(request.body), h11.EndOfMessage())
         data = b"".join(self._http.send(part) or b"" for part in parts)
         try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(data)
+            await self._stream.send(data, timeout_s)
         except OSError as error:
             raise self._lost(error) from error
         while True:
-            event = self._next_event(end_ns)
+            event = await self._next_event(end_ns)
             if isinstance(event, h11.Response):
                 break
         content_type = dict(event.headers).get(b"content-type", b"").decode("latin-1")
@@ -133,37 +138,38 @@ class Connection:
     @property
     def is_stale(self) -> bool:
         """True if the node has closed the connection, which no answer under way explains."""
-        return self._wait_for_data(0)
+        return self._stream.is_readable
 
     # ---- an endless answer ------------------------------------------------------------------------------
 
     @property
     def descriptor(self) -> int:
         """The file descriptor of the socket, for a poll. After a read that returned b"", no bytes wait in memory."""
-        return self._socket.fileno()
+        return self._stream.descriptor
 
-    def read(self, wait_s: float) -> bytes | None:
+    async def read_async(self, wait_s: float) -> bytes | None:
         """Return the bytes of the body that have come, b"" if none come within `wait_s`, None at the end.
 
         Raises Lost if the connection breaks.
         """
         event = self._http.next_event()
         if event is h11.NEED_DATA:
-            if not self._wait_for_data(wait_s):
+            if not await self._stream.wait(wait_s):
                 return b""
-            event = self._next_event(self._clock.monotonic_ns() + int((wait_s + 1) * 1e9))
+            event = await self._next_event(self._clock.monotonic_ns() + int((wait_s + 1) * 1e9))
         if isinstance(event, h11.Data):
             return bytes(event.data)
         return None
 
-    def finish(self, wait_s: float) -> bytes:
+    read = driven(read_async)
+
+    async def finish(self, wait_s: float) -> bytes:
         """Announce that no more bytes are wanted, and return those that the node has sent by then."""
         chunks = []
         try:
-            # The node then sends its last bytes and closes. With TLS it would not see the end of this direction.
-            if not hasattr(self._socket, "pending"):
-                self._socket.shutdown(socket.SHUT_WR)
-            while chunk := self.read(0 if hasattr(self._socket, "pending") else wait_s):
+            # The node then sends its last bytes and closes.
+            last_s = wait_s if self._stream.end() else 0
+            while chunk := await self.read_async(last_s):
                 chunks.append(chunk)
         except (OSError, TimeballError):
             pass  # leases that were under way end after their time
@@ -173,34 +179,23 @@ class Connection:
 
     def interrupt(self) -> None:
         """End the call that uses the connection. May be called from another thread."""
-        try:
-            # Not SSLSocket's own method, which is not safe while another thread reads.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is closed already
+        self._stream.interrupt()
 
     def close(self) -> None:
         """Close the connection."""
-        self.interrupt()
-        self._socket.close()
+        self._stream.close()
 
     def forget(self) -> None:
         """Close this process's copy of the connection, which a parent process goes on to use."""
-        if (descriptor := self._socket.detach()) >= 0:
-            socket.close(descriptor)
+        self._stream.forget()
 
     # ---- internals --------------------------------------------------------------------------------------
 
-    def _next_data(self, end_ns: int) -> bytes | None:
-        event = self._next_event(end_ns)
-        return bytes(event.data) if isinstance(event, h11.Data) else None
-
-    def _next_event(self, end_ns: int) -> h11.Event:
+    async def _next_event(self, end_ns: int) -> h11.Event:
         """Read the next event until `end_ns`. Raises Lost, and TimeballError for bytes that are no HTTP."""
         try:
             while (event := self._http.next_event()) is h11.NEED_DATA:
-                self._socket.settimeout(max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9))
-                data = self._socket.recv(READ_BYTES)
+                data = await self._stream.receive(max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9))
                 self._http.receive_data(data)
                 if self._http.their_state is h11.SEND_RESPONSE:
                     self._check_beginning(is_over=not data)
@@ -227,15 +222,6 @@ class Connection:
             )
         if is_over:
             raise ConnectionResetError("the connection was closed before the answer")
-
-    def _wait_for_data(self, wait_s: float) -> bool:
-        """Wait until bytes or the end of the connection can be read."""
-        pending = getattr(self._socket, "pending", None)
-        if pending is not None and pending():
-            return True
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(max(0, wait_s) * 1000))
 
     def _lost(self, error: Exception) -> Lost:
         reason = (

@@ -32,9 +32,9 @@ class HttpSender:
     def __init__(self, calls: HttpCalls) -> None:
         self._calls = calls
 
-    def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
+    async def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
         """Send a message. It is on the broker's disk on return. Raises the broker's refusal, or Unavailable."""
-        sent = self._send([message], SendKeys(if_settled, is_used=retry))
+        sent = await self._send([message], SendKeys(if_settled, is_used=retry))
         # The id in the answer, because the broker may have kept another message with the same unique key.
         made = receipt(sent.id, sent.ack, sent.due_ms, sent.past_ms)
         if sent.replaced is None:
@@ -43,7 +43,7 @@ class HttpSender:
             made, replaced=UniqueMessage(sent.replaced.id, sent.replaced.seq, sent.replaced.due_ms)
         )
 
-    def send_many(
+    async def send_many(
         self,
         rows: Iterable[Mapping[str, Any]],
         topic: str | None,
@@ -63,7 +63,7 @@ class HttpSender:
                 first_row = outcomes.add_rows(len(batch))
                 ids += [message.id for message in batch]
                 try:
-                    sent = self._send(batch, keys)
+                    sent = await self._send(batch, keys)
                 except TimeballError as error:
                     outcomes.fail(first_row, len(batch), error)
                 else:
@@ -72,10 +72,10 @@ class HttpSender:
             raise outcomes.error(error, ids) from error
         return outcomes.summary(ids)
 
-    def _send(self, messages: list[Outgoing], keys: SendKeys) -> SentRows:
+    async def _send(self, messages: list[Outgoing], keys: SendKeys) -> SentRows:
         """Send messages of one topic in one request."""
         key = keys.key_for(messages[0].topic, messages[0].id)
-        return self._calls.ask(
+        return await self._calls.ask_async(
             send_request(messages, key, current_context().items()),
             lambda data: decode_sent(data, len(messages)),
             is_repeatable=key is not None,

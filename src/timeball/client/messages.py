@@ -10,6 +10,7 @@ from typing import Protocol
 
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import Operation, acknowledge, dead_letter, extend, nack
+from timeball.client.network import run
 from timeball.model import limits
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After, delay_ms
@@ -65,11 +66,11 @@ class Member:
         self.topic = topic
         self.group = group
 
-    def ack(self, receipts: Sequence[str]) -> list[str | None]:
+    async def ack(self, receipts: Sequence[str]) -> list[str | None]:
         """Acknowledge messages."""
-        return self._answer(receipts, lambda chunk: acknowledge(self.topic, self.group, chunk))
+        return await self._answer(receipts, lambda chunk: acknowledge(self.topic, self.group, chunk))
 
-    def nack(
+    async def nack(
         self, receipts: Sequence[str], after_ms: int | None, reason: str, *, counts: bool = True
     ) -> list[str | None]:
         """Give messages back as failed attempts, for `reason`. They are delivered again after `after_ms`.
@@ -77,28 +78,30 @@ class Member:
         `after_ms` None means the delay of the group's retry policy. `counts`: count the attempt.
         """
         short = _shortened(reason)
-        return self._answer(
+        return await self._answer(
             receipts, lambda chunk: nack(self.topic, self.group, chunk, after_ms, short, counts=counts)
         )
 
-    def extend(self, receipts: Sequence[str], lease_ms: int, *, counts: bool = True) -> list[str | None]:
+    async def extend(
+        self, receipts: Sequence[str], lease_ms: int, *, counts: bool = True
+    ) -> list[str | None]:
         """Make leases end `lease_ms` from now. `counts`: count the lease as an attempt."""
-        return self._answer(
+        return await self._answer(
             receipts, lambda chunk: extend(self.topic, self.group, chunk, lease_ms, counts=counts)
         )
 
-    def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[str | None]:
+    async def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[str | None]:
         """Move messages to the group's dead letters, for `reason`."""
         short = _shortened(reason)
-        return self._answer(receipts, lambda chunk: dead_letter(self.topic, self.group, chunk, short))
+        return await self._answer(receipts, lambda chunk: dead_letter(self.topic, self.group, chunk, short))
 
-    def _answer(
+    async def _answer(
         self, receipts: Sequence[str], operation: Callable[[list[str]], Operation[list[str | None]]]
     ) -> list[str | None]:
         """Answer for any number of messages, in requests of as many receipts as one may have."""
         answered: list[str | None] = []
         for begin in range(0, len(receipts), limits.POP_ROWS_MAX):
-            part = self._calls.run(operation([*receipts[begin : begin + limits.POP_ROWS_MAX]]))
+            part = await self._calls.run_async(operation([*receipts[begin : begin + limits.POP_ROWS_MAX]]))
             answered += part
         return answered
 
@@ -219,25 +222,25 @@ class Leased:
         """Store the new receipt of the lease, or None if the lease had ended."""
         self._receipt, self.is_leased = receipt or self._receipt, receipt is not None
 
-    def _extend(self, lease_ms: int) -> bool:
+    async def _extend(self, lease_ms: int) -> bool:
         member, receipt = self.lease
-        (new_receipt,) = member.extend([receipt], lease_ms)
+        (new_receipt,) = await member.extend([receipt], lease_ms)
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
-    def _nack(self, after_ms: int | None, reason: str, counted: bool) -> bool:
+    async def _nack(self, after_ms: int | None, reason: str, counted: bool) -> bool:
         member, receipt = self.lease
-        (new_receipt,) = member.nack([receipt], after_ms, reason, counts=counted)
+        (new_receipt,) = await member.nack([receipt], after_ms, reason, counts=counted)
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
-    def _ack(self) -> bool:
+    async def _ack(self) -> bool:
         member, receipt = self.lease
-        return member.ack([receipt])[0] is not None
+        return (await member.ack([receipt]))[0] is not None
 
-    def _dead_letter(self, reason: str) -> bool:
+    async def _dead_letter(self, reason: str) -> bool:
         member, receipt = self.lease
-        return member.dead_letter([receipt], reason)[0] is not None
+        return (await member.dead_letter([receipt], reason))[0] is not None
 
     def __repr__(self) -> str:
         return (
@@ -261,7 +264,7 @@ class Message(Leased):
 
         Returns False when the lease had already ended. The message is then delivered again.
         """
-        return self._ack()
+        return run(self._ack())
 
     def nack(self, after: After | None = None, *, reason: str = "", counted: bool = True) -> bool:
         """Give the message back as a failed attempt, to be delivered again later.
@@ -274,14 +277,14 @@ class Message(Leased):
         Returns:
             False when the lease had already ended.
         """
-        return self._nack(None if after is None else delay_ms(after), reason, counted)
+        return run(self._nack(None if after is None else delay_ms(after), reason, counted))
 
     def extend(self, lease: After) -> bool:
         """Extend the lease, so that it ends after the time `lease` from now.
 
         Returns False when it had already ended.
         """
-        return self._extend(delay_ms(lease, "lease"))
+        return run(self._extend(delay_ms(lease, "lease")))
 
     def dead_letter(self, *, reason: str = "") -> bool:
         """Give the message up: move it to the group's dead letters at once.
@@ -292,7 +295,7 @@ class Message(Leased):
         Returns:
             False when the lease had already ended.
         """
-        return self._dead_letter(reason)
+        return run(self._dead_letter(reason))
 
 
 def reason_of(error: BaseException) -> str:

@@ -9,13 +9,14 @@ In the examples below `endpoint` is a broker's address, as in "http://127.0.0.1:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from timeball.client.consumer import ConsumeLoop, Consumer, Start, make_filter
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import commit_offsets, read_offsets
 from timeball.client.messages import Leased, Message
+from timeball.client.network import run
 from timeball.io.clock import Clock
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from timeball.client.browser import Browser
     from timeball.client.calls import Calls
+
+T = TypeVar("T")
 
 # ---- the methods of `Timeball` --------------------------------------------------------------------------------
 
@@ -60,6 +63,10 @@ class Reader:
             assert self._flight is not None
             raise RequestError(ONLY_HTTP.format(self._flight.endpoint))
         return self._http
+
+    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of operations, as `network.driven` does."""
+        return self._operations.network.drive(coroutine)
 
     def _columns(self, method: str) -> Calls:
         """The calls over Flight. Raises RequestError for a client that has no address of Flight."""
@@ -206,14 +213,13 @@ class Reader:
         feed = consumer.open_feed(topic, group, max_messages, start, lease, make_filter(tag, sql))
         loop = ConsumeLoop(consumer, self._clock, feed, lease=lease, idle=until_idle, stop=stop)
         try:
-            while not loop.is_over:
-                message = loop.next()
+            while (message := loop.next()) is not None or not loop.is_over:
                 if message is None:
-                    loop.work()
+                    run(loop.work())
                 else:
                     yield message
         finally:
-            loop.end()
+            run(loop.end())
 
     # ---- browsing ---------------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from timeball.client.http_codec import JSON, encode, path
+from timeball.client.http_codec import JSON, Operation, Page, encode, path
 from timeball.client.http_connection import Request
 from timeball.model.http_api import (
     History,
@@ -28,6 +28,7 @@ from timeball.model.values import CatchUp
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -74,38 +75,40 @@ class Schedules:
             rule=dict(rule), topic=topic, body=text, base64=data, tag=tag, keys=[*keys],
             properties=dict(properties or {}), catch_up=catch_up, catch_up_within=catch_up_within,
         )  # fmt: skip
-        return self._ask(Request("PUT", path("schedules", name), encode(wanted), JSON), Schedule)
+        return self._ask_schedule(Request("PUT", path("schedules", name), encode(wanted), JSON))
 
     def get(self, name: str) -> Schedule:
         """Read a schedule and its progress."""
-        return self._ask(Request("GET", path("schedules", name)), Schedule)
+        return self._ask_schedule(Request("GET", path("schedules", name)))
 
     def all(self, topic: str | None = None) -> list[Schedule]:
         """Read all schedules that you may see, ordered by name. With `topic`, only those of this topic."""
-        page = self._ask(Request("GET", path("schedules", topic=topic)), SchedulePage)
-        schedules = page.schedules
-        while page.next_page is not None:
-            page = self._ask(
-                Request("GET", path("schedules", topic=topic, page=page.next_page)), SchedulePage
-            )
-            schedules += page.schedules
-        return schedules
+
+        def decode(data: bytes) -> Page[Schedule]:
+            page = msgspec.json.decode(data, type=SchedulePage)
+            return page.schedules, page.next_page
+
+        def page_after(name: str | None) -> Operation[Page[Schedule]]:
+            return Operation(Request("GET", path("schedules", topic=topic, page=name)), decode, True)
+
+        return self._calls.network.drive(self._calls.read_pages(page_after))
 
     def pause(self, name: str) -> Schedule:
         """Cancel the pending occurrence, and deliver nothing until `resume`."""
-        return self._ask(Request("POST", path("schedules", name, "pause")), Schedule)
+        return self._ask_schedule(Request("POST", path("schedules", name, "pause")))
 
     def resume(self, name: str) -> Schedule:
         """Continue a paused or failed schedule. `catch_up` decides about the times that were missed."""
-        return self._ask(Request("POST", path("schedules", name, "resume")), Schedule)
+        return self._ask_schedule(Request("POST", path("schedules", name, "resume")))
 
     def delete(self, name: str) -> None:
         """Delete a schedule, and cancel its pending occurrence."""
-        self._ask(Request("DELETE", path("schedules", name)), ScheduleDeleted)
+        return self._ask(Request("DELETE", path("schedules", name)), ScheduleDeleted, lambda _: None)
 
     def run(self, name: str) -> str:
         """Send a message of the template now. Returns its id. A repeated call sends another message."""
-        return self._ask(Request("POST", path("schedules", name, "run")), ScheduleRun, is_repeatable=False).id
+        request = Request("POST", path("schedules", name, "run"))
+        return self._ask(request, ScheduleRun, lambda answer: answer.id, is_repeatable=False)
 
     def preview(
         self, rule: Mapping[str, object], *, count: int = 10, after: str | int | None = None
@@ -122,18 +125,28 @@ class Schedules:
         """
         start = msgspec.UNSET if after is None else due_ms(after)
         wanted = Previewing(rule=dict(rule), start=start, count=count)
-        return self._ask(Request("POST", path("preview"), encode(wanted), JSON), Times).times
+        return self._ask(
+            Request("POST", path("preview"), encode(wanted), JSON), Times, lambda answer: answer.times
+        )
 
     def history(self, name: str) -> list[PastOccurrence]:
         """Read what became of the last ten times of the rule, the newest first."""
-        return self._ask(Request("GET", path("schedules", name, "history")), History).occurrences
+        request = Request("GET", path("schedules", name, "history"))
+        return self._ask(request, History, lambda answer: answer.occurrences)
 
     def zones(self) -> ZonesInUse:
         """Read the broker's version of tzdata, the time zones in use, and the moves of the last update of tzdata."""
-        return self._ask(Request("GET", path("zones")), ZonesInUse)
+        return self._ask(Request("GET", path("zones")), ZonesInUse, lambda answer: answer)
 
-    def _ask(self, request: Request, kind: type[T], *, is_repeatable: bool = True) -> T:
+    def _ask_schedule(self, request: Request) -> Schedule:
+        return self._ask(request, Schedule, lambda answer: answer)
+
+    def _ask(
+        self, request: Request, kind: type[A], result: Callable[[A], T], *, is_repeatable: bool = True
+    ) -> T:
+        """Make a request. `result`: the result of the method, from the answer of this kind."""
+
         def decode(data: bytes) -> T:
-            return msgspec.json.decode(data, type=kind)
+            return result(msgspec.json.decode(data, type=kind))
 
         return self._calls.ask(request, decode, is_repeatable=is_repeatable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from timeball.model.time_parsing import At, due_ms
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -42,32 +43,36 @@ class Selections:
             OverLimit: There are too many selections.
         """
         wanted = _wanted("cancel", where, topics, start, to)
-        return self._ask(
-            Request("POST", path("selections"), encode(wanted), JSON), Selection, is_repeatable=False
-        )
+        request = Request("POST", path("selections"), encode(wanted), JSON)
+        return self._ask(request, Selection, lambda answer: answer, is_repeatable=False)
 
     def dry_run(
         self, where: str = "", *, topics: Iterable[str] = (), start: At | None = None, to: At | None = None
     ) -> DryRun:
         """Count the messages that `cancel` with these arguments would cover now, and show the first of them."""
         wanted = _wanted("cancel", where, topics, start, to)
-        return self._ask(Request("POST", path("selections", "dry-run"), encode(wanted), JSON), DryRun)
+        request = Request("POST", path("selections", "dry-run"), encode(wanted), JSON)
+        return self._ask(request, DryRun, lambda answer: answer)
 
     def undo(self, id: str) -> Selection:
         """Make the messages of a selection pending again, except those that were due since. May be repeated."""
-        return self._ask(Request("POST", path("selections", id, "undo")), Selection)
+        return self._ask(Request("POST", path("selections", id, "undo")), Selection, lambda answer: answer)
 
     def get(self, id: str) -> Selection:
         """Read a selection. Raises NotFound."""
-        return self._ask(Request("GET", path("selections", id)), Selection)
+        return self._ask(Request("GET", path("selections", id)), Selection, lambda answer: answer)
 
     def all(self) -> list[Selection]:
         """Read the selections whose topics you may change, the newest last."""
-        return self._ask(Request("GET", path("selections")), SelectionList).selections
+        return self._ask(Request("GET", path("selections")), SelectionList, lambda answer: answer.selections)
 
-    def _ask(self, request: Request, kind: type[T], *, is_repeatable: bool = True) -> T:
+    def _ask(
+        self, request: Request, kind: type[A], result: Callable[[A], T], *, is_repeatable: bool = True
+    ) -> T:
+        """Make a request. `result`: the result of the method, from the answer of this kind."""
+
         def decode(data: bytes) -> T:
-            return msgspec.json.decode(data, type=kind)
+            return result(msgspec.json.decode(data, type=kind))
 
         return self._calls.ask(request, decode, is_repeatable=is_repeatable)
 

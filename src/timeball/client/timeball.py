@@ -50,7 +50,7 @@ from timeball.model.answers import (
     Resolved,
     Verdict,
 )
-from timeball.model.errors import InvalidDelay, NotFound, RequestError
+from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.send_options import OnExpiry, OnPending, Spread
 from timeball.model.time_parsing import After, At, delay_ms, due_ms, when
 from timeball.model.values import Keys
@@ -233,7 +233,7 @@ class Timeball(Reader):
             expires_in=None if expires_in is None else f"{delay_ms(expires_in, 'expires_in')}ms",
             on_expiry=on_expiry, window=None if window is None else f"{delay_ms(window, 'window')}ms", spread=spread,
         )  # fmt: skip
-        return HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled)
+        return self._drive(HttpSender(self._operations).send(message, retry=retry, if_settled=if_settled))
 
     def send_many(
         self,
@@ -290,13 +290,15 @@ class Timeball(Reader):
             raise RequestError(f"on_refused={on_refused!r}: 'raise' or 'collect'")
         collect = on_refused == "collect"
         if is_arrow(rows):
-            columns = self._columns("send_many of a table")
-            from timeball.client.sender import send_columns  # needs pyarrow
+            return self._send_columns(rows, topic, batch_rows, window, collect, retry, if_settled)
+        sender = HttpSender(self._operations)
+        return self._drive(sender.send_many(rows, topic, batch_rows, collect, retry, if_settled))
 
-            return send_columns(
-                columns, self._clock, rows, topic, batch_rows, window, collect, retry, if_settled
-            )
-        return HttpSender(self._operations).send_many(rows, topic, batch_rows, collect, retry, if_settled)
+    def _send_columns(self, rows: Columns, *options: Any) -> SendSummary:
+        columns = self._columns("send_many of a table")
+        from timeball.client.sender import send_columns  # needs pyarrow
+
+        return send_columns(columns, self._clock, rows, *options)
 
     def get(self, id: str, topic: str | None = None) -> MessagePlace:
         """Look a message up by its id: its state, due time, queue and offset.
@@ -320,10 +322,7 @@ class Timeball(Reader):
         ...     place.state, place.due_ms == receipt.due_ms
         ('waiting', True)
         """
-        messages = self._operations.run(http_codec.get(id, topic))
-        if not messages:
-            raise NotFound(f"no message with the id {id!r} is known here")
-        return messages[0]
+        return self._operations.run(http_codec.get(id, topic))
 
     @overload
     def cancel(self, id: str) -> Verdict: ...
@@ -422,15 +421,20 @@ class Timeball(Reader):
         if sum(name is not None for name in (id, key, ids)) != 1:
             raise RequestError(f"{verb} by one of: id, key=, ids=")
         calls = self._operations
-        if id is not None:
-            return calls.run(operation([id], []))[0]
-        if key is not None:
-            return calls.run(operation([], [key]))
-        all_ids, verdicts = list(ids or ()), list[Verdict]()
-        for begin in range(0, len(all_ids), limits.CANCELS_PER_REQUEST_MAX):
-            part = calls.run(operation(all_ids[begin : begin + limits.CANCELS_PER_REQUEST_MAX], []))
-            verdicts += part
-        return verdicts
+
+        async def run_all() -> Verdict | list[Verdict]:
+            if id is not None:
+                return (await calls.run_async(operation([id], [])))[0]
+            if key is not None:
+                return await calls.run_async(operation([], [key]))
+            all_ids, verdicts = list(ids or ()), list[Verdict]()
+            for begin in range(0, len(all_ids), limits.CANCELS_PER_REQUEST_MAX):
+                chunk = all_ids[begin : begin + limits.CANCELS_PER_REQUEST_MAX]
+                part = await calls.run_async(operation(chunk, []))
+                verdicts += part
+            return verdicts
+
+        return self._drive(run_all())
 
     # ---- reading as tables ------------------------------------------------------------------------------
 
@@ -520,13 +524,8 @@ class Timeball(Reader):
             GroupNotFound: The group does not exist.
         """
         if group is not None:
-            return [self._operations.run(http_codec.read_group(group))]
-        page = self._operations.run(http_codec.list_groups(None))
-        groups = page.groups
-        while page.next_page is not None:
-            page = self._operations.run(http_codec.list_groups(page.next_page))
-            groups += page.groups
-        return groups
+            return self._operations.run(http_codec.read_group(group))
+        return self._drive(self._operations.read_pages(http_codec.list_groups))
 
     def dead_letters(
         self, group: str, *, max_messages: int = 100, after: str | None = None
@@ -607,7 +606,7 @@ class Timeball(Reader):
         Raises:
             InvalidName: The topic may not have this name.
         """
-        self._operations.run(http_codec.create_topic(topic, queues, on_pending))
+        return self._operations.run(http_codec.create_topic(topic, queues, on_pending))
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""

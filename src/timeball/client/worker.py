@@ -49,6 +49,7 @@ import msgspec
 from timeball.client.attempts import OpenRead
 from timeball.client.consumer import Start, make_filter
 from timeball.client.messages import Message, reason_of
+from timeball.client.network import run
 from timeball.client.timeball import Timeball
 from timeball.client.tracing import processing
 from timeball.model import limits
@@ -420,7 +421,8 @@ class Worker:
         except Retry as retry:
             self.counts.retried += 1
             reason = "" if retry.__cause__ is None else reason_of(retry.__cause__)
-            self._try_call("nack", partial(message._nack, retry.after_ms, reason))
+            nacking = message._nack(retry.after_ms, reason)
+            self._try_call("nack", lambda: run(nacking))
         except Dead as error:
             self.counts.dead += 1
             logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, error)

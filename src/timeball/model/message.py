@@ -383,11 +383,6 @@ def send_row(
     )  # fmt: skip
 
 
-def meta_row(key: str, value: bytes, now_ms: int) -> LogRow:
-    """Build a META row, as `meta_rows` does."""
-    return (_META, None, None, None, None, None, key, value, None, None, None, now_ms, *9 * (None,))
-
-
 def cancel_row(
     *,
     topic: str,

@@ -12,6 +12,7 @@ from tests.node_fixture import RunningNode
 from timeball import NotFound, Timeball
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.client.messages import Member
+from timeball.client.network import run
 from timeball.model.errors import Forbidden, RequestError
 
 
@@ -57,10 +58,10 @@ OPERATIONS: dict[str, Callable[[Timeball], object]] = {
     "offsets": lambda ball: ball.offsets("workers", "orders"),
     "commit": lambda ball: ball.commit("orders", "workers", {0: 0}),
     "pull": lambda ball: ball.pull("orders", "workers", wait=0),
-    "ack": lambda ball: member(ball).ack(["made up"]),
-    "nack": lambda ball: member(ball).nack(["made up"], 0, ""),
-    "extend": lambda ball: member(ball).extend(["made up"], 1_000),
-    "dead_letter": lambda ball: member(ball).dead_letter(["made up"]),
+    "ack": lambda ball: run(member(ball).ack(["made up"])),
+    "nack": lambda ball: run(member(ball).nack(["made up"], 0, "")),
+    "extend": lambda ball: run(member(ball).extend(["made up"], 1_000)),
+    "dead_letter": lambda ball: run(member(ball).dead_letter(["made up"])),
     "dead_letters": lambda ball: ball.dead_letters("workers"),
     "resend_dead_letters": lambda ball: ball.resend_dead_letters("workers"),
     "delete_dead_letters": lambda ball: ball.delete_dead_letters("workers"),

@@ -1,0 +1,118 @@
+"""Connections of an event loop: large bodies, peers that are slow or gone, names, and slots."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.bounds import BOUND_S
+
+from timeball.client.loop_network import BUFFER_BYTES, LoopNetwork, LoopStream
+from timeball.client.network import Stream
+
+
+@asynccontextmanager
+async def connected(host: str = "127.0.0.1") -> AsyncIterator[tuple[Stream, socket.socket]]:
+    """The two ends of a connection."""
+    network = LoopNetwork(1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stream = await network.connect(host, listening.getsockname()[1], None, "", BOUND_S)
+        peer, _ = listening.accept()
+    with peer:
+        yield stream, peer
+        await network.close()
+
+
+def test_more_bytes_than_the_buffers_hold_arrive() -> None:
+    data = bytes(range(256)) * 4 * (BUFFER_BYTES // 256)
+
+    async def main() -> None:
+        async with connected() as (stream, peer):
+            peer.settimeout(BOUND_S)
+            sending = asyncio.get_running_loop().run_in_executor(None, peer.sendall, data)
+            received = b""
+            while len(received) < len(data):
+                received += await stream.receive(BOUND_S)
+            assert received == data
+            await sending
+            receiving = asyncio.get_running_loop().run_in_executor(None, read_all, peer, len(data))
+            await stream.send(data, BOUND_S)
+            assert await receiving == data
+
+    asyncio.run(main())
+
+
+def read_all(peer: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        received += peer.recv(65_536)
+    return received
+
+
+def test_a_node_that_takes_no_bytes_is_a_timeout() -> None:
+    async def main() -> None:
+        async with connected() as (stream, _):
+            with pytest.raises(TimeoutError, match="timed out"):
+                await stream.send(bytes(64 * BUFFER_BYTES), 0.05)
+            with pytest.raises(TimeoutError, match="timed out"):
+                await stream.receive(0.001)
+
+    asyncio.run(main())
+
+
+def test_bytes_that_came_before_an_interruption_are_received() -> None:
+    async def main() -> None:
+        async with connected() as (stream, peer):
+            stream.interrupt()
+            assert await asyncio.to_thread(peer.recv, 1) == b"", "no more is wanted"
+            peer.sendall(b"the last")
+            peer.close()
+            assert await stream.receive(BOUND_S) == b"the last"
+            assert await stream.receive(BOUND_S) == b"" and not stream.end()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_breaks_is_an_error() -> None:
+    async def main() -> None:
+        async with connected() as (stream, peer):
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            peer.close()  # with a reset
+            with pytest.raises(ConnectionResetError):
+                await stream.receive(BOUND_S)
+
+    asyncio.run(main())
+
+
+def test_a_name_is_resolved_and_an_unknown_one_is_an_error() -> None:
+    async def main() -> None:
+        async with connected("localhost") as (stream, _):
+            assert isinstance(stream, LoopStream) and not stream.is_readable
+        with pytest.raises(OSError):
+            await LoopNetwork(1).connect("nowhere.invalid", 1, None, "", BOUND_S)
+
+    asyncio.run(main())
+
+
+def test_a_further_call_waits_for_a_slot() -> None:
+    network, running = LoopNetwork(2), list[int]()
+
+    async def call() -> int:
+        async with network.slot():
+            running.append(1)
+            await asyncio.sleep(0)
+            now = len(running)
+            running.pop()
+            return now
+
+    async def main() -> None:
+        calls = asyncio.gather(*(call() for _ in range(10)))
+        await asyncio.sleep(0)
+        await network.wait_for_calls()
+        assert max(await calls) == 2
+
+    asyncio.run(main())
+    asyncio.run(main())
