@@ -11,7 +11,6 @@ users can see, or of a Spark job's options. The client sends them with each call
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from timeball.model.errors import RequestError
@@ -61,6 +60,8 @@ def credentials(
 
 def read_roots(path: str, name: str) -> bytes:
     """Read the certificates at `path`, which the setting `name` gives. Raises RequestError."""
+    from pathlib import Path  # slow to import, and few clients name a file
+
     try:
         return Path(path).read_bytes()
     except OSError as error:

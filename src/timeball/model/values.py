@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 from timeball.model.errors import InvalidMessage
@@ -122,6 +121,8 @@ def valid(given: str, known: Sequence[str]) -> str:
     """List the valid values for an error about an unknown value. Suggests the closest one."""
     if not known:
         return "there are none"
+    from difflib import get_close_matches  # slow to import, and only for errors
+
     close = get_close_matches(given, known, 1)
     return (f"did you mean {close[0]!r}? " if close else "") + "valid: " + ", ".join(known)
 
