@@ -1,12 +1,11 @@
-"""A client and a fork, in separate processes: `python forked.py ENDPOINT CASE`. Prints a line for each child's call.
+"""A client and a fork, in separate processes: `python -m … ENDPOINT CASE KIND`. Prints how each call ended.
 
-The endpoint is an HTTP address, for operations, or one of Flight, for columns.
+The endpoint is an HTTP address, for operations, or one of Flight, for columns. KIND is blocking or asyncio.
 
 made      the parent makes a client, the child uses it
 used      the parent uses it, the child as well, and makes a new one
 pool      the same with multiprocessing's own way to fork
 polling   while a thread of the parent waits in a pull
-load      while threads of the parent send, and one waits in a stream. Prints the ids of all sent messages
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable
 
 import pyarrow as pa
+from tests.client.awaited import CLIENTS
 
 from timeball import AsyncTimeball, Timeball, Worker
 from timeball.spark.endpoint import Endpoint
@@ -62,7 +62,7 @@ def operations(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]
         "consume": lambda: list(ball.consume("forked", "i", until_idle="0.01s")),
         "offsets": lambda: ball.offsets("g", "forked"),
         "commit": lambda: ball.commit("forked", "g", {}),
-        "worker": lambda: work(ball),
+        **({"worker": lambda: work(ball)} if isinstance(ball, Timeball) else {}),
         "asyncio": lambda: asyncio.run(ask(endpoint)),
         "a new client": lambda: Timeball(endpoint, timeout_ms=TIMEOUT_MS).status(),
     }
@@ -98,40 +98,6 @@ def child(ball: Timeball, endpoint: str) -> None:
         print(f"{name}: {outcome}{late}", flush=True)
 
 
-def load(ball: Timeball) -> None:
-    """Fork four children that send while threads of this process use the same client."""
-    stopping, lock = threading.Event(), threading.Lock()
-
-    def say(message_id: str) -> None:
-        with lock:
-            os.write(1, f"sent: {message_id}\n".encode())
-
-    def send() -> None:
-        while not stopping.is_set():
-            say(ball.send("forked-load", "of the parent").id)
-
-    def wait() -> None:
-        list(ball.consume("forked-idle", "g", stop=stopping))
-
-    threads = [threading.Thread(target=target) for target in (send, send, wait)]
-    for thread in threads:
-        thread.start()
-    children = []
-    for _ in range(4):
-        ball.send("forked-more", "between the forks")  # its connection is kept when the child is forked
-        if child := os.fork():
-            children.append(child)
-            continue
-        for _ in range(25):
-            os.write(1, f"sent: {ball.send('forked-load', 'of a child').id}\n".encode())
-        os._exit(0)
-    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    stopping.set()
-    for thread in threads:
-        thread.join()
-    sys.exit(max(ended))
-
-
 def use(ball: Timeball, endpoint: str) -> bool:
     """Send a message, so that the client has a connection."""
     if endpoint.startswith("grpc"):
@@ -139,12 +105,9 @@ def use(ball: Timeball, endpoint: str) -> bool:
     return ball.send("forked", "x").seq > 0
 
 
-def main(endpoint: str, case: str) -> None:
+def main(endpoint: str, case: str, kind: str) -> None:
     """Fork as the case says."""
-    ball = Timeball(endpoint, timeout_ms=30_000 if case == "load" else TIMEOUT_MS)
-    if case == "load":
-        ball.create_topic("forked-idle")
-        load(ball)
+    ball = CLIENTS[kind](endpoint, timeout_ms=TIMEOUT_MS)
     if case != "made":
         use(ball, endpoint)
     if case == "polling":

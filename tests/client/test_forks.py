@@ -7,22 +7,25 @@ from pathlib import Path
 
 import pytest
 from tests.cli.processes import environment
-from tests.node_fixture import RunningNode
+from tests.docs_pages import ROOT
+from tests.node_fixture import RunningNode, running_node
 
-from timeball import Timeball
 from timeball.client.dialing import FORKED
 
-SCRIPT = Path(__file__).with_name("forked.py")
 
-
-def forked(endpoint: str, case: str) -> dict[str, str]:
-    """The end of each call of the child, the end of the child, and whether the parent continues."""
+def lines_of(script: str, *arguments: str, timeout_s: float = 110) -> list[str]:
+    """Run a script of this folder. Returns the lines that it prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", str(SCRIPT), endpoint, case],
-        env=environment(), capture_output=True, text=True, timeout=110, check=False,
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-m", f"tests.client.{script}", *arguments],
+        env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    return done.stdout.splitlines()
+
+
+def forked(endpoint: str, case: str, kind: str = "blocking") -> dict[str, str]:
+    """The end of each call of the child, the end of the child, and whether the parent continues."""
+    return dict(line.split(": ", 1) for line in lines_of("forked", endpoint, case, kind))
 
 
 @pytest.mark.parametrize("protocol", ["flight", "http"])
@@ -47,21 +50,33 @@ def test_behind_a_fork_of_one_that_has_used_columns_every_call_says_what_to_do(
 
 
 @pytest.mark.parametrize("case", ["used", "pool", "polling"])
-def test_over_http_every_call_works_behind_a_fork(node: RunningNode, case: str) -> None:
-    outcomes = forked(node.http_endpoint, case)
+@pytest.mark.parametrize("client", ["blocking", "asyncio"])
+def test_over_http_every_call_works_behind_a_fork(node: RunningNode, case: str, client: str) -> None:
+    outcomes = forked(node.http_endpoint, case, client)
     assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
     assert set(outcomes.values()) == {"done"}, outcomes
 
 
-def test_children_forked_under_load_lose_nothing_and_double_nothing(node: RunningNode) -> None:
-    """Threads of the parent send and receive while it forks, and its children use the same client."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", str(SCRIPT), node.http_endpoint, "load"],
-        env=environment(), capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    sent = [line.removeprefix("sent: ") for line in done.stdout.splitlines() if line.startswith("sent: ")]
-    assert len(sent) == len(set(sent)) >= 4 * 25
-    with Timeball(node.http_endpoint) as ball:
-        there = Counter(message.id for message in ball.consume("forked-load", "g", until_idle="500ms"))
-    assert there == Counter(sent), "each once, and no other"
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [
+        ("fork", 10),
+        pytest.param("fork", 1_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param("mp-fork", 100, marks=pytest.mark.slow),
+        pytest.param("spawn", 10, marks=pytest.mark.slow),
+        pytest.param("forkserver", 20, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_begin_under_load_lose_nothing_and_double_nothing(
+    tmp_path: Path, kind: str, how: str, processes: int
+) -> None:
+    """The parent and its children send and consume meanwhile. Each message is handed out once."""
+    with running_node(tmp_path / "data") as node:
+        lines = lines_of("forks_under_load", node.http_endpoint, kind, how, str(processes), timeout_s=800)
+    of: dict[str, Counter[str]] = {"sent": Counter(), "got": Counter()}
+    for line in lines:
+        word, message_id = line.split(" ", 1)
+        of[word][message_id] += 1
+    assert of["sent"].total() >= 3 * processes
+    assert of["got"] == of["sent"] and set(of["sent"].values()) == {1}, "each once, and no other"
