@@ -121,6 +121,12 @@ def axe() -> Path:
     return node_modules("axe", LOCKS / "axe") / "axe-core" / "axe.min.js"
 
 
+def pyright() -> list[str]:
+    """npm's `pyright`, a type checker."""
+    script = node_modules("pyright", LOCKS / "pyright") / "pyright" / "index.js"
+    return [tool("node", "nodejs"), str(script)]
+
+
 def node_with(name: str, locks: Path, program: Path) -> list[str]:
     """Node, with the `node_modules` that the locks in this folder name."""
     return ["env", f"NODE_PATH={node_modules(name, locks)}", tool("node", "nodejs"), str(program)]

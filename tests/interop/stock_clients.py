@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[[], list[str]]] = {
     "grpc_go": environments.grpc_go,
     "kafka": environments.kafka,
     "versus": environments.versus,
+    "pyright": environments.pyright,
 }
 
 _made: dict[str, list[str] | Missing] = {}

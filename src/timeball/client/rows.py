@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.model.errors import InvalidDelay, InvalidMessage
@@ -20,6 +20,12 @@ ROW_NAMES = (
     "delay_ms",
 )  # fmt: skip
 TIME_NAMES = ("after", "at", "delay_ms", "due_ms")
+
+
+class ArrowColumns(Protocol):
+    """A table, a record batch or a record batch reader of pyarrow, which has no types."""
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> object: ...
 
 
 class Outgoing(NamedTuple):

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from timeball.client import http_codec
 from timeball.client.credentials import credentials
@@ -38,7 +38,7 @@ from timeball.client.http_calls import HttpCalls
 from timeball.client.http_sender import HttpSender
 from timeball.client.reader import Reader
 from timeball.client.receipts import IfSettled, Receipt, SendSummary
-from timeball.client.rows import Body, is_arrow, outgoing
+from timeball.client.rows import ArrowColumns, Body, is_arrow, outgoing
 from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
 from timeball.model.answers import (
@@ -58,7 +58,6 @@ from timeball.model.values import Keys
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.client.outgoing import Columns
     from timeball.client.schedules import Schedules
     from timeball.client.selections import Selections
 
@@ -237,7 +236,7 @@ class Timeball(Reader):
 
     def send_many(
         self,
-        rows: Columns | Iterable[Mapping[str, Any]],
+        rows: ArrowColumns | Iterable[Mapping[str, Any]],
         *,
         topic: str | None = None,
         batch_rows: int | None = None,
@@ -291,10 +290,10 @@ class Timeball(Reader):
         collect = on_refused == "collect"
         if is_arrow(rows):
             return self._send_columns(rows, topic, batch_rows, window, collect, retry, if_settled)
-        sender = HttpSender(self._operations)
-        return self._drive(sender.send_many(rows, topic, batch_rows, collect, retry, if_settled))
+        sender, dicts = HttpSender(self._operations), cast(Iterable[Mapping[str, Any]], rows)
+        return self._drive(sender.send_many(dicts, topic, batch_rows, collect, retry, if_settled))
 
-    def _send_columns(self, rows: Columns, *options: Any) -> SendSummary:
+    def _send_columns(self, rows: Any, *options: Any) -> SendSummary:
         columns = self._columns("send_many of a table")
         from timeball.client.sender import send_columns  # needs pyarrow
 
