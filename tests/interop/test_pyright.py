@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.docs_pages import ROOT
 from tests.interop.stock_clients import command
 from tests.test_types import WRONG, WRONG_LINES, write_programs
+
+pytestmark = pytest.mark.interop
 
 STRICT = """
 from collections.abc import Mapping
