@@ -29,6 +29,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from datetime import UTC, date, datetime, timedelta
+from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import pairwise
 from operator import index
@@ -188,8 +189,6 @@ def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30
     >>> duration_ms("1h 30m"), duration_ms("PT1.5S")
     (5400000, 1500)
     """
-    from fractions import Fraction  # slow to import
-
     compact = text.strip().lower()
     total, end = Fraction(0), 0
     if compact == "0":
