@@ -421,7 +421,7 @@ class Worker:
         except Retry as retry:
             self.counts.retried += 1
             reason = "" if retry.__cause__ is None else reason_of(retry.__cause__)
-            nacking = message._nack(retry.after_ms, reason)
+            nacking = message._nack(retry.after_ms, reason, True)
             self._try_call("nack", lambda: run(nacking))
         except Dead as error:
             self.counts.dead += 1
