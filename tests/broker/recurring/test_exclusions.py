@@ -87,8 +87,38 @@ def test_local_times_match_their_definition(
         wanted.add((100 + day) * DAY_S + hour * 3_600)
     listed = ListedTimes(tuple(sorted((100 + day) * DAY_S + hour * 3_600 for day, hour in times)))
     days = ExcludedDays([date(1970, 1, 1) + timedelta(days=100 + day) for day in excluded], move)
-    found, at = [], Excluding(listed, days).at_or_after(0)
+    rule, found, at = Excluding(listed, days), [], Excluding(listed, days).at_or_after(0)
     while at is not None:
         found.append(at)
         at = Excluding(listed, days).at_or_after(at + 1)
     assert found == sorted(wanted)
+    # One object may be asked in any order.
+    asked = sorted(wanted, reverse=True) + sorted(wanted)
+    assert [rule.at_or_after(at) for at in asked] == asked
+    after = [next((at for at in sorted(wanted) if at > each), None) for each in asked]
+    assert [rule.at_or_after(at + 1) for at in asked] == after
+
+
+class Counted:
+    """Times on each Monday, which count how often they are asked."""
+
+    runs_every_hour, asked = False, 0
+
+    def at_or_after(self, local_s: int) -> int | None:
+        self.asked += 1
+        days = -(-local_s // DAY_S)
+        return (days + (4 - days) % 7) * DAY_S  # 1970-01-05 was a Monday
+
+
+@pytest.mark.parametrize("move", ["skip", "before", "after"])
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_thousand_excluded_days_are_searched_once(move: str, step: int) -> None:
+    times, first = Counted(), date(2026, 1, 5)
+    days = ExcludedDays([first + timedelta(days=step * day) for day in range(1_000)], move)
+    rule = Excluding(times, days)
+    start_s = (first - date(1970, 1, 1)).days * DAY_S
+    rule.at_or_after(start_s)
+    before = times.asked
+    for day in range(10):
+        rule.at_or_after(start_s + day * DAY_S)
+    assert times.asked - before <= 40
