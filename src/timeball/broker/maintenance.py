@@ -206,7 +206,7 @@ class Maintenance:
                 self._facts(seq, settled),
                 kept=None if state is None else msgspec.to_builtins(state),
             )
-            queues = self._tables.topics.indexes.flush(seq)
+            queues, meta = self._tables.topics.indexes.flush(seq), self._tables.meta.copied()
 
             # This order is required: the index, then the strategy's files, then the checkpoint that depends on both.
             def save() -> None:
@@ -216,7 +216,7 @@ class Maintenance:
                         file.sync()
                     if files:
                         self._files.sync_dir(folder)
-                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths())
+                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths(), meta=meta())
                 checkpoint.save(self._files, Checkpoint(complete_facts, settled.due_ms, settled.seq))
                 recovery.save_sealed(self._files, self._log.reader.segments)
 
@@ -239,9 +239,10 @@ class Maintenance:
                 return False
             seq, settled = self._log.reader.next_seq, self._scheduling.scheduler.settled()
             facts, queues = self._facts(seq, settled), self._tables.topics.indexes.flush(seq)
+            meta = self._tables.meta.copied()
 
             def encode() -> pa.RecordBatch:
-                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths())
+                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths(), meta=meta())
                 state = Checkpoint(complete_facts, settled.due_ms, settled.seq)
                 return checkpoint.snapshot_row(state, self._clock.now_ms())
 
@@ -254,9 +255,9 @@ class Maintenance:
             return True
 
     def _facts(self, seq: int, settled: Settled) -> Facts:
-        """Collect the state after the rows below `seq`, without the strategy's state and the lengths of the queues.
+        """Collect the state after the rows below `seq`.
 
-        The caller adds these two.
+        The caller adds the strategy's state, the lengths of the queues, and the values of META rows.
         """
         return Facts(
             seq=seq,
@@ -282,7 +283,6 @@ class Maintenance:
             attach_seq=self._broker.attach_state.attach_seq,
             log_from_seq=self._log_from_seq,
             snapshot_seq=self._snapshot_seq,
-            meta=dict(self._tables.meta.values),
         )
 
     async def seal_queues(self) -> None:

@@ -146,7 +146,9 @@ class Broker:
             self.policy, self.waiters, self.mover.tail_count, settings=settings, clock=clock, writer=self.log.writer,
             topics=self.tables.topics, zones=self.tables.zones, scheduling=self.scheduling, rates=self.rates,
         )  # fmt: skip
-        self.successors = Successors(self.tables.schedules, self.scheduling.backlog, settings.host)
+        self.successors = Successors(
+            self.tables.schedules, self.scheduling.backlog, settings.host, self._has_finished
+        )
         self.delivery = delivery.Delivery(
             on_visible=self.waiters.wake_queues, lateness=self.lateness, clock=clock,
             writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
@@ -396,14 +398,22 @@ class Broker:
         self.policy.allow(caller, Verb.LOOK)
         names = Names([message_id], topic=topic, may=self.policy.visible(caller))
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
-        groups = GroupPlaces(
-            self.consuming.leases, lambda name: may_receive(group=name), clock=self.clock,
-            offsets=self.tables.offsets, redeliveries=self.redeliveries,
-        )  # fmt: skip
+        groups = self._group_places(lambda name: may_receive(group=name))
         return await find_message(
             self.look_ups, names, lambda name: may_receive(topic=name), groups, log=self.log,
             scheduling=self.scheduling, file_keys=self.pending_table.file_keys, threads=self.threads,
         )  # fmt: skip
+
+    def _group_places(self, may: Callable[[str], bool]) -> GroupPlaces:
+        return GroupPlaces(
+            self.consuming.leases, may, clock=self.clock, offsets=self.tables.offsets,
+            redeliveries=self.redeliveries,
+        )  # fmt: skip
+
+    def _has_finished(self, group: str, topic: str, queue_id: int, offset: int) -> bool:
+        """Check whether a group has finished a message (`GroupPlaces.has_finished`)."""
+        places = self._group_places(lambda _: True)
+        return places.has_finished(group, topic, queue_id, offset, self.tables.topics)
 
     async def cancel_ranges(
         self,

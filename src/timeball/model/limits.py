@@ -105,6 +105,7 @@ PUSH_RETRY_AFTER_MS_MAX = HOUR_MS  # a longer Retry-After of a receiver is cut t
 # Rules and templates of schedules are in memory and in each snapshot, which is one frame.
 SCHEDULES_MAX = 1_000_000
 SCHEDULES_BYTES_MAX = 160 * 1024 * 1024  # rules, templates and progress of all schedules
+SCHEDULE_PROGRESS_BYTES = 40  # of one schedule, in the compressed columns of a snapshot
 SCHEDULE_BODY_BYTES_MAX = 64 * 1024
 SCHEDULE_RULE_BYTES_MAX = 64 * 1024  # with RULE_LISTED_MAX local times and excluded dates
 # An occurrence that is released up to this time after its due time is late. Later it counts as missed.

@@ -13,6 +13,7 @@ from timeball.model.errors import InvalidMessage
 
 Keys: TypeAlias = str | Iterable[str]
 CatchUp = Literal["latest", "all", "none"]  # the missed occurrences of a schedule that are delivered
+Overlap = Literal["allow", "skip"]  # an occurrence while a group has not finished the previous one
 
 # ---- properties -----------------------------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ get the time before the step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -45,6 +46,9 @@ SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared 
 RELEASE_SHARE = 0.12  # of a core, for small hand-outs
 INTERVAL_MIN_MS, INTERVAL_MAX_MS = 5.0, 8.0
 PAUSE_MIN_NS = 500_000  # a shorter wait is none, because the timers of the event loop have whole milliseconds
+# Schedules may hold the event loop for this time, because it delays other releases.
+HOLD_NS = 4_000_000
+OCCURRENCE_NS_MIN = HOLD_NS // limits.SCHEDULE_ROWS_AT_ONCE
 WEIGHT = 0.1  # of the newest hand-out in the mean of their times
 
 
@@ -55,9 +59,20 @@ Rewrite = Callable[[pa.RecordBatch, int], object]
 
 @dataclass(slots=True)
 class IndexingTime:
-    """The time used so far for releases that have become durable: their indexes and counts, and waking consumers."""
+    """The time used so far for releases that have become durable: their indexes and counts, and waking consumers.
+
+    `occurrence_ns`: the time of one occurrence of a schedule in the last hand-outs. At first too much, until it is
+    measured.
+    """
 
     total_ns: int = 0
+    occurrence_ns: int = HOLD_NS // 16
+
+
+class Occurrences(Protocol):
+    """The pending occurrences of schedules. Their release costs more, because a schedule continues."""
+
+    count: int
 
 
 class Ticker:
@@ -70,9 +85,9 @@ class Ticker:
         release: Release,
         rewrite: Rewrite,
         indexing: IndexingTime,
-        occurrences: Sized = (),
+        occurrences: Occurrences | None = None,
     ) -> None:
-        """Create the ticker. `occurrences`: the messages whose release costs more, because a schedule continues."""
+        """Create the ticker. Without `occurrences` there are no schedules."""
         self._scheduler, self._clock = scheduler, clock
         self._release, self._rewrite, self._occurrences = release, rewrite, occurrences
         self._indexing, self._indexed_ns = indexing, indexing.total_ns
@@ -99,8 +114,11 @@ class Ticker:
             return round((self._paused_until_ns - began_ns) / 1e6)
         in_flight_rows = scheduler.in_flight_rows
         # Handed-out messages cannot be cancelled any more, so no more are handed out than the disk can take.
-        has_few = len(self._occurrences) <= limits.SCHEDULE_ROWS_AT_ONCE
-        rows_max = limits.FRAME_ROWS_MAX if has_few else limits.SCHEDULE_ROWS_AT_ONCE
+        rows_max, occurrence_ns = limits.FRAME_ROWS_MAX, self._indexing.occurrence_ns
+        occurrences = 0 if self._occurrences is None else self._occurrences.count
+        # Schedules may hold the event loop for `HOLD_NS` at once.
+        if occurrences > limits.SCHEDULE_ROWS_AT_ONCE or occurrences * occurrence_ns > HOLD_NS:
+            rows_max = min(limits.SCHEDULE_ROWS_AT_ONCE, HOLD_NS // occurrence_ns)
         free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, rows_max)
         if free_rows <= 0 or scheduler.is_full:
             return scheduler.fall_asleep(until_durable=True)

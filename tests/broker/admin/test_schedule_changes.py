@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +24,9 @@ from tests.broker.recurring.schedule_lives import (
 from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
+from timeball.broker.admin import schedule_changes
+from timeball.broker.recurring import successors
+from timeball.broker.recurring.kept_results import kept
 from timeball.broker.registry.schedules import State
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Access, Account, Caller, Principal
@@ -138,6 +144,76 @@ async def test_the_number_and_the_bytes_of_schedules_are_limited(
     await put(world, "b", body=b"changed again")
 
 
+@on_node()
+async def test_a_rescheduled_occurrence_stands_for_its_time_in_a_new_schedule(world: World) -> None:
+    await put(world)
+    moved_ms, minute_ms = progress(world).due_ms, 60 * SECOND_MS
+    later_ms = moved_ms + 7 * minute_ms
+    await world.broker.reschedule(ids=[id_of(moved_ms)], due_ms=later_ms)
+    await world.broker.schedules.delete(NAME, ANONYMOUS)
+    assert await put(world) == "created"
+    assert progress(world).due_ms == moved_ms + EVERY_MS, "one message for each time"
+    # A changed rule begins now, too.
+    await world.broker.schedules.put(NAME, facts_of({"every": "2m"}), ANONYMOUS)
+    assert progress(world).due_ms < moved_ms
+    await world.broker.schedules.put(NAME, facts_of(), ANONYMOUS)
+    assert progress(world).due_ms == moved_ms + EVERY_MS
+    await world.advance(later_ms - world.clock.wall)
+    await world.advance(moved_ms + EVERY_MS - world.clock.wall)
+    ids = [row["unique_key"] for row in await released(world)]
+    assert ids == [id_of(moved_ms), id_of(moved_ms + EVERY_MS)]
+
+
+@on_node()
+async def test_its_own_occurrence_does_not_stand_in_the_way_of_a_replaced_schedule(world: World) -> None:
+    await put(world)
+    due_ms = progress(world).due_ms
+    for rule in ({"every": "20m"}, {"every": "5m"}, {"every": "10m"}):
+        await world.broker.schedules.put(NAME, facts_of(rule), ANONYMOUS)
+        assert progress(world).due_ms == (due_ms if rule != {"every": "5m"} else due_ms - EVERY_MS // 2)
+    assert world.broker.pending_messages == 1, "one was cancelled, so its time has no message"
+
+
+@on_node(delay_ms_max=HOUR_MS)
+async def test_the_bound_of_delays_is_for_messages_and_not_for_schedules(world: World) -> None:
+    await world.broker.schedules.put(NAME, facts_of({"every": "1d"}), ANONYMOUS)
+    await world.advance(24 * HOUR_MS)
+    assert len(await released(world)) == 1 and world.broker.pending_messages == 1
+
+
+COSTLY = {
+    "cron": "0 9 * * *", "zone": "UTC", "move": "after",
+    "exclude": [(date(2024, 1, 1) + timedelta(days=2 * day)).isoformat() for day in range(400)],
+}  # fmt: skip
+
+
+@on_node()
+async def test_costly_rules_are_evaluated_in_threads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One thread, which computes in the order of the calls.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    on_loop, first = list[str](), successors.first_after.__wrapped__
+    loop_thread = threading.get_ident()
+
+    def noting(rule: str, after_ms: int) -> Any:
+        if threading.get_ident() == loop_thread:
+            on_loop.append(rule)
+        return first(rule, after_ms)
+
+    for module in (successors, schedule_changes):
+        monkeypatch.setattr(module, "first_after", kept(long_results=100)(noting))
+    await put(world, rule=COSTLY)
+    assert (await world.broker.schedules.get(NAME, ANONYMOUS)).next_local.endswith("T09:00:00")
+    await world.broker.schedules.page(10, "", None, ANONYMOUS)
+    for _ in range(3):
+        await asyncio.to_thread(lambda: None)  # after what was begun there
+        await world.advance(progress(world).due_ms - world.clock.wall)
+    await world.broker.schedules.pause(NAME, ANONYMOUS)
+    await world.broker.schedules.resume(NAME, ANONYMOUS)
+    assert len(await released(world)) == 3 and not on_loop
+    await put(world)
+    assert on_loop, "an ordinary rule takes microseconds"
+
+
 # ---- pause, resume, delete, run --------------------------------------------------------------------------------
 
 
@@ -222,14 +298,14 @@ async def test_pages_of_schedules(world: World) -> None:
     for number in range(7):
         await put(world, f"s{number}", topic="even" if number % 2 == 0 else "odd")
     schedules = world.broker.schedules
-    first = schedules.page(3, "", None, ANONYMOUS)
+    first = await schedules.page(3, "", None, ANONYMOUS)
     assert [shown.name for shown in first.schedules] == ["s0", "s1", "s2"] and first.next_page == "s2"
-    rest = schedules.page(10, first.next_page, None, ANONYMOUS)
+    rest = await schedules.page(10, first.next_page, None, ANONYMOUS)
     assert [shown.name for shown in rest.schedules] == ["s3", "s4", "s5", "s6"] and rest.next_page is None
-    odd = schedules.page(10, "", "odd", ANONYMOUS)
+    odd = await schedules.page(10, "", "odd", ANONYMOUS)
     assert [shown.name for shown in odd.schedules] == ["s1", "s3", "s5"]
     await schedules.delete("s3", ANONYMOUS)
-    assert [shown.name for shown in schedules.page(10, "s1", None, ANONYMOUS).schedules] == [
+    assert [shown.name for shown in (await schedules.page(10, "s1", None, ANONYMOUS)).schedules] == [
         "s2",
         "s4",
         "s5",
@@ -247,7 +323,7 @@ async def test_a_page_has_a_bounded_number_of_schedules_and_bytes(world: World) 
     after: str | None = ""
     names, pages = list[str](), 0
     while after is not None:
-        page = schedules.page(limits.LISTED_ROWS_MAX, after, None, ANONYMOUS)
+        page = await schedules.page(limits.LISTED_ROWS_MAX, after, None, ANONYMOUS)
         assert (
             sum(len(shown.facts.body) for shown in page.schedules) <= 1024 * 1024
             and len(page.schedules) <= 100
@@ -256,7 +332,7 @@ async def test_a_page_has_a_bounded_number_of_schedules_and_bytes(world: World) 
         after, pages = page.next_page, pages + 1
     assert names == sorted(names) and len(set(names)) == 150 and pages == 5
     # Those that are left out count, too.
-    assert schedules.page(limits.LISTED_ROWS_MAX, "", "news", ANONYMOUS).next_page == "large07"
+    assert (await schedules.page(limits.LISTED_ROWS_MAX, "", "news", ANONYMOUS)).next_page == "large07"
 
 
 @on_node()
@@ -311,10 +387,10 @@ async def test_a_schedule_needs_the_right_to_send_to_its_topic(world: World) -> 
     with pytest.raises(Forbidden) as refused:
         await put(world, caller=other, topic="news")  # it would end the occurrence of another topic
     assert TOPIC not in str(refused.value)
-    assert [shown.name for shown in schedules.page(9, "", None, reader).schedules] == [NAME]
-    assert schedules.page(9, "", None, other).schedules == []
+    assert [shown.name for shown in (await schedules.page(9, "", None, reader)).schedules] == [NAME]
+    assert (await schedules.page(9, "", None, other)).schedules == []
     with pytest.raises(NotFound):
-        schedules.get(NAME, other)
+        await schedules.get(NAME, other)
     for call in ("pause", "resume", "run", "delete"):
         with pytest.raises(NotFound):
             await getattr(schedules, call)(NAME, other)

@@ -62,7 +62,7 @@ def caches(tables: Tables, ledger: AttachState) -> dict[str, Any]:
     """The contents of the tables."""
     topics = tables.topics.all()
     return {
-        "meta": {key: bytes(value) for key, value in tables.meta.values.items()},
+        "meta": {key: bytes(value) for key, value in tables.meta.copied()().items()},
         "queues": {
             (topic.name, at): (
                 queue.index.min_offset,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.broker.recurring.schedule_lives import EVERY_MS, LIFE, SETTINGS, Step, faults_after, live
+from tests.broker.recurring.schedule_lives import EVERY_MS, LIFE, SETTINGS, Step, compact, faults_after, live
 from tests.crash_files import Survival
 from tests.rounds import rounds
 
@@ -83,12 +83,42 @@ def test_every_cut_of_a_whole_life(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Releases only: from the log's tail, from the table, and after a start.
+RELEASES: list[Step] = [
+    lambda w: w.start(),
+    lambda w: w.put(),
+    lambda w: w.advance(EVERY_MS),
+    lambda w: compact(w),
+    lambda w: w.advance(EVERY_MS),
+    lambda w: w.restart(),
+    lambda w: w.advance(EVERY_MS),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.siege
+@pytest.mark.timeout(0)
+def test_runs_with_a_cut_around_a_release_and_its_successor() -> None:
+    """A kill keeps all that was written ("everything"), a power cut keeps a random part of it."""
+    calls = {name: live(settings, steps=RELEASES).files.calls for name, settings in SETTINGS.items()}
+    at = [(name, call) for name in SETTINGS for call in range(1, calls[name] + 1)]
+    lives, wrong = rounds(30, 500), list[str]()
+    stride = max(1, len(at) // lives)  # in a siege each call several times, else some of them
+    for index in range(lives):
+        name, call = at[(SEED + index * stride) % len(at)]
+        cut = live(SETTINGS[name], call, RELEASES)
+        for survival in ("everything", "random"):
+            found = faults_after(cut, cut.files.crash(SEED + index, survival))
+            wrong += [f"{name}, {cut.at}, seed={SEED + index} {survival!r}: {found[:5]}"] if found else []
+    assert not wrong, "\n".join(wrong)
+
+
 def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     build, release = Continuation.rows, Delivery._release_or_cancel
     apart: list[pa.RecordBatch] = []
 
-    def build_apart(continuation: Continuation, first_seq: int) -> pa.RecordBatch:
-        apart.append(build(continuation, first_seq))
+    def build_apart(continuation: Continuation, first_seq: int, positions: Any = None) -> pa.RecordBatch:
+        apart.append(build(continuation, first_seq, positions))
         return apart[-1].slice(0, 0)
 
     def release_apart(self: Delivery, scheduled_rows: pa.RecordBatch, now_ms: int, *rest: Any) -> Any:

@@ -6,14 +6,14 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from tests.broker.recovery.test_applying import applied
 from tests.broker.recurring.schedule_lives import EVERY_MS, LIFE, NAME, SETTINGS, Known, OneSchedule, live
 from tests.crash.lives import run
 from tests.crash_files import CrashFiles
 
-from timeball.broker.registry.schedules import Progress
+from timeball.broker.registry.meta import MetaLog
+from timeball.broker.registry.schedules import Schedules
 
 STEPS: dict[str, list[float]] = {
     "one": [],
@@ -47,7 +47,10 @@ def test_steps_of_any_size_give_the_same_schedule_and_its_pending_occurrence(
         files.crash(survival="everything"), [], from_checkpoint=True, resumes=False, tail_after=None
     )
     assert with_checkpoint["meta"] == found["one"]["meta"]
-    progress = msgspec.json.decode(found["one"]["meta"][f"occurrence/{NAME}"], type=Progress)
+    meta = MetaLog()
+    schedules = Schedules(meta)
+    meta.restore((key, value) for key, value in found["one"]["meta"].items() if key.startswith("schedules/"))
+    progress = schedules.get(NAME)[1]
     _, seqs, _ = found["one"]["waiting"]
     assert seqs.count(progress.number) == 1 or (strategy == "hour_log" and not seqs), "or it is in the table"
     assert found["one"]["waiting_rows"] == 1

@@ -52,6 +52,6 @@ def test_long_rules_do_not_fill_the_memory(use: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("length", [1, limits.LONG_RULE_CHARACTERS + 1])
 def test_a_result_is_computed_once(length: int) -> None:
     calls = []
-    function = kept(lambda text, number: calls.append(number) or number)
+    function = kept()(lambda text, number: calls.append(number) or number)
     assert [function("x" * length, number) for number in (1, 2, 1, 2)] == [1, 2, 1, 2]
     assert calls == [1, 2]

@@ -23,7 +23,7 @@ class StateRows:
 
     def opened(self, make: Callable[[MetaLog], T]) -> T:
         """A table that knows all appended rows, and appends here."""
-        meta = MetaLog()
+        self.meta = meta = MetaLog()
         made = make(meta)
         for rows in self.appended:
             meta.restore(pairs_of(rows))

@@ -7,7 +7,14 @@ import pytest
 from tests.broker.registry.state_rows import StateRows
 
 from timeball.broker.registry.meta import MetaLog
-from timeball.broker.registry.schedules import Entry, Progress, ScheduleFacts, Schedules, State
+from timeball.broker.registry.schedules import (
+    Entry,
+    Progress,
+    ScheduleFacts,
+    Schedules,
+    State,
+    encode_progress,
+)
 from timeball.model.errors import Corrupt, NotFound
 from timeball.model.message import meta_rows
 
@@ -26,13 +33,13 @@ class Log(StateRows):
 def test_a_schedule_and_its_progress_survive_a_restart() -> None:
     log = Log()
     schedules, meta = log.opened(Schedules), Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
-    log.change(schedules, Entry("a", None, meta, FACTS), Entry("b", None, Progress(State.PAUSED, 3), FACTS))
+    log.change(schedules, Entry("a", meta, FACTS), Entry("b", Progress(State.PAUSED, 3), FACTS))
     after = Progress(State.ACTIVE, 10, number=9, due_ms=20, at_ms=10, runs=1, last_due_ms=10, last_ms=11)
-    log.change(schedules, Entry("a", meta, after))
+    log.change(schedules, Entry("a", after))
     for known in (schedules, log.opened(Schedules)):
         assert known.get("a") == (FACTS, after)
         assert known.get("b") == (FACTS, Progress(State.PAUSED, 3))
-        assert (len(known), known.occurrences) == (2, {9: "a"})
+        assert (len(known), list(known.occurrences), known.name_of(9)) == (2, [9], "a")
         assert list(known.names_after("")) == ["a", "b"] and list(known.names_after("a")) == ["b"]
         assert known.size_bytes == schedules.size_bytes > 0
 
@@ -40,11 +47,11 @@ def test_a_schedule_and_its_progress_survive_a_restart() -> None:
 def test_a_deleted_schedule_is_forgotten() -> None:
     log = Log()
     schedules, meta = log.opened(Schedules), Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
-    log.change(schedules, Entry("a", None, meta, FACTS))
-    log.change(schedules, Entry("a", meta, None))
+    log.change(schedules, Entry("a", meta, FACTS))
+    log.change(schedules, Entry("a", None))
     for known in (schedules, log.opened(Schedules)):
         assert known.find("a") is None and len(known) == known.size_bytes == 0
-        assert known.occurrences == {}
+        assert list(known.occurrences) == []
         with pytest.raises(NotFound):
             known.get("a")
 
@@ -62,8 +69,46 @@ def test_the_values_of_the_log_are_those_of_memory() -> None:
     schedules = Schedules(meta)
     meta.open(lambda _: None, lambda: 0)
     before = Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
-    change = schedules.changed([Entry("a", None, before, FACTS)])
-    assert not meta.values, "nothing changes before the append"
+    change = schedules.changed([Entry("a", before, FACTS)])
+    assert change.pairs[1] == ("occurrence/a", b'[0,5,7,10,5,0,0,0,""]')
+    assert not meta.copied()() and not len(schedules), "nothing changes before the append"
     change.keep()
-    assert set(meta.values) == {"schedule/a", "occurrence/a"}
-    assert bytes(meta.values["occurrence/a"]) == b'[0,5,7,10,5,0,0,0,""]'
+    assert not meta.values, "the columns have them"
+    assert list(meta.copied()()) == ["schedules/0"]
+
+
+def test_a_snapshot_has_all_schedules_in_parts() -> None:
+    log = Log()
+    schedules, copy = log.opened(Schedules), MetaLog()
+    skipping = msgspec.structs.replace(FACTS, overlap="skip", group="g", tag="t", properties={"a": "1"})
+    log.change(
+        schedules,
+        Entry("b", Progress(State.ACTIVE, 5, number=7, due_ms=10, last_queue=2, last_offset=9), skipping),
+        Entry("a", Progress(State.FAILED, 3, error="no zone"), FACTS),
+    )
+    restored = Schedules(copy)
+    copy.restore((key, bytes(value)) for key, value in log.meta.copied()().items())
+    for name in ("a", "b"):
+        assert restored.get(name) == schedules.get(name)
+    assert list(restored.names_after("")) == ["a", "b"] and list(restored.occurrences) == [7]
+    # Rows of the log after the snapshot.
+    copy.restore([("schedule/b", b""), ("occurrence/b", b""), ("occurrence/a", b"[1,4]")])
+    assert restored.find("b") is None and restored.get("a")[1] == Progress(State.PAUSED, 4)
+
+
+def test_a_position_is_in_the_log_only_if_a_schedule_needs_it() -> None:
+    plain = Progress(State.ACTIVE, 5, number=7)
+    assert encode_progress(plain) == b'[0,5,7,0,0,0,0,0,""]'
+    placed = msgspec.structs.replace(plain, last_queue=0, last_offset=3)
+    assert encode_progress(placed) == b'[0,5,7,0,0,0,0,0,"",0,3]'
+    for each in (plain, placed):
+        assert msgspec.json.decode(encode_progress(each), type=Progress) == each
+
+
+def test_names_of_a_recovery_are_sorted_once() -> None:
+    log = Log()
+    schedules = log.opened(Schedules)
+    for name in ("m", "a", "z", "c"):
+        log.change(schedules, Entry(name, Progress(State.PAUSED, 3), FACTS))
+    log.change(schedules, Entry("z", None))
+    assert list(log.opened(Schedules).names_after("a")) == list(schedules.names_after("a")) == ["c", "m"]

@@ -12,7 +12,7 @@ from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.registry.meta import MetaLog, MetaTable, Restorable
+from timeball.broker.registry.meta import Holder, MetaLog, MetaTable, Restorable
 from timeball.broker.registry.tables import (
     SECRET_BYTES,
     AdoptedFacts,
@@ -32,9 +32,9 @@ def test_no_two_tables_restore_the_same_rows(monkeypatch: pytest.MonkeyPatch) ->
     prefixes: list[str] = []
     register = MetaLog.register
 
-    def recorded(log: MetaLog, prefix: str, table: Restorable) -> None:
+    def recorded(log: MetaLog, prefix: str, table: Restorable, holds: Holder | None = None) -> None:
         prefixes.append(prefix)
-        register(log, prefix, table)
+        register(log, prefix, table, holds)
 
     monkeypatch.setattr(MetaLog, "register", recorded)
     Tables(CrashFiles(), queues_per_topic=4)

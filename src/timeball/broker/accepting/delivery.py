@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from timeball.broker.accepting.expiry import REASON as EXPIRED
 from timeball.broker.accepting.expiry import Expired, find_expired
-from timeball.broker.recurring.successors import MISSED, Successors
+from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
@@ -59,7 +59,7 @@ from timeball.schedule.level_cascade import NAME as TIMING_LIST
 from timeball.schedule.level_cascade import without_list
 from timeball.schedule.locations import FEW, with_column
 from timeball.schedule.scheduler import Scheduler
-from timeball.schedule.ticker import IndexingTime
+from timeball.schedule.ticker import HOLD_NS, OCCURRENCE_NS_MIN, IndexingTime
 
 FEW_ROWS = 64  # for more rows, columns cost less
 FEW_BYTES = limits.REQUEST_BYTES_MAX // 64
@@ -118,7 +118,7 @@ class Delivery:
         """
         pairs = pairs_of(scheduled_rows)
         # No call if there are no schedules and no selections: each release takes this path.
-        has_occurrences = self._occurrences and not self._occurrences.keys().isdisjoint(pairs[1].tolist())
+        has_occurrences = self._occurrences.count and self._successors.has_any(pairs[1])
         owner = self._owners(scheduled_rows) if self._all_selections else None
         if has_occurrences or owner is not None:
             begin = 0
@@ -131,6 +131,7 @@ class Delivery:
                 )  # fmt: skip
                 begin = end
             return durable
+        self.indexing.occurrence_ns = max(self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
         values = values_if_few(scheduled_rows)
         if values is not None:
             return self._release_few(scheduled_rows, values, pairs, now_ms)
@@ -208,31 +209,33 @@ class Delivery:
     ) -> asyncio.Future[int]:
         """Append the releases of one frame, and the rows that continue the schedules of its occurrences.
 
-        Cancelled instead are missed occurrences, messages with an `owner` (an index of a selection), and expired
-        messages that are not to be moved. The first of these reasons counts.
+        Cancelled instead are messages with an `owner` (an index of a selection), missed or overlapping occurrences, and
+        expired messages that are not to be moved. The first of these reasons counts.
         """
+        began_ns = self._clock.clock.monotonic_ns()
         seq = int64(scheduled_rows.column("seq"))
         none = np.zeros(len(seq), np.bool_)
         is_selected = none if owner is None else owner >= 0
         is_expired = none if expired is None else expired.any_of & ~is_selected
         continuation = self._successors.after_release(seq, now_ms, is_selected, is_expired)
-        is_expired = is_expired & ~continuation.missed
+        reasons = np.full(len(seq), "", object)  # of those cancelled here, without selected ones
+        for index, reason in continuation.cancelled.items():
+            reasons[index] = reason
+        is_expired = is_expired & (reasons == "")
         released, parts, placement = scheduled_rows, list[pa.RecordBatch](), None
-        is_ended = is_expired
         if expired is not None:
             moved = self._can_move(scheduled_rows, expired.moved & is_expired)
-            is_ended = is_expired & ~moved
+            reasons[is_expired & ~moved] = EXPIRED
             released = _into_expired_topics(scheduled_rows, moved)
-        cancelled = continuation.missed | is_selected | is_ended
+        cancelled = is_selected | (reasons != "")
         if cancelled.any():
             released = released.filter(pa.array(~cancelled))
         if released.num_rows:
             rows, placement = self._place(released, now_ms)
             parts.append(rows)  # the queue index expects the released rows first
-        for mask, reason in ((continuation.missed, MISSED), (is_ended, EXPIRED)):
-            if mask.any():
-                rows = scheduled_rows.filter(pa.array(mask))
-                parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
+        for reason in sorted(set(reasons) - {""}):
+            rows = scheduled_rows.filter(pa.array(reasons == reason))
+            parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
         ended_rows = dict[str, int]()  # of each selection
         if owner is not None:
             for name, rows in self._selected_rows(scheduled_rows, now_ms, owner):
@@ -240,7 +243,11 @@ class Delivery:
                 ended_rows[name] = rows.num_rows
         # After the topics of released messages, whose creation appends rows.
         first_seq = self._writer.next_seq
-        added, added_seq = continuation.rows(first_seq + len(seq)), first_seq + len(seq)
+        positions = None
+        if placement is not None:
+            positions = np.full(len(seq), -1, np.int64), np.full(len(seq), -1, np.int64)
+            positions[0][~cancelled], positions[1][~cancelled] = placement.queue_id, placement.queue_offset
+        added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
         expired_topics = _topics_in(scheduled_rows, is_expired)
 
@@ -253,6 +260,13 @@ class Delivery:
 
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
         continuation.keep()
+        if continuation.occurrences:
+            spent_ns = self._clock.clock.monotonic_ns() - began_ns
+            # A higher time counts at once, because the next rules may be like these.
+            measured_ns = min(spent_ns // continuation.occurrences, HOLD_NS)
+            self.indexing.occurrence_ns = max(
+                measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN
+            )
         return durable
 
     def _selected_rows(
@@ -300,9 +314,9 @@ class Delivery:
         begin_ms: Int64Array,
         first_seq: int,
         placement: Placement | QueueOffsets | None,
-        missed: Bools | None = None,
+        cancelled: Bools | None = None,
     ) -> None:
-        """Update the caches: `scheduled_rows` are released, beside the messages in `missed`, a mask of `pairs`."""
+        """Update the caches: `scheduled_rows` are released, beside the messages in `cancelled`, a mask of `pairs`."""
         began_ns = self._clock.clock.monotonic_ns()
         seq = pairs[1]
         queues = list[tuple[str, int]]()
@@ -311,7 +325,7 @@ class Delivery:
             queues = placement.count(self._rates, released=True)
         now_ms = self._clock.now_ms()
         # After the index: consumers must find the message before it counts as released.
-        self._scheduler.released(seq, missed)
+        self._scheduler.released(seq, cancelled)
         if self._redeliveries.waiting_rows:
             # Rows that come as values were never moved, so `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -24,8 +25,10 @@ from timeball.broker.recurring.successors import (
     Next,
     Successors,
     cancel_row_of,
+    choose,
     first_after,
     following,
+    is_costly,
     last_times,
     occurrence_id,
     occurrence_properties,
@@ -45,7 +48,7 @@ from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import rows_of
 from timeball.log.writer import CommitLog
 from timeball.model import limits
-from timeball.model.access import Caller, Verb
+from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.answers import MessagePlace
 from timeball.model.errors import Forbidden, InvalidDelay, NotFound, OutOfRange
 from timeball.model.message import encode_properties, send_row
@@ -114,29 +117,36 @@ class ScheduleChanges:
 
     # -- queries -------------------------------------------------------------------------------------------------
 
-    def get(self, name: str, caller: Caller) -> Shown:
+    async def get(self, name: str, caller: Caller) -> Shown:
         """Find a schedule. Raises NotFound, also if the caller may not look at its topic."""
+        return await self._show(name, *self._visible(name, caller), caller)
+
+    def _visible(self, name: str, caller: Caller) -> tuple[ScheduleFacts, Progress]:
         self._policy.allow_somewhere(caller, Verb.LOOK)
         facts, progress = self._schedules.get(name)
         if not self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
             raise NotFound(
                 f"no schedule {name!r}"
             )  # the same error in both cases, so it does not reveal names
-        return self._show(name, facts, progress, caller)
+        return facts, progress
 
-    def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
+    async def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
         """List up to `rows` schedules whose names come after `after`. A page may be short, and another one follows."""
         self._policy.allow_somewhere(caller, Verb.LOOK)
         listed, size_bytes = list[Shown](), 0
         rows = min(rows, SHOWN_PER_PAGE_MAX)
-        for index, name in enumerate(self._schedules.names_after(after)):
+        for index, name in enumerate(
+            list(islice(self._schedules.names_after(after), NAMES_PER_PAGE_MAX + 1))
+        ):
             if len(listed) == rows or index == NAMES_PER_PAGE_MAX or size_bytes >= PAGE_BYTES_MAX:
                 return Page(listed, after)
             after = name
-            facts, progress = self._schedules.get(name)
+            if (found := self._schedules.find(name)) is None:
+                continue  # deleted meanwhile
+            facts, progress = found
             size_bytes += len(facts.body) + len(facts.rule)  # of others, too: each is decoded
             if topic in (None, facts.topic) and self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
-                listed.append(self._show(name, facts, progress, caller))
+                listed.append(await self._show(name, facts, progress, caller))
         return Page(listed, None)
 
     async def preview(
@@ -152,7 +162,7 @@ class ScheduleChanges:
 
     async def history(self, name: str, caller: Caller) -> list[Past]:
         """List the last times of a schedule's rule, the newest first, with the states of their messages."""
-        facts = self.get(name, caller).facts
+        facts = self._visible(name, caller)[0]
         until_ms, past = self._clock.now_ms(), list[Past]()
         # In a thread, because each step backwards asks the rule some tens of times.
         times = await asyncio.to_thread(
@@ -173,35 +183,35 @@ class ScheduleChanges:
         InvalidName, InvalidMessage, InvalidDelay, OutOfRange, OverLimit, and the errors of a send.
         """
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
-        known = await self._find_durable(name)
-        if known is not None:
-            if not self._policy.allows(caller, Verb.LOOK, topic=known[0].topic):
-                raise Forbidden(f"schedule {name!r} exists for another topic, which you may not see")
-            self._policy.allow(caller, Verb.CANCEL, topic=known[0].topic)
-            if known[0] == facts and known[1].state != State.FAILED:
-                await self._log.writer.flushed()  # the first copy of the request may not be durable yet
-                return self._show(name, *known, caller), "unchanged"
-        self._schedules.check_new(name, facts, None if known is None else known[0])
-        self._check_template(name, facts)
-        now_ms, before, after_ms = self._clock.now_ms(), None, None
-        if known is not None:
-            before = known[1]
-            # An equal rule continues, so that a change of the body neither skips nor repeats an occurrence.
-            after_ms = before.after_ms if known[0].rule == facts.rule else None
-        after = following(name, facts, before, now_ms if after_ms is None else after_ms, now_ms, is_put=True)
+        while True:
+            known = await self._find_durable(name)
+            if known is not None:
+                if not self._policy.allows(caller, Verb.LOOK, topic=known[0].topic):
+                    raise Forbidden(f"schedule {name!r} exists for another topic, which you may not see")
+                self._policy.allow(caller, Verb.CANCEL, topic=known[0].topic)
+                if known[0] == facts and known[1].state != State.FAILED:
+                    await self._log.writer.flushed()  # the first copy of the request may not be durable yet
+                    return await self._show(name, *known, caller), "unchanged"
+            self._schedules.check_new(name, facts, None if known is None else known[0])
+            self._check_template(name, facts)
+            now_ms = self._clock.now_ms()
+            after = await self._first(name, facts, known, now_ms)
+            # Another request or a release may have changed the schedule meanwhile.
+            if self._schedules.find(name) == known:
+                break
         # A schedule without a next time is probably a mistake in the rule.
         if after.occurrence is None:
             raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
-        if before is not None and before.state == State.PAUSED:
+        if known is not None and known[1].state == State.PAUSED:
             paused = msgspec.structs.replace(after.progress, state=State.PAUSED)
-            after = Next(name, facts, before, paused, is_put=True)
+            after = Next(name, facts, paused, is_put=True)
         # Last, because it may create the topic.
         self._policy.admit([facts.topic], caller)
         self._zones.use(zone_of_rule(facts.rule))
         await self._append(after, now_ms, known)
         # Another request may have changed or deleted it meanwhile.
         current = self._schedules.find(name) or (facts, after.progress)
-        return self._show(name, *current, caller), "created" if known is None else "replaced"
+        return await self._show(name, *current, caller), "created" if known is None else "replaced"
 
     async def pause(self, name: str, caller: Caller) -> Shown:
         """Cancel the pending occurrence, and append no other until the schedule is resumed. Raises NotFound."""
@@ -210,32 +220,38 @@ class ScheduleChanges:
             # The occurrence itself is the first one that a resume may choose.
             paused = Progress(
                 State.PAUSED, before.due_ms - 1, runs=before.runs, last_due_ms=before.last_due_ms,
-                last_ms=before.last_ms,
+                last_ms=before.last_ms, last_queue=before.last_queue, last_offset=before.last_offset,
             )  # fmt: skip
-            await self._append(Next(name, facts, before, paused), self._clock.now_ms(), (facts, before))
-        return self.get(name, caller)
+            await self._append(Next(name, facts, paused), self._clock.now_ms(), (facts, before))
+        return await self.get(name, caller)
 
     async def resume(self, name: str, caller: Caller) -> Shown:
         """Continue a paused or failed schedule. Its `catch_up` decides about the times meanwhile. Raises NotFound."""
-        facts, before = await self._get_durable(name, caller, Verb.SEND)
-        if before.state in (State.PAUSED, State.FAILED):
-            self._policy.admit([facts.topic], caller)
+        while True:
+            facts, before = await self._get_durable(name, caller, Verb.SEND)
+            if before.state not in (State.PAUSED, State.FAILED):
+                break
             now_ms = self._clock.now_ms()
-            await self._append(following(name, facts, before, before.after_ms, now_ms), now_ms)
-        return self.get(name, caller)
+            await self._compute(facts, before.after_ms, now_ms)
+            # Otherwise two resumes at the same time would append two occurrences.
+            if self._schedules.find(name) == (facts, before):
+                self._policy.admit([facts.topic], caller)
+                await self._append(following(name, facts, before, before.after_ms, now_ms), now_ms)
+                break
+        return await self.get(name, caller)
 
     async def delete(self, name: str, caller: Caller) -> None:
         """Delete a schedule, and cancel its pending occurrence. Raises NotFound."""
         facts, before = await self._get_durable(name, caller, Verb.CANCEL)
         # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
-        change = self._schedules.changed([Entry(name, before, None)])
+        change = self._schedules.changed([Entry(name, None)])
         await self._append_rows(
-            name, Continuation(lambda _: (change.rows, change)), self._clock.now_ms(), (facts, before)
+            name, Continuation(lambda *_: (change.rows, change)), self._clock.now_ms(), (facts, before)
         )
 
     async def run(self, name: str, caller: Caller) -> str:
         """Send a message of the template now. The next occurrence stays. Returns the id of the message."""
-        facts = self.get(name, caller).facts
+        facts = self._visible(name, caller)[0]
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         # The number of the next row, because several messages may be sent in one millisecond.
         message_id = f"{name}.run-{self._log.writer.next_seq}"
@@ -249,11 +265,43 @@ class ScheduleChanges:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _show(self, name: str, facts: ScheduleFacts, progress: Progress, caller: Caller) -> Shown:
+    async def _first(
+        self, name: str, facts: ScheduleFacts, known: tuple[ScheduleFacts, Progress] | None, now_ms: int
+    ) -> Next:
+        """Compute the first occurrence of a schedule that is put."""
+        before = None if known is None else known[1]
+        if known is not None and known[0].topic != facts.topic:  # the last position is of another topic
+            before = msgspec.structs.replace(known[1], last_queue=-1, last_offset=-1)
+        # An equal rule continues, so that a change of the body neither skips nor repeats an occurrence.
+        continues = known is not None and known[0].rule == facts.rule
+        after_ms = before.after_ms if before is not None and continues else now_ms
+        while True:
+            await self._compute(facts, after_ms, now_ms)
+            after = following(name, facts, before, after_ms, now_ms, is_put=True)
+            if continues or after.occurrence is None:
+                return after
+            # A rescheduled occurrence of an earlier schedule with this name still stands for its time.
+            after_ms = after.occurrence.due_ms
+            places = await self._find(occurrence_id(name, after_ms), facts.topic, ANONYMOUS)
+            own = 0 if before is None else before.number
+            if not any(place.state in ("waiting", "visible") and place.seq != own for place in places):
+                return after
+
+    async def _compute(self, facts: ScheduleFacts, after_ms: int, now_ms: int) -> None:
+        """Compute the next occurrence of a costly rule in a thread. The result is kept for the event loop."""
+        if is_costly(facts.rule_text):
+            with suppress(Exception):  # raised again on the event loop
+                await asyncio.to_thread(choose, facts, after_ms, now_ms)
+
+    async def _show(self, name: str, facts: ScheduleFacts, progress: Progress, caller: Caller) -> Shown:
         local = ""
         if progress.number:
+            rule, before_ms = facts.rule_text, progress.due_ms - 1
             with suppress(InvalidDelay):  # its zone has left the time zone database
-                occurrence = first_after(facts.rule_text, progress.due_ms - 1)
+                if is_costly(rule):
+                    occurrence = await asyncio.to_thread(first_after, rule, before_ms)
+                else:
+                    occurrence = first_after(rule, before_ms)
                 local = "" if occurrence is None else occurrence.local
         may_read = self._policy.allows(caller, Verb.RECEIVE, topic=facts.topic)
         return Shown(name, facts, progress, local, may_read)
@@ -268,7 +316,7 @@ class ScheduleChanges:
         return found
 
     async def _get_durable(self, name: str, caller: Caller, verb: Verb) -> tuple[ScheduleFacts, Progress]:
-        self.get(name, caller)  # raises NotFound
+        self._visible(name, caller)  # raises NotFound
         found = await self._find_durable(name)
         if found is None:
             raise NotFound(f"no schedule {name!r}")

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from timeball.broker.consuming.leases import Leases
+from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.registry.groups import Offsets
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.redeliveries import Redeliveries, topic_of
+from timeball.broker.registry.topics import Topic, Topics
 from timeball.io.clock import SchedulerClock
 from timeball.model.answers import GroupPlace, MessagePlace
 from timeball.model.message import (
@@ -116,6 +118,35 @@ class GroupPlaces:
                     state = self._state_of_copy(group, copy)
                 states += [] if state is None else [state]
         return states
+
+    def has_finished(self, group: str, name: str, queue_id: int, offset: int, topics: Topics) -> bool:
+        """Check whether a group has acknowledged the message at a position of a topic, or will not get it any more.
+
+        A message that returns to the group is not finished. Its retry topic does not show which message returns, so
+        nothing of this topic is finished as long as any message returns.
+        """
+        topic = topics.find_topic(name)
+        if topic is None or queue_id >= len(topic.queues) or offset < topic.queues[queue_id].index.min_offset:
+            return True  # retention or an operator has removed it
+        place = self._state_at(group, name, queue_id, offset, 0)
+        if place is None or place.state != DONE or self._redeliveries.counts().get((group, name)):
+            return False
+        # Without a due time it is in a retry topic: of this topic (POP), or of the whole group (RocketMQ's push).
+        retries = (topics.find_topic(retry) for retry in (retry_topic(group, name), RETRY_PREFIX + group))
+        return all(self._has_read(group, retry) for retry in retries if retry is not None)
+
+    def _has_read(self, group: str, topic: Topic) -> bool:
+        """Check whether a group has finished all messages of a topic."""
+        for queue_id, queue in enumerate(topic.queues):
+            first, end = queue.index.min_offset, queue.index.max_offset
+            leases = self._leases.get(group, topic.name, queue_id)
+            if leases is not None and self._leases.is_live(leases):
+                first = max(first, leases.first_open)
+            else:
+                first = max(first, self._offsets.find_offset(group, topic.name, queue_id) or 0)
+            if first < end:
+                return False
+        return True
 
     def _state_of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
         """Find the state that the last copy of the message for this group shows."""

@@ -190,8 +190,9 @@ class Draining:
         if active_selections := self._tables.selections.active:
             raise Conflict(f"selection {active_selections[0]} is active: undo it, or wait until it is over")
         # A successor would be appended here, while its predecessor is pending at the heir.
-        active_schedule = next(iter(self._tables.schedules.occurrences.values()), None)
-        if active_schedule is not None:
+        schedules = self._tables.schedules
+        if len(schedules.occurrences):
+            active_schedule = schedules.name_of(next(iter(schedules.occurrences)))
             raise Conflict(f"schedule {active_schedule!r} is active: pause it, and put it in group {heir}")
 
     def _close_if_drained(self) -> None:

@@ -34,7 +34,7 @@ from timeball.broker.recurring.rule import Rule
 from timeball.broker.recurring.successors import Next, Successors, cancel_row_of, first_after, following
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.rates import Rates
-from timeball.broker.registry.schedules import OCCURRENCE, Schedules
+from timeball.broker.registry.schedules import OCCURRENCE, Progress, Schedules
 from timeball.broker.registry.zones import (
     UTC,
     ZoneFacts,
@@ -121,7 +121,7 @@ class ZoneUpdates:
         """Move the due times that tzdata has changed since the last start. Called before the first release."""
         facts, version = self._zones.facts, time_parsing.VERSION
         # The usual case of a broker without local times costs nothing, however many messages are pending.
-        if facts is None and not self._schedules.occurrences:
+        if facts is None and not self._schedules.occurrences.count:
             return
         facts = facts or ZoneFacts(tzdata="")
         # An update that broke off has moved some messages. So equal versions do not mean that nothing is to do, because
@@ -193,8 +193,11 @@ class ZoneUpdates:
     def _names_by_zone(self) -> dict[str, list[str]]:
         """List the names of the schedules with a pending occurrence, by the zone of their rules."""
         names = defaultdict[str, list[str]](list)
-        for name in self._schedules.occurrences.values():
-            names[zone_of_rule(self._schedules.get(name)[0].rule)].append(name)
+        occurrences = self._schedules.occurrences
+        slots = occurrences.slots(occurrences.all())
+        for begin in range(0, len(slots), _SCHEDULES_AT_ONCE):
+            for name, facts, *_ in self._schedules.at(slots[begin : begin + _SCHEDULES_AT_ONCE]):
+                names[zone_of_rule(facts.rule)].append(name)
         names.pop(UTC, None)
         return names
 
@@ -227,20 +230,21 @@ class ZoneUpdates:
                 continue
             # Compared without the catch-up, which decides about missed occurrences when they are handed out.
             if first is not None and first.due_ms != progress.due_ms:
-                moved.append(following(name, facts, progress, after_ms, now_ms))
+                moved.append((following(name, facts, progress, after_ms, now_ms), progress))
         if moved:
             await self._append(zone, moved, now_ms, report)
 
-    async def _append(self, zone: str, moved: Sequence[Next], now_ms: int, report: _Report) -> None:
-        """Replace the pending occurrences of these schedules in one frame."""
+    async def _append(
+        self, zone: str, moved: Sequence[tuple[Next, Progress]], now_ms: int, report: _Report
+    ) -> None:
+        """Replace the pending occurrences of these schedules in one frame. `moved`: their next and present states."""
         self._log.writer.check_admission()
-        states = [(after, after.before) for after in moved if after.before is not None]
         # No await from here to the append, as for each change of a schedule.
         was_pending = self._scheduling.scheduler.cancel(
-            np.array([before.due_ms for _, before in states]),
-            np.array([before.number for _, before in states]),
+            np.array([before.due_ms for _, before in moved]),
+            np.array([before.number for _, before in moved]),
         )
-        states = [state for state, is_moved in zip(states, was_pending.tolist(), strict=True) if is_moved]
+        states = [state for state, is_moved in zip(moved, was_pending.tolist(), strict=True) if is_moved]
         if not states:
             return
         for after, before in states:

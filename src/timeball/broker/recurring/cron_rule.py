@@ -189,7 +189,7 @@ def _lowest(bits: int) -> int:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-@kept
+@kept()
 def parse_cron(text: str, seconds: bool = False) -> CronTimes:
     """Parse an expression. `seconds` allows a sixth field, before the others. Raises InvalidDelay."""
     canonical = " ".join(text.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -12,14 +13,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def kept(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
-    """Cache the results of a function whose first argument is the text of a rule."""
-    short, long = lru_cache(limits.RULES_KEPT)(function), lru_cache(limits.LONG_RULES_KEPT)(function)
+def kept(
+    *, long_results: int = limits.LONG_RULES_KEPT
+) -> Callable[[Callable[Concatenate[str, P], T]], Callable[Concatenate[str, P], T]]:
+    """Cache the results of a function whose first argument is the text of a rule. Any thread may call it.
 
-    @wraps(function)
-    def call(text: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # A result keeps the text, and a parsed rule with a thousand dates takes 200 KB.
-        results = short if len(text) <= limits.LONG_RULE_CHARACTERS else long
-        return results(text, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
+    `long_results`: how many results of long rules are kept. The default is for results of 200 KB, as parsed rules with
+    a thousand dates have.
+    """
 
-    return call
+    def decorate(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
+        short, long = lru_cache(limits.RULES_KEPT)(function), dict[object, list[T]]()
+
+        @wraps(function)
+        def call(text: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if len(text) <= limits.LONG_RULE_CHARACTERS:
+                return short(text, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
+            # By a digest, so that a small result does not keep the text of its rule.
+            key = hashlib.blake2b(text.encode(), digest_size=16).digest(), args, tuple(kwargs.items())
+            if (results := long.pop(key, None)) is None:
+                results = [function(text, *args, **kwargs)]
+                if len(long) >= long_results:
+                    long.pop(next(iter(long)), None)
+            long[key] = results  # the last one to be removed
+            return results[0]
+
+        return call
+
+    return decorate

@@ -241,7 +241,7 @@ def _runs_every_hour(parts: Mapping[str, str], interval: int) -> bool:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-@kept
+@kept()
 def parse_rrule(text: str, zone: str) -> RruleTimes:
     """Parse a rule whose local times are in the zone of this name. Raises InvalidDelay."""
     try:

@@ -119,7 +119,7 @@ class Rule:
         return self._timetable.resumes_after_ms(local, after_ms)
 
 
-@kept
+@kept()
 def _rule(text: str) -> Rule:
     try:
         given = msgspec.json.decode(text, type=dict[str, object])

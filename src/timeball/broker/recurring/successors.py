@@ -7,15 +7,20 @@
 These rows are the successor of each occurrence (SCHEDULED) and the progress of its schedule (META). A frame is in the
 log as a whole or not at all. So an active schedule has exactly one pending occurrence, also after a crash.
 
-Everything here follows from the META values and the time, so each leader of a cluster appends the same rows. No method
-appends or waits: callers decide, append and call `keep` without an await in between.
+The next occurrence follows from the META values and the time, so each leader of a cluster appends the same rows. No
+method appends or waits: callers decide, append and call `keep` without an await in between.
+
+A schedule may skip an occurrence while a group has not finished the previous one. This is decided when it is due, from
+the positions that the group has acknowledged.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,8 +43,12 @@ from timeball.log.row_encoder import build
 from timeball.model import limits
 from timeball.model.message import (
     CANCEL_REASON,
+    PROPERTY_END,
+    PROPERTY_NAME_END,
     Int64Array,
+    Kind,
     LogRow,
+    build_rows,
     cancel_row,
     encode_properties,
     scheduled_row,
@@ -48,17 +57,44 @@ from timeball.schedule.backlog import Backlog, Bools
 
 logger = logging.getLogger(__name__)
 
-MISSED = "missed"  # the reason in the CANCEL row of an occurrence that is not delivered
-_NONE_MISSED = np.empty(0, np.bool_)
+# Reasons in the CANCEL row of an occurrence that is due, but not delivered.
+MISSED, OVERLAP = "missed", "overlap"
+
+COSTLY_CHARACTERS = 256
+FEW_ROWS = 64  # for more rows, columns cost less
+
+_SCHEDULE = f"{SCHEDULE}{PROPERTY_NAME_END}"
+_OCCURRENCE = f"{PROPERTY_END}{OCCURRENCE}{PROPERTY_NAME_END}"
+_SCHEDULED_MS = f"{PROPERTY_END}{SCHEDULED_MS}{PROPERTY_NAME_END}"
+
+# Checks whether a group has finished the message at a position: group, topic, queue, offset.
+HasFinished = Callable[[str, str, int, int], bool]
+Positions = tuple[
+    Int64Array, Int64Array
+]  # the queue and the offset of each message of a hand-out, if it is released
 
 # ---- which occurrence is next --------------------------------------------------------------------------------
 
 
+def is_costly(rule: str) -> bool:
+    """Check whether a rule may take milliseconds to parse and to evaluate: many dates, or rare days of RFC 5545.
+
+    Its next times are computed in a thread before they are needed.
+    """
+    return len(rule) > COSTLY_CHARACTERS or rule.startswith('{"rrule"')
+
+
 # Schedules with equal rules are due at the same times, so most calls for them are answered from here.
-@kept
+@kept(long_results=limits.RULES_KEPT)
 def first_after(rule: str, after_ms: int) -> Occurrence | None:
     """Find the first occurrence of a rule later than `after_ms`. None if there is none. Raises InvalidDelay."""
     return next(iter(Rule.from_text(rule).after(after_ms)), None)
+
+
+def compute(rule: str, after_ms: int) -> None:
+    """Compute the first occurrence later than `after_ms`, so that the next call of `first_after` takes no time."""
+    with suppress(Exception):  # raised again by that call
+        first_after(rule, after_ms)
 
 
 def last_until(rule: str, after_ms: int, until_ms: int) -> Occurrence | None:
@@ -119,19 +155,41 @@ def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | Non
 # ---- what follows the end of an occurrence -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Next:
+class Next(NamedTuple):
     """The next state of a schedule, and the occurrence that will be pending.
 
-    `progress` still lacks the number of that occurrence. `is_put`: the facts are new, too.
+    `progress` still lacks the number of that occurrence. `is_put`: the facts are new, too. `slot`: where the schedule
+    is in memory, if that is known. `released_at`: the index of its released occurrence in the hand-out, else -1.
     """
 
     name: str
     facts: ScheduleFacts
-    before: Progress | None
     progress: Progress
     occurrence: Occurrence | None = None
     is_put: bool = False
+    slot: int | None = None
+    released_at: int = -1
+
+
+class Decision(NamedTuple):
+    """What follows an occurrence: the next one, or the state of a schedule without one, and why it has failed."""
+
+    occurrence: Occurrence | None
+    state: State
+    error: str = ""
+    is_missed: bool = False  # the occurrence itself is not delivered
+
+
+def decide(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Decision:
+    """Decide what follows `after_ms` in an active schedule. If its rule cannot be evaluated, it has failed."""
+    try:
+        occurrence = choose(facts, after_ms, now_ms)
+        if occurrence is not None and occurrence.due_ms > now_ms + limits.DELAY_MS_MAX:
+            raise ValueError("the next occurrence is more than ten years ahead")
+    # A rule is a user's text, and its zone may leave the time zone database. All other messages must be released.
+    except Exception as failure:
+        return Decision(None, State.FAILED, str(failure)[:200] or repr(failure)[:200])
+    return Decision(occurrence, State.ENDED if occurrence is None else State.ACTIVE)
 
 
 def following(
@@ -144,36 +202,23 @@ def following(
     is_put: bool = False,
 ) -> Next:
     """Compute what follows `after_ms` in an active schedule. If its rule cannot be evaluated, it has failed."""
-    occurrence, state, error = None, State.ENDED, ""
-    try:
-        occurrence = choose(facts, after_ms, now_ms)
-        if occurrence is not None and occurrence.due_ms > now_ms + limits.DELAY_MS_MAX:
-            raise ValueError("the next occurrence is more than ten years ahead")
-    # A rule is a user's text, and its zone may leave the time zone database. All other messages must be released.
-    except Exception as failure:
-        if not is_put:  # a put is refused with this reason
-            logger.exception("schedule failed name=%s", name)
-        occurrence, state, error = None, State.FAILED, str(failure)[:200]
+    decision = decide(facts, after_ms, now_ms)
+    if decision.error and not is_put:  # a put is refused with this reason
+        logger.error("schedule failed name=%s error=%s", name, decision.error)
     last = before or Progress(State.ACTIVE, after_ms)
     # The number of the next occurrence is known when its row is appended.
     progress = msgspec.structs.replace(
-        last, state=state if occurrence is None else State.ACTIVE, after_ms=after_ms, number=0, due_ms=0, at_ms=0,
-        error=error,
-    )  # fmt: skip
-    return Next(name, facts, before, progress, occurrence, is_put)
-
-
-def after_hand_out(name: str, facts: ScheduleFacts, before: Progress, now_ms: int) -> tuple[Next, bool]:
-    """Compute what follows the pending occurrence of a schedule, which is due. The flag says that it was missed."""
-    due_ms = before.due_ms
-    after = following(name, facts, before, due_ms, now_ms)
-    # Nearly all occurrences are released within milliseconds, and then the rule is not asked again.
-    if now_ms - due_ms > limits.SCHEDULE_MISSED_MS and _is_replaced(facts, due_ms, now_ms):
-        return after, True
-    progress = msgspec.structs.replace(
-        after.progress, runs=before.runs + 1, last_due_ms=due_ms, last_ms=now_ms
+        last, state=decision.state, after_ms=after_ms, number=0, due_ms=0, at_ms=0, error=decision.error
     )
-    return replace(after, progress=progress), False
+    return Next(name, facts, progress, decision.occurrence, is_put)
+
+
+def decide_hand_out(facts: ScheduleFacts, due_ms: int, now_ms: int) -> Decision:
+    """Decide what follows an occurrence that is due, and whether it was missed itself."""
+    after = decide(facts, due_ms, now_ms)
+    # Nearly all occurrences are released within milliseconds, and then the rule is not asked again.
+    is_missed = now_ms - due_ms > limits.SCHEDULE_MISSED_MS and _is_replaced(facts, due_ms, now_ms)
+    return after._replace(is_missed=is_missed)
 
 
 def _is_replaced(facts: ScheduleFacts, due_ms: int, now_ms: int) -> bool:
@@ -193,9 +238,9 @@ def occurrence_id(name: str, due_ms: int) -> str:
 
 def occurrence_properties(name: str, facts: ScheduleFacts, due_ms: int, local: str) -> str:
     """Build the properties of an occurrence as the log stores them."""
-    return encode_properties(
-        {**facts.properties, SCHEDULE: name, OCCURRENCE: local, SCHEDULED_MS: str(due_ms)}
-    )
+    # One text, because many schedules may be due at once, and these values need no check.
+    own = f"{_SCHEDULE}{name}{_OCCURRENCE}{local}{_SCHEDULED_MS}{due_ms}{PROPERTY_END}"
+    return encode_properties(facts.properties) + own if facts.properties else own
 
 
 def cancel_row_of(
@@ -212,20 +257,25 @@ def cancel_row_of(
 class Continuation:
     """The rows that a frame contains beside those that end occurrences.
 
-    `missed` is a mask of the handed-out messages that are cancelled in place of their release.
+    `cancelled` has the indexes of the handed-out messages that are cancelled in place of their release, with reasons.
     """
 
     def __init__(
         self,
-        build: Callable[[int], tuple[pa.RecordBatch, Change]],
-        missed: Bools = _NONE_MISSED,
+        build: Callable[[int, Positions | None], tuple[pa.RecordBatch, Change]],
+        cancelled: dict[int, str] | None = None,
+        occurrences: int = 1,
     ) -> None:
-        self._build, self.missed = build, missed
+        """See `rows`. `occurrences`: how many schedules continue."""
+        self._build, self.cancelled, self.occurrences = build, cancelled or {}, occurrences
         self._change: Change | None = None
 
-    def rows(self, first_seq: int) -> pa.RecordBatch:
-        """Build the rows (LOG_SCHEMA), of which the first one gets the number `first_seq`."""
-        rows, self._change = self._build(first_seq)
+    def rows(self, first_seq: int, positions: Positions | None = None) -> pa.RecordBatch:
+        """Build the rows (LOG_SCHEMA), of which the first one gets the number `first_seq`.
+
+        `positions`: the queues and offsets of the messages of the hand-out.
+        """
+        rows, self._change = self._build(first_seq, positions)
         return rows
 
     def keep(self) -> None:
@@ -237,13 +287,20 @@ class Continuation:
 class Successors:
     """Computes the successors of occurrences. Belongs to the event loop."""
 
-    def __init__(self, schedules: Schedules, backlog: Backlog, host: str) -> None:
+    def __init__(
+        self,
+        schedules: Schedules,
+        backlog: Backlog,
+        host: str,
+        has_finished: HasFinished,
+    ) -> None:
         self._schedules, self._backlog, self._host = schedules, backlog, host
-        self.occurrences = schedules.occurrences  # number of each pending occurrence -> name of its schedule
+        self._has_finished = has_finished
+        self.occurrences = schedules.occurrences  # the pending occurrences by number
 
-    def has_any(self, numbers: Sequence[int]) -> bool:
+    def has_any(self, numbers: Int64Array | Sequence[int]) -> bool:
         """Check whether any of these messages is the pending occurrence of a schedule."""
-        return not self.occurrences.keys().isdisjoint(numbers)
+        return self.occurrences.has_any(numbers)
 
     def after_release(
         self, numbers: Int64Array, now_ms: int, is_cancelled: Bools, is_expired: Bools
@@ -251,61 +308,128 @@ class Successors:
         """Continue the schedules of those of these messages that are occurrences. The messages are due and handed out.
 
         `is_cancelled` marks those that the caller cancels, `is_expired` those that are no runs of their schedules.
-        Cancel also those in `missed` instead of releasing them.
+        Cancel also those in `cancelled` instead of releasing them.
         """
-        missed, nexts = np.zeros(len(numbers), np.bool_), list[Next]()
-        for index, number in enumerate(numbers.tolist() if self.occurrences else ()):
-            if (name := self.occurrences.get(number)) is None:
-                continue
-            facts, before = self._schedules.get(name)
+        # All at once: a look-up each would take as long as the rest.
+        slots = self.occurrences.slots(numbers)
+        indexes = np.flatnonzero(slots >= 0)
+        cancelled, nexts = dict[int, str](), list[Next]()
+        decisions = dict[tuple[int, int], Decision]()  # of all schedules with equal rules, by plan and time
+        schedules = zip(
+            indexes.tolist(), slots[indexes].tolist(), self._schedules.at(slots[indexes]), strict=True
+        )
+        for index, slot, (name, facts, before, plan) in schedules:
+            due_ms = before.due_ms
             if is_cancelled[index]:
-                nexts.append(following(name, facts, before, before.due_ms, now_ms))
+                nexts.append(following(name, facts, before, due_ms, now_ms))
                 continue
-            after, missed[index] = after_hand_out(name, facts, before, now_ms)
-            if is_expired[index]:
-                after = following(name, facts, before, before.due_ms, now_ms)
-            nexts.append(after)
-        return self.continuation(nexts, now_ms, missed)
+            decision = decisions.get((plan, due_ms))
+            if decision is None:
+                decision = decisions[plan, due_ms] = decide_hand_out(facts, due_ms, now_ms)
+            occurrence, state, error, is_missed = decision
+            if error:
+                logger.error("schedule failed name=%s error=%s", name, error)
+            if is_expired[index] and not is_missed:
+                nexts.append(following(name, facts, before, due_ms, now_ms))
+                continue
+            if is_missed or self._overlaps(facts, before):
+                cancelled[index] = MISSED if is_missed else OVERLAP
+                progress = Progress(
+                    state, due_ms, runs=before.runs, last_due_ms=before.last_due_ms, last_ms=before.last_ms,
+                    error=error, last_queue=before.last_queue, last_offset=before.last_offset,
+                )  # fmt: skip
+                nexts.append(Next(name, facts, progress, occurrence, slot=slot))
+                continue
+            progress = Progress(
+                state, due_ms, runs=before.runs + 1, last_due_ms=due_ms, last_ms=now_ms, error=error
+            )
+            nexts.append(Next(name, facts, progress, occurrence, slot=slot, released_at=index))
+        return self.continuation(nexts, now_ms, cancelled)
 
     def after_end(self, numbers: Sequence[int], now_ms: int) -> Continuation | None:
         """Continue the schedules whose pending occurrences are among these messages, which a request ends or moves.
 
         None if none of them is an occurrence.
         """
-        nexts = []
-        for name in [self.occurrences[number] for number in numbers if number in self.occurrences]:
-            facts, before = self._schedules.get(name)
-            nexts.append(following(name, facts, before, before.due_ms, now_ms))
+        slots = self.occurrences.slots(np.array(numbers, np.int64))
+        nexts = [
+            following(name, facts, before, before.due_ms, now_ms)
+            for name, facts, before, _ in self._schedules.at(slots[slots >= 0])
+        ]
         return self.continuation(nexts, now_ms) if nexts else None
 
-    def continuation(self, nexts: Sequence[Next], now_ms: int, missed: Bools = _NONE_MISSED) -> Continuation:
+    def continuation(
+        self, nexts: Sequence[Next], now_ms: int, cancelled: dict[int, str] | None = None
+    ) -> Continuation:
         """Prepare the rows for the next states of some schedules."""
-        return Continuation(lambda first_seq: self._build(nexts, first_seq, now_ms), missed)
+        return Continuation(
+            lambda first_seq, positions: self._build(nexts, first_seq, positions, now_ms),
+            cancelled,
+            len(nexts),
+        )
 
-    def _build(self, nexts: Sequence[Next], first_seq: int, now_ms: int) -> tuple[pa.RecordBatch, Change]:
+    def _overlaps(self, facts: ScheduleFacts, before: Progress) -> bool:
+        """Check whether the group of a schedule has not finished its previous occurrence."""
+        if not facts.group or before.last_queue < 0:
+            return False
+        return not self._has_finished(facts.group, facts.topic, before.last_queue, before.last_offset)
+
+    def _build(
+        self, nexts: Sequence[Next], first_seq: int, positions: Positions | None, now_ms: int
+    ) -> tuple[pa.RecordBatch, Change]:
         """Build the SCHEDULED rows of the next occurrences and the META rows of their schedules."""
-        rows, entries = list[LogRow](), list[Entry]()
-        for after in nexts:
-            progress, occurrence = after.progress, after.occurrence
+        scheduled, entries, last = list[tuple[str, ScheduleFacts, Occurrence]](), list[Entry](), None
+        for name, facts, progress, occurrence, is_put, slot, released_at in nexts:
             # The SCHEDULED rows come first, so their numbers follow from their order.
             if occurrence is not None:
                 progress = msgspec.structs.replace(
-                    progress, number=first_seq + len(rows), due_ms=occurrence.due_ms, at_ms=now_ms
+                    progress, number=first_seq + len(scheduled), due_ms=occurrence.due_ms, at_ms=now_ms
                 )
-                rows.append(self._scheduled_row(after.name, after.facts, occurrence, now_ms))
-            entries.append(Entry(after.name, after.before, progress, after.facts if after.is_put else None))
+                scheduled.append((name, facts, occurrence))
+                # Schedules with equal rules have the same object. The result is kept, so the next release finds it.
+                if occurrence is not last and is_costly(facts.rule_text):
+                    asyncio.get_running_loop().run_in_executor(
+                        None, compute, facts.rule_text, occurrence.due_ms
+                    )
+                last = occurrence
+            if facts.group and released_at >= 0 and positions is not None:
+                queues, offsets = positions
+                progress = msgspec.structs.replace(
+                    progress, last_queue=int(queues[released_at]), last_offset=int(offsets[released_at])
+                )
+            entries.append(Entry(name, progress, facts if is_put else None, slot))
         change = self._schedules.changed(entries)
-        if not rows:
+        if not scheduled:
             return change.rows, change
         # No check of the backlog's capacity, because a schedule must not end when a slot of the wheel is full.
-        scheduled_rows = self._backlog.encode_for_log(build(rows).batch, now_ms)
+        scheduled_rows = self._backlog.encode_for_log(self._scheduled_rows(scheduled, now_ms), now_ms)
         return pa.concat_batches([scheduled_rows, change.rows]), change
 
-    def _scheduled_row(self, name: str, facts: ScheduleFacts, occurrence: Occurrence, now_ms: int) -> LogRow:
-        return scheduled_row(
-            topic=facts.topic, queue_id=-1, tag=facts.tag, keys=facts.keys,
-            unique_key=occurrence_id(name, occurrence.due_ms), body=facts.body,
-            properties=occurrence_properties(name, facts, occurrence.due_ms, occurrence.local), born_ms=now_ms,
-            born_host=self._host, store_ms=now_ms, store_host=self._host, flag=0, sys_flag=0, reconsume_times=0,
-            due_ms=occurrence.due_ms,
-        )  # fmt: skip
+    def _scheduled_rows(
+        self, scheduled: Sequence[tuple[str, ScheduleFacts, Occurrence]], now_ms: int
+    ) -> pa.RecordBatch:
+        """Build the SCHEDULED rows of occurrences."""
+        columns = {
+            "topic": [facts.topic for _, facts, _ in scheduled],
+            "tag": [facts.tag for _, facts, _ in scheduled],
+            "keys": [facts.keys for _, facts, _ in scheduled],
+            "unique_key": [occurrence_id(name, occurrence.due_ms) for name, _, occurrence in scheduled],
+            "body": [facts.body for _, facts, _ in scheduled],
+            "properties": [
+                occurrence_properties(name, facts, occurrence.due_ms, occurrence.local)
+                for name, facts, occurrence in scheduled
+            ],
+            "due_ms": [occurrence.due_ms for _, _, occurrence in scheduled],
+        }
+        shared: dict[str, Any] = {
+            "queue_id": -1, "born_ms": now_ms, "born_host": self._host, "store_ms": now_ms, "store_host": self._host,
+            "flag": 0, "sys_flag": 0, "reconsume_times": 0,
+        }  # fmt: skip
+        if len(scheduled) > FEW_ROWS:
+            return build_rows(len(scheduled), kind=int(Kind.SCHEDULED), **columns, **shared)
+        # As columns, one row would take as long as sixty.
+        rows: list[LogRow] = [
+            scheduled_row(**dict(zip(columns, values, strict=True)), **shared)
+            for values in zip(*columns.values(), strict=True)
+        ]
+        return build(rows).batch

@@ -12,6 +12,7 @@
     schedule/<name>                    ScheduleFacts            schedules.py
     occurrence/<name>                  Progress                 schedules.py
     zones/used                         ZoneFacts                zones.py
+    schedules/<n>                      bytes, as base64         schedules.py, only in snapshots
     secret/receipts                    32 bytes, as base64      tables.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
@@ -84,27 +85,43 @@ class Restorable(Protocol):
         """Apply a value from the log. An empty value deletes the name. Recovery calls this in log order."""
 
 
+Values = Iterable[tuple[str, bytes]]
+
+
+class Holder(Protocol):
+    """A table that holds its values itself, in less memory than `MetaLog.values`."""
+
+    def copied(self) -> Callable[[], Values]:
+        """Copy the values. Another thread may call the result, which encodes them for a snapshot."""
+
+
 class MetaLog:
     """Writes META rows, and at a start restores the tables from them. Belongs to the event loop.
 
-    `values` contains the newest values, up to the last row appended. A snapshot is a copy of it.
+    `values` contains the newest values, up to the last row appended, without those of a `Holder`.
     """
 
     def __init__(self) -> None:
         # Kept encoded, because a snapshot copies all values on the event loop and needs no decoded value.
         self.values: dict[str, msgspec.Raw] = {}
         self._tables: dict[str, Restorable] = {}
+        self._holders: dict[str, Holder] = {}  # by prefix
         # None during recovery, when the tables are filled from the log and must not write to it.
         self._append: Callable[[pa.RecordBatch], object] | None = None
-        self._now_ms: Callable[[], int] = lambda: 0
+        self.now_ms: Callable[[], int] = lambda: 0
 
-    def register(self, prefix: str, table: Restorable) -> None:
-        """Register the table for the values of a prefix. Every table is registered before recovery begins."""
+    def register(self, prefix: str, table: Restorable, holds: Holder | None = None) -> None:
+        """Register the table for the values of a prefix. Every table is registered before recovery begins.
+
+        `holds` is given if the values are kept there instead of in `values`.
+        """
         self._tables[prefix] = table
+        if holds is not None:
+            self._holders[prefix] = holds
 
     def open(self, append: Callable[[pa.RecordBatch], object], now_ms: Callable[[], int]) -> None:
         """Switch from recovery to writing."""
-        self._append, self._now_ms = append, now_ms
+        self._append, self.now_ms = append, now_ms
 
     def put(self, changes: Iterable[tuple[str, object]]) -> None:
         """Append changed values in one frame, so that all of them are stored or none. None deletes a key."""
@@ -112,7 +129,7 @@ class MetaLog:
         pairs = _encode_values(changes)
         if pairs:
             # Appended first, because a refused append must not change the state in memory.
-            self._append(meta_rows(pairs, self._now_ms()))
+            self._append(meta_rows(pairs, self.now_ms()))
             for key, value in pairs:
                 self._remember(key, value)
 
@@ -128,7 +145,7 @@ class MetaLog:
             for key, value in pairs:
                 self._remember(key, value)
 
-        return Change(pairs, self._now_ms(), keep)
+        return Change(pairs, self.now_ms(), keep)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
         """Apply values from the log, in its order. Raise SetupError for unknown state, Corrupt for a damaged value."""
@@ -142,11 +159,18 @@ class MetaLog:
             # Unknown values must not be skipped: the next snapshot would lack them, and they would be lost.
             if table is None:
                 raise SetupError(f"the log holds state of a newer Timeball ({prefix!r}): use that one")
-            self._remember(key, value)
+            if prefix not in self._holders:
+                self._remember(key, value)
             try:
                 table.restore(name, value)
             except msgspec.DecodeError as error:
                 raise Corrupt(f"META row of {key!r}: {error}; restore the log from a copy") from error
+
+    def copied(self) -> Callable[[], dict[str, msgspec.Raw]]:
+        """Copy all values. Another thread may call the result, which contains the values as a snapshot has them."""
+        values = dict(self.values)
+        held = [holder.copied() for holder in dict.fromkeys(self._holders.values())]
+        return lambda: values | {key: msgspec.Raw(value) for copy in held for key, value in copy()}
 
     def _remember(self, key: str, value: bytes) -> None:
         if value:

@@ -2,30 +2,34 @@
 
     schedule/<name>      ScheduleFacts: changed by its users
     occurrence/<name>    Progress: in the frame of each row that ends an occurrence
+    schedules/<n>        a part of all schedules, only in snapshots
 
 An active schedule has exactly one pending *occurrence*, an ordinary scheduled message. Its successor is in the same
 frame as the row that ends it (recurring/successors.py). `Progress.number` says which message that is.
 
-The values stay encoded, because there may be a million schedules and each is read once per occurrence.
+In memory the schedules are columns (schedule_columns.py). Objects are built for each call.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
-from timeball.broker.registry.meta import Change, MetaLog
+from timeball.broker.registry.meta import Change, MetaLog, Values
+from timeball.broker.registry.schedule_columns import Numbers, ScheduleColumns
 from timeball.broker.registry.topics import check_name
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.model.message import Int64Array
 from timeball.model.time_parsing import LOCAL_TIME
-from timeball.model.values import CatchUp
+from timeball.model.values import CatchUp, Overlap
 
-_FACTS, _PROGRESS = "schedule/", "occurrence/"  # prefixes of the keys
+_FACTS, _PROGRESS, _PARTS = "schedule", "occurrence", "schedules"  # prefixes of the keys
 
 # Properties that each occurrence has, so a template may not have them.
 SCHEDULE, OCCURRENCE, SCHEDULED_MS = "schedule", "occurrence", "scheduled_ms"
@@ -42,6 +46,8 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     properties: dict[str, str] = {}
     catch_up: CatchUp = "latest"
     catch_up_within_ms: int = limits.DAY_MS
+    overlap: Overlap = "allow"
+    group: str = ""  # with `skip`: it must have finished the previous occurrence
 
     @property
     def rule_text(self) -> str:
@@ -62,6 +68,12 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             raise OutOfRange(f"a rule of {len(self.rule)} bytes: at most {limits.SCHEDULE_RULE_BYTES_MAX}")
         if not 0 <= self.catch_up_within_ms <= limits.DELAY_MS_MAX:
             raise OutOfRange(f"catch_up_within {self.catch_up_within_ms} ms: 0 to {limits.DELAY_MS_MAX}")
+        if (self.overlap == "skip") != bool(self.group):
+            raise InvalidMessage(
+                "overlap skip needs the group that must have finished, and only skip has a group"
+            )
+        if self.group:
+            check_name(self.group, limits.GROUP_BYTES_MAX, "group")
 
 
 class State(IntEnum):
@@ -88,56 +100,124 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     last_due_ms: int = 0
     last_ms: int = 0
     error: str = ""
+    # The queue position of the last release, if the schedule skips occurrences that overlap. Otherwise -1.
+    last_queue: int = -1
+    last_offset: int = -1
 
 
-# Made once: a start decodes all schedules.
+class _Plan(msgspec.Struct, array_like=True):
+    """The part of the facts that schedules often share."""
+
+    rule: bytes
+    catch_up: CatchUp
+    catch_up_within_ms: int
+    group: str
+
+
+class _Template(msgspec.Struct, array_like=True):
+    """The message of a schedule."""
+
+    topic: str
+    body: bytes
+    tag: str | None
+    keys: str | None
+    properties: dict[str, str]
+
+
+class _Rest(msgspec.Struct, array_like=True):
+    """Values of the progress that few schedules have."""
+
+    error: str
+    last_queue: int
+    last_offset: int
+
+
+# Made once: a start decodes many.
 _decode_facts = msgspec.json.Decoder(ScheduleFacts).decode
 _decode_progress = msgspec.json.Decoder(Progress).decode
+_decode_part = msgspec.json.Decoder(bytes).decode
+_decode_plan = msgspec.msgpack.Decoder(_Plan).decode
+_decode_template = msgspec.msgpack.Decoder(_Template).decode
+_decode_rest = msgspec.msgpack.Decoder(_Rest).decode
+_encode_json, _encode = msgspec.json.Encoder().encode, msgspec.msgpack.Encoder().encode
+_NO_POSITION = b",-1,-1]"
+
+
+_STATES = tuple(State)
+
+
+def _encoded(facts: ScheduleFacts) -> tuple[bytes, bytes]:
+    """Encode facts for the columns: template and plan."""
+    template = _Template(facts.topic, facts.body, facts.tag, facts.keys, facts.properties)
+    plan = _Plan(bytes(facts.rule), facts.catch_up, facts.catch_up_within_ms, facts.group)
+    return _encode(template), _encode(plan)
+
+
+def _facts(plan_text: bytes, template_text: bytes) -> ScheduleFacts:
+    plan, template = _decode_plan(plan_text), _decode_template(template_text)
+    return ScheduleFacts(
+        rule=msgspec.Raw(plan.rule), topic=template.topic, body=template.body, tag=template.tag,
+        keys=template.keys, properties=template.properties, catch_up=plan.catch_up,
+        catch_up_within_ms=plan.catch_up_within_ms, overlap="skip" if plan.group else "allow", group=plan.group,
+    )  # fmt: skip
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """Encode the value of a META row. It has no position if the schedule needs none."""
+    value = _encode_json(progress)
+    return value[: -len(_NO_POSITION)] + b"]" if value.endswith(_NO_POSITION) else value
 
 
 class Entry(NamedTuple):
-    """A change of one schedule: its progress before and after, and its new facts, or None to keep them.
+    """A change of one schedule: its new progress, and its new facts, or None to keep them.
 
-    Without `progress` the schedule is deleted.
+    Without `progress` the schedule is deleted. `slot`: where it is in memory, if that is known.
     """
 
     name: str
-    before: Progress | None
     progress: Progress | None
     facts: ScheduleFacts | None = None
+    slot: int | None = None
+
+
+class Stored(NamedTuple):
+    """A schedule. Those with the same `plan` have the same rule and policies."""
+
+    name: str
+    facts: ScheduleFacts
+    progress: Progress
+    plan: int
 
 
 class Schedules:
     """All schedules by name. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._meta = meta
-        # Built from the META values at the first use, which is after the recovery.
-        self._index: _Index | None = None
-        meta.register("schedule", _Checked(_decode_facts))
-        meta.register("occurrence", _Checked(_decode_progress))
+        self._meta, self._columns = meta, ScheduleColumns()
+        meta.register(_FACTS, _Restoring(self._restore_facts), holds=self)
+        meta.register(_PROGRESS, _Restoring(self._restore_progress), holds=self)
+        meta.register(_PARTS, _Restoring(self._restore_part), holds=self)
 
     def __len__(self) -> int:
-        return len(self._indexed.names)
+        return len(self._columns.names)
 
     @property
-    def occurrences(self) -> dict[int, str]:
-        """The numbers of all pending occurrences, with the names of their schedules. Updated with each change."""
-        return self._indexed.occurrences
+    def occurrences(self) -> Numbers:
+        """The pending occurrences, by the numbers of their messages. Updated with each change."""
+        return self._columns.numbers
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all rules, templates and progress as a snapshot has them."""
-        return self._indexed.size_bytes
+        """The bytes of all rules, templates and progress, about as a snapshot has them."""
+        return self._columns.size_bytes
 
     def find(self, name: str) -> tuple[ScheduleFacts, Progress] | None:
         """Find a schedule, or None if there is none of this name."""
-        # Decoded for each call: a schedule is read once per occurrence, and decoded objects would take more memory.
-        facts = self._meta.values.get(_FACTS + name)
-        if facts is None:
+        slot = self._columns.names.find(name)
+        if slot is None:
             return None
-        progress = self._meta.values[_PROGRESS + name]
-        return _decode_facts(facts), _decode_progress(progress)
+        [stored] = self.at(np.array([slot]))
+        return stored.facts, stored.progress
 
     def get(self, name: str) -> tuple[ScheduleFacts, Progress]:
         """Find a schedule. Raises NotFound."""
@@ -146,11 +226,36 @@ class Schedules:
             raise NotFound(f"no schedule {name[: limits.GROUP_BYTES_MAX]!r}")
         return found
 
+    def name_of(self, number: int) -> str:
+        """Return the name of the schedule whose pending occurrence has this number."""
+        slot = self.occurrences.slot(number)
+        assert slot is not None, "a pending occurrence"
+        return self._columns.name(slot)
+
+    def at(self, slots: Int64Array) -> list[Stored]:
+        """Return the schedules in some slots."""
+        columns, found = self._columns, list[Stored]()
+        known: dict[tuple[int, bytes], ScheduleFacts] = {}  # schedules often differ only in their names
+        for slot, row in zip(slots.tolist(), columns.progress(slots), strict=True):
+            state, after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms = row
+            text, plan = columns.texts[columns.text[slot]], columns.plan[slot]
+            name, _, template = text.partition(b"\0")
+            # By their bytes, because decoding takes longer than a look-up.
+            facts = known.get((plan, template))
+            if facts is None:
+                facts = known[plan, template] = _facts(columns.plans[plan], template)
+            progress = Progress(_STATES[state], after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms)
+            if rest := columns.rest.get(slot):
+                more = _decode_rest(rest)
+                progress = msgspec.structs.replace(
+                    progress, error=more.error, last_queue=more.last_queue, last_offset=more.last_offset
+                )
+            found.append(Stored(name.decode(), facts, progress, plan))
+        return found
+
     def names_after(self, name: str) -> Iterator[str]:
         """Yield the names after this one, in order."""
-        names = self._indexed.names
-        for position in range(bisect_right(names, name), len(names)):
-            yield names[position]
+        return map(self._columns.name, self._columns.names.after(name))
 
     def check_new(self, name: str, facts: ScheduleFacts, known: ScheduleFacts | None) -> None:
         """Raise InvalidName, InvalidMessage, OutOfRange or OverLimit unless the schedule may be put."""
@@ -158,80 +263,77 @@ class Schedules:
         facts.check()
         if known is None and len(self) >= limits.SCHEDULES_MAX:
             raise OverLimit(f"{limits.SCHEDULES_MAX} schedules exist; delete some first")
-        if self.size_bytes + len(msgspec.json.encode(facts)) > limits.SCHEDULES_BYTES_MAX:
+        if self.size_bytes + sum(map(len, _encoded(facts))) > limits.SCHEDULES_BYTES_MAX:
             raise OverLimit(f"all schedules have {self.size_bytes} bytes; delete some, or use smaller bodies")
 
     def changed(self, entries: Sequence[Entry]) -> Change:
         """Build the rows of these changes, for a frame with other rows."""
-        values: list[tuple[str, object]] = []
-        for name, _, progress, facts in entries:
+        pairs: list[tuple[str, bytes]] = []
+        for entry in entries:
+            name, progress, facts = entry.name, entry.progress, entry.facts
             if progress is None or facts is not None:
-                values.append((_FACTS + name, facts))
-            values.append((_PROGRESS + name, progress))
-        change = self._meta.changed(values)
-        index = self._indexed
+                pairs.append((f"{_FACTS}/{name}", b"" if facts is None else _encode_json(facts)))
+            pairs.append((f"{_PROGRESS}/{name}", b"" if progress is None else encode_progress(progress)))
 
         def keep() -> None:
-            # The sizes before and after, because a snapshot must fit into a frame.
-            sizes = [self._size(key) for key, _ in change.pairs]
-            change.keep()
-            index.size_bytes += sum(self._size(key) for key, _ in change.pairs) - sum(sizes)
-            for entry in entries:
-                index.apply(entry)
-
-        return change._replace(keep=keep)
-
-    def _size(self, key: str) -> int:
-        value = self._meta.values.get(key)
-        return 0 if value is None else len(key) + len(value)
-
-    @property
-    def _indexed(self) -> _Index:
-        if self._index is None:
-            self._index = index = _Index()
-            for key, value in self._meta.values.items():
-                if key.startswith(_PROGRESS):
-                    progress = _decode_progress(value)
-                    index.names.append(name := key[len(_PROGRESS) :])
-                    if progress.number:
-                        index.occurrences[progress.number] = name
-                elif not key.startswith(_FACTS):
+            # All progress at the end and at once, so that a release changes whole columns.
+            slots, kept = list[int](), list[Progress]()
+            for name, progress, facts, known_slot in entries:
+                if progress is None:
+                    self._columns.remove(name)
                     continue
-                index.size_bytes += len(key) + len(value)
-            # Now and not for the first list, which may be long after the start: a million names take seconds.
-            index.names.sort()
-        return self._index
+                slot = known_slot if facts is None else self._put(name, facts)
+                slot = self._columns.names.find(name) if slot is None else slot
+                assert slot is not None, "a known schedule, or its facts"
+                slots.append(slot)
+                kept.append(progress)
+            self._set(slots, kept)
 
+        return Change(pairs, self._meta.now_ms(), keep)
 
-class _Index:
-    """Data computed from the META values once, and updated with each change."""
+    def copied(self) -> Callable[[], Values]:
+        """Copy all schedules. Another thread may call the result, which encodes the values for a snapshot."""
+        # The parts are encoded one by one, so that they are not all in memory twice.
+        parts = self._columns.copied()
+        return lambda: ((f"{_PARTS}/{number}", _encode_json(part)) for number, part in enumerate(parts()))
 
-    def __init__(self) -> None:
-        self.occurrences: dict[int, str] = {}
-        self.size_bytes = 0
-        self.names: list[str] = []  # sorted
+    # -- inside --------------------------------------------------------------------------------------------------
 
-    def apply(self, entry: Entry) -> None:
-        """Apply a change."""
-        name, before, progress, _ = entry
-        if before is not None and before.number:
-            del self.occurrences[before.number]
-        if progress is not None and progress.number:
-            self.occurrences[progress.number] = name
-        at = bisect_right(self.names, name)
-        if progress is None:
-            del self.names[at - 1]
-        elif before is None:
-            self.names.insert(at, name)
+    def _put(self, name: str, facts: ScheduleFacts) -> int:
+        return self._columns.put(name, *_encoded(facts))
 
+    def _set(self, slots: Sequence[int], progress: Sequence[Progress]) -> None:
+        rows = [
+            (p.state, p.after_ms, p.number, p.due_ms, p.at_ms, p.runs, p.last_due_ms, p.last_ms)
+            for p in progress
+        ]
+        rests = [
+            _encode(_Rest(p.error, p.last_queue, p.last_offset)) if p.error or p.last_queue >= 0 else b""
+            for p in progress
+        ]
+        self._columns.set_progress(slots, rows, rests)
 
-class _Checked:
-    """Checks values during the recovery. They are decoded when they are needed."""
-
-    def __init__(self, decode: Callable[[bytes], object]) -> None:
-        self._decode = decode
-
-    def restore(self, name: str, value: bytes) -> None:
-        """Raise DecodeError for a damaged value, which would otherwise be noticed only when it is due."""
+    def _restore_facts(self, name: str, value: bytes) -> None:
         if value:
-            self._decode(value)
+            self._put(name, _decode_facts(value))
+        else:
+            self._columns.remove(name)
+
+    def _restore_progress(self, name: str, value: bytes) -> None:
+        if value:
+            progress, slot = _decode_progress(value), self._columns.names.find(name)
+            if slot is not None:
+                self._set([slot], [progress])
+
+    def _restore_part(self, _: str, value: bytes) -> None:
+        try:
+            self._columns.add_part(_decode_part(value))
+        except (pa.ArrowException, ValueError) as error:
+            raise msgspec.DecodeError(str(error)) from error
+
+
+class _Restoring:
+    """Applies the values of one prefix during a recovery."""
+
+    def __init__(self, apply: Callable[[str, bytes], None]) -> None:
+        self.restore = apply

@@ -70,8 +70,7 @@ async def cancel_ranges(
         async with attaching:
             check_numbers(ranges, reader=log.reader, attach_state=attach_state)
             # Their CANCEL rows would have to continue the schedules, and no bulk attach has these numbers.
-            occurrences = np.fromiter(schedules.occurrences, np.int64, len(schedules.occurrences))
-            if within(occurrences, ranges).any():
+            if within(schedules.occurrences.all(), ranges).any():
                 raise OutOfRange("the numbers include an occurrence of a schedule; cancel these by number")
             files = overlapping(scheduling.hour_log.pending.all(), ranges)
         if pending_table.cache is not None:  # the reader thread's files read only local copies

@@ -41,13 +41,15 @@ class Schedules:
 
     async def _list(self, call: Call) -> Answer:
         rows = parse_row_count(call, PAGE_ROWS, limits.LISTED_ROWS_MAX)
-        page = self._schedules.page(rows, call.query.get("page", ""), call.query.get("topic"), call.caller)
+        page = await self._schedules.page(
+            rows, call.query.get("page", ""), call.query.get("topic"), call.caller
+        )
         size_bytes = sum(len(shown.facts.body) for shown in page.schedules)
         answer = SchedulePage([show_schedule(shown) for shown in page.schedules], page.next_page)
         return Answer(200, answer, size_bytes=size_bytes)
 
     async def _get(self, call: Call) -> Answer:
-        return Answer(200, show_schedule(self._schedules.get(call.path["name"], call.caller)))
+        return Answer(200, show_schedule(await self._schedules.get(call.path["name"], call.caller)))
 
     async def _put(self, call: Call) -> Answer:
         """Create or replace a schedule. A new one is answered with 201."""

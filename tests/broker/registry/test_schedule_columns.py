@@ -1,0 +1,163 @@
+"""The columns of schedules, compared with a dictionary, through changes, sweeps and snapshots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from timeball.broker.registry import schedule_columns
+from timeball.broker.registry.schedule_columns import INT_COLUMNS, Numbers, ScheduleColumns
+
+Row = tuple[bytes, bytes, tuple[int, ...], bytes]  # template, plan, state and INT_COLUMNS, rest
+NUMBER = 1 + INT_COLUMNS.index("number")
+
+NAMES = st.sampled_from(["a", "b", "c-1", "d_2", "zz", "m"])
+TEXTS = st.binary(max_size=5)
+PLANS = st.sampled_from([b"one", b"two", b"three"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), NAMES, TEXTS, PLANS),
+        st.tuples(st.just("move"), st.lists(NAMES, min_size=1, unique=True), st.booleans(), TEXTS),
+        st.tuples(st.just("remove"), NAMES),
+        st.tuples(st.just("use")),
+        st.tuples(st.just("copy")),
+    ),
+    max_size=40,
+)
+
+
+def slot_of(columns: ScheduleColumns, name: str) -> int:
+    slot = columns.names.find(name)
+    assert slot is not None
+    return slot
+
+
+def rows_of(columns: ScheduleColumns) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for slot in columns.names.after(""):
+        text, plan = columns.record(slot)
+        name, _, template = text.partition(b"\0")
+        [progress] = columns.progress(np.array([slot]))
+        found[name.decode()] = template, plan, progress, columns.rest.get(slot, b"")
+    return found
+
+
+def copied(columns: ScheduleColumns) -> ScheduleColumns:
+    copy = ScheduleColumns()
+    for part in columns.copied()():
+        copy.add_part(part)
+    return copy
+
+
+def row(number: int, *, is_active: bool) -> tuple[int, ...]:
+    values = [0 if is_active else 1, *(number * 10 + at for at in range(len(INT_COLUMNS)))]
+    values[NUMBER] = number if is_active else 0
+    return tuple(values)
+
+
+@settings(deadline=None)
+@given(STEPS)
+@pytest.mark.parametrize("few", [0, 16])
+def test_columns_are_like_a_dictionary(few: int, steps: list[tuple[Any, ...]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # Small bounds, so that sweeps and the paths for many take place.
+        patch.setattr(schedule_columns, "_SPARE_MIN", 2)
+        patch.setattr(schedule_columns, "_FEW", few)
+        patch.setattr(schedule_columns, "PART_ROWS", 2)
+        live_through(steps)
+
+
+def live_through(steps: list[tuple[Any, ...]]) -> None:
+    columns, wanted, last_number = ScheduleColumns(), dict[str, Row](), 0
+    for step in steps:
+        match step:
+            case ("put", name, template, plan):
+                slot = columns.put(name, template, plan)
+                before = wanted.get(name, (b"", b"", row(0, is_active=False), b""))
+                wanted[name] = template, plan, before[2], before[3]
+                columns.set_progress([slot], [before[2]], [before[3]])
+            case ("move", names, is_active, rest):
+                known = [name for name in names if name in wanted]
+                rows = [row(last_number + at + 1, is_active=is_active) for at in range(len(known))]
+                last_number += len(known)
+                columns.set_progress([slot_of(columns, name) for name in known], rows, [rest] * len(known))
+                for name, values in zip(known, rows, strict=True):
+                    wanted[name] = (*wanted[name][:2], values, rest)
+            case ("remove", name):
+                columns.remove(name)
+                wanted.pop(name, None)
+            case ("use",):
+                assert list(columns.numbers) == sorted(columns.numbers)
+            case ("copy",):
+                columns = copied(columns)
+    for each in (columns, copied(columns)):
+        assert rows_of(each) == wanted and list(rows_of(each)) == sorted(wanted)
+        assert len(each.names) == len(wanted)
+        numbers = {values[2][NUMBER]: name for name, values in wanted.items() if values[2][NUMBER]}
+        assert list(each.numbers) == sorted(numbers) and len(each.numbers) == len(numbers)
+        asked = np.arange(last_number + 2)
+        found = [each.name(slot) if slot >= 0 else None for slot in each.numbers.slots(asked).tolist()]
+        assert found == [numbers.get(number) for number in asked.tolist()]
+        assert [each.numbers.slot(number) is None for number in asked.tolist()] == [
+            not name for name in found
+        ]
+        assert each.numbers.has_any(asked.tolist()) == bool(numbers)
+        assert each.size_bytes == columns.size_bytes
+    assert ScheduleColumns().numbers.slots(np.array([1])).tolist() == [-1]
+
+
+def test_texts_and_plans_that_no_schedule_has_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_columns, "_SPARE_MIN", 8)
+    columns = ScheduleColumns()
+    for number in range(1_000):
+        columns.put("one", b"%d" % number, b"plan %d" % number)
+    assert len(columns.texts) <= 12 and len(columns.plans) <= 12
+    assert columns.record(slot_of(columns, "one")) == (b"one\x00999", b"plan 999")
+
+
+def test_equal_plans_are_stored_once_also_in_a_part() -> None:
+    columns = ScheduleColumns()
+    for number in range(100):
+        columns.put(f"s{number:02d}", b"", b"x" * 1_000)
+    assert len(columns.plans) == len(copied(columns).plans) == 1
+    assert sum(map(len, columns.copied()())) < 5_000
+
+
+def test_a_copy_does_not_change_with_the_schedules() -> None:
+    columns = ScheduleColumns()
+    columns.put("a", b"before", b"plan")
+    parts = columns.copied()
+    columns.put("a", b"after", b"plan")
+    columns.put("b", b"new", b"plan")
+    copy = ScheduleColumns()
+    for part in parts():
+        copy.add_part(part)
+    assert {name: each[0] for name, each in rows_of(copy).items()} == {"a": b"before"}
+
+
+def test_a_damaged_part_is_an_error() -> None:
+    columns = ScheduleColumns()
+    columns.put("a", b"body", b"plan")
+    [part] = columns.copied()()
+    with pytest.raises((pa.ArrowException, ValueError)):
+        ScheduleColumns().add_part(part[: len(part) // 2])
+
+
+def test_a_schedule_takes_less_than_200_bytes() -> None:
+    columns, count = ScheduleColumns(), 20_000
+    for number in range(count):
+        slot = columns.put(f"schedule-{number:07d}", b"template of %011d" % number, b"plan of %051d" % number)
+        columns.set_progress([slot], [row(number + 1, is_active=True)], [b""])
+    assert list(columns.numbers)
+    arrays = [*columns.ints.values(), columns.state, columns.text, columns.plan, columns.names._order]
+    size_bytes = sum(len(memoryview(each).cast("B")) for each in arrays)
+    for texts in (columns.texts, columns.plans):
+        size_bytes += len(texts._bytes) + len(memoryview(texts._ends).cast("B"))
+    numbers: Numbers = columns.numbers
+    size_bytes += sum(len(memoryview(each).cast("B")) for each in (numbers._numbers, numbers._slots))
+    assert size_bytes / count < 200, "85 bytes, and 103 of name, template and rule"
