@@ -41,6 +41,8 @@ def test_a_schedule_from_its_put_to_its_end(http_endpoint: str) -> None:
     assert document("resume", "report")["state"] == "active"
     assert said("run", "report").startswith("report: sent report.run-")
     assert said("history", "report").splitlines()[0].endswith("  unknown")
+    made = document("put", "report", "reports", "make it", "--every", "1h", "--skip-while-busy", "makers")
+    assert (made["overlap"], made["group"]) == ("skip", "makers")
     assert said("delete", "report") == "report: deleted"
     assert document("preview", "--every", "90m", "--count", "1", "--after", "2030-01-01T00:00:00Z") == {
         "due": "2030-01-01T01:30:00.000Z", "due_ms": 1_893_461_400_000, "local": "2030-01-01T01:30:00Z",

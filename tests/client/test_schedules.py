@@ -35,7 +35,10 @@ def test_a_schedule_from_its_put_to_its_end(node: RunningNode, dial: Dial) -> No
             "1h",
         )
         assert ball.get(made.next.id).state == "waiting"
+        skipping = schedules.put("client", RULE, topic="orders", body="x", overlap="skip", group="makers")
+        assert (skipping.overlap, skipping.group) == ("skip", "makers")
         again = schedules.put("client", RULE, topic="orders", body="text")
+        assert (again.overlap, again.group) == ("allow", "")
         assert (again.outcome, again.body) == ("replaced", "text")
         assert schedules.get("client").next == made.next
         assert [each.name for each in schedules.all("orders")] == ["client"] and schedules.all("others") == []

@@ -93,6 +93,14 @@ def put(
         str,
         typer.Option("--catch-up-within", metavar="DURATION", help="Older missed times are not delivered."),
     ] = "1d",
+    skip_while_busy: Annotated[
+        str,
+        typer.Option(
+            "--skip-while-busy",
+            metavar="GROUP",
+            help="Leave a time out while GROUP has not finished the last.",
+        ),
+    ] = "",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,7 +109,7 @@ def put(
     \b
     Examples:
       timeball schedules put report reports 'make the report' --cron '0 9 * * 1-5' --zone Europe/Berlin
-      timeball schedules put poll jobs poll --every 15m --catch-up none
+      timeball schedules put poll jobs poll --every 15m --catch-up none --skip-while-busy pollers
       timeball schedules put pay jobs pay --cron '0 9 L * *' --zone UTC --exclude-file holidays.ics --move before
     """
     wanted = build_rule(
@@ -110,11 +118,12 @@ def put(
         exclude_file=exclude_file,
     )  # fmt: skip
     with connect(endpoint) as client:
-        schedule = client.schedules.put(
+        put_schedule = client.schedules.put(
             name, wanted, topic=topic, body=read_body(body), tag=tag, keys=keys or (),
             properties=read_properties(properties), catch_up=catch_up, catch_up_within=catch_up_within,
+            overlap="skip" if skip_while_busy else "allow", group=skip_while_busy,
         )  # fmt: skip
-        _show(schedule, as_json)
+        _show(put_schedule, as_json)
 
 
 @schedules_app.command()

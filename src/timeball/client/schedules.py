@@ -23,7 +23,7 @@ from timeball.model.http_api import (
     ZonesInUse,
 )
 from timeball.model.time_parsing import due_ms
-from timeball.model.values import CatchUp
+from timeball.model.values import CatchUp, Overlap
 
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
@@ -51,6 +51,8 @@ class Schedules:
         properties: Mapping[str, str] | None = None,
         catch_up: CatchUp = "latest",
         catch_up_within: str = "1d",
+        overlap: Overlap = "allow",
+        group: str = "",
     ) -> Schedule:
         """Create or replace a schedule. With equal content nothing changes, so each of your processes may call it.
 
@@ -64,6 +66,8 @@ class Schedules:
             properties: The properties of each message. The broker adds `schedule`, `occurrence` and `scheduled_ms`.
             catch_up: The times that were missed and are still delivered: "latest", "all" or "none".
             catch_up_within: The longest time for which a missed time is delivered.
+            overlap: With "skip", an occurrence is left out while `group` has not finished the previous one.
+            group: The consumer group for `overlap`.
 
         Raises:
             InvalidDelay: The rule is invalid, or has no time later than now.
@@ -74,6 +78,7 @@ class Schedules:
         wanted = SchedulePut(
             rule=dict(rule), topic=topic, body=text, base64=data, tag=tag, keys=[*keys],
             properties=dict(properties or {}), catch_up=catch_up, catch_up_within=catch_up_within,
+            overlap=overlap, group=group,
         )  # fmt: skip
         return self._ask_schedule(Request("PUT", path("schedules", name), encode(wanted), JSON))
 

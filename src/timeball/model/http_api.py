@@ -13,7 +13,7 @@ import msgspec
 
 from timeball.model.answers import GroupState, QueueRange
 from timeball.model.send_options import OnExpiry, OnPending, Spread
-from timeball.model.values import CatchUp
+from timeball.model.values import CatchUp, Overlap
 
 At = int | str
 
@@ -443,7 +443,8 @@ class DryRun(msgspec.Struct, frozen=True, omit_defaults=True):
 class SchedulePut(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A schedule to create or to replace: its rule, and the message of each occurrence, as for a send.
 
-    `rule` is described in docs/recurring.md. `catch_up` decides about missed occurrences.
+    `rule` is described in docs/recurring.md. `catch_up` decides about missed occurrences. With `overlap` skip, an
+    occurrence is left out while `group` has not finished the previous one.
     """
 
     rule: dict[str, Any]
@@ -457,6 +458,8 @@ class SchedulePut(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     properties: dict[str, str] = {}
     catch_up: CatchUp = "latest"
     catch_up_within: str = "1d"
+    overlap: Overlap = "allow"
+    group: str = ""
 
 
 class NextOccurrence(msgspec.Struct, frozen=True):
@@ -486,6 +489,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     properties: dict[str, str] = {}
     catch_up: str
     catch_up_within: str
+    overlap: str = "allow"
+    group: str = ""
     next: NextOccurrence | None = None
     runs: int
     last_due: str | None = None

@@ -29,7 +29,10 @@ def shown(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: ob
 
 
 def test_a_shown_schedule_is_a_valid_request_for_the_same() -> None:
-    stored = facts_of(tag="t", keys="k1 k2", properties={"p": "1"}, catch_up_within_ms=90 * limits.MINUTE_MS)
+    stored = facts_of(
+        tag="t", keys="k1 k2", properties={"p": "1"}, catch_up_within_ms=90 * limits.MINUTE_MS,
+        overlap="skip", group="g",
+    )  # fmt: skip
     fields = msgspec.to_builtins(show_schedule(Shown("a", stored, PROGRESS, "", True)))
     again = {name: value for name, value in fields.items() if name in SchedulePut.__struct_fields__}
     assert to_facts(msgspec.convert(again, SchedulePut)) == stored

@@ -53,6 +53,8 @@ def to_facts(request: SchedulePut) -> ScheduleFacts:
         properties=request.properties,
         catch_up=request.catch_up,
         catch_up_within_ms=time_parsing.delay_ms(request.catch_up_within, "catch_up_within"),
+        overlap=request.overlap,
+        group=request.group,
     )
 
 
@@ -73,7 +75,8 @@ def show_schedule(shown: Shown, outcome: str | None = None) -> Schedule:
     return Schedule(
         name=name, state=_STATES[progress.state], topic=facts.topic, rule=msgspec.json.decode(facts.rule),
         body=body, base64=not_utf8, tag=facts.tag, keys=(facts.keys or "").split(), properties=facts.properties,
-        catch_up=facts.catch_up, catch_up_within=_duration_text(facts.catch_up_within_ms), next=pending,
+        catch_up=facts.catch_up, catch_up_within=_duration_text(facts.catch_up_within_ms),
+        overlap=facts.overlap, group=facts.group, next=pending,
         runs=progress.runs, last_due=format_time(progress.last_due_ms) if has_run else None,
         last=format_time(progress.last_ms) if has_run else None, error=progress.error or None, outcome=outcome,
     )  # fmt: skip

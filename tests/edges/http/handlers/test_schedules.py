@@ -57,6 +57,8 @@ def test_a_schedule_is_created_shown_changed_and_deleted(client: Client) -> None
     waiting = client.ask("GET", f"/v1/messages/{pending['id']}").value["messages"]
     assert [message["state"] for message in waiting] == ["waiting", "cancelled"]
 
+    skipping = put(client, "a", overlap="skip", group="makers").value
+    assert (skipping["outcome"], skipping["overlap"], skipping["group"]) == ("replaced", "skip", "makers")
     paused = client.ask("POST", f"{PATH}/a/pause").value
     assert paused["state"] == "paused" and "next" not in paused
     resumed = client.ask("POST", f"{PATH}/a/resume").value
