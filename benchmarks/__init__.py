@@ -16,6 +16,7 @@ NAMES = [
     "punctual",
     "burst",
     "memory",
+    "schedules",
     "restart",
     "keys",
     "compact",

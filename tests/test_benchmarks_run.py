@@ -44,6 +44,7 @@ SLOW = {
     "up",
     "cluster",
     "add_replica",
+    "schedules",
 }
 SPARK = {"compact", "pipeline", "up"}
 MINUTES = {*SPARK, "beside", "memory", "keys", "cluster", "add_replica"}  # how long they take: in a siege
@@ -112,6 +113,15 @@ WANTED = {
         "beside 60 fuzzed requests: machine max",
         "beside 60 fuzzed requests: guests that found a fault",
         "beside 60 fuzzed requests: server CPU",
+    ],
+    "schedules": [
+        "equal rules: memory",
+        "different rules: start",
+        "one time: missing or doubled",
+        "one time: last release",
+        "one time: server CPU",
+        "a minute: early",
+        "a minute: lateness p99",
     ],
     "punctual": [
         "lateness p50",
