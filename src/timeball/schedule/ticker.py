@@ -46,7 +46,7 @@ SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared 
 RELEASE_SHARE = 0.12  # of a core, for small hand-outs
 INTERVAL_MIN_MS, INTERVAL_MAX_MS = 5.0, 8.0
 PAUSE_MIN_NS = 500_000  # a shorter wait is none, because the timers of the event loop have whole milliseconds
-# Schedules may hold the event loop for this time, because it delays other releases.
+# The rules of schedules may hold the event loop for this time, because it delays other releases.
 HOLD_NS = 4_000_000
 OCCURRENCE_NS_MIN = HOLD_NS // limits.SCHEDULE_ROWS_AT_ONCE
 WEIGHT = 0.1  # of the newest hand-out in the mean of their times
@@ -61,7 +61,7 @@ Rewrite = Callable[[pa.RecordBatch, int], object]
 class IndexingTime:
     """The time used so far for releases that have become durable: their indexes and counts, and waking consumers.
 
-    `occurrence_ns`: the time of one occurrence of a schedule in the last hand-outs. At first too much, until it is
+    `occurrence_ns`: the time for the rule of one occurrence in the last hand-outs. At first too much, until it is
     measured.
     """
 
@@ -116,7 +116,7 @@ class Ticker:
         # Handed-out messages cannot be cancelled any more, so no more are handed out than the disk can take.
         rows_max, occurrence_ns = limits.FRAME_ROWS_MAX, self._indexing.occurrence_ns
         occurrences = 0 if self._occurrences is None else self._occurrences.count
-        # Schedules may hold the event loop for `HOLD_NS` at once.
+        # The rules of schedules may hold the event loop for `HOLD_NS` at once.
         if occurrences > limits.SCHEDULE_ROWS_AT_ONCE or occurrences * occurrence_ns > HOLD_NS:
             rows_max = min(limits.SCHEDULE_ROWS_AT_ONCE, HOLD_NS // occurrence_ns)
         free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, rows_max)

@@ -218,6 +218,14 @@ class Delivery:
         is_selected = none if owner is None else owner >= 0
         is_expired = none if expired is None else expired.any_of & ~is_selected
         continuation = self._successors.after_release(seq, now_ms, is_selected, is_expired)
+        if continuation.occurrences:
+            # Only the rules: the time of a frame itself would make small hand-outs smaller and smaller. A higher time
+            # counts at once, because the next rules may be like these.
+            spent_ns = self._clock.clock.monotonic_ns() - began_ns
+            measured_ns = min(spent_ns // continuation.occurrences, HOLD_NS)
+            self.indexing.occurrence_ns = max(
+                measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN
+            )
         reasons = np.full(len(seq), "", object)  # of those cancelled here, without selected ones
         for index, reason in continuation.cancelled.items():
             reasons[index] = reason
@@ -260,13 +268,6 @@ class Delivery:
 
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
         continuation.keep()
-        if continuation.occurrences:
-            spent_ns = self._clock.clock.monotonic_ns() - began_ns
-            # A higher time counts at once, because the next rules may be like these.
-            measured_ns = min(spent_ns // continuation.occurrences, HOLD_NS)
-            self.indexing.occurrence_ns = max(
-                measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN
-            )
         return durable
 
     def _selected_rows(
