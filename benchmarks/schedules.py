@@ -173,7 +173,9 @@ def _slices(count: int) -> Iterator[range]:
 
 
 def _facts(number: int, rule: dict[str, object]) -> ScheduleFacts:
-    return ScheduleFacts(rule=msgspec.Raw(_canonical(json.dumps(rule))), topic="ticks", body=b"schedule %011d" % number)
+    return ScheduleFacts(
+        rule=msgspec.Raw(_canonical(json.dumps(rule))), topic="ticks", body=b"schedule %011d" % number
+    )
 
 
 @lru_cache(2_000)
