@@ -225,10 +225,9 @@ class Member:
         A revision of before may now be that of another record, so no record can be compared with those read before. A
         leader goes on, because all others answer it, but swaps nothing. The others begin anew.
         """
-        text = f"etcd was restored from a copy: its revision was {before}, now {now}"
         if self._thread.state.role not in LEADS:
-            raise LeaseLost(text)
-        logger.warning("%s; run 'timeball cluster status'", text)
+            raise LeaseLost(f"etcd was restored from a copy: its revision was {before}, now {now}")
+        logger.warning("etcd restored from a copy revision=%d now=%d", before, now)
         self._is_etcd_restored = True
 
     async def _handle_operator_request(self, view: GroupView) -> None:
