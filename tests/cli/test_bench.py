@@ -30,6 +30,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "punctual",
         "burst",
         "memory",
+        "schedules",
         "restart",
         "keys",
         "compact",

@@ -207,7 +207,7 @@ def test_a_key_with_a_blank_cancels_no_other_customer(columns: Timeball) -> None
 
 def test_an_unknown_name_is_told_with_the_valid_ones(columns: Timeball) -> None:
     with pytest.raises(
-        InvalidMessage, match=r"unknown column 'delay_s' of a row; .*valid: after, at, message_id"
+        InvalidMessage, match=r"unknown column 'delay_s' of a row; .*valid: after, at, zone, message_id"
     ):
         columns.send_many([{"body": "x"}, {"body": "x", "delay_s": 5}], topic="t")
     for read in (columns.pull, columns.browse):

@@ -4,6 +4,7 @@ import pytest
 
 from timeball import Timeball
 from timeball.client.messages import Member
+from timeball.client.network import run
 from timeball.model import limits
 
 
@@ -17,11 +18,11 @@ def test_each_answer_has_its_verdict(ball: Timeball, monkeypatch: pytest.MonkeyP
     receipts = [receipt for _, receipt in leases]
     monkeypatch.setattr(limits, "POP_ROWS_MAX", 3)
     member, _ = leases[0]
-    assert member.ack([]) == []
-    assert member.ack(receipts[:1]) == receipts[:1]
-    changed = member.extend(receipts[:5], 60_000)
+    assert run(member.ack([])) == []
+    assert run(member.ack(receipts[:1])) == receipts[:1]
+    changed = run(member.extend(receipts[:5], 60_000))
     assert [one is not None for one in changed] == [False, True, True, True, True]
-    dead = member.dead_letter([receipts[0], receipts[5]])
+    dead = run(member.dead_letter([receipts[0], receipts[5]]))
     assert [one is not None for one in dead] == [False, True]
     newest = [one for one in changed if one is not None]
-    assert member.ack([*newest, receipts[5], receipts[6]]) == [*newest, None, receipts[6]]
+    assert run(member.ack([*newest, receipts[5], receipts[6]])) == [*newest, None, receipts[6]]

@@ -42,7 +42,7 @@ def test_a_row_names_its_fields() -> None:
 
 
 def test_the_names_are_those_of_columns() -> None:
-    assert set(ROW_NAMES) - {"after", "at", "message_id"} < SEND_COLUMNS.keys()
+    assert set(ROW_NAMES) - {"after", "at", "zone", "message_id"} < SEND_COLUMNS.keys()
 
 
 def test_a_body_is_bytes_or_text() -> None:

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
@@ -212,7 +213,7 @@ def held(queue: QueueLeases, clock: SchedulerClock) -> Look:
 
     def positions(leases: dict[int, Lease]) -> dict[int, Lease]:
         return {
-            offset: replace(lease, deadline_ms=clock.as_wall(lease.deadline_ms))
+            offset: msgspec.structs.replace(lease, deadline_ms=clock.as_wall(lease.deadline_ms))
             for offset, lease in sorted(leases.items())
         }
 

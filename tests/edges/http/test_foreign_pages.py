@@ -155,7 +155,7 @@ def test_a_form_is_refused_for_its_content_type(client: Client, kind: str, heade
         "/v1/campaigns/c/resume", "/v1/campaigns/c/cancel", "/v1/subscriptions/formed/pause",
         "/v1/subscriptions/formed/resume", "/v1/topics/formed/stream?group=g",
         "/v1/cancel", "/v1/reschedule", "/v1/preview", "/v1/schedules/formed/pause", "/v1/schedules/formed/resume",
-        "/v1/schedules/formed/run",
+        "/v1/schedules/formed/run", "/v1/selections", "/v1/selections/dry-run", "/v1/selections/s/undo",
     ):  # fmt: skip
         for body in (b"", b"{}"):
             answer = client.ask("POST", path, body, **headers)
@@ -170,4 +170,4 @@ def test_the_forms_are_all_posts_of_the_document(client: Client) -> None:
     A broker alone answers 404 to the one for nodes of a cluster. handlers/test_clock.py has the one of a manual clock.
     """
     document = client.ask("GET", "/openapi.json").value
-    assert sum("post" in methods for methods in document["paths"].values()) == 22
+    assert sum("post" in methods for methods in document["paths"].values()) == 25

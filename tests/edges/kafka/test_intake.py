@@ -113,6 +113,9 @@ def test_a_message_that_timeball_refuses_becomes_a_dead_letter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # As an operator's --delay-ms-max would have it, which the bridge does not know.
+    monkeypatch.setattr(
+        node.broker.appender, "_send_small_batch", lambda *_: None
+    )  # all batches are admitted
     monkeypatch.setattr(node.broker.appender, "admit", strict(node.broker.appender.admit))
     kafka.produce(options.own, *({"value": value, "headers": LATER} for value in (b"a", b"bad", b"c")))
     counts = taken(made, 3)
@@ -147,6 +150,7 @@ def test_a_stop_while_timeball_is_full_skips_no_record(
     reader, counts = made()
     with monkeypatch.context() as patch:
         patch.setattr(intake, "BATCH_BYTES", 1)
+        patch.setattr(node.broker.appender, "_send_small_batch", lambda *_: None)  # all batches are admitted
         patch.setattr(node.broker.appender, "admit", full)
         reader.run(stop)
     assert stop.is_set() and counts.taken == 0

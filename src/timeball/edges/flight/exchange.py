@@ -161,7 +161,8 @@ class Sends:
         """Settle the slots of batches that the broker has accepted."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
-            ack = answers.SendAck(first_seq, piece.count, accepted.store_ms, *(accepted.sent or ()))
+            outcome = () if accepted.sent is None else (accepted.sent.outcome, accepted.sent.states)
+            ack = answers.SendAck(first_seq, piece.count, accepted.store_ms, *outcome)
             piece.slot.settle(codec.encode(ack))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
