@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -29,6 +30,7 @@ from timeball.broker.consuming import engine as consuming_engine
 from timeball.broker.consuming.leases import QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import SQL92, compile_filter
+from timeball.model.access import ANONYMOUS
 from timeball.model.errors import NotFound, OutOfRange, OverLimit
 from timeball.model.message import Kind, encode_properties
 
@@ -322,3 +324,32 @@ async def test_what_is_skipped_is_never_leased(world: World, monkeypatch: pytest
     monkeypatch.setattr(QueueLeases, "lease_next", count)
     received = await receive(world, rows=1, wanted=compile_filter("n = 450", SQL92))
     assert bodies(received) == [b"450"] and leased == [0, 225], "of two queues"
+
+
+@on_node()
+async def test_the_offset_follows_what_is_skipped(world: World) -> None:
+    """Otherwise the group would read the messages again after a restart, and count them as its lag."""
+    properties = [encode_properties({"n": str(n)}) for n in range(50)]
+    await send(world, [b"%d" % n for n in range(50)], properties=properties)
+    assert bodies(await receive(world, rows=1, wanted=compile_filter("n = 90", SQL92))) == []
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 25, 1: 25}
+
+
+@on_node()
+async def test_a_topic_deleted_during_a_skip_leaves_no_offset(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = [encode_properties({"n": str(n)}) for n in range(50)]
+    await send(world, [b"%d" % n for n in range(50)], properties=properties)
+    in_thread = consuming_engine.in_thread
+
+    async def delete_meanwhile(*args: Any) -> Any:
+        counted = await in_thread(*args)
+        if TOPIC in world.broker.topics():
+            await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
+        return counted
+
+    monkeypatch.setattr(consuming_engine, "in_thread", delete_meanwhile)
+    with pytest.raises(NotFound):
+        await receive(world, rows=1, wanted=compile_filter("n = 90", SQL92))
+    assert world.broker.offsets(GROUP, TOPIC) == {}

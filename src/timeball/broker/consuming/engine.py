@@ -358,7 +358,6 @@ class Consuming:
         Leases cost a hundred times what the filter's decision does. If another consumer of the group leases messages
         of a queue meanwhile, the group does not move there.
         """
-        subscription = self._subscription(request.group, request.topic)
         for queue in self._queues_to_search(request):
             if queue.topic != request.topic or queue.returned or queue.acked_ahead:
                 continue
@@ -369,11 +368,10 @@ class Consuming:
                 continue
             reader = self._threads.reader
             unmatched = await in_thread(reader, count_unmatched, self._log.reader, request.wanted, seqs)
-            current = self.leases.open(
-                request.group, subscription.topic, [queue.queue_id], from_max=request.from_max
-            )
-            if current == [queue] and queue.next_offset == next_offset:
+            if self.leases.is_live(queue) and queue.next_offset == next_offset:
                 queue.advance(start + unmatched)
+                # Now, because a queue without further messages is not searched again.
+                self.leases.store(queue)
 
     def _begin_at_ends(self, subscription: Subscription) -> None:
         """Let a new group begin at the ends of all queues, unless its configuration says at the first messages."""
