@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.broker.on_node import batch
+from tests.broker.on_node import batch, on_node
 from tests.broker.recurring.schedule_lives import EVERY_MS, SETTINGS, TOPIC, progress, put
 from tests.crash.lives import run
 from tests.crash.world import SECOND_MS, CutFiles, World
@@ -151,3 +151,19 @@ def test_each_message_of_a_hand_out_has_its_end(
         await world.stop()
 
     run(main())
+
+
+@on_node()
+async def test_selected_messages_do_not_keep_hand_outs_small(world: World) -> None:
+    """Schedules make hand-outs small until the time of a rule is known, and hand-outs without rules end that."""
+    for number in range(20):
+        await put(world, f"s{number}")
+    due_ms = progress(world, "s0").due_ms - SECOND_MS
+    await world.broker.send(batch(2_000, due_ms=[due_ms] * 2_000))
+    await world.broker.selections.select(SelectionFacts(seq=0, at_ms=0, topics=["orders"]), ANONYMOUS)
+    reader = world.broker.log.reader
+    first_seq = reader.next_seq
+    await world.advance(due_ms - world.clock.wall)
+    frames = [rows for _, rows in reader.frames(first_seq, reader.next_seq)]
+    assert sum(rows.num_rows for rows in frames) == 2_000
+    assert len(frames) < 10, "16 messages, and then twice as many each time"

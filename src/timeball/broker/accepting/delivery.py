@@ -120,6 +120,8 @@ class Delivery:
         # No call if there are no schedules and no selections: each release takes this path.
         has_occurrences = self._occurrences.count and self._successors.has_any(pairs[1])
         owner = self._owners(scheduled_rows) if self._all_selections else None
+        if not has_occurrences:
+            self.indexing.occurrence_ns = max(self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
         if has_occurrences or owner is not None:
             begin = 0
             # The successors in the same frame have the same bodies.
@@ -131,7 +133,6 @@ class Delivery:
                 )  # fmt: skip
                 begin = end
             return durable
-        self.indexing.occurrence_ns = max(self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
         values = values_if_few(scheduled_rows)
         if values is not None:
             return self._release_few(scheduled_rows, values, pairs, now_ms)
