@@ -38,6 +38,12 @@ class Counted(Scheduler):
         return None if rows is None else rows.slice(0, limit)
 
 
+class Pending:
+    """The pending occurrences of schedules."""
+
+    count = 0
+
+
 class TickedWorld(World):
     """A World in which a ticker hands out."""
 
@@ -47,7 +53,8 @@ class TickedWorld(World):
         self.moved: list[int] = []
         self.release_ms = 0  # the time that a hand-out takes
         self.indexing = IndexingTime()
-        self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move, self.indexing)
+        self.occurrences = Pending()
+        self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move, self.indexing, self.occurrences)
 
     def keep(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         assert now_ms == self.now_ms
@@ -208,6 +215,17 @@ def test_a_large_hand_out_delays_nothing(world: TickedWorld) -> None:
     world.advance(1)
     assert world.ticker.tick() == 0
     assert len(world.kept) == kept + ticker.SHARED_ROWS + 1
+
+
+def test_hand_outs_that_schedules_limit_follow_each_other(world: TickedWorld) -> None:
+    """A slow rule makes hand-outs small. The other messages that are due must not also wait between them."""
+    world.drain()
+    world.occurrences.count = 1_000
+    world.indexing.occurrence_ns = ticker.HOLD_NS // 10
+    world.release_ms = 4
+    world.admit([world.now_ms] * 35)
+    waits = [world.ticker.tick() for _ in range(4)]
+    assert len(world.kept) == 35 and waits == [0, 0, 0, 0]
 
 
 def test_durable_releases_wake_the_ticker(world: TickedWorld) -> None:

@@ -11,7 +11,8 @@ A hand-out costs about as much for one message as for thirty, and so do the comm
 acknowledgements that follow it. So under load two hand-outs are at least INTERVAL_MIN_MS apart, and use at most about
 RELEASE_SHARE of a core: the loop stays free for the consumers. A longer interval follows from the measured time of the
 last hand-outs, and is INTERVAL_MAX_MS at most. After an idle interval, two hand-outs may follow each other at once. So
-the interval concerns loads, and not two messages that happen to be due in short succession.
+the interval concerns loads, and not two messages that happen to be due in short succession. After a hand-out that the
+limit of rows has ended, more messages are due, and the next one begins at once.
 
 A hand-out is limited in bytes, and so are the hand-outs in flight: one that is being written, and the next one. So the
 first message of a burst of large bodies is visible after a few milliseconds, and others can use the disk in between.
@@ -130,9 +131,11 @@ class Ticker:
         if scheduled_rows is not None:
             self._share_until_ms = now_ms + SHARE_MS if scheduled_rows.num_rows < free_rows else now_ms
             self._release(scheduled_rows, now_ms)
-            # With large bodies, a hand-out is large although its rows are few.
+            # With large bodies, a hand-out is large although its rows are few. If the limit of rows has ended it, more
+            # are due, and these must not wait.
             is_small = (
-                scheduled_rows.num_rows < SHARED_ROWS and scheduler.outcomes.in_flight_bytes < SMALL_RUN_BYTES
+                scheduled_rows.num_rows < min(SHARED_ROWS, free_rows)
+                and scheduler.outcomes.in_flight_bytes < SMALL_RUN_BYTES
             )
             return self._pause(began_ns, is_small=is_small)
         # Rewrites come second, so that due messages never wait for messages that are not due.
