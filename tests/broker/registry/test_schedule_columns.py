@@ -120,6 +120,16 @@ def test_texts_and_plans_that_no_schedule_has_are_dropped(monkeypatch: pytest.Mo
     assert columns.record(slot_of(columns, "one")) == (b"one\x00999", b"plan 999")
 
 
+def test_large_texts_are_dropped_although_they_are_few() -> None:
+    """The bytes of replaced texts and plans are bounded, too: a part of all has offsets of 32 bits."""
+    columns = ScheduleColumns()
+    for number in range(400):
+        columns.put("one", b"%d" % number * 20_000, b"plan %d" % number * 4_000)
+        bound = 2 * columns.size_bytes + schedule_columns._SPARE_BYTES
+        assert max(columns.texts.size_bytes, columns.plans.size_bytes) <= bound
+    assert columns.record(slot_of(columns, "one")) == (b"one\0" + b"399" * 20_000, b"plan 399" * 4_000)
+
+
 def test_equal_plans_are_stored_once_also_in_a_part() -> None:
     columns = ScheduleColumns()
     for number in range(100):

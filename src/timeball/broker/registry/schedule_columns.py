@@ -33,6 +33,7 @@ UintArray = npt.NDArray[np.uint32]
 
 _FEW = 16  # numbers, up to which a search each takes less time than one for all
 _SPARE_MIN = 4_096  # unused entries that are kept before their memory is freed
+_SPARE_BYTES = 4 * 1024 * 1024  # and their bytes
 _PART_SCHEMA = pa.schema(
     [
         ("text", pa.binary()),
@@ -418,9 +419,10 @@ class ScheduleColumns:
         return index
 
     def _sweep(self) -> None:
-        """Drop texts and plans that no schedule has any more, if they are about half of all."""
-        used = len(self.names)
-        if max(len(self.texts), len(self.plans)) <= 2 * used + _SPARE_MIN:
+        """Drop texts and plans that no schedule has any more, if they are about half of all, or of all bytes."""
+        count = max(len(self.texts), len(self.plans))
+        size_bytes = max(self.texts.size_bytes, self.plans.size_bytes)
+        if count <= 2 * len(self.names) + _SPARE_MIN and size_bytes <= 2 * self.size_bytes + _SPARE_BYTES:
             return
         # Slots stay as they are, because `Numbers` and `Names` have them. Only texts and plans are numbered anew.
         slots = np.flatnonzero(np.array(self.state) != FREE)
