@@ -41,8 +41,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
 
     def forget() -> None:
         time_parsing._zone.cache_clear()
-        monkeypatch.setattr(rule, "_rule", kept(rule._rule.__wrapped__))  # type: ignore[attr-defined]
-        first_after = kept(successors.first_after.__wrapped__)  # type: ignore[attr-defined]
+        monkeypatch.setattr(rule, "_rule", kept()(rule._rule.__wrapped__))  # type: ignore[attr-defined]
+        first_after = kept()(successors.first_after.__wrapped__)  # type: ignore[attr-defined]
         for module in (successors, schedule_changes, zone_updates):
             monkeypatch.setattr(module, "first_after", first_after)
 
