@@ -195,6 +195,18 @@ async def test_an_expired_message_is_finished(world: World) -> None:
 
 
 @on_node()
+async def test_a_message_of_a_deleted_topic_is_finished(world: World) -> None:
+    """Also if the topic was created again, which continues its offsets."""
+    await put(world, **SKIP)
+    assert not await next_is_skipped(world)
+    assert await next_is_skipped(world)
+    await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
+    await world.broker.create_topic(TOPIC, 2)
+    assert not await next_is_skipped(world)
+    assert await next_is_skipped(world), "the new one is not finished"
+
+
+@on_node()
 async def test_a_missed_occurrence_is_missed_and_not_skipped(world: World) -> None:
     await put(world, **SKIP, catch_up="none")
     await next_is_skipped(world)
