@@ -7,10 +7,8 @@ import pytest
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.send_options import (
-    Expiry,
     UniqueKey,
     check_expiry,
-    expiry_of,
     expiry_properties,
     unique_key,
     unique_key_in,
@@ -30,15 +28,14 @@ def test_a_unique_key_is_one_of_the_keys() -> None:
 
 
 def test_an_expiry_is_a_time_or_a_duration_after_the_due_time() -> None:
-    assert expiry_of(expiry_properties(AT_MS, None, None), 5) == Expiry(AT_MS, False)
-    assert expiry_of(expiry_properties(None, 7, "move"), 5) == Expiry(12, True)
-    assert expiry_of({"a": "b"}, 5) is None
+    assert expiry_properties(AT_MS, None, None) == {"TIMEBALL_EXPIRES_MS": str(AT_MS)}
+    moved = {"TIMEBALL_EXPIRES_AFTER_MS": "7", "TIMEBALL_ON_EXPIRY": "move"}
+    assert expiry_properties(None, 7, "move") == moved
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "soon", "\u0661", "9" * 30])
 def test_a_text_that_is_no_number_of_ms_is_no_expiry(text: str) -> None:
     for name in ("TIMEBALL_EXPIRES_MS", "TIMEBALL_EXPIRES_AFTER_MS"):
-        assert expiry_of({name: text}, 5) is None
         with pytest.raises(InvalidDelay):
             check_expiry({name: text})
 

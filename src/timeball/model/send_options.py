@@ -14,7 +14,7 @@ from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.values import check_key, shown, size_bytes
 
 PREFIX = "TIMEBALL_"  # of each property that is an option
-_DIGITS_MAX = len(str(limits.INSTANT_MS_MAX))  # of a time or duration in ms
+DIGITS_MAX = len(str(limits.INSTANT_MS_MAX))  # of a time or duration in ms
 
 # ---- unique keys ----------------------------------------------------------------------------------------------
 
@@ -74,23 +74,6 @@ EXPIRY_NAMES = frozenset({EXPIRES_MS, EXPIRES_AFTER_MS, ON_EXPIRY})
 EXPIRED_PREFIX = "%EXPIRED%"  # of the topic to which expired messages may be moved
 
 
-class Expiry(NamedTuple):
-    """The last time at which a message may be released, in ms since 1970. `moves`: later it is moved, not cancelled."""
-
-    last_ms: int
-    moves: bool
-
-
-def expiry_of(properties: Mapping[str, str], due_ms: int) -> Expiry | None:
-    """Read the expiry of a message. None if it has none, or one that no number gives."""
-    at, after = properties.get(EXPIRES_MS), properties.get(EXPIRES_AFTER_MS)
-    text = at if after is None else after
-    if text is None or not _is_number(text):
-        return None
-    last_ms = int(text) + (0 if after is None else due_ms)
-    return Expiry(last_ms, properties.get(ON_EXPIRY) == "move")
-
-
 def check_expiry(properties: Mapping[str, str], due_ms: int | None = None) -> None:
     """Raise InvalidDelay for properties that name no valid expiry of a message. `due_ms`: its due time, if known."""
     at, after = properties.get(EXPIRES_MS), properties.get(EXPIRES_AFTER_MS)
@@ -142,4 +125,4 @@ def even_offset_ms(message_id: str, window_ms: int) -> int:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
+    return text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX

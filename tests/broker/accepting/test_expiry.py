@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.broker.on_node import batch, column, on_node
 from tests.broker.recurring.schedule_lives import NAME, progress, put
 from tests.crash.lives import run, until_cut
@@ -13,11 +17,12 @@ from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting import delivery
+from timeball.broker.accepting.expiry import find_expired
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.rates import Stat
 from timeball.io.clock import ManualClock
 from timeball.model import limits
-from timeball.model.message import Kind, encode_properties
+from timeball.model.message import Kind, decode_properties, encode_properties
 from timeball.model.send_options import expiry_properties
 
 LATE_MS = 10 * SECOND_MS  # the releases of these tests are this late
@@ -167,6 +172,79 @@ def test_a_release_that_knows_no_expiry_is_noticed(monkeypatch: pytest.MonkeyPat
         await world.stop()
 
     run(main())
+
+
+# ---- the properties as columns ------------------------------------------------------------------------------------
+
+NAMES = ["TIMEBALL_EXPIRES_MS", "TIMEBALL_EXPIRES_AFTER_MS", "TIMEBALL_ON_EXPIRY"]
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from([*NAMES, *NAMES, "A" + NAMES[0], NAMES[0] + "X", "a", ""]),
+        st.sampled_from(
+            ["", "7", "90", "9" * 15, "9" * 30, "-1", "1.5", "soon", "\u0661", "move", "cancel", None]
+        ),
+    ),
+    max_size=6,
+)
+TOPICS = st.sampled_from(["orders", "%RETRY%g", "%DLQ%g", "%EXPIRED%orders"])
+
+
+def end_by_hand(topic: str, text: str | None, due_ms: int, now_ms: int) -> str:
+    properties = decode_properties(text or "")
+    at, after = properties.get(NAMES[0]), properties.get(NAMES[1])
+    number = at if after is None else after
+    if number is None or not (number.isascii() and number.isdigit() and len(number) <= 15):
+        return "released"
+    last_ms = int(number) + (0 if after is None else due_ms)
+    if last_ms >= now_ms or topic.startswith("%"):
+        return "released"
+    return "moved" if properties.get(NAMES[2]) == "move" else "cancelled"
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(TOPICS, st.none() | ENTRIES, st.integers(0, 50)), min_size=1, max_size=8))
+def test_messages_in_columns_expire_as_each_by_itself(rows: list[tuple[str, Any, int]]) -> None:
+    texts = [
+        None
+        if entries is None
+        else "".join(f"{name}\x02" if value is None else f"{name}\x01{value}\x02" for name, value in entries)
+        for _, entries, _ in rows
+    ]
+    table = pa.RecordBatch.from_pydict(
+        {
+            "topic": pa.array([topic for topic, _, _ in rows], pa.string()),
+            "properties": pa.array(texts, pa.string()),
+            "due_ms": pa.array([due_ms for _, _, due_ms in rows], pa.int64()),
+        }
+    )
+    for now_ms in (8, 60, 95, 10**15 + 60):
+        ends = [end_by_hand(row[0], text, row[2], now_ms) for row, text in zip(rows, texts, strict=True)]
+        found = find_expired(table, now_ms)
+        if found is None:
+            assert set(ends) == {"released"}
+            continue
+        masks = zip(found.cancelled.tolist(), found.moved.tolist(), strict=True)
+        assert [
+            "cancelled" if is_cancelled else "moved" if is_moved else "released"
+            for is_cancelled, is_moved in masks
+        ] == ends
+
+
+def test_the_expiries_of_many_messages_are_read_as_columns() -> None:
+    """A hand-out may have a hundred thousand messages. To decode each would hold the event loop for a second."""
+    table = pa.RecordBatch.from_pydict(
+        {
+            "topic": ["orders"] * 1_000, "due_ms": [0] * 1_000,
+            "properties": [encode_properties(expiry_properties(None, 5, None))] * 1_000,
+        }
+    )  # fmt: skip
+    calls = []
+    sys.setprofile(lambda _, event, called: calls.append(called) if "call" in event else None)
+    try:
+        found = find_expired(table, 6)
+    finally:
+        sys.setprofile(None)
+    assert found is not None and found.cancelled.all() and len(calls) < 1_000
 
 
 # ---- power cuts --------------------------------------------------------------------------------------------------

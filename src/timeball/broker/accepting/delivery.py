@@ -285,13 +285,12 @@ class Delivery:
 
     def _can_move(self, scheduled_rows: pa.RecordBatch, moved: Bools) -> Bools:
         """Create the topics of these expired messages. False for a message whose topic the broker has no room for."""
-        can_move = moved.copy()
-        topics = scheduled_rows.column("topic").to_pylist() if moved.any() else []
-        for index in np.flatnonzero(moved).tolist():
+        can_move, topics = moved.copy(), scheduled_rows.column("topic")
+        for name in topics.filter(pa.array(moved)).unique().to_pylist():
             try:
-                self._topics.ensure(EXPIRED_PREFIX + topics[index])
+                self._topics.ensure(EXPIRED_PREFIX + name)
             except OverLimit:  # a release must not fail, so the message is cancelled
-                can_move[index] = False
+                can_move &= ~pc.equal(topics, name).to_numpy(zero_copy_only=False)
         return can_move
 
     def rewrite(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:

@@ -14,11 +14,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, decode_properties
-from timeball.model.send_options import EXPIRED_PREFIX, EXPIRES, expiry_of
+from timeball.model.message import (
+    DLQ_PREFIX,
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    RETRY_PREFIX,
+    Int64Array,
+    int64,
+)
+from timeball.model.send_options import (
+    DIGITS_MAX,
+    EXPIRED_PREFIX,
+    EXPIRES,
+    EXPIRES_AFTER_MS,
+    EXPIRES_MS,
+    ON_EXPIRY,
+)
 from timeball.schedule.backlog import Bools
 
 REASON = "expired"  # in the CANCEL row of an expired message
+_NEVER_MS = 1 << 62
 _STAY_PREFIXES = (RETRY_PREFIX, DLQ_PREFIX, EXPIRED_PREFIX)
 
 
@@ -35,19 +50,59 @@ class Expired(NamedTuple):
 
 
 def find_expired(scheduled_rows: pa.RecordBatch, now_ms: int) -> Expired | None:
-    """Find the messages (READ_SCHEMA) that may not be released as late as `now_ms`. None if there are none."""
+    """Find the messages (READ_SCHEMA) that may not be released as late as `now_ms`. None if there are none.
+
+    A message whose expiry is no number has none. Duration and time are both given only by a client that skips the
+    check of a send, and then the duration counts.
+    """
     properties = scheduled_rows.column("properties")
     has_expiry = pc.match_substring(properties, EXPIRES)
     if not pc.any(has_expiry).as_py():  # usually no row has an expiry
         return None
-    # Row by row from here on: a message with an expiry is rare, and its properties must be decoded.
+    # As columns, because all messages of a topic may have one, and a hand-out may have a hundred thousand messages.
+    index = np.flatnonzero(has_expiry.fill_null(False).to_numpy(zero_copy_only=False))
+    entries = pc.split_pattern(properties.take(pa.array(index)), PROPERTY_END)
+    message, texts = pc.list_parent_indices(entries).to_numpy(), entries.flatten()
+    last_ms = np.full(len(index), _NEVER_MS)
+    _set_numbers(last_ms, message, texts, EXPIRES_MS, np.zeros(len(index), np.int64))
+    _set_numbers(last_ms, message, texts, EXPIRES_AFTER_MS, int64(scheduled_rows.column("due_ms"))[index])
+    moves = np.zeros(len(index), np.bool_)
+    values, at = _values(message, texts, ON_EXPIRY)
+    moves[at] = pc.equal(values, "move").to_numpy(zero_copy_only=False)
+    stays = np.zeros(len(index), np.bool_)
+    topics = scheduled_rows.column("topic").take(pa.array(index))
+    for prefix in _STAY_PREFIXES:
+        stays |= pc.starts_with(topics, prefix).to_numpy(zero_copy_only=False)
+    is_late = (last_ms < now_ms) & ~stays
+    if not is_late.any():
+        return None
     count = scheduled_rows.num_rows
     expired = Expired(np.zeros(count, np.bool_), np.zeros(count, np.bool_))
-    topics, due_ms = scheduled_rows.column("topic"), scheduled_rows.column("due_ms")
-    for index in np.flatnonzero(has_expiry.fill_null(False).to_numpy(zero_copy_only=False)).tolist():
-        expiry = expiry_of(decode_properties(properties[index].as_py()), due_ms[index].as_py())
-        if expiry is not None and expiry.last_ms < now_ms:
-            if topics[index].as_py().startswith(_STAY_PREFIXES):
-                continue
-            (expired.moved if expiry.moves else expired.cancelled)[index] = True
-    return expired if expired.any_of.any() else None
+    expired.cancelled[index[is_late & ~moves]] = True
+    expired.moved[index[is_late & moves]] = True
+    return expired
+
+
+def _values(message: Int64Array, texts: pa.Array, name: str) -> tuple[pa.Array, Int64Array]:
+    """Find the values of a property among texts of properties, and the messages that have them.
+
+    `message`: the index of the message of each text. Of equal names the last one counts (`decode_properties`).
+    """
+    prefix = f"{name}{PROPERTY_NAME_END}"
+    has_name = pc.starts_with(texts, prefix)
+    at = message[has_name.to_numpy(zero_copy_only=False)]
+    values = pc.utf8_slice_codeunits(texts.filter(has_name), len(prefix))
+    is_last = np.ones(len(at), np.bool_)
+    is_last[:-1] = at[1:] != at[:-1]
+    return values.filter(pa.array(is_last)), at[is_last]
+
+
+def _set_numbers(
+    last_ms: Int64Array, message: Int64Array, texts: pa.Array, name: str, from_ms: Int64Array
+) -> None:
+    """Set the last times that a property gives as ms after `from_ms`. No time of other properties counts there."""
+    values, at = _values(message, texts, name)
+    is_number = pc.and_(pc.ascii_is_decimal(values), pc.less_equal(pc.binary_length(values), DIGITS_MAX))
+    last_ms[at] = _NEVER_MS
+    at = at[is_number.to_numpy(zero_copy_only=False)]
+    last_ms[at] = from_ms[at] + int64(values.filter(is_number).cast(pa.int64()))
