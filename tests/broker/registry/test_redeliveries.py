@@ -53,6 +53,7 @@ def test_counts_are_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
                 model.pop(number, None)
         of = list(model.values())
         assert waiting.counts() == {key: of.count(key) for key in of}
+        assert [waiting.count(key) for key in KEYS] == [of.count(key) for key in KEYS]
         assert waiting.waiting_rows == len(model)
         assert [n for n in range(1, next_number + 1) if waiting.is_waiting(n)] == sorted(model)
 

@@ -129,7 +129,7 @@ class GroupPlaces:
         if topic is None or queue_id >= len(topic.queues) or offset < topic.queues[queue_id].index.min_offset:
             return True  # retention or an operator has removed it
         place = self._state_at(group, name, queue_id, offset, 0)
-        if place is None or place.state != DONE or self._redeliveries.counts().get((group, name)):
+        if place is None or place.state != DONE or self._redeliveries.count((group, name)):
             return False
         # Without a due time it is in a retry topic: of this topic (POP), or of the whole group (RocketMQ's push).
         retries = (topics.find_topic(retry) for retry in (retry_topic(group, name), RETRY_PREFIX + group))

@@ -60,6 +60,11 @@ class Redeliveries:
             self._keys[index]: int(self._counts[index]) for index in np.flatnonzero(self._counts).tolist()
         }
 
+    def count(self, key: GroupTopic) -> int:
+        """Count the waiting messages of one group and topic."""
+        index = self._index.get(key)
+        return 0 if index is None else int(self._counts[index])
+
     def is_waiting(self, number: int) -> bool:
         """Check whether the scheduled message of this number waits for its next delivery."""
         index = int(self._number[: self._rows].searchsorted(number))
