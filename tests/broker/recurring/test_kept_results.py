@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import tracemalloc
 from collections.abc import Callable
 from datetime import date, timedelta
@@ -55,3 +57,27 @@ def test_a_result_is_computed_once(length: int) -> None:
     function = kept()(lambda text, number: calls.append(number) or number)
     assert [function("x" * length, number) for number in (1, 2, 1, 2)] == [1, 2, 1, 2]
     assert calls == [1, 2]
+
+
+def test_several_threads_keep_results() -> None:
+    """An error here would be taken for one of the rule, and end its schedule."""
+    function, errors = kept(long_results=2)(lambda text, number: number), list[Exception]()
+    text, interval_s = "x" * (limits.LONG_RULE_CHARACTERS + 1), sys.getswitchinterval()
+
+    def use_many(thread: int) -> None:
+        for number in range(30_000):
+            try:
+                assert function(text, (thread, number)) == (thread, number)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=use_many, args=[number]) for number in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert not errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from threading import Lock
 from typing import Concatenate, ParamSpec, TypeVar
 
 from timeball.model import limits
@@ -24,6 +25,7 @@ def kept(
 
     def decorate(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
         short, long = lru_cache(limits.RULES_KEPT)(function), dict[object, list[T]]()
+        changing = Lock()  # another thread must not change the dict while its first key is looked for
 
         @wraps(function)
         def call(text: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -31,11 +33,14 @@ def kept(
                 return short(text, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
             # By a digest, so that a small result does not keep the text of its rule.
             key = hashlib.blake2b(text.encode(), digest_size=16).digest(), args, tuple(kwargs.items())
-            if (results := long.pop(key, None)) is None:
+            with changing:
+                results = long.pop(key, None)
+            if results is None:
                 results = [function(text, *args, **kwargs)]
-                if len(long) >= long_results:
-                    long.pop(next(iter(long)), None)
-            long[key] = results  # the last one to be removed
+            with changing:
+                long[key] = results  # the last one to be removed
+                if len(long) > long_results:
+                    del long[next(iter(long))]
             return results[0]
 
         return call
