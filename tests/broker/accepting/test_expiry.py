@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, column, on_node
-from tests.broker.recurring.schedule_lives import NAME, progress, put
+from tests.broker.recurring.schedule_lives import NAME, TOPIC, progress, put
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
@@ -22,6 +22,7 @@ from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.rates import Stat
 from timeball.io.clock import ManualClock
 from timeball.model import limits
+from timeball.model.access import ANONYMOUS
 from timeball.model.message import Kind, decode_properties, encode_properties
 from timeball.model.send_options import expiry_properties
 
@@ -146,6 +147,18 @@ async def test_an_expired_occurrence_is_followed_by_the_next_one(world: World) -
     assert second.due_ms == first.due_ms + HOUR_MS and second.runs == 0
     await world.advance(second.due_ms - world.clock.wall)
     assert progress(world).runs == 1
+
+
+@on_node()
+async def test_a_moved_message_is_found_by_the_topic_of_its_send(world: World) -> None:
+    await put(world, rule={"every": "1h"}, properties=expiry_properties(None, 1, "move"))
+    first = progress(world)
+    await world.advance(first.due_ms - world.clock.wall + LATE_MS)
+    [past, *_] = await world.broker.schedules.history(NAME, ANONYMOUS)
+    assert [(place.state, place.topic) for place in past.places] == [("visible", f"%EXPIRED%{TOPIC}")]
+    assert past.places == await world.broker.find(past.message_id, f"%EXPIRED%{TOPIC}")
+    assert past.places == await world.broker.find(past.message_id)
+    assert await world.broker.find(past.message_id, "others") == []
 
 
 @on_node()

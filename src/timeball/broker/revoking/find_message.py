@@ -38,6 +38,7 @@ from timeball.model import limits
 from timeball.model.answers import Content, MessagePlace, SentState, Verdict
 from timeball.model.key_hash import hash_text
 from timeball.model.message import CANCEL_REASON, CANCELLED_BY, READ_SCHEMA, Kind, decode_properties
+from timeball.model.send_options import EXPIRED_PREFIX
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduling
@@ -230,7 +231,12 @@ def _matches_names(topic: str, names: Names) -> bool:
     """Check whether visible messages of this topic belong to the answer."""
     if names.may is not None and not names.may(topic):
         return False
-    return topic == names.topic if names.topic is not None else not is_on_its_way_back(topic)
+    if names.topic is None:
+        return not is_on_its_way_back(topic)
+    return names.topic in (
+        topic,
+        topic.removeprefix(EXPIRED_PREFIX),
+    )  # its expired messages may have been moved
 
 
 def _content(row: Mapping[str, Any]) -> Content:
