@@ -353,3 +353,21 @@ async def test_a_topic_deleted_during_a_skip_leaves_no_offset(
     with pytest.raises(NotFound):
         await receive(world, rows=1, wanted=compile_filter("n = 90", SQL92))
     assert world.broker.offsets(GROUP, TOPIC) == {}
+
+
+@on_node()
+async def test_an_offset_that_is_moved_during_a_skip_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = [encode_properties({"n": str(n)}) for n in range(50)]
+    await send(world, [b"%d" % n for n in range(50)], properties=properties)
+    in_thread, moves = consuming_engine.in_thread, [{0: 3, 1: 20}]
+
+    async def move_meanwhile(*args: Any) -> Any:
+        counted = await in_thread(*args)
+        if moves:
+            world.broker.tables.offsets.commit(GROUP, TOPIC, moves.pop(), {0: 25, 1: 25})
+        return counted
+
+    monkeypatch.setattr(consuming_engine, "in_thread", move_meanwhile)
+    received = await receive(world, rows=1, wanted=compile_filter("n BETWEEN 4 AND 8", SQL92))
+    assert bodies(received) == [b"6"], "the first of queue 0 after the move"
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 3, 1: 20}
