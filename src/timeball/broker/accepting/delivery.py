@@ -468,12 +468,12 @@ def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.Rec
     """Give the messages in the mask `moved` the topic of the expired messages of their topic."""
     if not moved.any():
         return scheduled_rows
+    mask, topics, queue_ids = pa.array(moved), scheduled_rows.column("topic"), scheduled_rows.column("queue_id")
+    # As columns: a hand-out may have a hundred thousand of them.
+    expired_topics = pc.binary_join_element_wise(EXPIRED_PREFIX, topics, "")
+    rows = with_column(scheduled_rows, "topic", pc.if_else(mask, expired_topics, topics))
     # Any queue: the topic of the expired messages may have fewer queues than that of their send.
-    topics, queue_ids = (scheduled_rows.column(name).to_pylist() for name in ("topic", "queue_id"))
-    for index in np.flatnonzero(moved).tolist():
-        topics[index], queue_ids[index] = EXPIRED_PREFIX + topics[index], -1
-    rows = with_column(scheduled_rows, "topic", pa.array(topics, pa.string()))
-    return with_column(rows, "queue_id", pa.array(queue_ids, pa.int32()))
+    return with_column(rows, "queue_id", pc.if_else(mask, pa.scalar(-1, pa.int32()), queue_ids))
 
 
 def _topics_in(scheduled_rows: pa.RecordBatch, is_expired: Bools) -> list[str]:
