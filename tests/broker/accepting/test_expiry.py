@@ -19,7 +19,9 @@ from tests.crash_files import CrashFiles
 from timeball.broker.accepting import delivery
 from timeball.broker.accepting.expiry import find_expired
 from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.recurring import successors
 from timeball.broker.registry.rates import Stat
+from timeball.broker.registry.schedules import State
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
@@ -147,6 +149,24 @@ async def test_an_expired_occurrence_is_followed_by_the_next_one(world: World) -
     assert second.due_ms == first.due_ms + HOUR_MS and second.runs == 0
     await world.advance(second.due_ms - world.clock.wall)
     assert progress(world).runs == 1
+
+
+@on_node()
+async def test_a_schedule_that_fails_after_an_expired_occurrence_says_so_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(world, rule={"every": "1h"}, properties=expiry_properties(None, 1, None))
+    lines: list[tuple[str, ...]] = []
+    monkeypatch.setattr(successors.logger, "error", lambda *line: lines.append(line))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no zone")
+
+    monkeypatch.setattr(successors, "choose", fail)
+    await world.advance(progress(world).due_ms - world.clock.wall + LATE_MS)
+    after = progress(world)
+    assert (after.state, after.error, after.runs) == (State.FAILED, "no zone", 0)
+    assert [line[1:] for line in lines] == [(NAME, "no zone")]
 
 
 @on_node()

@@ -356,7 +356,9 @@ async def test_a_topic_deleted_during_a_skip_leaves_no_offset(
 
 
 @on_node()
-async def test_an_offset_that_is_moved_during_a_skip_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offset_that_is_moved_during_a_skip_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     properties = [encode_properties({"n": str(n)}) for n in range(50)]
     await send(world, [b"%d" % n for n in range(50)], properties=properties)
     in_thread, moves = consuming_engine.in_thread, [{0: 3, 1: 20}]

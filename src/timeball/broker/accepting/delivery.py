@@ -468,7 +468,11 @@ def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.Rec
     """Give the messages in the mask `moved` the topic of the expired messages of their topic."""
     if not moved.any():
         return scheduled_rows
-    mask, topics, queue_ids = pa.array(moved), scheduled_rows.column("topic"), scheduled_rows.column("queue_id")
+    mask, topics, queue_ids = (
+        pa.array(moved),
+        scheduled_rows.column("topic"),
+        scheduled_rows.column("queue_id"),
+    )
     # As columns: a hand-out may have a hundred thousand of them.
     expired_topics = pc.binary_join_element_wise(EXPIRED_PREFIX, topics, "")
     rows = with_column(scheduled_rows, "topic", pc.if_else(mask, expired_topics, topics))

@@ -327,11 +327,11 @@ class Successors:
             if decision is None:
                 decision = decisions[plan, due_ms] = decide_hand_out(facts, due_ms, now_ms)
             occurrence, state, error, is_missed = decision
-            if error:
-                logger.error("schedule failed name=%s error=%s", name, error)
             if is_expired[index] and not is_missed:
                 nexts.append(following(name, facts, before, due_ms, now_ms))
                 continue
+            if error:
+                logger.error("schedule failed name=%s error=%s", name, error)
             if is_missed or self._overlaps(facts, before):
                 cancelled[index] = MISSED if is_missed else OVERLAP
                 progress = Progress(
