@@ -120,6 +120,7 @@ class Delivery:
         # No call if there are no schedules and no selections: each release takes this path.
         has_occurrences = self._occurrences.count and self._successors.has_any(pairs[1])
         owner = self._owners(scheduled_rows) if self._all_selections else None
+        # Rules may cost less by now, which hand-outs without rules cannot measure.
         if not has_occurrences:
             self.indexing.occurrence_ns = max(self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
         if has_occurrences or owner is not None:
@@ -217,6 +218,7 @@ class Delivery:
         seq = int64(scheduled_rows.column("seq"))
         none = np.zeros(len(seq), np.bool_)
         is_selected = none if owner is None else owner >= 0
+        # A selection decides first: who has cancelled a message does not want to find it among the expired ones.
         is_expired = none if expired is None else expired.any_of & ~is_selected
         continuation = self._successors.after_release(seq, now_ms, is_selected, is_expired)
         if continuation.occurrences:
@@ -230,6 +232,7 @@ class Delivery:
         reasons = np.full(len(seq), "", object)  # of those cancelled here, without selected ones
         for index, reason in continuation.cancelled.items():
             reasons[index] = reason
+        # An occurrence that was also missed is not delivered at all, so it is not moved either.
         is_expired = is_expired & (reasons == "")
         released, parts, placement = scheduled_rows, list[pa.RecordBatch](), None
         if expired is not None:
@@ -255,7 +258,9 @@ class Delivery:
         positions = None
         if placement is not None:
             positions = np.full(len(seq), -1, np.int64), np.full(len(seq), -1, np.int64)
+            # By the index in the frame, because `continuation` knows messages only by it.
             positions[0][~cancelled], positions[1][~cancelled] = placement.queue_id, placement.queue_offset
+        # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
         expired_topics = _topics_in(scheduled_rows, is_expired)

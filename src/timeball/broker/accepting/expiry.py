@@ -65,15 +65,18 @@ def find_expired(scheduled_rows: pa.RecordBatch, now_ms: int) -> Expired | None:
     message, texts = pc.list_parent_indices(entries).to_numpy(), entries.flatten()
     last_ms = np.full(len(index), _NEVER_MS)
     _set_numbers(last_ms, message, texts, EXPIRES_MS, np.zeros(len(index), np.int64))
+    # Second, because a duration replaces a time, also if it is no number.
     _set_numbers(last_ms, message, texts, EXPIRES_AFTER_MS, int64(scheduled_rows.column("due_ms"))[index])
     moves = np.zeros(len(index), np.bool_)
     values, at = _values(message, texts, ON_EXPIRY)
     moves[at] = pc.equal(values, "move").to_numpy(zero_copy_only=False)
+    # Their messages have been delivered before, or have expired already.
     stays = np.zeros(len(index), np.bool_)
     topics = scheduled_rows.column("topic").take(pa.array(index))
     for prefix in _STAY_PREFIXES:
         stays |= pc.starts_with(topics, prefix).to_numpy(zero_copy_only=False)
     is_late = (last_ms < now_ms) & ~stays
+    # Usually no message is late, and then the frame is released like any other.
     if not is_late.any():
         return None
     count = scheduled_rows.num_rows
@@ -92,6 +95,7 @@ def _values(message: Int64Array, texts: pa.Array, name: str) -> tuple[pa.Array, 
     has_name = pc.starts_with(texts, prefix)
     at = message[has_name.to_numpy(zero_copy_only=False)]
     values = pc.utf8_slice_codeunits(texts.filter(has_name), len(prefix))
+    # The texts of one message follow each other, so its last value is the one before another message.
     is_last = np.ones(len(at), np.bool_)
     is_last[:-1] = at[1:] != at[:-1]
     return values.filter(pa.array(is_last)), at[is_last]
@@ -102,6 +106,7 @@ def _set_numbers(
 ) -> None:
     """Set the last times that a property gives as ms after `from_ms`. No time of other properties counts there."""
     values, at = _values(message, texts, name)
+    # A longer number is no time, and would not fit into 64 bits.
     is_number = pc.and_(pc.ascii_is_decimal(values), pc.less_equal(pc.binary_length(values), DIGITS_MAX))
     last_ms[at] = _NEVER_MS
     at = at[is_number.to_numpy(zero_copy_only=False)]

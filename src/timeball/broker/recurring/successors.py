@@ -320,6 +320,7 @@ class Successors:
         )
         for index, slot, (name, facts, before, plan) in schedules:
             due_ms = before.due_ms
+            # Who cancels a run did not mean the next one, so the schedule goes on.
             if is_cancelled[index]:
                 nexts.append(following(name, facts, before, due_ms, now_ms))
                 continue
@@ -327,11 +328,13 @@ class Successors:
             if decision is None:
                 decision = decisions[plan, due_ms] = decide_hand_out(facts, due_ms, now_ms)
             occurrence, state, error, is_missed = decision
+            # It is no run, and the last run stays the one that `skip` asks about.
             if is_expired[index] and not is_missed:
                 nexts.append(following(name, facts, before, due_ms, now_ms))
                 continue
             if error:
                 logger.error("schedule failed name=%s error=%s", name, error)
+            # Missed first: the schedule delivers another time for it, which `skip` then decides about.
             if is_missed or self._overlaps(facts, before):
                 cancelled[index] = MISSED if is_missed else OVERLAP
                 progress = Progress(
@@ -370,6 +373,7 @@ class Successors:
 
     def _overlaps(self, facts: ScheduleFacts, before: Progress) -> bool:
         """Check whether the group of a schedule has not finished its previous occurrence."""
+        # The first run of a schedule overlaps with nothing.
         if not facts.group or before.last_queue < 0:
             return False
         return not self._has_finished(facts.group, facts.topic, before.last_queue, before.last_offset)
@@ -392,6 +396,7 @@ class Successors:
                         None, compute, facts.rule_text, occurrence.due_ms
                     )
                 last = occurrence
+            # Only then, because a position makes the META row of each release longer.
             if facts.group and released_at >= 0 and positions is not None:
                 queues, offsets = positions
                 progress = msgspec.structs.replace(

@@ -81,6 +81,7 @@ class Texts:
         # The offsets of a slice do not begin with 0, so they are moved to the end of these texts.
         _, offsets, data = texts.buffers()
         ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
+        # An empty array may have no buffer for its data.
         if len(texts):
             if data is not None:
                 self._bytes += memoryview(data)[ends[0] : ends[-1]]
@@ -164,6 +165,7 @@ class Numbers:
         self._numbers.extend(numbers)
         self._slots.extend(slots[: len(numbers)])
         self.count += len(numbers) - ended
+        # Ended entries cost memory and a step of a search, so a quarter of them may stay.
         if len(self._numbers) > _SPARE_MIN + self.count * 5 // 4:
             self._sweep()
 
@@ -341,6 +343,7 @@ class ScheduleColumns:
         if slot is not None:
             self.size_bytes -= self._size(slot)
             self.set_progress([slot], [(FREE, *(0 for _ in INT_COLUMNS))], [b""])
+            # While the slot has its text, which the search for the name reads.
             self.names.remove(name)
             self._free.append(slot)
             self._sweep()
@@ -427,6 +430,7 @@ class ScheduleColumns:
         # Slots stay as they are, because `Numbers` and `Names` have them. Only texts and plans are numbered anew.
         slots = np.flatnonzero(np.array(self.state) != FREE)
         text, plan = np.array(self.text), np.array(self.plan)
+        # Schedules share plans, so each that is in use is taken once.
         used_plans, indexes = np.unique(plan[slots], return_inverse=True)
         texts, plans = Texts(), Texts()
         texts.extend(self.texts.taken(text[slots]))

@@ -165,6 +165,7 @@ def _facts(plan_text: bytes, template_text: bytes) -> ScheduleFacts:
 def encode_progress(progress: Progress) -> bytes:
     """Encode the value of a META row. It has no position if the schedule needs none."""
     value = _encode_json(progress)
+    # Most schedules have none, and a row for each release should be short.
     return value[: -len(_NO_POSITION)] + b"]" if value.endswith(_NO_POSITION) else value
 
 
@@ -239,12 +240,14 @@ class Schedules:
         for slot, row in zip(slots.tolist(), columns.progress(slots), strict=True):
             state, after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms = row
             text, plan = columns.texts[columns.text[slot]], columns.plan[slot]
+            # A name contains no zero byte, but a template may.
             name, _, template = text.partition(b"\0")
             # By their bytes, because decoding takes longer than a look-up.
             facts = known.get((plan, template))
             if facts is None:
                 facts = known[plan, template] = _facts(columns.plans[plan], template)
             progress = Progress(_STATES[state], after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms)
+            # Few schedules have these values, so they are no columns.
             if rest := columns.rest.get(slot):
                 more = _decode_rest(rest)
                 progress = msgspec.structs.replace(
@@ -322,6 +325,7 @@ class Schedules:
     def _restore_progress(self, name: str, value: bytes) -> None:
         if value:
             progress, slot = _decode_progress(value), self._columns.names.find(name)
+            # Without facts it is a rest of a deleted schedule.
             if slot is not None:
                 self._set([slot], [progress])
 
@@ -329,6 +333,7 @@ class Schedules:
         try:
             self._columns.add_part(_decode_part(value))
         except (pa.ArrowException, ValueError) as error:
+            # `MetaLog.restore` reports damaged values by this error.
             raise msgspec.DecodeError(str(error)) from error
 
 
