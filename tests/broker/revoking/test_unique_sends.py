@@ -18,6 +18,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.revoking import unique_sends
 from timeball.io.clock import ManualClock
 from timeball.model import limits
@@ -390,6 +391,65 @@ async def test_bad_sends_are_refused_and_leave_the_pending_message(
         await client.send("b", "keep")
     assert (await waiting).outcome == "kept"
     assert broker.pending_messages == 1 and broker.unique_sends._held_sends == 0
+
+
+# ---- messages of a selection -------------------------------------------------------------------------------------
+
+
+async def select(world: World, where: str = "") -> str:
+    wanted = SelectionFacts(seq=0, at_ms=0, where=where)
+    return str(await world.broker.selections.select(wanted, ANONYMOUS))
+
+
+@pytest.mark.parametrize("where", ["", "keys CONTAINS 'unique:a'"])
+@pytest.mark.parametrize("on_pending", MODES)
+@on_node()
+async def test_a_message_of_a_selection_is_not_pending_and_does_not_return(
+    world: World, where: str, on_pending: OnPending
+) -> None:
+    client = Client(world)
+    first = await client.send("a", "reject")
+    name = await select(world, where)
+    second = await client.send("a", on_pending)
+    assert second[:3] == ("created", second.seq, None)
+    await world.broker.selections.undo(name, ANONYMOUS)
+    kept = await client.send("a", "keep")
+    assert (kept.outcome, kept.seq) == ("kept", second.seq)
+    assert world.broker.pending_messages == 1
+    assert faults_in(lives_in(world), [("a", first), ("a", second), ("a", kept)]) == []
+    (place,) = await world.broker.find("m1")
+    assert (place.state, place.reason) == ("cancelled", f"selection {name}")
+
+
+@on_node()
+async def test_a_message_of_a_selection_is_recognized_after_a_move_and_in_the_table(world: World) -> None:
+    client = Client(world)
+    for key in "ab":
+        await client.send(key, "reject")
+    await world.broker.reschedule(keys=["unique:a"], delay_ms=2 * HOUR_MS)
+    name = await select(world, "keys CONTAINS 'unique:'")
+    await world.compact()
+    await world.let_go()
+    assert [(await client.send(key, "keep")).outcome for key in "ab"] == ["created", "created"]
+    await world.restart()
+    await world.broker.selections.undo(name, ANONYMOUS)
+    assert world.broker.pending_messages == 2
+
+
+@on_node()
+async def test_an_undo_makes_the_message_pending_for_its_key_again(world: World) -> None:
+    client = Client(world)
+    first = await client.send("a", "reject")
+    name = await select(world)
+    # Refused: the send has not ended the message of the selection.
+    with pytest.raises(InvalidMessage):
+        await client.send("a", "reject", properties=["no\x02"], body=[b""], tag=["a\x01"])
+    await world.broker.selections.undo(name, ANONYMOUS)
+    assert (await client.send("a", "keep")).seq == first.seq
+    # A later message is not covered.
+    name = await select(world)
+    second = await client.send("a", "reject")
+    assert (await client.send("a", "keep")).seq == second.seq
 
 
 # ---- power cuts --------------------------------------------------------------------------------------------------

@@ -615,6 +615,11 @@ class LookUps:
                 )
         return owners
 
+    def may_be_selected(self, candidates: Sequence[Candidate]) -> bool:
+        """Check whether one of these messages is within the bounds of a selection. Cheap: no row is read."""
+        selected = self._selections.selected
+        return not selected.is_empty and bool(selected.may_cover(*due_version_columns(candidates)).any())
+
     def _find_owned(self, selected: Selected, candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
         """Find the messages that belong to a selection, with its index (file thread, if a condition reads rows)."""
         may_cover = selected.may_cover(*due_version_columns(candidates)).tolist()

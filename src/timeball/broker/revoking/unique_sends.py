@@ -14,6 +14,9 @@ look-ups. It has a limited number of entries, and an entry may be dropped at any
 The decision and the append are one step on the event loop. A message whose release has begun is not pending. So the
 release stands in the log before the row of the new message.
 
+A pending message that belongs to a selection (registry/selections.py) counts as cancelled. The frame of the new message
+has its CANCEL row, as at its due time. Otherwise an undo of the selection would make two messages pending.
+
 A message that a request is moving is neither at its old nor at its new due time, until the row of the move is durable.
 `_find_pending` waits for that row before it takes a message as settled.
 """
@@ -36,12 +39,14 @@ from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.policy import Policy
 from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.selections import reason_of
 from timeball.broker.registry.topics import ON_PENDING, Topics
 from timeball.broker.revoking.cancel import cancel_columns, cancel_pending
 from timeball.broker.revoking.scheduled_lookup import (
     Candidate,
     LookUps,
     Names,
+    Owner,
     due_version_columns,
     is_on_its_way_back,
 )
@@ -186,12 +191,20 @@ class UniqueSends:
         """Decide about a send, and write its rows, durably."""
         # A resume of a campaign moves messages while it holds the gate.
         async with self._look_ups.gate.passing():
-            pending = await self._find_pending(name)
+            pending, selected = await self._find_pending(name), dict[int, Owner]()
+            if self._look_ups.may_be_selected(pending):
+                # Looked up again, because the conditions of selections need the present places of their rows.
+                del self._known[name]
+                selected = await self._look_ups.select(await self._find_pending(name))
+                pending = await self._find_pending(name)
             # No await from here until the append, so that the decision stays true.
-            if pending and send.on_pending != "replace":
-                return self._keep(pending[-1], send.on_pending, name)
-            accepted, durable = self._append_traced(send.batch, send, pending)
+            covered = {each: selected[each.number] for each in pending if each.number in selected}
+            free = [each for each in pending if each.number not in selected]
+            if free and send.on_pending != "replace":
+                return self._keep(free[-1], send.on_pending, name)
+            accepted, durable = self._append_traced(send.batch, send, free, covered)
             await asyncio.wait([durable])
+            self._look_ups.ended_selected(covered.values())
         failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
         if failure is not None:
             raise failure
@@ -218,22 +231,29 @@ class UniqueSends:
         )  # fmt: skip
 
     def _append(
-        self, sends: ParsedSends, send: UniqueSend, replaced: list[Candidate]
+        self, sends: ParsedSends, send: UniqueSend, replaced: list[Candidate], covered: dict[Candidate, Owner]
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """Append the message, and in the same frame the CANCEL rows of the pending messages that it replaces."""
+        """Append the message, and in the same frame the CANCEL rows of the pending messages that it replaces.
+
+        `covered`: further pending messages, which selections have cancelled.
+        """
         rows, level, now_ms = self._appender.admit(as_columns(sends))
         self._policy.admit(rows.column("topic").to_pylist(), send.caller)
         parts = [self._appender.prepare(rows, now_ms, level)]
         # After all steps that may refuse the message or append rows themselves.
-        numbers = [candidate.number for candidate in replaced]
+        ended = [*covered, *replaced]
         continuation = None
-        if replaced:
-            was_pending = cancel_pending(replaced, scheduler=self._scheduler)
+        if ended:
+            was_pending = cancel_pending(ended, scheduler=self._scheduler)
             assert was_pending.all(), "no await since they were pending"
-            parts.insert(0, cancel_columns(replaced, now_ms, send.caller.name, REPLACED))
-            continuation = self._successors.after_end(numbers, now_ms)
-            self._rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in replaced))
-        first_seq = self._writer.next_seq + len(replaced)
+            cancels = [
+                cancel_columns([each], now_ms, owner.facts.by, reason_of(owner.name))
+                for each, owner in covered.items()
+            ]
+            parts = [*cancels, cancel_columns(replaced, now_ms, send.caller.name, REPLACED), *parts]
+            continuation = self._successors.after_end([each.number for each in ended], now_ms)
+            self._rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in ended))
+        first_seq = self._writer.next_seq + len(ended)
         changed = None if send.change is None else send.change(first_seq, now_ms)
         if changed is not None:
             parts.append(changed.rows)
@@ -242,7 +262,7 @@ class UniqueSends:
             changed.keep()
         sent = Sent(REPLACED, [], _named(replaced[-1])) if replaced else Sent(CREATED, [])
         # The edge asks for the places of its own rows, and the CANCEL rows stand before them.
-        written = appended.rows.slice(len(replaced), 1)
+        written = appended.rows.slice(len(ended), 1)
         return Accepted(first_seq, 1, now_ms, written, sent), appended.durable
 
     # -- the pending messages of a key -----------------------------------------------------------------------------
