@@ -21,6 +21,7 @@ from timeball.broker.admin import schedule_changes
 from timeball.broker.pending import zone_updates
 from timeball.broker.recurring import rule, successors
 from timeball.broker.recurring.kept_results import kept
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.registry.zones import ZoneMoves
 from timeball.io.clock import ManualClock
 from timeball.model import limits, time_parsing
@@ -219,6 +220,45 @@ async def test_a_reschedule_ends_the_local_time(world: World, use: Use) -> None:
     use("new", NEW)
     await world.restart()
     assert await due_times(world) == {"moving": due_ms + SECOND_MS}
+
+
+@pytest.mark.parametrize("where", ["", "a = 'b'"])
+@pytest.mark.parametrize("is_compacted", [False, True])
+@on_node()
+async def test_a_message_of_a_selection_does_not_move(
+    world: World, use: Use, where: str, is_compacted: bool
+) -> None:
+    use("old", OLD)
+    local = at_nine(world, 40)
+    covered_ms = await send(world, "covered", local, MOVING)
+    wanted = SelectionFacts(seq=0, at_ms=0, where=where)
+    name = str(await world.broker.selections.select(wanted, ANONYMOUS))
+    later_ms = await send(world, "later", local, MOVING)
+    if is_compacted:
+        await compact(world)
+    use("new", NEW)
+    await world.restart()
+    # A new version would be newer than the selection, and would be released.
+    assert await due_times(world) == {"later": later_ms - HOUR_MS}
+    await world.broker.selections.undo(name, ANONYMOUS)
+    assert await due_times(world) == {"later": later_ms - HOUR_MS, "covered": covered_ms}
+    # The first start after the undo moves it.
+    await world.restart()
+    assert await due_times(world) == {"later": later_ms - HOUR_MS, "covered": covered_ms - HOUR_MS}
+
+
+@on_node()
+async def test_an_occurrence_of_a_selection_ends_and_its_schedule_goes_on(world: World, use: Use) -> None:
+    use("old", OLD)
+    due_ms = await daily(world, "tick", MOVING)
+    wanted = SelectionFacts(seq=0, at_ms=0)
+    name = str(await world.broker.selections.select(wanted, ANONYMOUS))
+    use("new", NEW)
+    await world.restart()
+    (place,) = await world.broker.find(f"tick.{due_ms}")
+    assert (place.state, place.reason) == ("cancelled", f"selection {name}")
+    next_ms = due_ms - HOUR_MS + limits.DAY_MS
+    assert await due_times(world) == {f"tick.{next_ms}": next_ms}
 
 
 @on_node()

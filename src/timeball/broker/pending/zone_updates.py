@@ -7,6 +7,10 @@ Only zones in use whose rules have changed are concerned (registry/zones.py). Wi
 the pending messages are read row group by row group, of each only the columns that a search needs. So memory stays
 bounded. Bodies are read of the messages that move.
 
+A message of a selection counts as cancelled, and keeps its due time and version: a new version would not belong to the
+selection. Its zone keeps the hash of the former rules, so that the next start moves a message whose selection was
+undone. An occurrence of a selection is cancelled for good, as at its due time, and its schedule goes on.
+
 Each frame also contains the report so far, and the last one the new version. If a start is interrupted, the next one
 continues: messages that have moved are due at the right time already. The broker that leads a cluster decides by its
 own tzdata.
@@ -35,6 +39,7 @@ from timeball.broker.recurring.successors import Next, Successors, cancel_row_of
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.schedules import OCCURRENCE, Progress, Schedules
+from timeball.broker.registry.selections import reason_of
 from timeball.broker.registry.zones import (
     UTC,
     ZoneFacts,
@@ -127,10 +132,15 @@ class ZoneUpdates:
         # An update that broke off has moved some messages. So equal versions do not mean that nothing is to do, because
         # the node that leads now may have the former version.
         is_finished = facts.update is None or facts.update.after == facts.tzdata
-        if facts.tzdata == version and is_finished:
+        # A finished update has left out messages of selections.
+        if (
+            facts.tzdata == version
+            and is_finished
+            and all(use.rules == rules_hash(zone) for zone, use in facts.zones.items())
+        ):
             return
         update = facts.update
-        if update is None or is_finished or update.after != version:
+        if update is None or update.after != version:
             update = ZoneUpdate(before=facts.tzdata, after=version, at_ms=self._clock.now_ms())
         try:
             await self._update(facts, _Report(self._zones, update), may_be_mixed=not is_finished)
@@ -175,6 +185,9 @@ class ZoneUpdates:
     ) -> None:
         """Append the new version, and the zones that are still in use with the hashes of their rules."""
         facts, now_ms = report.facts(), self._clock.now_ms()
+        hashes = {
+            zone: facts.zones[zone].rules if zone in report.left else rules for zone, rules in hashes.items()
+        }
         until_ms = {zone: use.until_ms for zone, use in facts.zones.items()}
         in_use = {
             zone: ZoneUse(rules, until_ms.get(zone, 0))
@@ -207,6 +220,7 @@ class ZoneUpdates:
         # it follows the new rules of its zone now.
         numbers = [self._schedules.get(name)[1].number for name in names]
         lookup = await self._look_ups.look_up(Names(seqs=numbers))
+        selected = await self._look_ups.select(lookup.candidates)
         rows = await in_thread(
             self._threads.files, read_scheduled_rows, self._log.reader, self._file_keys,
             self._scheduling.hour_log.pending.live, lookup.candidates,
@@ -230,30 +244,39 @@ class ZoneUpdates:
                 continue
             # Compared without the catch-up, which decides about missed occurrences when they are handed out.
             if first is not None and first.due_ms != progress.due_ms:
-                moved.append((following(name, facts, progress, after_ms, now_ms), progress))
+                owner = selected.get(progress.number)
+                reason = REASON if owner is None else reason_of(owner.name)
+                after_ms = after_ms if owner is None else first.due_ms
+                moved.append((following(name, facts, progress, after_ms, now_ms), progress, reason))
         if moved:
             await self._append(zone, moved, now_ms, report)
 
     async def _append(
-        self, zone: str, moved: Sequence[tuple[Next, Progress]], now_ms: int, report: _Report
+        self, zone: str, moved: Sequence[tuple[Next, Progress, str]], now_ms: int, report: _Report
     ) -> None:
-        """Replace the pending occurrences of these schedules in one frame. `moved`: their next and present states."""
+        """Replace the pending occurrences of these schedules in one frame.
+
+        `moved`: their next and present states, and the reasons of the CANCEL rows.
+        """
         self._log.writer.check_admission()
         # No await from here to the append, as for each change of a schedule.
         was_pending = self._scheduling.scheduler.cancel(
-            np.array([before.due_ms for _, before in moved]),
-            np.array([before.number for _, before in moved]),
+            np.array([before.due_ms for _, before, _ in moved]),
+            np.array([before.number for _, before, _ in moved]),
         )
         states = [state for state, is_moved in zip(moved, was_pending.tolist(), strict=True) if is_moved]
         if not states:
             return
-        for after, before in states:
-            if after.occurrence is not None:
+        for after, before, reason in states:
+            if after.occurrence is not None and reason == REASON:
                 report.add(zone, before.due_ms, after.occurrence.due_ms, schedules=1)
         cancels = rows_of(
-            [cancel_row_of(after.name, after.facts, before, now_ms, REASON) for after, before in states]
+            [
+                cancel_row_of(after.name, after.facts, before, now_ms, reason)
+                for after, before, reason in states
+            ]
         )
-        continuation = self._successors.continuation([after for after, _ in states], now_ms)
+        continuation = self._successors.continuation([after for after, _, _ in states], now_ms)
         successors = continuation.rows(self._log.writer.next_seq + cancels.num_rows)
         change = report.change()
         durable = self._appender.append(pa.concat_batches([cancels, successors, change.rows])).durable
@@ -312,6 +335,15 @@ class ZoneUpdates:
 
     async def _move_messages(self, moving: Sequence[_Moving], report: _Report) -> None:
         """Move those of these messages that are pending, in frames of bounded size."""
+        # No selection changes before the moves.
+        async with self._look_ups.gate.passing():
+            selected = await self._look_ups.select([each.candidate for each in moving])
+            report.left.update(each.zone for each in moving if each.candidate.number in selected)
+            await self._move_pending(
+                [each for each in moving if each.candidate.number not in selected], report
+            )
+
+    async def _move_pending(self, moving: Sequence[_Moving], report: _Report) -> None:
         begin = 0
         while begin < len(moving):
             part = moving[begin : begin + SLICE_ROWS]
@@ -351,6 +383,7 @@ class _Report:
 
     def __init__(self, zones: Zones, update: ZoneUpdate) -> None:
         self._zones, self._update = zones, update
+        self.left = set[str]()  # the zones of messages that keep their due times
         self._moved = {(moves.zone, moves.after_ms - moves.before_ms): moves for moves in update.moved}
 
     def add(self, zone: str, before_ms: int, after_ms: int, *, messages: int = 0, schedules: int = 0) -> None:
