@@ -50,6 +50,7 @@ from timeball.model.send_options import (
     UniqueKey,
     even_offset_ms,
     expiry_properties,
+    last_offset_ms,
     unique_key,
     with_unique_key,
 )
@@ -348,9 +349,10 @@ def _decoded_send(
     level_windows_ms: dict[int, int] = {}
     for index, message in enumerate(messages):
         body, identity = _body(index, message), _id_and_time(index, message, ids)
-        properties = properties_text(_properties(message))
+        properties, latest = properties_text(_properties(message)), identity
         if message.window is not UNSET or message.spread is not None:
             window_ms = _window_ms(message, identity)
+            latest = _later(identity, last_offset_ms(window_ms))
             if message.spread == "level":
                 level_windows_ms[index] = window_ms
             else:
@@ -360,7 +362,7 @@ def _decoded_send(
             or message.expires_in is not UNSET
             or message.on_expiry is not None
         ):
-            properties = (properties or "") + _expiry(message, identity)
+            properties = (properties or "") + _expiry(message, latest)
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _keys(index, message) if message.key is not None or message.keys else None
@@ -457,6 +459,9 @@ def _window_ms(message: Message, identity: IdAndTime) -> int:
         raise InvalidDelay("spread without window: give both")
     if identity.due_ms is None and identity.delay_ms is None:
         raise InvalidDelay("a window begins at a time: give at or after, too")
+    if message.zone is not UNSET:
+        # After an update of tzdata the message would be due at the begin of its window.
+        raise InvalidDelay("a window and a zone: give at with its offset from UTC")
     if message.spread not in (None, *get_args(Spread)):
         raise InvalidDelay(f"spread {message.spread!r}: {', '.join(get_args(Spread))}")
     window_ms = time_parsing.delay_ms(message.window, "window")
@@ -499,16 +504,16 @@ def with_due_times(decoded: DecodedSend, due_times_ms: Mapping[int, int]) -> Dec
     return decoded._replace(rows=rows, ids_and_times=ids_and_times)
 
 
-def _expiry(message: Message, identity: IdAndTime) -> str:
-    """Encode the expiry of a message as properties. Raises InvalidDelay."""
-    if identity.due_ms is None and identity.delay_ms is None:
+def _expiry(message: Message, latest: IdAndTime) -> str:
+    """Encode the expiry of a message as properties. `latest`: with the end of its window. Raises InvalidDelay."""
+    if latest.due_ms is None and latest.delay_ms is None:
         raise InvalidDelay("a message without at or after is visible at once: leave its expiry out")
     return encode_properties(
         expiry_properties(
             None if message.expires_at is UNSET else time_parsing.due_ms(message.expires_at),
             None if message.expires_in is UNSET else time_parsing.delay_ms(message.expires_in, "expires_in"),
             message.on_expiry,
-            identity.due_ms,
+            latest.due_ms,
         )
     )
 

@@ -396,6 +396,14 @@ def test_an_expiry_is_stored_with_the_message(client: Client) -> None:
         {"after": "1h", "window": "5m", "spread": "odd"},
         {"window": "5m"},
         {"after": "1h", "window": "1d", "spread": "level"},
+        {"at": "2031-01-31T09:00", "zone": "Europe/Berlin", "window": "5m"},
+        {"at": "2031-01-31T09:00:00Z", "window": "5m", "expires_at": "2031-01-31T09:04:58Z"},
+        {
+            "at": "2031-01-31T09:00:00Z",
+            "window": "5m",
+            "spread": "level",
+            "expires_at": "2031-01-31T09:04:58Z",
+        },
     ],
 )
 def test_a_bad_expiry_or_window_is_a_400(client: Client, fields: dict[str, object]) -> None:
