@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +34,13 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import DeadLetterRow
 from timeball.model.errors import GroupNotFound, InvalidMessage, OutOfRange
+from timeball.model.message import encode_properties
+from timeball.model.send_options import expiry_properties
 
 
-async def kill(world: World, texts: list[bytes]) -> None:
+async def kill(world: World, texts: list[bytes], **columns: Any) -> None:
     """Send these messages, and let the group give them up."""
-    await send(world, texts, unique_key=[f"id-{text.decode()}" for text in texts])
+    await send(world, texts, unique_key=[f"id-{text.decode()}" for text in texts], **columns)
     left = set(texts)
     while left:
         received = await receive(world)
@@ -260,6 +263,18 @@ async def test_a_resend_with_a_delay_alone_comes_at_once_later(world: World) -> 
     assert not (await receive(world)).receipts
     await world.advance(1_000)
     assert len((await receive(world)).receipts) == 2
+
+
+@pytest.mark.parametrize("is_orderly", [False, True])
+@on_node()
+async def test_a_resent_message_with_a_delay_does_not_expire(world: World, is_orderly: bool) -> None:
+    expires_ms = world.clock.wall + 3_600_000
+    properties = encode_properties(expiry_properties(expires_ms, None, None))
+    await kill(world, [b"a"], properties=[properties])
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=is_orderly))
+    await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(2 * 3_600_000))
+    await world.advance(2 * 3_600_000)
+    assert bodies(await receive(world)) == [b"a"]
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,13 @@ from timeball.model.message import (
     encode_properties,
     stored_sizes,
 )
+from timeball.model.send_options import EXPIRY_NAMES
 
 RESENT_AT_ONCE = 1_000  # rows that share a frame
 
-# A copy begins with its first attempt, so it loses the properties of the earlier attempts.
-_DROPPED = retry.SPENT | {POP_CK, FIRST_POP_TIME, NACK_TIME, NACK_REASON}
+# A copy begins with its first attempt, so it loses the properties of the earlier attempts. It may be pending in the
+# original topic, and was in time, so it does not expire.
+_DROPPED = retry.SPENT | {POP_CK, FIRST_POP_TIME, NACK_TIME, NACK_REASON} | EXPIRY_NAMES
 _COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
 
 
