@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import Conflict, InvalidMessage, InvalidName, OverLimit
 from timeball.model.message import Kind
+from timeball.model.time_parsing import LOCAL_TIME, local_due_ms
 
 
 class Named(Caller):
@@ -103,6 +105,20 @@ async def test_a_repeated_send_gets_the_answer_of_the_first(world: World) -> Non
     world.clock.advance(5_000)
     assert await client.send("a", batch(2, delay_ms=[None, 10 * HOUR_MS])) == first != other
     assert len(bodies(world)) == 4
+
+
+@on_node()
+async def test_the_first_use_of_a_zone_leaves_the_key_at_its_message(world: World) -> None:
+    client = Client(world)
+    # Its topic exists, so this send may be written row by row. The row of the zone stands before it.
+    await client.send("a", batch())
+    due_ms, stored = local_due_ms(
+        f"{datetime.fromtimestamp(world.clock.wall / 1_000, UTC).year + 1}-01-31T09:00", "Europe/Berlin"
+    )
+    message = batch(due_ms=[due_ms], properties=[f"{LOCAL_TIME}\x01{stored}\x02"])
+    first = await client.send("b", message)
+    assert await client.send("b", message) == first
+    assert await client.states("b", message) == [("waiting", due_ms)]
 
 
 @on_node()

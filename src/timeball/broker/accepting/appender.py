@@ -63,6 +63,7 @@ from timeball.model.message import (
     stored_sizes,
     with_seq,
 )
+from timeball.model.time_parsing import LOCAL_TIME
 from timeball.schedule.scheduler import Scheduling
 
 # Column positions, looked up once because every append replaces these two columns.
@@ -72,7 +73,7 @@ _KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS, _ACCEPTED_MS, _SOURCE_SEQ = (
     for name in ("kind", "topic", "body", "properties", "store_ms", "accepted_ms", "source_seq")
 )
 BoolArray = npt.NDArray[np.bool_]
-_TOPIC_OF = itemgetter(SEND_NAMES.index("topic"))
+_TOPIC_OF, _PROPERTIES_OF = (itemgetter(SEND_NAMES.index(name)) for name in ("topic", "properties"))
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
 # Builds additional META rows for the frame of a send, from the number of its first row and its store time in ms.
 MakeChange = Callable[[int, int], Change]
@@ -240,6 +241,9 @@ class Appender:
         if small_rows is None or not admission.are_plain(
             small_rows, now_ms, delay_ms_max, may_schedule=may_schedule
         ):
+            return None
+        # The row of a new zone stands before the messages, and the change names the number of the first one.
+        if change is not None and any(LOCAL_TIME in (_PROPERTIES_OF(row) or "") for row in small_rows):
             return None
         self._writer.check_admission()
         topics = self._policy.destinations(set(map(_TOPIC_OF, small_rows)), caller)
