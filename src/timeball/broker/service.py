@@ -177,8 +177,9 @@ class Broker:
             topics=tables.topics, scheduler=self.scheduling.scheduler, rates=self.rates, traces=self.traces,
         )  # fmt: skip
         self.keyed_sends = KeyedSends(
-            self.appender, self.policy, self.sent_states, self.unique_sends.put, settings=settings, clock=clock,
-            log=log, idempotency_keys=tables.idempotency_keys, outcomes=self.scheduling.outcomes, traces=self.traces,
+            self.appender, self.policy, self.sent_states, self._end_selected, self.unique_sends.put, settings=settings,
+            clock=clock, log=log, idempotency_keys=tables.idempotency_keys, outcomes=self.scheduling.outcomes,
+            traces=self.traces,
         )  # fmt: skip
         self.sourced_sends = SourcedSends(
             self.appender, clock=clock, writer=log.writer, source_positions=tables.source_positions,
@@ -350,6 +351,14 @@ class Broker:
         return await settle(
             self.look_ups, Names(ids, keys, seqs, topic, may), self._cancel_for(caller), ends_selected=True
         )
+
+    async def _end_selected(self, numbers: Sequence[int], caller: Caller) -> None:
+        """Cancel for good those of these messages that selections have cancelled. No other one is pending."""
+        if self.tables.selections.selected.is_empty:
+            return
+        for begin in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
+            names = Names(seqs=numbers[begin : begin + limits.CANCELS_PER_REQUEST_MAX])
+            await settle(self.look_ups, names, self._cancel_for(caller), ends_selected=True)
 
     def _cancel_for(self, caller: Caller) -> Act:
         return partial(

@@ -19,6 +19,7 @@ from timeball.broker.accepting import keyed_sends
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
 from timeball.broker.registry import idempotency
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
@@ -247,6 +248,20 @@ async def test_a_send_anew_is_appended_if_no_earlier_message_is_pending(world: W
     assert await client.states("a", others, "r1") == ["created", ("cancelled", due_ms)]
     assert await client.states("a", others, "r2") == "created"
     assert bodies(world) == [b"body", b"body", b"other", b"other"]
+
+
+@on_node()
+async def test_a_send_anew_ends_the_earlier_messages_of_a_selection(world: World) -> None:
+    client, rows = Client(world), batch(2, delay_ms=[HOUR_MS, 2 * HOUR_MS])
+    first_seq, _ = await client.send("a", rows)
+    selections = world.broker.selections
+    name = await selections.select(SelectionFacts(seq=0, at_ms=0), ANONYMOUS)
+    assert await client.states("a", rows, "r1") == "created"
+    await selections.undo(name, ANONYMOUS)
+    # Otherwise the messages of both sends would be pending.
+    assert world.broker.pending_messages == 2
+    again = await world.broker.cancel(seqs=[first_seq, first_seq + 1])
+    assert [verdict.verdict for verdict in again] == ["already_cancelled"] * 2
 
 
 @on_node(InTurn)

@@ -14,8 +14,8 @@ attempt of the send in the log is answered "created", like the first send.
 
 With an attempt, a client may also ask to send anew. If no message of the earlier send is pending any more, the messages
 are appended, and from then on the key refers to the new send. A repetition of that attempt appends nothing. A message
-that is no longer pending never becomes pending again. So an await between the look-up and the append cannot cause a
-second pending message.
+that is no longer pending never becomes pending again, and those that a selection has cancelled are cancelled for good
+before. So an await between the look-up and the append cannot cause a second pending message.
 
 A source has a position for each partition. A batch must begin at this position, and its rows move it:
 
@@ -72,6 +72,8 @@ _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
 # Finds the states of scheduled messages by their numbers, in the same order (revoking/find_message.py).
 FindStates = Callable[[Sequence[int]], Awaitable[list[SentState]]]
+# Cancels for good those of these scheduled messages that selections have cancelled.
+EndSelected = Callable[[Sequence[int], Caller], Awaitable[None]]
 
 
 class PutUnique(Protocol):
@@ -111,6 +113,7 @@ class KeyedSends:
         appender: Appender,
         policy: Policy,
         find_states: FindStates,
+        end_selected: EndSelected,
         put_unique: PutUnique,
         *,
         settings: Settings,
@@ -123,7 +126,7 @@ class KeyedSends:
         self._policy, self._send = policy, traced(appender.send_with, traces)
         self._settings, self._clock, self._log = settings, clock, log
         self._idempotency_keys, self._outcomes = idempotency_keys, outcomes
-        self._find_states, self._put_unique = find_states, put_unique
+        self._find_states, self._end_selected, self._put_unique = find_states, end_selected, put_unique
         self._under_way: dict[str, _FirstSend] = {}
         self._answer_tasks: set[asyncio.Task[None]] = set()
         self._batcher: Batcher[_FirstSend] = Batcher(self._begin, self._answer, self._refuse)
@@ -228,6 +231,9 @@ class KeyedSends:
             # A message that was moved to another group of the cluster may be pending there, so it counts as pending.
             pending_count = sum(not state.is_settled for state in states)
             if not pending_count:
+                # Otherwise an undo of their selection would make them pending beside the new messages.
+                numbers = range(earlier.first_seq, earlier.first_seq + earlier.rows)
+                await self._end_selected(numbers, piece.caller)
                 if use.name not in self._under_way and self._find_earlier(use) is earlier:
                     self._put_first(piece, use)
                 else:
