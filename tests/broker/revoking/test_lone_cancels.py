@@ -9,8 +9,9 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import World
 
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.revoking import cancel
-from timeball.broker.revoking.scheduled_lookup import Search
+from timeball.broker.revoking.scheduled_lookup import LookUps, Search
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Corrupt
 from timeball.table.key_index import TableKeys
@@ -95,5 +96,27 @@ def test_a_search_that_fails_refuses_only_its_own_cancel(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(TableKeys, "find_keys", broken)
         assert await cancelled(world, *ids) == [["cancelled"]] * 2
+
+    work()
+
+
+def test_a_condition_that_cannot_be_read_refuses_only_its_own_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_node()
+    async def work(world: World) -> None:
+        (covered,) = await world.send("a", [FAR_MS])
+        await world.broker.selections.select(
+            SelectionFacts(seq=0, at_ms=0, topics=["a"], where="x IS NULL"), ANONYMOUS
+        )
+
+        def broken(self: LookUps, candidates: object) -> object:
+            raise Corrupt("a file")
+
+        monkeypatch.setattr(LookUps, "_read_conditions", broken)
+        (after,) = await world.send("b", [FAR_MS])
+        verdicts = await asyncio.gather(
+            *(world.broker.cancel(ids=[each]) for each in (covered, after)), return_exceptions=True
+        )
+        assert isinstance(verdicts[0], Corrupt)
+        assert not isinstance(verdicts[1], BaseException) and verdicts[1][0].verdict == "cancelled"
 
     work()

@@ -205,17 +205,18 @@ class LoneCancels:
         return results
 
     async def _settle_few(self, names: Names, caller: Caller) -> list[Verdict]:
-        """Cancel these messages. The result is empty if they are many, or if the look-up of one of them has failed."""
-        async with self._look_ups.gate.passing():
-            try:
+        """Cancel these messages. The result is empty if they are many, or if a step for one of them has failed."""
+        try:
+            async with self._look_ups.gate.passing():
                 lookup = await self._look_ups.look_up(names)
-            except TimeballError:
-                return []
-            if len(lookup.candidates) > SLICE_ROWS:
-                return []
-            return await settle_found(
-                self._look_ups, names, lookup, self._act_for(caller), ends_selected=True
-            )
+                if len(lookup.candidates) > SLICE_ROWS:
+                    return []
+                # Also reads the rows of messages that a selection may cover.
+                return await settle_found(
+                    self._look_ups, names, lookup, self._act_for(caller), ends_selected=True
+                )
+        except TimeballError:  # each goes alone, and only the one that fails is refused
+            return []
 
 
 async def cancel(
