@@ -10,8 +10,11 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.broker.on_node import InTurn, batch, on_node
+from tests.broker.revoking.test_drain_rows import scheduled_rows
+from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles
@@ -20,6 +23,8 @@ from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
 from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.revoking import unique_sends
+from timeball.broker.revoking.drain_rows import build_drain_rows, encode_sent
+from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
@@ -27,6 +32,7 @@ from timeball.model.answers import UniqueMessage
 from timeball.model.errors import AlreadyPending, InvalidMessage, OverLimit
 from timeball.model.message import CANCEL_REASON, Kind, decode_properties
 from timeball.model.send_options import OnPending, unique_key, with_unique_key
+from timeball.schedule.locations import with_column
 
 MODES: list[OnPending] = ["reject", "keep", "replace"]
 
@@ -391,6 +397,24 @@ async def test_bad_sends_are_refused_and_leave_the_pending_message(
         await client.send("b", "keep")
     assert (await waiting).outcome == "kept"
     assert broker.pending_messages == 1 and broker.unique_sends._held_sends == 0
+
+
+@in_two_groups
+async def test_a_message_from_a_drained_group_is_pending_for_its_key(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    client = Client(one)
+    await client.send("a", "reject", due_ms=[None])  # from here on the broker knows the key
+    rows = scheduled_rows([None])
+    rows = with_column(rows, "keys", pa.array(["unique:a"]))
+    rows = with_column(rows, "due_ms", pa.array([one.clock.wall + HOUR_MS]))
+    for number in (1, 2):
+        sent = encode_sent(build_drain_rows(rows, "g1", 9))
+        question = AdoptHere(source="g2", since_ms=5, transfer=number, rows=sent)
+        await one.broker.adoption.adopt(question, ANONYMOUS)
+        assert (await client.send("a", "keep")).outcome == "kept"
+    assert (await client.send("a", "replace")).outcome == "replaced"
+    assert one.broker.pending_messages == 1
 
 
 # ---- messages of a selection -------------------------------------------------------------------------------------

@@ -424,8 +424,10 @@ class DrainReceiver:
         clock: SchedulerClock,
         writer: LogWriter,
         drains: Drains,
+        on_adopted: Callable[[], None],
     ) -> None:
-        self._policy, self._appender = policy, appender
+        """`on_adopted` is called when messages from another group are durable."""
+        self._policy, self._appender, self._on_adopted = policy, appender, on_adopted
         self._settings, self._clock, self._writer, self._drains = settings, clock, writer, drains
 
     async def adopt(self, question: AdoptHere, caller: Caller) -> None:
@@ -470,5 +472,5 @@ class DrainReceiver:
         change = self._drains.adoption_row(question.source, facts)
         # No await between the check in `adopt` and the append. Otherwise two copies of a transfer that arrive at the
         # same time would both be adopted.
-        self._appender.append(pa.concat_batches([rows, change.rows]))
+        self._appender.append(pa.concat_batches([rows, change.rows]), self._on_adopted)
         change.keep()

@@ -77,7 +77,7 @@ class GroupedBroker(Broker):
         )  # fmt: skip
         self.adoption = DrainReceiver(
             self.policy, self.appender, settings=self.settings, clock=self.clock, writer=self.log.writer,
-            drains=self.tables.drains,
+            drains=self.tables.drains, on_adopted=self.unique_sends.forget,
         )  # fmt: skip
         # Periodic tasks as (interval in ms, function). maintenance.py runs them in addition to its own.
         self.duties = [(HAND_OVER_EVERY_MS, self.draining.hand_over)]

@@ -110,6 +110,13 @@ class UniqueSends:
         # The messages with a key that were pending when the key was last used. An entry is complete: no other pending
         # message has the key. The entries that were used last are at the end.
         self._known: dict[tuple[str, str], list[Candidate]] = {}
+        # The keys whose send was under way at the last `forget`. It has perhaps not found all messages.
+        self._incomplete: set[tuple[str, str]] = set()
+
+    def forget(self) -> None:
+        """Look each key up at its next send, because messages came without a check."""
+        self._known.clear()
+        self._incomplete |= self._turns.keys()
 
     def put(
         self,
@@ -182,6 +189,9 @@ class UniqueSends:
             else:
                 self.counts[accepted.sent.outcome if accepted.sent else CREATED] += 1
                 send.answer(accepted)
+            if name in self._incomplete:
+                self._incomplete.discard(name)
+                self._known.pop(name, None)
             turns.popleft()
             self._held_bytes -= send.size_bytes
             self._held_sends -= 1
