@@ -336,6 +336,7 @@ def _may_use_group_topic(account: Account, suffix: str) -> bool:
         return bool(_rights(account.groups, suffix) & SUB)
     is_allowed = bool(_rights(account.groups, suffix) & SUB)
     for group, topic in _group_topic_splits(suffix):
+        topic = topic.removeprefix(EXPIRED_PREFIX)  # as in `_may_use_topic`
         group_right, topic_right = _rights(account.groups, group) & SUB, _rights(account.topics, topic) & SUB
         if (group in account.groups and not group_right) or (topic in account.topics and not topic_right):
             return False
