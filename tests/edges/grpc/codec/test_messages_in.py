@@ -16,6 +16,7 @@ from timeball.edges.grpc.codec.messages_in import encode_row, message_type_of
 from timeball.edges.grpc.codec.messages_out import RESERVED
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits
+from timeball.model.errors import InvalidDelay
 from timeball.model.message import SEND_NAMES, decode_properties, with_seq
 from timeball.schedule.delay_levels import LevelTable
 
@@ -239,6 +240,16 @@ def test_a_delivery_timestamp_is_rounded_up_to_a_ms(seconds: int, nanos: int, du
     time = message.system_properties.delivery_timestamp
     time.seconds, time.nanos = seconds, nanos
     assert row_of(message)["due_ms"] == due_ms
+
+
+def test_an_expiry_before_the_delivery_timestamp_is_refused() -> None:
+    message = plain(message_type=d.MessageType.DELAY)
+    message.system_properties.delivery_timestamp.FromMilliseconds(NOW_MS + 1_000)
+    message.user_properties["TIMEBALL_EXPIRES_MS"] = str(NOW_MS + 1_000)
+    assert row_of(message)["due_ms"] == NOW_MS + 1_000
+    message.user_properties["TIMEBALL_EXPIRES_MS"] = str(NOW_MS + 999)
+    with pytest.raises(InvalidDelay, match="is due later"):
+        row_of(message)
 
 
 @pytest.mark.parametrize(

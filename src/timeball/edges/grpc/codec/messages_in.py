@@ -137,8 +137,6 @@ def encode_row(
     properties, queue_id, due_ms = _encode_user_properties(message, message_type, tag, keys), -1, None
     if UNIQUE_KEY in message.user_properties:
         keys = with_unique_key(keys, unique_key(message.user_properties[UNIQUE_KEY]))
-    if any(name in message.user_properties for name in EXPIRY_NAMES):
-        check_expiry(message.user_properties)
     properties.append(f"{UNIQ_KEY}\x01{message_id}\x02")
     if message_type == FIFO:
         group = _check_message_group(system.message_group)
@@ -157,6 +155,8 @@ def encode_row(
     elif message_type == TRANSACTION:
         sys_flag |= PREPARED_BIT
         properties.append(_encode_transaction_properties(system, topic, message_id))
+    if any(name in message.user_properties for name in EXPIRY_NAMES):
+        check_expiry(message.user_properties, due_ms)
     if system.trace_context:
         trace_context = _check_text(
             system.trace_context,
