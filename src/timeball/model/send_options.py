@@ -62,6 +62,11 @@ def with_unique_key(keys: str | None, unique: UniqueKey) -> str:
     return f"{keys} {unique.key}" if keys else unique.key
 
 
+def without_unique_key(keys: str | None) -> str | None:
+    """Remove a unique key from the stored form of a message's keys."""
+    return " ".join(key for key in (keys or "").split() if not key.startswith(UNIQUE_PREFIX)) or None
+
+
 # ---- expiry ---------------------------------------------------------------------------------------------------
 
 OnExpiry = Literal["cancel", "move"]  # what happens to an expired message

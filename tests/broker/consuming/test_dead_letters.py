@@ -35,7 +35,7 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.answers import DeadLetterRow
 from timeball.model.errors import GroupNotFound, InvalidMessage, OutOfRange
 from timeball.model.message import encode_properties
-from timeball.model.send_options import expiry_properties
+from timeball.model.send_options import expiry_properties, unique_key, with_unique_key
 
 
 async def kill(world: World, texts: list[bytes], **columns: Any) -> None:
@@ -275,6 +275,19 @@ async def test_a_resent_message_with_a_delay_does_not_expire(world: World, is_or
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(2 * 3_600_000))
     await world.advance(2 * 3_600_000)
     assert bodies(await receive(world)) == [b"a"]
+
+
+@on_node()
+async def test_a_send_with_the_unique_key_of_a_resent_message_does_not_end_it(world: World) -> None:
+    unique = unique_key("a", "replace")
+    await kill(world, [b"a"], keys=[with_unique_key("k", unique)])
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000))
+    found = await world.broker.cancel(keys=[unique.key], topic=TOPIC)
+    assert [verdict.verdict for verdict in found] == ["not_found"]
+    await world.advance(1_000)
+    received = await receive(world)
+    assert bodies(received) == [b"a"] and received.rows.column("keys").to_pylist() == ["k"]
 
 
 @pytest.mark.parametrize(

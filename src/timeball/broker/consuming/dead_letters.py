@@ -65,7 +65,7 @@ from timeball.model.message import (
     encode_properties,
     stored_sizes,
 )
-from timeball.model.send_options import EXPIRY_NAMES
+from timeball.model.send_options import EXPIRY_NAMES, without_unique_key
 
 RESENT_AT_ONCE = 1_000  # rows that share a frame
 
@@ -250,6 +250,9 @@ class DeadLetters:
         columns |= {name: rows.column(name) for name in _COPIED}
         if delays_ms is not None:
             columns["delay_ms"] = delays_ms
+            if is_orderly:
+                # It is pending in the topic of its send, where a send with its unique key would end it.
+                columns["keys"] = [without_unique_key(text) for text in rows.column("keys").to_pylist()]
         return pa.RecordBatch.from_pydict(
             columns, schema=pa.schema([(name, SEND_COLUMNS[name]) for name in columns])
         )
