@@ -224,6 +224,13 @@ def test_messages_about_files_of_a_lower_epoch_are_refused() -> None:
     assert do.PassOn("b", have) in step(leader(), on.Received("b", have))[1]
 
 
+def test_a_late_answer_about_a_file_stops_no_leader() -> None:
+    """A follower that answers a WANT may lead the next epoch by then: it sends the answer as the leader."""
+    late = File(1, 0, 10, "bucket=2026-11-24/0.parquet", 0, b"0123456789")
+    state, _ = steps(follower(), on.Received("c", Hello(2, "g1", "c/1")))
+    assert step(state, on.Received("c", late)) == (state, [])
+
+
 def test_a_candidate_that_lacks_what_the_other_has_let_go_begins_anew() -> None:
     state, _ = steps(
         follower(),

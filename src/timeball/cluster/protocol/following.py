@@ -61,9 +61,12 @@ def receive(state: Replica, node: str, message: Message) -> Step:
     """Handle a message of a leader or a candidate. Raises PeerError."""
     if isinstance(message, Hello):
         return _handle_hello(state, node, message)
-    if message.epoch < state.promised:
-        return state, [Send(node, Refuse(state.promised))]
     source = state.source
+    if message.epoch < state.promised:
+        # On the connection of this epoch's own leader the message is only late, as the answer to a WANT of an earlier
+        # leader may be. A REFUSE of this epoch would stop the leader.
+        is_late = source is not None and source.node == node
+        return state, [] if is_late else [Send(node, Refuse(state.promised))]
     if source is None or source.node != node or message.epoch > state.promised:
         return state, []  # the connection has been replaced, or has sent no HELLO
     match message:
