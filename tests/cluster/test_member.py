@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.bounds import BOUND_S
-from tests.cluster.trio import Replica, Trio, running_trio
+from tests.cluster.trio import CLOCK, TTL_MS, Replica, Trio, running_trio
 from tests.ports import free_ports
 
 from timeball.cluster.coordination.keys import KeyCoordinator
@@ -21,6 +24,24 @@ def run(folder: Path, scenario: Callable[[Trio], Awaitable[None]], *, quorum_ms:
             await scenario(trio)
 
     asyncio.run(asyncio.wait_for(within(), 4 * BOUND_S))
+
+
+@contextmanager
+def hanging(disk: Path) -> Iterator[None]:
+    """Let no fdatasync on this disk return."""
+    sync, answers = os.fdatasync, threading.Event()
+
+    def wait_and_sync(fd: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(disk):
+            answers.wait()
+        sync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", wait_and_sync)
+        try:
+            yield
+        finally:
+            answers.set()
 
 
 def test_all_know_who_leads_and_where(tmp_path: Path) -> None:
@@ -125,5 +146,42 @@ def test_a_duty_that_breaks_ends_the_process(tmp_path: Path, monkeypatch: pytest
 
     def has_ended(replica: Replica) -> bool:
         return bool(replica.ended)
+
+    run(tmp_path, scenario)
+
+
+def test_a_candidate_whose_disk_hangs_releases_the_group(tmp_path: Path) -> None:
+    """Its swap of the record has made it the holder, before it has to store its promise."""
+
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        candidate, third = trio.others(leader)
+        await trio.equal()
+        await third.close()
+        with hanging(tmp_path / candidate.name):
+            await leader.close()
+            await trio.seen(lambda: candidate.role is Role.SEALING, "it is a candidate")
+            await third.start()
+            await leader.start()
+            successor = await trio.leader(leader.epochs[-1])
+            assert successor is not candidate and candidate.stepped_down
+
+    run(tmp_path, scenario)
+
+
+def test_a_leader_that_has_stepped_down_releases_the_group_when_its_lease_comes_back(tmp_path: Path) -> None:
+    """etcd restarts all leases with their whole TTL when it elects a leader of its own."""
+
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        with hanging(tmp_path / leader.name):
+            leader.append(1)
+            trio.memory.is_down = True
+            await trio.seen(lambda: leader.stepped_down, "it steps down")
+            for lease in trio.memory.leases.values():
+                lease.ends_ms = CLOCK.boot_ms() + TTL_MS
+            trio.memory.is_down = False
+            successor = await trio.leader(leader.epochs[-1])
+            assert successor is not leader
 
     run(tmp_path, scenario)

@@ -30,7 +30,6 @@ from timeball.io.clock import SystemClock
 from timeball.io.files import Files, RealFiles
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
-from timeball.model.errors import LeaseLost
 from timeball.monitoring.figures import ReplicaFigures
 
 CLUSTER, GROUP, TTL_MS = "tests", "g1", 1_000
@@ -51,13 +50,14 @@ class Replica:
         self.epochs: list[int] = []  # in which it served
         self.applied = 0
         self.ended: list[BaseException] = []
+        self.stepped_down = ""  # the reason
         self.writer: LogWriter | None = None
         self.segments: Segments
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         assert not self.is_up
-        self.is_up, self.ended, self.writer, self.applied = True, [], None, 0
+        self.is_up, self.ended, self.writer, self.applied, self.stepped_down = True, [], None, 0, ""
         self.log = ReplicaLog(self.files, self.name, GROUP, SEGMENT_BYTES)
         replica = self.log.identity.replica
         listening = listen("127.0.0.1", self.port)
@@ -109,7 +109,7 @@ class Replica:
         self.thread.tell(on.HandOver(node))
 
     def step_down(self, reason: str) -> None:
-        self.end(LeaseLost(reason))
+        self.stepped_down = reason
 
     def leader_changed(self) -> None:
         pass  # no clients are forwarded

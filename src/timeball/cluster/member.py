@@ -19,6 +19,7 @@ from timeball.cluster.operations import RequestStep, next_request_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import LEADS
+from timeball.cluster.protocol.replica import Role
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.transport.connections import Address, parse_address
@@ -38,7 +39,7 @@ REPLICATION = "replication"  # key of the address that other replicas dial, amon
 POLL_S = 1.0  # the record is read at least this often
 RETRY_S = 0.1  # pause after a request without an answer
 REPORT_S = 1.0  # figures are reported at most this often
-STALL_TTLS = 2  # a leader steps down when its thread has not run for this many leases
+STALL_TTLS = 2  # a leader or candidate steps down when its thread has not run for this many leases
 
 
 class ProcessHooks(Protocol):
@@ -177,26 +178,28 @@ class Member:
             await asyncio.sleep(pause_s)
 
     async def _watch_thread(self) -> None:
-        """Step down when the thread of a leader does not run: its disk does not answer, so it cannot commit.
+        """Step down when the thread of a leader or candidate does not run: its disk does not answer.
 
-        The other replicas cannot notice that, because this event loop keeps the lease. No acknowledged row depends on
-        this check.
+        The other replicas cannot notice that, because this event loop keeps the lease, and with it the holder's key. No
+        acknowledged row depends on this check.
         """
         while True:
             await asyncio.sleep(self._stall_ms / 8_000)
             waited_ms = self._clock.boot_ms() - self._thread.polled_ms
-            if waited_ms > self._stall_ms and self._thread.state.role in LEADS:
+            if waited_ms > self._stall_ms and self._thread.state.role not in (Role.LEARNER, Role.FOLLOWER):
                 break
         self._has_stepped_down = True
         self._duties.step_down(f"its disk has not answered for {waited_ms / 1_000:.1f} s")
-        while (
-            lease := self._lease_keeper.lease
-        ) is not None:  # without a valid lease it holds the group no longer
-            try:
-                return await self._coordinator.resign(self._group, lease)
-            except (Unavailable, SetupError) as error:
-                logger.warning("group not resigned reason=%s", error)
-                await asyncio.sleep(RETRY_S)
+        # Again and again: a request in flight may take the group, and etcd may restart a lease that seemed to be over.
+        while True:
+            pause_s = RETRY_S
+            if (lease := self._lease_keeper.lease) is not None:
+                try:
+                    await self._coordinator.resign(self._group, lease)
+                    pause_s = POLL_S
+                except (Unavailable, SetupError) as error:
+                    logger.warning("group not resigned reason=%s", error)
+            await asyncio.sleep(pause_s)
 
     async def _watch_record(self) -> None:
         newest_revision = 0
