@@ -121,6 +121,30 @@ def test_a_leader_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
+def test_a_candidate_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
+    """Its disk hangs in an idle group, so its promise is the first sync that shows it."""
+    need_etcd()
+    with running_cluster(tmp_path, module="tests.cluster.stalled", **{"lease-ttl-ms": "1s"}) as cluster:
+        leader, epoch = cluster.leader(), cluster.epoch()
+        candidate, third = (node for node in cluster.nodes.values() if node is not leader)
+        third.kill()
+        candidate.stalled.touch()
+        leader.kill()
+        cluster.wait("the candidate is the holder", lambda: cluster.epoch() > epoch)
+        third.start()
+        leader.start()
+        successor = cluster.leader(epoch + 1)
+        assert successor is not candidate
+        with candidate.client() as ball:
+            ball.send(TOPIC, "body", message_id="forwarded", retry=True)
+        candidate.stalled.unlink()
+        cluster.wait("the candidate follows", lambda: has_role(cluster, candidate, "follower"))
+        assert received([successor], 1) == Counter(["forwarded"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.xdist_group("etcd")
 def test_an_etcd_that_comes_back_interrupts_nothing(tmp_path: Path) -> None:
     """The leader goes on without etcd, and creates the holder's key again, which has ended with its lease."""
     need_etcd()

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 QUORUM_TTLS = 3  # a leader without contact to a majority stops after this many lease times
 HAND_OVER_S = 2.0  # longest wait for the hand-over to the next leader
 POLL_S = 0.01  # interval at which the hand-over is checked
-RELISTEN_S = 0.02  # between two attempts to listen on the ports of a broker that is closing
-STALLED_POLL_S = 0.1  # interval at which a thread that does not run is checked
+STALLED_POLL_S = (
+    0.02  # interval at which a thread that does not run, and the ports of its broker, are checked
+)
 
 
 class LentDisk(Disk):
@@ -275,6 +276,8 @@ class ReplicatedNode:
             self.broker_node = node
             node.when_failed(self.end)
             self.serving.set()
+        except asyncio.CancelledError:
+            raise  # by a step-down: the process must not end before its disk answers
         except BaseException as error:  # no caller awaits this task, so every error must end the process here
             self.end(error)
 
@@ -285,25 +288,24 @@ class ReplicatedNode:
         last requests were accepted: the log may have them when the disk answers again.
         """
         try:
-            if self._lead_task is not None and not self._lead_task.done():
+            if self._lead_task is not None:
                 self._lead_task.cancel()  # it waits for the thread before it listens
             if self.broker_node is not None:
                 self.broker_node.abort_edges()
-            await self._listen_as_follower()
-            while self.thread.polled_ms == polled_ms:  # noqa: ASYNC110 (another thread's state)
+            while self.thread.polled_ms == polled_ms:
+                if not self._gateway.is_listening:
+                    await self._listen_as_follower()
                 await asyncio.sleep(STALLED_POLL_S)
             self.end(LeaseLost(f"this node has stepped down: {self._problem}"))
         except Exception as error:  # no caller awaits this task, so every error must end the process here
             self.end(error)
 
     async def _listen_as_follower(self) -> None:
-        """Listen on this node's ports again, once the broker's edges have freed them."""
-        while True:
-            self._gateway = self._create_gateway()
-            try:
-                return await self._gateway.start()
-            except SetupError:
-                await asyncio.sleep(RELISTEN_S)
+        """Listen on this node's ports again, if the broker's edges have freed them."""
+        gateway = self._create_gateway()
+        with suppress(SetupError):
+            await gateway.start()
+            self._gateway = gateway
 
     async def _give_way(self, broker: Node, node: str) -> None:
         """Hand over to `node` as in `stop`, and end the process. The next process starts as a follower."""

@@ -207,6 +207,11 @@ class Gateway:
                     f"cannot listen on {self._host}:{port} ({edge}): {error.strerror}"
                 ) from error
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether this node's ports are forwarded."""
+        return bool(self._servers)
+
     def stop_listening(self) -> None:
         """Free the ports for this node's own servers, and close the connections that wait for a leader.
 
