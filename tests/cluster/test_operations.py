@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.structs import replace
 from tests.cluster.fake_nodes import group_of_three, join
-from tests.cluster.worlds import RECORD, World, made, world_of
+from tests.cluster.worlds import RECORD, World, made, next_record, world_of
 
-from timeball.cluster.coordination.coordinator import Lease, OperatorRequest
+from timeball.cluster.coordination.coordinator import GroupView, Lease, OperatorRequest
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.operations import Operations, survey
 from timeball.cluster.protocol.replica import Record
 from timeball.model.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
-from timeball.monitoring.figures import PeerFigures, ReplicaGroup
+from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup
 
 Scenario = Callable[[World, Operations], Awaitable[None]]
 WAIT_S = 60.0  # longer than any of these takes
@@ -99,6 +99,60 @@ def test_a_record_of_a_restored_etcd_is_renewed() -> None:
         await operations.begin(revision, record)
         assert (await operations._group_record())[1] == record
         assert await operations.plan_first(["a", "b", "c"], WAIT_S) == (0, record), "it is renewed once"
+
+    run(scenario)
+
+
+class Overtaken(KeyCoordinator):
+    """A coordinator whose second request finds a leader of epoch 5."""
+
+    node: tuple[KeyCoordinator, Lease]
+    asked = 0
+
+    async def count(self) -> None:
+        self.asked += 1
+        if self.asked != 2:
+            return
+        coordinator, lease = self.node
+        view = await coordinator.read("g1")
+        assert (await coordinator.lead("g1", view.revision, next_record(view, "b"), lease)).won
+        await coordinator.report(ReplicaFigures("g1", "b/1", "sealing", "", promised=5), lease)
+
+    async def read(self, group: str) -> GroupView:
+        await self.count()
+        return await super().read(group)
+
+    async def read_all(self) -> dict[str, GroupView]:
+        await self.count()
+        return await super().read_all()
+
+    async def reports(self) -> dict[str, ReplicaFigures]:
+        await self.count()
+        return await super().reports()
+
+
+def test_an_election_meanwhile_is_no_restored_etcd() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        leader, lease = nodes["a"]
+        await leader.resign("g1", lease)
+        coordinator = Overtaken(world.store(), world.clock, cluster=world.cluster, node="operator")
+        coordinator.node = nodes["b"]
+        revision, record = await Operations(coordinator, "g1").plan_first(["a", "b", "c"], WAIT_S)
+        assert (revision, record.epoch, record.leader) == (0, 5, "b/1")
+
+    run(scenario)
+
+
+def test_an_election_meanwhile_is_no_problem_of_etcd() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        leader, lease = nodes["a"]
+        await leader.resign("g1", lease)
+        coordinator = Overtaken(world.store(), world.clock, cluster=world.cluster, node="operator")
+        coordinator.node = nodes["b"]
+        [group] = await survey(coordinator)
+        assert not [problem for problem in group.problems if "etcd" in problem]
 
     run(scenario)
 

@@ -43,8 +43,8 @@ class Operations:
         """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
-        view = await self._read_group(min(wait_s, ETCD_START_S))
-        if view.record is not None and view.record.epoch >= await self._newest_promise():
+        promised, view = await self._read_group(min(wait_s, ETCD_START_S))
+        if view.record is not None and view.record.epoch >= promised:
             if {node_of(replica) for replica in view.record.replicas} == set(names):
                 return 0, view.record  # `begin` changes nothing
             raise Conflict(
@@ -86,13 +86,19 @@ class Operations:
     async def _newest_promise(self) -> int:
         return _newest_promise(self._group, await self._coordinator.reports())
 
-    async def _read_group(self, wait_s: float) -> GroupView:
-        """Read the group, from an etcd that may just have been started. Raises Unavailable after `wait_s`."""
+    async def _read_group(self, wait_s: float) -> tuple[int, GroupView]:
+        """Read the newest promise and the group, from an etcd that may just have been started.
+
+        Raises Unavailable after `wait_s`.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
         while True:
             try:
-                return await self._coordinator.read(self._group)
+                # In this order: an election swaps the record before its epoch is promised, so a record that is read
+                # later and has a lower epoch is one of a restored etcd.
+                promised = await self._newest_promise()
+                return promised, await self._coordinator.read(self._group)
             except Unavailable:
                 if loop.time() >= until_s:
                     raise
@@ -343,8 +349,8 @@ LAG_ROWS_MAX = 1_000_000
 
 async def survey(coordinator: Coordinator) -> list[ReplicaGroup]:
     """Describe all groups by name, including those that have nodes but no record yet."""
+    reports = await coordinator.reports()  # before the records, as in `Operations.plan_first`
     views, nodes = await coordinator.read_all(), await coordinator.nodes()
-    reports = await coordinator.reports()
     names = set(views) | {node.group for node in nodes.values() if node.group}
     return [_describe_group(name, views.get(name), nodes, reports) for name in sorted(names)]
 
