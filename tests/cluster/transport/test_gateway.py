@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -117,6 +118,41 @@ def test_a_leader_that_does_not_listen_yet_is_tried_again() -> None:
             await asyncio.sleep(0)
         await world.lead()
         assert await answer == b"earlyend"
+
+    run(scenario)
+
+
+def test_a_leader_that_changes_while_it_is_dialed_gets_no_connection() -> None:
+    """One that hangs never ends the connection, and the news of the change came before it."""
+
+    async def scenario(world: World) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as hanging:
+            await world.lead()
+            new_leader, world.leader = world.leader, hanging.getsockname()
+            answer = asyncio.create_task(echoed(await world.dial(), b"early"))
+            while not world.asked:
+                await asyncio.sleep(0)
+            world.leader = new_leader
+            world.gateway.leader_changed()
+            assert await answer == b"earlyend"
+
+    run(scenario)
+
+
+def test_a_connection_to_an_earlier_leader_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_S", 0.0)
+
+    async def scenario(world: World) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as hanging:
+            world.leader = hanging.getsockname()
+            reader, writer = await world.dial()
+            while not world.gateway._leaders:
+                await asyncio.sleep(0)
+            await world.lead()
+            world.gateway.leader_changed()
+            world.gateway.leader_changed()
+            assert await reader.read() == b""
+            writer.close()
 
     run(scenario)
 

@@ -294,8 +294,10 @@ class Gateway:
                 with suppress(OSError, TimeoutError):
                     async with asyncio.timeout(DIAL_S):
                         streams = await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=tls)
-                    self._leaders[task] = edge, address
-                    return streams
+                    if self._address(edge) in (None, address):
+                        self._leaders[task] = edge, address
+                        return streams
+                    streams[1].close()  # another node leads by now, and `leader_changed` was called already
             await asyncio.sleep(RETRY_S)
         return None
 
