@@ -15,6 +15,7 @@ from timeball.cluster.protocol.messages import (
     BEGINNING,
     Ack,
     Begin,
+    Bytes,
     Complete,
     Cut,
     Data,
@@ -170,6 +171,21 @@ def test_a_sealing_replica_gives_up_when_a_later_epoch_is_in_the_record() -> Non
     )
     state, wanted = steps(state, on.Seen(3, Record(3, "b/1", SET), "b"))
     assert wanted == [do.HangUp(), do.Resign()] and state.role is Role.FOLLOWER
+
+
+def test_a_candidate_that_gives_up_releases_the_group_before_it_syncs() -> None:
+    state = Replica(Rules("a/1"))
+    state, _ = steps(
+        state,
+        on.Seen(1, Record(1, "c/1", SET), None),
+        on.Proposed(2, Record(2, "a/1", SET), True),
+        on.Received("b", Promise(2, "b/1", (EpochEnd(1, 1, 320, 3),))),
+        on.Received("b", Begin(2, 1, SEGMENT_BYTES, 1, HEADER)),
+        on.Received("b", Bytes(2, 1, 64, 2, row(1, 1))),
+    )
+    assert state.unsynced_bytes
+    _, wanted = steps(state, on.Disconnected("b", True))
+    assert wanted == [do.HangUp(), do.Resign(), do.Sync()], "its disk may hang"
 
 
 @pytest.mark.parametrize(

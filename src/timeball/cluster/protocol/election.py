@@ -209,11 +209,12 @@ def handle_disconnect(state: Replica, node: str) -> Step:
 
 def give_up(state: Replica) -> Step:
     """Become a follower again. This candidate has served nothing, so its process need not end."""
-    effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
+    # The sync comes last: the group must not wait for a disk that hangs.
+    effects: list[Effect] = [HangUp(), Resign(), *([Sync()] if state.unsynced_bytes else [])]
     state = replace(state, role=Role.FOLLOWER, seal=None, source=None, unsynced_bytes=0)
     if state.record:
         state = store_record(state, state.revision, state.record)
-    return state, [*effects, HangUp(), Resign()]
+    return state, effects
 
 
 def has_majority(state: Replica) -> bool:
