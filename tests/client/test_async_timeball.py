@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -123,6 +124,53 @@ def test_messages_that_come_while_a_pull_is_cancelled_are_given_back(
         assert message.attempts == 0
 
     run(node, scenario)
+
+
+def test_an_answer_that_crosses_the_end_of_a_cancelled_pull_is_given_back() -> None:
+    """The node answers whole before it learns of the cancellation, and ends its direction later."""
+    targets: list[str] = []
+
+    async def main() -> None:
+        has_asked, has_cancelled = asyncio.Event(), asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            targets.append(head.split()[1].partition("?")[0])
+            if targets[-1].endswith("/receive"):
+                has_asked.set()
+                await has_cancelled.wait()
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(LEASED)}\r\n\r\n{LEASED}".encode())
+            await has_closed.wait()
+            writer.close()
+
+        has_closed = asyncio.Event()
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(BOUND_S):
+            port = server.sockets[0].getsockname()[1]
+            async with AsyncTimeball(f"http://127.0.0.1:{port}") as ball:
+                poll = asyncio.create_task(ball.pull("t", "g"))
+                await has_asked.wait()
+                poll.cancel()
+                await asyncio.sleep(0)
+                has_cancelled.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await poll
+            has_closed.set()
+
+    asyncio.run(main())
+    assert targets == ["/v1/topics/t/receive", "/v1/topics/t/extend"]
+
+
+LEASED = json.dumps(
+    {
+        "messages": [
+            {
+                "receipt": "r", "topic": "t", "attempt": 1, "seq": 1, "queue": 0, "offset": 0,
+                "released": "2030-01-31T09:00:00Z", "body": "x",
+            }
+        ],
+        "results": [{"receipt": "r", "valid": True}],
+    }
+)  # fmt: skip
 
 
 def test_a_thousand_calls_at_once_need_no_thread_and_few_connections(node: RunningNode) -> None:

@@ -41,6 +41,7 @@ class LoopStream(asyncio.Protocol):
         self._socket, self.loop = connected, loop
         self._received, self._received_bytes = list[bytes](), 0
         self._is_over = self._is_full = False  # full: the transport has enough bytes to send
+        self._has_ended = False  # the direction to the node
         self._error: OSError | None = None
         self._waiter: asyncio.Future[bool] | None = None
         self.lost: asyncio.Future[None] = loop.create_future()
@@ -52,7 +53,8 @@ class LoopStream(asyncio.Protocol):
     @property
     def is_readable(self) -> bool:
         is_of_loop = self.loop is asyncio.get_running_loop()
-        return not is_of_loop or self._has_input or is_readable(self._socket, 0)
+        # The node ends an ended connection too, perhaps later.
+        return not is_of_loop or self._has_ended or self._has_input or is_readable(self._socket, 0)
 
     async def send(self, data: bytes, timeout_s: float) -> None:
         self._transport.write(data)
@@ -77,6 +79,7 @@ class LoopStream(asyncio.Protocol):
         if self._is_over or not self._transport.can_write_eof():
             return False
         self._transport.write_eof()
+        self._has_ended = True
         return True
 
     def interrupt(self) -> None:
