@@ -14,6 +14,7 @@ from tests.node_fixture import RunningNode
 
 from timeball import AsyncMessage, AsyncTimeball, Message, NotFound, RequestError, Timeball, Unavailable
 from timeball.client.async_timeball import CALLS_MAX
+from timeball.client.http_calls import KEPT_MAX
 from timeball.client.loop_network import LoopStream
 
 
@@ -180,6 +181,18 @@ def test_a_thousand_calls_at_once_need_no_thread_and_few_connections(node: Runni
         assert len({receipt.seq for receipt in receipts}) == 1_000
         assert asyncio.get_running_loop()._default_executor is None  # type: ignore[attr-defined]
         assert 1 < len(ball._calls._all) <= CALLS_MAX  # type: ignore[union-attr]
+
+    run(node, scenario)
+
+
+def test_connections_of_many_long_polls_are_not_all_kept(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.create_topic("many-polls", 1)
+        await asyncio.gather(*(ball.pull("many-polls", f"g{n}", wait="500ms") for n in range(KEPT_MAX + 40)))
+        (kept,) = ball._calls._kept.values()  # type: ignore[union-attr]
+        assert len(kept) == KEPT_MAX
+        await asyncio.sleep(0)  # in which the others are closed
+        assert sum(not stream.lost.done() for stream in ball._network._streams) == KEPT_MAX
 
     run(node, scenario)
 

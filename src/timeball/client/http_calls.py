@@ -221,8 +221,9 @@ class HttpCalls(Attempts):
         return max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9)
 
     def _keep(self, endpoint: str, connection: Connection) -> None:
-        if connection.is_reusable and not self._closed.is_set():
-            self._kept[endpoint].append(connection)
+        kept = self._kept[endpoint]
+        if connection.is_reusable and not self._closed.is_set() and len(kept) < KEPT_MAX:
+            kept.append(connection)
         else:
             connection.close()
 
