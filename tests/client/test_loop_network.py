@@ -116,3 +116,17 @@ def test_a_further_call_waits_for_a_slot() -> None:
 
     asyncio.run(main())
     asyncio.run(main())
+
+
+def test_a_wait_for_calls_that_is_cancelled_keeps_no_slot() -> None:
+    async def main() -> None:
+        network = LoopNetwork(2)
+        async with network.slot():
+            waiting = asyncio.create_task(network.wait_for_calls())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        async with asyncio.timeout(BOUND_S), network.slot(), network.slot():
+            pass
+
+    asyncio.run(main())

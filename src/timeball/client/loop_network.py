@@ -233,11 +233,14 @@ class LoopNetwork:
 
     async def wait_for_calls(self) -> None:
         """Wait until no call has a slot or waits for one."""
-        slots = self.slot()
-        for _ in range(self._calls_max):
-            await slots.acquire()
-        for _ in range(self._calls_max):
-            slots.release()
+        slots, taken = self.slot(), 0
+        try:
+            while taken < self._calls_max:
+                await slots.acquire()
+                taken += 1
+        finally:
+            for _ in range(taken):
+                slots.release()
 
     async def close(self) -> None:
         """Close the connections, which takes a few steps of the loop."""
