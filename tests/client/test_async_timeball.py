@@ -13,9 +13,11 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode
 
 from timeball import AsyncMessage, AsyncTimeball, Message, NotFound, RequestError, Timeball, Unavailable
-from timeball.client.async_timeball import CALLS_MAX
+from timeball.client.async_timeball import CALLS_MAX, AsyncSchedules, AsyncSelections
 from timeball.client.http_calls import KEPT_MAX
 from timeball.client.loop_network import LoopStream
+from timeball.client.schedules import Schedules
+from timeball.client.selections import Selections
 
 
 def run(node: RunningNode, scenario: Callable[[AsyncTimeball], Awaitable[None]]) -> None:
@@ -34,7 +36,13 @@ def parameters(verb: object) -> list[tuple[str, object]]:
     return [(one.name, one.default) for one in inspect.signature(verb).parameters.values()]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("blocking", "awaited"), [(Timeball, AsyncTimeball), (Message, AsyncMessage)])
+@pytest.mark.parametrize(
+    ("blocking", "awaited"),
+    [
+        (Timeball, AsyncTimeball), (Message, AsyncMessage), (Schedules, AsyncSchedules),
+        (Selections, AsyncSelections),
+    ],
+)  # fmt: skip
 def test_both_clients_have_the_same_verbs_with_the_same_parameters(blocking: type, awaited: type) -> None:
     assert verbs(blocking).keys() == verbs(awaited).keys()
     for name, verb in verbs(awaited).items():
