@@ -1,7 +1,7 @@
 """Write the two distributions of a release as two projects: `python3 -m deploy.distributions FOLDER`.
 
-    FOLDER/timeball         the distribution `timeball`: the client, with the packages that it imports
-    FOLDER/timeball-broker  the distribution `timeball-broker`: all other packages
+    FOLDER/timeball         the distribution `timeball`: the client, with the modules that it imports
+    FOLDER/timeball-broker  the distribution `timeball-broker`: all other modules
 
 Both install into the import package `timeball` and have no file in common. The extras belong to `timeball`. The extra
 `cli` requires `timeball-broker` of the same version. Each extra that needs other packages of Timeball contains `cli`,
@@ -25,6 +25,11 @@ from typing import Any
 CLIENT, BROKER = "timeball", "timeball-broker"
 # Of src/timeball, in the client's distribution.
 CLIENT_FILES = ("__init__.py", "__main__.py", "py.typed", "client", "io", "model")
+# Of these, what no module of the client imports.
+BROKER_FILES = (
+    "io/files.py", "io/security.py", "io/threads.py", "model/access.py", "model/addresses.py", "model/config.py",
+    "model/flatbuffer.py", "model/key_hash.py", "model/storage_uris.py",
+)  # fmt: skip
 # What a build makes in a checkout.
 BUILT = shutil.ignore_patterns("__pycache__", "*.so", "_generated", "*.egg-info")
 
@@ -46,6 +51,10 @@ def write_projects(checkout: Path, out: Path) -> tuple[Path, Path]:
         target = client / "src/timeball" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         (broker / "src/timeball" / name).rename(target)
+    for name in BROKER_FILES:
+        target = broker / "src/timeball" / name
+        target.parent.mkdir(exist_ok=True)
+        (client / "src/timeball" / name).rename(target)
     # Cython finds the names of modules by it. setuptools does not install it, as `timeball` is not among the packages.
     shutil.copy(client / "src/timeball/__init__.py", broker / "src/timeball/__init__.py")
     (broker / "MANIFEST.in").write_text("include src/timeball/__init__.py\n")

@@ -2,7 +2,7 @@
 
     timeball-<version>.tar.gz                                           the client: its sdist
     timeball-<version>-py3-none-any.whl                                 and its wheel
-    timeball_broker-<version>.tar.gz                                    all other packages: their sdist
+    timeball_broker-<version>.tar.gz                                    all other modules: their sdist
     timeball_broker-<version>-cp3xx-cp3xx-manylinux_2_17_<machine>.whl  with the codec for one version of Python
     timeball_broker-<version>-cp311-abi3-manylinux_2_17_<machine>.whl   with the codec for all other versions
     timeball_broker-<version>-py3-none-any.whl                          with the codec in Python, for every machine

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from deploy.distributions import toml, write_projects
+from tests.cli.processes import environment
 from tests.client.test_light import CLIENT, COLUMNS, run
 from tests.docs_pages import ROOT
 from tests.node_fixture import running_node
@@ -23,6 +26,16 @@ for name in json.loads(sys.argv[1]):
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         print(error.name, error)
+"""
+
+IMPORTED = """
+import importlib, json, pkgutil, sys
+
+import timeball.client
+
+for found in pkgutil.walk_packages(timeball.client.__path__, "timeball.client."):
+    importlib.import_module(found.name)
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "timeball"]))
 """
 
 
@@ -55,6 +68,17 @@ def test_the_client_needs_no_other_package(projects: tuple[Path, Path], tmp_path
         assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
         ran = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"], PYTHONPATH=alone)
         assert ran.stdout.splitlines() == ["2 [b'x', b'y']"], ran.stderr
+
+
+def test_the_client_has_the_modules_that_it_imports_and_no_others(projects: tuple[Path, Path]) -> None:
+    client = projects[0] / "src"
+    there = {
+        ".".join(path.relative_to(client).with_suffix("").parts).removesuffix(".__init__")
+        for path in client.rglob("*.py")
+    }
+    command = [sys.executable, "-P", "-c", IMPORTED]
+    ran = subprocess.run(command, env=environment(PYTHONPATH=str(client)), capture_output=True, check=True)
+    assert set(json.loads(ran.stdout)) == there - {"timeball.__main__"}
 
 
 def test_the_import_of_a_missing_package_names_the_extra(projects: tuple[Path, Path]) -> None:
