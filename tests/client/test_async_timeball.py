@@ -332,6 +332,19 @@ def test_a_cancelled_wait_of_a_loop_ends_at_once(node: RunningNode) -> None:
     run(node, scenario)
 
 
+def test_a_receive_says_that_the_client_was_closed_meanwhile(node: RunningNode) -> None:
+    async def scenario(_: AsyncTimeball) -> None:
+        for turns in range(12):  # at any point of its way
+            async with AsyncTimeball(node.http_endpoint) as ball:
+                poll = asyncio.create_task(ball.pull("closed-meanwhile", "g", wait="60s"))
+                for _turn in range(turns):
+                    await asyncio.sleep(0)
+            with pytest.raises(RequestError, match=r"cancelled|closed"):
+                await poll
+
+    run(node, scenario)
+
+
 def test_a_closed_client_says_so(node: RunningNode) -> None:
     async def scenario() -> None:
         ball = AsyncTimeball(node.http_endpoint, flight=node.endpoint)

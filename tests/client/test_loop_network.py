@@ -70,6 +70,8 @@ def test_bytes_that_came_before_an_interruption_are_received() -> None:
             assert await asyncio.to_thread(peer.recv, 1) == b"", "no more is wanted"
             peer.sendall(b"the last")
             peer.close()
+            with pytest.raises(BrokenPipeError):
+                await stream.send(b"a request", BOUND_S)
             assert await stream.receive(BOUND_S) == b"the last"
             assert await stream.receive(BOUND_S) == b"" and not stream.end()
 

@@ -57,6 +57,8 @@ class LoopStream(asyncio.Protocol):
         return not is_of_loop or self._has_ended or self._has_input or is_readable(self._socket, 0)
 
     async def send(self, data: bytes, timeout_s: float) -> None:
+        if self._has_ended:
+            raise BrokenPipeError("the connection was ended")
         self._transport.write(data)
         while self._is_full and not self._is_over:
             await self._wait_in_time(timeout_s)
