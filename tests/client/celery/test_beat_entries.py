@@ -17,6 +17,7 @@ import timeball.client.celery  # the scheme timeball://
 from timeball.client.celery import messages
 from timeball.client.celery.beat_entries import NAME_BYTES_MAX, BeatSchedule
 from timeball.client.celery.schedulers import TimeballScheduler
+from timeball.model import limits
 from timeball.model.errors import RequestError
 
 assert timeball.client.celery.Control
@@ -142,6 +143,7 @@ def test_the_entry_that_celery_adds_is_stored_too() -> None:
         (entry(options={"expires": "soon"}), "ValueError"),
         (entry(args=(BeatLazyFunc(datetime.now),)), "BeatLazyFunc: beat computes the argument when it sends"),
         (entry(args=()), "TypeError: "),
+        (entry(args=("x" * limits.SCHEDULE_BODY_BYTES_MAX,)), "at most 65536: store the arguments elsewhere"),
         (entry(options={"exchange": "nowhere", "routing_key": "x"}), "no queue is known here"),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",

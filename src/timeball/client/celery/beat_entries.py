@@ -135,6 +135,10 @@ def _read_entry(
     rule = rule_of(entry.schedule)
     topic, tag, message, expires_s = _template(app, channel, entry)
     fields = messages.fields_of(message)
+    if (size_bytes := len(fields["body"].encode())) > limits.SCHEDULE_BODY_BYTES_MAX:
+        raise InvalidMessage(
+            f"a task of {size_bytes} bytes, at most {limits.SCHEDULE_BODY_BYTES_MAX}: store the arguments elsewhere"
+        )
     properties = {APP: owner}
     if expires_s is not None:
         properties[messages.EXPIRES] = f"{expires_s:.15g}"
