@@ -70,3 +70,17 @@ def test_with_a_certificate_only_tls_is_accepted(tmp_path: Path) -> None:
             assert secure.recv(65_536).startswith(b"HTTP/1.1 200 ")
         with pytest.raises((ConnectionError, OSError, ValueError)), client_of(node) as plain:
             plain.ask("GET", "/health/live")
+
+
+def test_a_client_that_leaves_a_connection_with_tls_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    created = certificate(tmp_path, "localhost")
+    trusting = ssl.create_default_context(cafile=created.roots)
+    with running_node(tmp_path / "data", http_port=0, **created.settings) as node:
+        for leave in (lambda it: it.unwrap(), lambda it: None):
+            with trusting.wrap_socket(connect(node), server_hostname="localhost") as secure:
+                secure.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert secure.recv(65_536).startswith(b"HTTP/1.1 200 ")
+                leave(secure)
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]

@@ -62,6 +62,8 @@ class JoinedWrites(asyncio.Transport):
     def close(self) -> None:
         """Write the remaining bytes, then close."""
         self._flush()
+        if self._transport.is_closing():  # asyncio's transport with TLS cannot be asked after a second close
+            return
         self._transport.close()
         if self._transport.get_write_buffer_size():
             # The transport closes after the last byte is written. A client that does not read would keep it open.
