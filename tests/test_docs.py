@@ -308,6 +308,26 @@ def test_broken_links_are_noticed() -> None:
     ]
 
 
+def rows_without_a_header(text: str) -> Iterator[str]:
+    """Yield the first row of each block of rows that is shown as text, because no header is above it."""
+    bare = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"(?:^\|.*\n)+", bare, re.MULTILINE):
+        rows = block.splitlines()
+        if len(rows) < 2 or not re.fullmatch(r"[|\-: ]+", rows[1]):
+            yield rows[0]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_are_whole(path: Path) -> None:
+    assert not list(rows_without_a_header(path.read_text("utf-8")))
+
+
+def test_a_broken_table_is_noticed() -> None:
+    whole = "| a | b |\n| --- | ---: |\n| 1 | 2 |\n"
+    assert not list(rows_without_a_header(whole))
+    assert list(rows_without_a_header(whole + "\n| 3 | 4 |\n")) == ["| 3 | 4 |"]
+
+
 def named_paths(text: str) -> set[str]:
     """Paths in backquotes that begin with a folder of ours."""
     return set(re.findall(r"`((?:tests|benchmarks|src|docs|requirements)/[\w./\-]*)`", text))
