@@ -11,7 +11,7 @@ import pytest
 from tests.accounts import access_file
 from tests.certificates import certificate
 
-from timeball.io.security import OPEN, Security, load_client_tls, load_tls
+from timeball.io.security import OPEN, Security, load_client_tls, load_peer_tls, load_tls
 from timeball.model.access import Access, Verb
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError, Unauthorized
@@ -132,6 +132,12 @@ def test_client_trusts_the_ca_and_presents_its_certificate(tmp_path: Path) -> No
         assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
         assert len(context.get_ca_certs()) == 1, "and not those of the system"
     assert load_client_tls("", "", "").verify_mode is ssl.CERT_REQUIRED
+
+
+def test_an_unusable_replication_ca_is_named(tmp_path: Path) -> None:
+    pem_files = certificate(tmp_path / "one")
+    with pytest.raises(SetupError, match=r"^replication: CA .*none\.pem"):
+        load_peer_tls(str(tmp_path / "none.pem"), pem_files.cert, pem_files.key)
 
 
 def test_unusable_client_certificate_is_named(tmp_path: Path) -> None:

@@ -54,19 +54,20 @@ def load_tls(certificate: str, key: str) -> Tls:
     return Tls(*contexts)
 
 
-def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
+def load_client_tls(roots: str, certificate: str, key: str, *, purpose: str = "etcd") -> ssl.SSLContext:
     """Build the context of a TLS client, for etcd and for other nodes. Raises SetupError.
 
     The client trusts the CA certificates in the file `roots` ("": the system's). It presents `certificate` unless "".
+    `purpose` begins the errors: the settings with this prefix name the files.
     """
-    description = f"etcd: CA {roots or '(of the system)'}, certificate {certificate}, key {key}"
+    description = f"{purpose}: CA {roots or '(of the system)'}, certificate {certificate}, key {key}"
     if bool(certificate) != bool(key):
         raise SetupError(f"{description}: name both a certificate and its key, or none")
     try:
         context = ssl.create_default_context(cafile=roots or None)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if certificate:
-            read_secret(key, "etcd: key", forbidden_mode=ANYBODY)
+            read_secret(key, f"{purpose}: key", forbidden_mode=ANYBODY)
             context.load_cert_chain(certificate, key, password=_no_password)
     except (ssl.SSLError, ValueError, OSError) as error:
         reason = getattr(error, "reason", None) or error
@@ -85,7 +86,7 @@ def load_peer_tls(roots: str, certificate: str, key: str) -> tuple[ssl.SSLContex
         raise SetupError(
             "--replication-ca is of no use without --tls-cert and --tls-key: name all three, or none"
         )
-    client = load_client_tls(roots, certificate, key)
+    client = load_client_tls(roots, certificate, key, purpose="replication")
     server = _context(certificate, key, "timeball-replication")
     server.load_verify_locations(cafile=roots)
     server.verify_mode = ssl.CERT_REQUIRED

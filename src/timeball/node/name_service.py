@@ -23,7 +23,9 @@ class NameService:
         self._server = NameServer(
             self._group_leaders,
             tls=security.tls.context if security.tls else None,
-            tls_to_brokers=load_client_tls(settings.replication_ca, "", "") if security.tls else None,
+            tls_to_brokers=load_client_tls(settings.replication_ca, "", "", purpose="replication")
+            if security.tls
+            else None,
         )
         self._directory_task: asyncio.Task[None] | None = None
 

@@ -129,7 +129,11 @@ class ReplicatedNode:
                 coordinator, self._clock, self._registration(), settings.group, settings.lease_ttl_ms, self
             )
             self._names = NameService(settings, coordinator)
-            tls_to_others = load_client_tls(settings.replication_ca, "", "") if settings.tls_cert else None
+            tls_to_others = (
+                load_client_tls(settings.replication_ca, "", "", purpose="replication")
+                if settings.tls_cert
+                else None
+            )
             self._group_calls = GroupCalls(settings.group, self._names.directory, self._clock, tls_to_others)
             self._gateway = self._create_gateway()
             undo.push_async_callback(self._gateway.close)
@@ -369,7 +373,11 @@ class ReplicatedNode:
             return Http(answers)
         if not settings.replication_ca:
             return None  # without a CA, this node could not check the leader's certificate
-        return Http(answers, security.tls.http, load_client_tls(settings.replication_ca, "", ""))
+        return Http(
+            answers,
+            security.tls.http,
+            load_client_tls(settings.replication_ca, "", "", purpose="replication"),
+        )
 
     def _broker_settings(self) -> Settings:
         """Derive the settings of the group's broker.
