@@ -371,7 +371,7 @@ def test_a_stream_that_ends_at_once_is_opened_again_after_pauses() -> None:
         assert stream.read(1_000) == [], "opened at once, and after 0.1, 0.3 and 0.7 s"
         for _ in range(2):
             assert [message.seq for message in stream.read(30_000)] == [1]
-            assert stream._pause_s == 0, "a stream that has brought messages is opened again at once"
+            assert stream._reopen_pause_s == 0, "a stream that has brought messages is opened again at once"
         stream.close()
         calls.close()
 

@@ -110,7 +110,7 @@ def read_dates(file: Path) -> list[str]:
 
 
 def _days_of(event: str) -> list[str]:
-    """List the days of an event, of which DTEND is the day after the last. Raises ValueError."""
+    """List the days of an event, from DTSTART to the day before DTEND. Raises ValueError."""
     fields = {name: value.strip() for name, _, value in _FIELD.findall(event)}
     name = fields.get("SUMMARY", "an event")
     if "RRULE" in fields or "RDATE" in fields:

@@ -269,9 +269,9 @@ class MessageStream:
         self._request = Request("POST", receive_target(request, credit))
         self._connection: Connection | None = None
         self._clock = calls._clock
-        self._tail = b""  # the beginning of a line
-        self._heard_ns = 0  # when the last bytes had come
-        self._opens_ns, self._pause_s = 0, 0.0  # when a stream may be opened, and the pause after it
+        self._partial_line = b""  # the bytes after the last complete line
+        self._received_ns = 0  # when the last bytes had come
+        self._reopen_ns, self._reopen_pause_s = 0, 0.0  # not before this time, and the next pause
 
     @property
     def descriptor(self) -> int | None:
@@ -307,16 +307,16 @@ class MessageStream:
                 if not messages:
                     self._check_cancelled()
                 self._drop()
-                self._opens_ns = self._clock.monotonic_ns() + int(self._pause_s * 1e9)
+                self._reopen_ns = self._clock.monotonic_ns() + int(self._reopen_pause_s * 1e9)
             elif data:
-                self._heard_ns = self._clock.monotonic_ns()
+                self._received_ns = self._clock.monotonic_ns()
                 drained_bytes += len(data) if messages else 0
                 messages += self._take_lines(data)
                 if messages:
-                    self._pause_s = 0.0
+                    self._reopen_pause_s = 0.0
             elif messages:
                 break
-            elif self._clock.monotonic_ns() - self._heard_ns > STREAM_SILENCE_S * 1e9:
+            elif self._clock.monotonic_ns() - self._received_ns > STREAM_SILENCE_S * 1e9:
                 self._drop()
             if not messages and self._clock.monotonic_ns() >= end_ns:
                 break
@@ -336,11 +336,11 @@ class MessageStream:
 
     async def _wait_to_open(self, end_ns: int) -> bool:
         """Wait until a stream may be opened. False if it may not be before `end_ns`."""
-        wait_ns = min(self._opens_ns, end_ns) - self._clock.monotonic_ns()
+        wait_ns = min(self._reopen_ns, end_ns) - self._clock.monotonic_ns()
         if wait_ns > 0:
             await self._calls.pause(wait_ns / 1e9)
             self._check_cancelled()
-        return self._opens_ns <= max(end_ns, self._clock.monotonic_ns())
+        return self._reopen_ns <= max(end_ns, self._clock.monotonic_ns())
 
     async def _open(self) -> None:
         try:
@@ -348,12 +348,12 @@ class MessageStream:
         except TimeballError:
             self._check_cancelled()
             raise
-        self._tail, self._heard_ns = b"", self._clock.monotonic_ns()
-        self._pause_s = min(max(2 * self._pause_s, REOPEN_PAUSES_S[0]), REOPEN_PAUSES_S[1])
+        self._partial_line, self._received_ns = b"", self._clock.monotonic_ns()
+        self._reopen_pause_s = min(max(2 * self._reopen_pause_s, REOPEN_PAUSES_S[0]), REOPEN_PAUSES_S[1])
 
     def _take_lines(self, data: bytes) -> list[Received]:
         """Decode the lines that are complete."""
-        lines, _, self._tail = (self._tail + data).rpartition(b"\n")
+        lines, _, self._partial_line = (self._partial_line + data).rpartition(b"\n")
         return decoded(decode_lines, lines, self._calls.endpoint, is_read=True)
 
     def _drop(self) -> None:

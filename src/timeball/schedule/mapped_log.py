@@ -378,7 +378,7 @@ class BacklogInFiles(Backlog):
     def _add_in_log_order(self, waiting: Waiting, now_ms: int) -> Opened:
         """Add messages in the order of their rows, so that files and log rows can be dropped together.
 
-        Returns those that count as opened.
+        Returns the messages that are due too soon for the backlog, to be loaded.
         """
         waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))
         near = waiting.part(self.add(waiting, now_ms))

@@ -143,8 +143,8 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
         row_indexes = np.flatnonzero(np.asarray(has_id_length))[is_id16]
         packed[row_indexes] = (digits[:, ::2] << 4 | digits[:, 1::2])[is_id16]
         is_packed[row_indexes], is_upper[row_indexes] = True, ~are_lower[is_id16]
-    # `if_else` would keep the bytes of texts that become null. `take` gives a null for a masked index, and the appended
-    # empty text for the index `count`.
+    # Not `if_else`, which would keep the bytes of texts that become null. `take` makes a null of each masked index. The
+    # index `count` is that of the empty text at the end.
     empty = pa.concat_arrays([ids, pa.array([""], ids.type)])
     columns["unique_key"] = empty.take(
         pa.array(np.where(is_upper, count, np.arange(count)), mask=is_packed & ~is_upper)

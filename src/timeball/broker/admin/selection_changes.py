@@ -89,7 +89,7 @@ class SelectionChanges:
         await self._writer.flushed()  # releases that have begun count as pending until they are durable
 
         def plan(to_seq: int) -> tuple[Selected, str]:
-            # As if it were accepted now: the selections so far keep their messages.
+            # A dry run counts as the newest selection, so earlier ones keep their messages.
             planned = self._completed(wanted, to_seq, caller)
             return Selected(self._selections.with_planned(DRY_RUN, planned)), DRY_RUN
 
@@ -139,7 +139,7 @@ class SelectionChanges:
     async def count(self) -> None:
         """Count the messages of new selections, and leave out those that are over. Called by maintenance.py."""
         scheduling = self._scheduling
-        # Held messages are pending although the schedule has passed their due times.
+        # Messages of a paused campaign are pending although their due times have passed.
         self._selections.mark_over(
             min(scheduling.scheduler.settled_before_ms, scheduling.outcomes.holds.from_ms)
         )
@@ -152,7 +152,7 @@ class SelectionChanges:
             except Unavailable as error:
                 logger.warning("selection not counted, trying again id=%s reason=%s", name, error)
             except Corrupt as error:
-                # No other try: each one reads all files before the damaged one.
+                # Do not try again, because each try reads all files before the damaged one.
                 self._uncountable.add(name)
                 logger.error("selection not counted id=%s reason=%s", name, error)
 
@@ -162,7 +162,7 @@ class SelectionChanges:
         await self._writer.flushed()
 
         def plan(_: int) -> tuple[Selected, str]:
-            # As it was accepted: an undo does not change the covered messages.
+            # Use the state at the acceptance, because a later undo does not change the covered messages.
             return Selected(self._selections.all(), until=name), name
 
         def taken() -> None:
@@ -173,7 +173,7 @@ class SelectionChanges:
         self._selections.counted(name, counted.count + ended)
         facts = self._selections.get(name)
         if facts.count is None:
-            # With the messages that became due before the count.
+            # The log has counted the messages that became due before the survey.
             self._selections.put(
                 name,
                 msgspec.structs.replace(

@@ -94,7 +94,7 @@ class Pace(NamedTuple):
         """Compute the delays of the dead letters from number `first` on. None for no delays."""
         if self.rate is None:
             return [self.after_ms] * count if self.after_ms else None
-        # From the number and not from the last delay, so that fractions of a millisecond do not add up.
+        # Each delay is computed from the number, so that rounding errors do not add up.
         step_ms = limits.SECOND_MS / self.rate
         return [self.after_ms + int(number * step_ms) for number in range(first, first + count)]
 

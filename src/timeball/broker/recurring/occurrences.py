@@ -110,7 +110,8 @@ class ClockTimetable:
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
         if self.times.runs_every_hour or self.runs_twice:
             return after_ms  # one local time may have two instants
-        # Not after the predecessor: by the new rules, its instant may be later than the one of this local time.
+        # Search from just before this local time. The preceding occurrence is no safe start, because the new rules may
+        # have moved it to a later instant.
         return self.zone.instant_us(local_us(datetime.fromisoformat(local))) // 1_000 - 1
 
 

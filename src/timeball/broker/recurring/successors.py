@@ -99,8 +99,8 @@ def compute(rule: str, after_ms: int) -> None:
 
 def last_until(rule: str, after_ms: int, until_ms: int) -> Occurrence | None:
     """Find the last occurrence later than `after_ms` and not later than `until_ms`. None if there is none."""
-    # A rule can only be asked forwards. Find a time shortly before the last occurrence in steps that grow, then halve
-    # the rest.
+    # A rule only yields later occurrences. Go back from `until_ms` in growing steps until one is found, then search
+    # the rest by halving.
     width_ms = limits.SECOND_MS
     while True:
         low_ms = max(after_ms, until_ms - width_ms)
@@ -159,7 +159,7 @@ class Next(NamedTuple):
     """The next state of a schedule, and the occurrence that will be pending.
 
     `progress` still lacks the number of that occurrence. `is_put`: the facts are new, too. `slot`: where the schedule
-    is in memory, if that is known. `released_at`: the index of its released occurrence in the hand-out, else -1.
+    is in memory, if that is known. `release_index`: the index of its released occurrence in the hand-out, else -1.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Next(NamedTuple):
     occurrence: Occurrence | None = None
     is_put: bool = False
     slot: int | None = None
-    released_at: int = -1
+    release_index: int = -1
 
 
 class Decision(NamedTuple):
@@ -266,7 +266,7 @@ class Continuation:
         cancelled: dict[int, str] | None = None,
         occurrences: int = 1,
     ) -> None:
-        """See `rows`. `occurrences`: how many schedules continue."""
+        """`build` makes the result of `rows`. `occurrences` is the number of schedules that continue."""
         self._build, self.cancelled, self.occurrences = build, cancelled or {}, occurrences
         self._change: Change | None = None
 
@@ -346,7 +346,7 @@ class Successors:
             progress = Progress(
                 state, due_ms, runs=before.runs + 1, last_due_ms=due_ms, last_ms=now_ms, error=error
             )
-            nexts.append(Next(name, facts, progress, occurrence, slot=slot, released_at=index))
+            nexts.append(Next(name, facts, progress, occurrence, slot=slot, release_index=index))
         return self.continuation(nexts, now_ms, cancelled)
 
     def after_end(self, numbers: Sequence[int], now_ms: int) -> Continuation | None:
@@ -383,24 +383,25 @@ class Successors:
     ) -> tuple[pa.RecordBatch, Change]:
         """Build the SCHEDULED rows of the next occurrences and the META rows of their schedules."""
         scheduled, entries, last = list[tuple[str, ScheduleFacts, Occurrence]](), list[Entry](), None
-        for name, facts, progress, occurrence, is_put, slot, released_at in nexts:
+        for name, facts, progress, occurrence, is_put, slot, release_index in nexts:
             # The SCHEDULED rows come first, so their numbers follow from their order.
             if occurrence is not None:
                 progress = msgspec.structs.replace(
                     progress, number=first_seq + len(scheduled), due_ms=occurrence.due_ms, at_ms=now_ms
                 )
                 scheduled.append((name, facts, occurrence))
-                # Schedules with equal rules have the same object. The result is kept, so the next release finds it.
+                # `first_after` keeps the result for the next release. Schedules with equal rules share one occurrence
+                # object, so one computation is enough for neighbours.
                 if occurrence is not last and is_costly(facts.rule_text):
                     asyncio.get_running_loop().run_in_executor(
                         None, compute, facts.rule_text, occurrence.due_ms
                     )
                 last = occurrence
             # Only then, because a position makes the META row of each release longer.
-            if facts.group and released_at >= 0 and positions is not None:
+            if facts.group and release_index >= 0 and positions is not None:
                 queues, offsets = positions
                 progress = msgspec.structs.replace(
-                    progress, last_queue=int(queues[released_at]), last_offset=int(offsets[released_at])
+                    progress, last_queue=int(queues[release_index]), last_offset=int(offsets[release_index])
                 )
             entries.append(Entry(name, progress, facts if is_put else None, slot))
         change = self._schedules.changed(entries)

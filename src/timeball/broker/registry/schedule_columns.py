@@ -317,7 +317,7 @@ class ScheduleColumns:
                 self.rest.pop(slot, None)
 
     def _set_row(self, slot: int, row: Sequence[int]) -> None:
-        # Before the columns change: the entry of the old number is found out to be old by its number.
+        # Read the old number before the columns change: `_numbers.change` must know whether an entry has ended.
         before = self.ints["number"][slot]
         self.state[slot] = row[0]
         for column, value in zip(self.ints.values(), row[1:], strict=True):

@@ -242,7 +242,7 @@ class Schedules:
             text, plan = columns.texts[columns.text[slot]], columns.plan[slot]
             # A name contains no zero byte, but a template may.
             name, _, template = text.partition(b"\0")
-            # By their bytes, because decoding takes longer than a look-up.
+            # The bytes are the key, because decoding them takes longer than a look-up.
             facts = known.get((plan, template))
             if facts is None:
                 facts = known[plan, template] = _facts(columns.plans[plan], template)
@@ -338,7 +338,7 @@ class Schedules:
 
 
 class _Restoring:
-    """Applies the values of one prefix during a recovery."""
+    """Passes the values of one prefix to a function during a recovery."""
 
     def __init__(self, apply: Callable[[str, bytes], None]) -> None:
         self.restore = apply

@@ -54,7 +54,7 @@ from timeball.table.attachment import within
 Bools = npt.NDArray[np.bool_]
 Ranges = list[tuple[int, int]]
 
-# Names in a condition that are no properties. `TAGS`, `KEYS` and `UNIQ_KEY` are known to every filter.
+# Names in a condition that stand for other values than properties. Every filter also knows `TAGS`, `KEYS`, `UNIQ_KEY`.
 OWN_NAMES = ("due_ms", "topic", "keys", "tag", "campaign")
 # The columns of a message that a condition may read, beside due time, number and topic.
 CONDITION_COLUMNS = ["keys", "tag", "unique_key", "properties"]

@@ -277,7 +277,7 @@ async def _states(
     look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]]
 ) -> list[SentState]:
     outcomes, names = look_ups.outcomes, Names(seqs=numbers)
-    # Before the verdicts, because the verdict of a settled message does not contain its due time.
+    # Read the due times first, because the verdict of a settled message does not contain its due time.
     due_ms = {candidate.number: candidate.due_ms for candidate in (await look_ups.look_up(names)).candidates}
 
     async def add_pending(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:

@@ -107,7 +107,7 @@ class TailSource:
         self._target = path("topics", topic, "events", tag=tag)
         self._clock = SystemClock()
         self._connection: Connection | None = None
-        self.position, self._text, self._heard_ns = position, b"", 0
+        self.position, self._text, self._received_ns = position, b"", 0
 
     @property
     def descriptor(self) -> int | None:
@@ -140,7 +140,7 @@ class TailSource:
         except NotFound:  # a message creates a topic, and a reader does not
             self._calls.run(create_topic(self.topic, 1))
             self._connection = self._calls.open(request, None)
-        self._text, self._heard_ns = b"", self._clock.monotonic_ns()
+        self._text, self._received_ns = b"", self._clock.monotonic_ns()
 
     def _read(self, wait_s: float) -> bytes | None:
         """Return bytes, or None if none are there or the tail has ended."""
@@ -151,9 +151,9 @@ class TailSource:
             data = None
         now_ns = self._clock.monotonic_ns()
         if data:
-            self._heard_ns = now_ns
+            self._received_ns = now_ns
             return data
-        if data is None or now_ns - self._heard_ns > SILENCE_S * 1e9:
+        if data is None or now_ns - self._received_ns > SILENCE_S * 1e9:
             self.close()
         return None
 
@@ -218,33 +218,33 @@ class Link:
 
     def subscribe(self, source: Source) -> None:
         """Begin to receive. Raises the error of the first try."""
-        self._ask(lambda: self._add(source))
+        self._run_in_thread(lambda: self._add(source))
 
     def unsubscribe(self, source: Source) -> None:
         """Receive no more, and give back the messages that were not taken."""
-        self._ask(lambda: self._remove(source))
+        self._run_in_thread(lambda: self._remove(source))
 
     def hold(self, message: Message) -> None:
         """Renew the lease of a message that came otherwise."""
-        self._order(lambda: self._held.add(message))
+        self._add_command(lambda: self._held.add(message))
 
     def settle(self, answer: Answer, message: Message) -> None:
         """Answer for a message soon."""
         self._answers.append((answer, message))
-        self._order(None)
+        self._add_command(None)
 
     def close(self) -> None:
         """Answer, give back all other messages, and end the thread."""
         if self._thread is not None and not self.is_inherited:
-            self._ask(self._finish)
+            self._run_in_thread(self._finish)
             self._thread.join(END_S)
         self._is_closed = True
         for bell in (self._to_transport, self._to_thread):
             if bell is not None:
                 bell.close()
 
-    def _ask(self, command: Callable[[], None]) -> None:
-        """Let the thread run a command, and wait for its end."""
+    def _run_in_thread(self, command: Callable[[], None]) -> None:
+        """Run a command in the thread, and wait for its end."""
         if self.is_inherited or self._is_closed:
             return
         done: Future[None] = Future()
@@ -253,16 +253,16 @@ class Link:
             try:
                 command()
                 done.set_result(None)
-            except Exception as error:  # raised again where it was asked for
+            except Exception as error:  # the caller raises it
                 done.set_exception(error)
 
-        self._order(run)
+        self._add_command(run)
         try:
             done.result(self.calls.timeout_ms / 1000 + END_S)
         except TimeoutError:
             raise Unavailable(f"{self.calls.endpoint} did not answer in time") from None
 
-    def _order(self, command: Callable[[], None] | None) -> None:
+    def _add_command(self, command: Callable[[], None] | None) -> None:
         if self.is_inherited or self._is_closed:
             return
         if self._to_thread is None:

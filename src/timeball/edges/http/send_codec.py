@@ -257,7 +257,7 @@ def _message_from_headers(
         after=headers.get(f"{HEADER}after", msgspec.UNSET),
         zone=headers.get(f"{HEADER}zone", msgspec.UNSET),
         unique_key=None if unique_key is None else unquote(unique_key),
-        # `unique_key` and `expiry_properties` check these two.
+        # `unique_key` checks `on_pending`, and `expiry_properties` checks `on_expiry`.
         on_pending=cast(OnPending | None, headers.get(f"{HEADER}on-pending")),
         on_expiry=cast(OnExpiry | None, headers.get(f"{HEADER}on-expiry")),
         expires_at=headers.get(f"{HEADER}expires-at", msgspec.UNSET),

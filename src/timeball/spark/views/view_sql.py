@@ -193,7 +193,7 @@ def pending_sql(
     """Build the query for the messages that are pending and due within `due`.
 
     The result has `columns`, a part of PENDING_COLUMNS, and `place`. The query reads the relations WAITING_RELATIONS.
-    `waiting_table_rows` needs only the files within clipped(shot, due).
+    `waiting_table_rows` needs only the files with due times within `clip_to_snapshot(shot, due)`.
     """
     low, high = clip_to_snapshot(shot, due)
     # A message of a delay level can be pending although its due time is before `due_from_ms`: after the clock was set
