@@ -88,12 +88,14 @@ class _Days(NamedTuple):
             ):
                 by_weekday |= 1 << day
         workdays = [day for day in range(1, length + 1) if weekday(day) not in (0, 6)]
+        # The nearest weekday never leaves the month: the second part of the key only makes the choice definite.
         for wanted in self.nearest_weekdays:
             by_day |= 1 << min(workdays, key=lambda day: (abs(day - wanted), day))
         if self.last_weekday:
             by_day |= 1 << workdays[-1]
         if self.days is None and self.weekdays is None:
             return (2 << length) - 2
+        # POSIX: if both fields are given, a day that matches one of them is enough.
         return by_day | by_weekday
 
 
@@ -118,6 +120,7 @@ class CronTimes:
         day, second = divmod(local_s, DAY_S)
         ordinal = max(1, day + EPOCH_ORDINAL)
         found = self._day_at_or_after(ordinal)
+        # Only on the given day does the time of day matter. A later day begins with its first time.
         if found == day + EPOCH_ORDINAL:
             time_s = self._time_at_or_after(second)
             if time_s is not None:
@@ -127,6 +130,7 @@ class CronTimes:
 
     def occurs(self) -> bool:
         """Check whether any date matches."""
+        # Every length of a month occurs with each weekday as its first day, so 28 kinds of months stand for all.
         lengths = {
             length + leap
             for month, length in enumerate(_MONTH_LENGTHS, 1)
@@ -148,6 +152,7 @@ class CronTimes:
             if month == 2 and year % 4 == 0 and (year % 100 != 0 or year % 400 == 0):
                 length = 29
             if self._months >> month & 1:
+                # Ordinal 1 is a Monday, so the remainder is 0 for a Sunday, as in the field for weekdays.
                 matching = self._mask(length, first % 7) >> day
                 if matching:
                     return first + day - 1 + _lowest(matching)
@@ -193,6 +198,7 @@ def _lowest(bits: int) -> int:
 def parse_cron(text: str, seconds: bool = False) -> CronTimes:
     """Parse an expression. `seconds` allows a sixth field, before the others. Raises InvalidDelay."""
     canonical = " ".join(text.split())
+    # The canonical text keeps the alias, so that users find the rule that they have written.
     if canonical.startswith("@"):
         canonical = canonical.lower()
         if canonical not in _ALIASES or seconds:
@@ -212,6 +218,7 @@ def parse_cron(text: str, seconds: bool = False) -> CronTimes:
         _bits(_values(text, _MONTH, month)),
         _days(text, day, weekday),
     )
+    # Each search for such a rule would go through all years up to 9999.
     if not times.occurs():
         _refuse(text, "no date matches it; a month of those given has to have the day")
     return times
@@ -265,6 +272,7 @@ def _term_values(text: str, field: _Field, term: str) -> range:
             )
         return range(low, high + 1)
     step = int(step_text) if step_text.isdecimal() else 0
+    # A longer step would match one value only, and is usually meant as an interval across hours or days.
     if not 1 <= step <= field.high - field.low:
         _refuse(
             text,
@@ -360,6 +368,7 @@ def _days(text: str, day: str, weekday: str) -> _Days:
                 _refuse(
                     text, f"weekday {term}: a month has a first to fifth {match[1]}, such as {match[1]}#1"
                 )
+            # 7 is Sunday as well as 0.
             nth.add((_value(text, _WEEKDAY, match[1]) % 7, int(match[2])))
         elif match := _LAST_WEEKDAY.fullmatch(term):
             nth.add((_value(text, _WEEKDAY, match[1]) % 7, 0))

@@ -101,11 +101,13 @@ class RruleTimes:
         if until and not until.endswith("Z"):
             self._last_s = local_seconds(datetime.fromisoformat(until))
         self._found: _Found | None = None
+        # Checked before DTSTART, because a rule without any occurrence would be refused for another reason there.
         if self._last_s < first_s:
             _refuse("UNTIL is before DTSTART, so there is no occurrence")
         self._check_first(parts)
         if "COUNT" in parts:
             count = int(parts["COUNT"])
+            # The last occurrence is computed once, so that later searches need not begin at DTSTART.
             counted = tuple(islice(self._expand(first_s, self._years), count))
             if len(counted) < count:
                 _refuse(
@@ -120,6 +122,7 @@ class RruleTimes:
         if local_s > self._last_s:
             return None
         found = self._found
+        # Calls mostly come in the order of time, so the kept times answer most of them.
         if found is None or local_s < found.from_s or local_s > found.until_s:
             found = self._found = _Found(local_s, tuple(self._next_times(local_s)))
         at = bisect_left(found.times, local_s)
@@ -207,6 +210,7 @@ def _arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
             for match in matches
             if match
         ]
+    # dateutil takes the same values from its start, which is here the beginning of a period and not DTSTART.
     if not names & parts.keys():
         if frequency == _YEARLY:
             arguments.setdefault("bymonth", [first.month])
@@ -227,6 +231,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _runs_every_hour(parts: Mapping[str, str], interval: int) -> bool:
+    # BYSETPOS selects among the times of a period, so some hours may have none.
     if "BYSETPOS" in parts:
         return False
     if "BYHOUR" in parts and len(set(_numbers(parts["BYHOUR"]))) < 24:
@@ -254,7 +259,9 @@ def _parse(text: str, zone: str) -> RruleTimes:
     first_s: int | None = None
     parts: dict[str, str] | None = None
     excluded: set[int] = set()
+    # RFC 5545 folds long lines: a line that begins with a blank continues the one before.
     for line in re.sub(r"\r?\n[ \t]", "", text.strip()).splitlines():
+        # Names of zones depend on upper and lower case, all other parts do not.
         line = line.strip().upper() if "TZID" not in line.upper() else line.strip()
         match = _LINE.fullmatch(f"RRULE:{line}" if line.startswith("FREQ=") else line)
         if match is None:

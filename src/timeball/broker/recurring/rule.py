@@ -153,6 +153,7 @@ def _read(given: Mapping[str, object]) -> dict[str, object]:
             _refuse(key, spec[key], f"belongs to {', '.join(allowed)}; leave it out for {kind}")
     zone = _read_zone(spec, kind)
     seconds = _read_flag(spec, "seconds")
+    # A default is read as None and left out, so that rules with equal meaning have equal texts.
     readers: dict[str, Callable[[], object]] = {
         "cron": lambda: parse_cron(_read_text(spec, "cron"), seconds).text,
         "every": lambda: _duration_text(_read_every(spec)),
@@ -223,10 +224,12 @@ def _read_choice(spec: Mapping[str, object], key: str) -> str | None:
 
 def _read_count(spec: Mapping[str, object], kind: str) -> int:
     value = spec["count"]
+    # JSON's `true` is an int in Python.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits.RULE_COUNT_MAX:
         _refuse(
             "count", value, f"must be a number from 1 to {limits.RULE_COUNT_MAX}; for more, write ends_at"
         )
+    # Without a first occurrence, the count would begin anew at each look. `rrule` and `at` have a first one.
     if (kind == "cron" and "starts_at" not in spec) or (
         kind == "every" and not {"starts_at", "anchor"} & spec.keys()
     ):
@@ -242,12 +245,14 @@ def _read_every(spec: Mapping[str, object]) -> int:
 
 
 def _duration_text(duration: int) -> str:
+    # The largest unit without a remainder: "90m" for 1.5 hours. So equal durations have one text.
     unit = next(unit for unit, unit_ms in _UNIT_MS.items() if duration % unit_ms == 0)
     return f"{duration // _UNIT_MS[unit]}{unit}"
 
 
 def _read_list(spec: Mapping[str, object], key: str, example: str) -> list[str]:
     values = spec.get(key, [])
+    # A text is an iterable of its characters, so it is refused by name.
     if isinstance(values, str) or not isinstance(values, Iterable):
         _refuse(key, values, f"must be a list such as [{example!r}]")
     texts = list(values)
@@ -274,6 +279,7 @@ def _read_local_times(spec: Mapping[str, object]) -> tuple[int, ...]:
     example = "2030-01-31T09:00"
     times = set()
     for text in _read_list(spec, "at", example):
+        # `fromisoformat` also reads a date alone, as midnight, which is rarely meant.
         local = _parsed(text) if "T" in text else None
         if local is None or local.tzinfo is not None or local.microsecond:
             _refuse(
