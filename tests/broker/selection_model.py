@@ -181,7 +181,8 @@ class Model:
         if not self.campaigns or (name := self.campaigns[index % len(self.campaigns)]) not in self.paused_ms:
             return
         await self.world.broker.change_campaign(name, "resume", shift=shift)
-        shift_ms = self.now_ms - self.paused_ms.pop(name) if shift else 0
+        paused_ms = self.paused_ms.pop(name)
+        shift_ms = self.now_ms - paused_ms if shift else 0
         for message in self.pending():
             if message.campaign != name or not message.is_member:
                 continue
