@@ -380,7 +380,7 @@ class Delivery:
 def split_into_frames(scheduled_rows: pa.RecordBatch, parts: int = 1) -> Iterator[pa.RecordBatch]:
     """Yield the rows in slices that each fit into a frame: a thousand large bodies may be due in one millisecond.
 
-    With `parts`, that many times the bytes of a slice fit into a frame.
+    A slice has at most one of `parts` equal parts of the bytes of a frame.
     """
     bytes_max = limits.REQUEST_BYTES_MAX // parts
     # Not `nbytes`, which reads each column and takes as long as releasing a row.

@@ -167,7 +167,7 @@ class MetaLog:
                 raise Corrupt(f"META row of {key!r}: {error}; restore the log from a copy") from error
 
     def copied(self) -> Callable[[], dict[str, msgspec.Raw]]:
-        """Copy all values. Another thread may call the result, which contains the values as a snapshot has them."""
+        """Copy all values. Another thread may call the result, which encodes them in the form of a snapshot."""
         values = dict(self.values)
         held = [holder.copied() for holder in dict.fromkeys(self._holders.values())]
         return lambda: values | {key: msgspec.Raw(value) for copy in held for key, value in copy()}

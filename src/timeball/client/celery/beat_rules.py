@@ -27,25 +27,25 @@ _SHORTEST = timedelta(seconds=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
 
-def rule_of(each: Any) -> Rule:
+def rule_of(given: Any) -> Rule:
     """Build the rule of a schedule of celery beat. Raises InvalidDelay for one that the broker cannot store."""
-    if isinstance(each, solar):
+    if isinstance(given, solar):
         raise InvalidDelay(
-            f"solar event {each.event}: the broker does not know the sun; use a crontab, or run this entry by "
+            f"solar event {given.event}: the broker does not know the sun; use a crontab, or run this entry by "
             "Celery's own scheduler in a beat of an app of its own"
         )
-    if type(each) not in (crontab, schedule):
+    if type(given) not in (crontab, schedule):
         raise InvalidDelay(
-            f"{type(each).__name__}: the broker stores a crontab, a number of seconds and a timedelta"
+            f"{type(given).__name__}: the broker stores a crontab, a number of seconds and a timedelta"
         )
-    if each.nowfun is not None:
+    if given.nowfun is not None:
         raise InvalidDelay("nowfun: the clock of the broker counts; leave it out")
-    return _crontab_rule(each) if isinstance(each, crontab) else _interval_rule(each)
+    return _crontab_rule(given) if isinstance(given, crontab) else _interval_rule(given)
 
 
-def _zone(each: crontab | schedule) -> str:
+def _zone(given: crontab | schedule) -> str:
     """The IANA name of the zone of the app."""
-    zone = each.tz
+    zone = given.tz
     name = getattr(zone, "key", None) or ("UTC" if str(zone) == "UTC" else None)
     if name is None:
         raise InvalidDelay(
@@ -54,14 +54,14 @@ def _zone(each: crontab | schedule) -> str:
     return str(name)
 
 
-def _crontab_rule(each: crontab) -> Rule:
-    if len(each.day_of_month) < 31 and len(each.day_of_week) < 7:
-        return {"rrule": _both_days(each), "zone": _zone(each)}
+def _crontab_rule(given: crontab) -> Rule:
+    if len(given.day_of_month) < 31 and len(given.day_of_week) < 7:
+        return {"rrule": _both_days(given), "zone": _zone(given)}
     fields = (
-        _field(each.minute, 0, 59), _field(each.hour, 0, 23), _field(each.day_of_month, 1, 31),
-        _field(each.month_of_year, 1, 12), _field(each.day_of_week, 0, 6, may_step=False),
+        _field(given.minute, 0, 59), _field(given.hour, 0, 23), _field(given.day_of_month, 1, 31),
+        _field(given.month_of_year, 1, 12), _field(given.day_of_week, 0, 6, may_step=False),
     )  # fmt: skip
-    return {"cron": " ".join(fields), "zone": _zone(each)}
+    return {"cron": " ".join(fields), "zone": _zone(given)}
 
 
 def _field(values: Collection[int], low: int, high: int, *, may_step: bool = True) -> str:
@@ -81,26 +81,26 @@ def _field(values: Collection[int], low: int, high: int, *, may_step: bool = Tru
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
 
 
-def _both_days(each: crontab) -> str:
+def _both_days(given: crontab) -> str:
     """Write a crontab whose two fields for days both have to match. In a cron expression, one of them is enough."""
     days = map(date.fromordinal, count(date(1970, 1, 1).toordinal()))
     # The calendar repeats after 400 years, and Celery refuses a crontab without a date.
     first = next(
         day
         for day in days
-        if day.month in each.month_of_year
-        and day.day in each.day_of_month
-        and day.isoweekday() % 7 in each.day_of_week
+        if day.month in given.month_of_year
+        and day.day in given.day_of_month
+        and day.isoweekday() % 7 in given.day_of_week
     )
     parts = {
         "FREQ": "MONTHLY",
-        "BYMONTH": _listed(each.month_of_year),
-        "BYMONTHDAY": _listed(each.day_of_month),
-        "BYDAY": ",".join(_WEEKDAYS[number] for number in sorted(each.day_of_week)),
-        "BYHOUR": _listed(each.hour),
-        "BYMINUTE": _listed(each.minute),
+        "BYMONTH": _listed(given.month_of_year),
+        "BYMONTHDAY": _listed(given.day_of_month),
+        "BYDAY": ",".join(_WEEKDAYS[number] for number in sorted(given.day_of_week)),
+        "BYHOUR": _listed(given.hour),
+        "BYMINUTE": _listed(given.minute),
     }
-    start = f"{first:%Y%m%d}T{min(each.hour):02}{min(each.minute):02}00"
+    start = f"{first:%Y%m%d}T{min(given.hour):02}{min(given.minute):02}00"
     return f"DTSTART:{start}\nRRULE:" + ";".join(f"{name}={value}" for name, value in parts.items())
 
 
@@ -108,12 +108,12 @@ def _listed(numbers: Collection[int]) -> str:
     return ",".join(map(str, sorted(numbers)))
 
 
-def _interval_rule(each: schedule) -> Rule:
-    every: timedelta = each.run_every
+def _interval_rule(given: schedule) -> Rule:
+    every: timedelta = given.run_every
     if every < _SHORTEST:
         raise InvalidDelay(f"an interval of {every.total_seconds():g} s: the shortest of the broker is 1 s")
-    if each.relative and every >= _MINUTE:
-        return _round_times(every, _zone(each))
+    if given.relative and every >= _MINUTE:
+        return _round_times(every, _zone(given))
     whole_s, rest = divmod(every, _SHORTEST)
     return {"every": f"{whole_s}s" if not rest else f"{every // _MILLISECOND}ms"}
 

@@ -352,7 +352,7 @@ class Intake:
     # ---- consumer group and new partitions --------------------------------------------------------------
 
     def _commit_and_check_partitions(self) -> None:
-        """Commit the offsets of Kafka's consumer group, and start to read added partitions, if their times have come.
+        """Commit the offsets of Kafka's consumer group, and start to read added partitions, each at its interval.
 
         The committed offsets are only for Kafka's tools, which show them.
         """

@@ -242,7 +242,7 @@ class LogStream(PacedStream):
         self._latest_seqs = durable_seqs(statuses)
         check_within_log(begin, self._latest_seqs)
         ends = self._latest_seqs
-        if self._final_seqs is not None:  # availableNow: a group that was added since is left to the next run
+        if self._final_seqs is not None:  # availableNow: the next run reads groups that were added since
             final = self._final_seqs
             ends = {name: max(begin[name], min(end, final.get(name, 0))) for name, end in ends.items()}
         lags = {name: end - begin[name] for name, end in ends.items()}

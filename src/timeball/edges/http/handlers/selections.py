@@ -91,6 +91,7 @@ def _show_survey(survey: Survey) -> DryRun:
             for due_ms, topic, message_id, keys in survey.samples
         ],
         load=[
-            HourLoad(format_time(hour_ms), before, before - rows) for hour_ms, before, rows in survey.hours
+            HourLoad(format_time(hour_ms), before, before - covered)
+            for hour_ms, before, covered in survey.hours
         ],
     )
