@@ -205,18 +205,26 @@ class LoneCancels:
         return results
 
     async def _settle_few(self, names: Names, caller: Caller) -> list[Verdict]:
-        """Cancel these messages. The result is empty if they are many, or if a step for one of them has failed."""
+        """Cancel these messages. The result is empty if they are many, or if the search for one of them has failed."""
+        has_acted = False
+
+        async def act(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
+            nonlocal has_acted
+            has_acted = True
+            await self._act_for(caller)(candidates, verdicts)
+
         try:
             async with self._look_ups.gate.passing():
                 lookup = await self._look_ups.look_up(names)
                 if len(lookup.candidates) > SLICE_ROWS:
                     return []
                 # Also reads the rows of messages that a selection may cover.
-                return await settle_found(
-                    self._look_ups, names, lookup, self._act_for(caller), ends_selected=True
-                )
-        except TimeballError:  # each goes alone, and only the one that fails is refused
-            return []
+                return await settle_found(self._look_ups, names, lookup, act, ends_selected=True)
+        except TimeballError:
+            # After an append that failed, a second attempt would find the messages cancelled in memory.
+            if has_acted:
+                raise
+            return []  # each goes alone, and only the one that fails is refused
 
 
 async def cancel(
