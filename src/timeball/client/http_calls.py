@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from timeball.client.attempts import Attempts, Lost, NotNow, OpenRead, split_endpoints
 from timeball.client.credentials import Credentials, credentials
 from timeball.client.http_codec import (
@@ -46,6 +48,7 @@ REOPEN_PAUSES_S = (0.1, 1.0)  # the first and the longest pause after streams th
 BACKLOG_BYTES = 16_384  # behind the first messages of a read: the broker has probably more to send
 BACKLOG_WAIT_S = 0.02  # for the next messages of a backlog
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -164,6 +167,16 @@ class HttpCalls(Attempts):
             return await self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
 
     ask = driven(ask_async)
+
+    def ask_json(
+        self, request: Request, kind: type[A], result: Callable[[A], T], *, is_repeatable: bool = True
+    ) -> T:
+        """Make a request. `result`: the result, from the answer of this kind."""
+
+        def decode(data: bytes) -> T:
+            return result(msgspec.json.decode(data, type=kind))
+
+        return self.ask(request, decode, is_repeatable=is_repeatable)
 
     # ---- connections ------------------------------------------------------------------------------------
 

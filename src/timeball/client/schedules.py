@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,9 +27,6 @@ from timeball.model.values import CatchUp, Overlap
 
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
-
-A = TypeVar("A")
-T = TypeVar("T")
 
 
 class Schedules:
@@ -108,12 +105,14 @@ class Schedules:
 
     def delete(self, name: str) -> None:
         """Delete a schedule, and cancel its pending occurrence."""
-        return self._ask(Request("DELETE", path("schedules", name)), ScheduleDeleted, lambda _: None)
+        return self._calls.ask_json(
+            Request("DELETE", path("schedules", name)), ScheduleDeleted, lambda _: None
+        )
 
     def run(self, name: str) -> str:
         """Send a message of the template now. Returns its id. A repeated call sends another message."""
         request = Request("POST", path("schedules", name, "run"))
-        return self._ask(request, ScheduleRun, lambda answer: answer.id, is_repeatable=False)
+        return self._calls.ask_json(request, ScheduleRun, lambda answer: answer.id, is_repeatable=False)
 
     def preview(
         self, rule: Mapping[str, object], *, count: int = 10, after: str | int | None = None
@@ -130,28 +129,18 @@ class Schedules:
         """
         start = msgspec.UNSET if after is None else due_ms(after)
         wanted = Previewing(rule=dict(rule), start=start, count=count)
-        return self._ask(
+        return self._calls.ask_json(
             Request("POST", path("preview"), encode(wanted), JSON), Times, lambda answer: answer.times
         )
 
     def history(self, name: str) -> list[PastOccurrence]:
         """Read what became of the last ten times of the rule, the newest first."""
         request = Request("GET", path("schedules", name, "history"))
-        return self._ask(request, History, lambda answer: answer.occurrences)
+        return self._calls.ask_json(request, History, lambda answer: answer.occurrences)
 
     def zones(self) -> ZonesInUse:
         """Read the broker's version of tzdata, the time zones in use, and the moves of the last update of tzdata."""
-        return self._ask(Request("GET", path("zones")), ZonesInUse, lambda answer: answer)
+        return self._calls.ask_json(Request("GET", path("zones")), ZonesInUse, lambda answer: answer)
 
     def _ask_schedule(self, request: Request) -> Schedule:
-        return self._ask(request, Schedule, lambda answer: answer)
-
-    def _ask(
-        self, request: Request, kind: type[A], result: Callable[[A], T], *, is_repeatable: bool = True
-    ) -> T:
-        """Make a request. `result`: the result of the method, from the answer of this kind."""
-
-        def decode(data: bytes) -> T:
-            return result(msgspec.json.decode(data, type=kind))
-
-        return self._calls.ask(request, decode, is_repeatable=is_repeatable)
+        return self._calls.ask_json(request, Schedule, lambda answer: answer)

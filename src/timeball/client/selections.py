@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -14,9 +14,6 @@ from timeball.model.time_parsing import At, due_ms
 
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
-
-A = TypeVar("A")
-T = TypeVar("T")
 
 
 class Selections:
@@ -44,7 +41,7 @@ class Selections:
         """
         wanted = _wanted("cancel", where, topics, start, to)
         request = Request("POST", path("selections"), encode(wanted), JSON)
-        return self._ask(request, Selection, lambda answer: answer, is_repeatable=False)
+        return self._calls.ask_json(request, Selection, lambda answer: answer, is_repeatable=False)
 
     def dry_run(
         self, where: str = "", *, topics: Iterable[str] = (), start: At | None = None, to: At | None = None
@@ -52,29 +49,23 @@ class Selections:
         """Count the messages that `cancel` with these arguments would cover now, and show the first of them."""
         wanted = _wanted("cancel", where, topics, start, to)
         request = Request("POST", path("selections", "dry-run"), encode(wanted), JSON)
-        return self._ask(request, DryRun, lambda answer: answer)
+        return self._calls.ask_json(request, DryRun, lambda answer: answer)
 
     def undo(self, id: str) -> Selection:
         """Make the messages of a selection pending again, except those that were due since. May be repeated."""
-        return self._ask(Request("POST", path("selections", id, "undo")), Selection, lambda answer: answer)
+        return self._calls.ask_json(
+            Request("POST", path("selections", id, "undo")), Selection, lambda answer: answer
+        )
 
     def get(self, id: str) -> Selection:
         """Read a selection. Raises NotFound."""
-        return self._ask(Request("GET", path("selections", id)), Selection, lambda answer: answer)
+        return self._calls.ask_json(Request("GET", path("selections", id)), Selection, lambda answer: answer)
 
     def all(self) -> list[Selection]:
         """Read the selections whose topics you may change, the newest last."""
-        return self._ask(Request("GET", path("selections")), SelectionList, lambda answer: answer.selections)
-
-    def _ask(
-        self, request: Request, kind: type[A], result: Callable[[A], T], *, is_repeatable: bool = True
-    ) -> T:
-        """Make a request. `result`: the result of the method, from the answer of this kind."""
-
-        def decode(data: bytes) -> T:
-            return result(msgspec.json.decode(data, type=kind))
-
-        return self._calls.ask(request, decode, is_repeatable=is_repeatable)
+        return self._calls.ask_json(
+            Request("GET", path("selections")), SelectionList, lambda answer: answer.selections
+        )
 
 
 def _wanted(
