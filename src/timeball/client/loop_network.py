@@ -210,7 +210,7 @@ class LoopNetwork:
                     except OSError as error:
                         connected.close()
                         failure = error
-                    except BaseException:  # of any kind: nobody else closes the socket
+                    except BaseException:  # of any kind, because no other code closes the socket
                         connected.close()
                         raise
         except TimeoutError:

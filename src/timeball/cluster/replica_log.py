@@ -59,7 +59,7 @@ class IdentityFile:
     A slot has the CRC-32C of the JSON (4 bytes, little-endian), and the JSON with zeros behind it. The file is never
     replaced by a new one: overwriting needs no free space on most file systems, so a replica can vote on a full disk.
     A save writes and syncs the first slot, then the second. If a power cut tears a slot, or it is damaged later, the
-    other one has the identity. It may be the one before the save, which nobody has been told of yet.
+    other one has the identity. It may be the one before the save, which no other replica knows yet.
     """
 
     def __init__(self, files: Files) -> None:

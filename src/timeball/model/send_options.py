@@ -20,7 +20,7 @@ DIGITS_MAX = len(str(limits.INSTANT_MS_MAX))  # of a time or duration in ms
 
 OnPending = Literal[
     "reject", "keep", "replace"
-]  # what a send does if a message with its unique key is pending
+]  # the action of a send if a message with its unique key is pending
 # A message with a unique key has this prefix and the key among its keys. So the indexes of keys lead to it.
 UNIQUE_PREFIX = "unique:"
 # The properties by which a client of RocketMQ chooses them.

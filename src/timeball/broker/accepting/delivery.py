@@ -218,17 +218,11 @@ class Delivery:
         seq = int64(scheduled_rows.column("seq"))
         none = np.zeros(len(seq), np.bool_)
         is_selected = none if owner is None else owner >= 0
-        # A selection decides first: who has cancelled a message does not want to find it among the expired ones.
+        # A selection decides first: a cancelled message must not be among the expired ones.
         is_expired = none if expired is None else expired.any_of & ~is_selected
         continuation = self._successors.after_release(seq, now_ms, is_selected, is_expired)
         if continuation.occurrences:
-            # Only the rules: the time of a frame itself would make small hand-outs smaller and smaller. A higher time
-            # counts at once, because the next rules may be like these.
-            spent_ns = self._clock.clock.monotonic_ns() - began_ns
-            measured_ns = min(spent_ns // continuation.occurrences, HOLD_NS)
-            self.indexing.occurrence_ns = max(
-                measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN
-            )
+            self._measure_rules(began_ns, continuation.occurrences)
         reasons = np.full(len(seq), "", object)  # of those cancelled here, without selected ones
         for index, reason in continuation.cancelled.items():
             reasons[index] = reason
@@ -255,11 +249,7 @@ class Delivery:
                 ended_rows[name] = rows.num_rows
         # After the topics of released messages, whose creation appends rows.
         first_seq = self._writer.next_seq
-        positions = None
-        if placement is not None:
-            positions = np.full(len(seq), -1, np.int64), np.full(len(seq), -1, np.int64)
-            # By the index in the frame, because `continuation` knows messages only by it.
-            positions[0][~cancelled], positions[1][~cancelled] = placement.queue_id, placement.queue_offset
+        positions = None if placement is None else _positions_in_frame(placement, ~cancelled)
         # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
@@ -275,6 +265,15 @@ class Delivery:
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
         continuation.keep()
         return durable
+
+    def _measure_rules(self, began_ns: int, occurrences: int) -> None:
+        """Keep the time that the rules of these occurrences took, since `began_ns`.
+
+        Without the time of their frame, which would make small hand-outs smaller and smaller. A higher time counts at
+        once, because the next rules may be like these.
+        """
+        measured_ns = min((self._clock.clock.monotonic_ns() - began_ns) // occurrences, HOLD_NS)
+        self.indexing.occurrence_ns = max(measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
 
     def _selected_rows(
         self, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Int64Array
@@ -467,6 +466,14 @@ def cancel_rows(scheduled_rows: pa.RecordBatch, now_ms: int, properties: str) ->
         properties=properties,
         **{name: scheduled_rows.column(name) for name in ("topic", "unique_key", "keys")},
     )
+
+
+def _positions_in_frame(placement: Placement, is_released: Bools) -> tuple[Int64Array, Int64Array]:
+    """List the queue and the offset of each message of a frame, -1 for those that are not released."""
+    queues, offsets = (np.full(len(is_released), -1, np.int64) for _ in range(2))
+    # By the index in the frame, because a continuation knows messages only by it.
+    queues[is_released], offsets[is_released] = placement.queue_id, placement.queue_offset
+    return queues, offsets
 
 
 def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.RecordBatch:

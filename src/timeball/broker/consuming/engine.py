@@ -355,7 +355,7 @@ class Consuming:
     async def _skip_unmatched(self, request: ReceiveRequest) -> None:
         """Move the group past the next messages that the filter does not match, without leasing each of them.
 
-        Leases cost a hundred times what the filter's decision does. If another consumer of the group leases messages
+        A lease costs a hundred times as much as the filter's decision. If another consumer of the group leases messages
         of a queue meanwhile, the group does not move there.
         """
         for queue in self._queues_to_search(request):
