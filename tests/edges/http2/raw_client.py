@@ -44,6 +44,7 @@ class RawClient:
         self.socket = socket.create_connection(address, timeout=BOUND_S, source_address=(source, 0))
         self._encoder, self._decoder, self._unread = Encoder(), Decoder(), b""
         self._next = 1
+        self.was_reset = False  # whether `frames` has ended with a reset, and not with an orderly close
         if greets:
             wide_windows = frames.settings({frames.INITIAL_WINDOW: frames.WINDOW_BYTES_MAX})
             self.send(frames.PREFACE + wide_windows + frames.window_update(0, 2**30))
@@ -92,6 +93,7 @@ class RawClient:
             try:
                 more = self.socket.recv(65_536)
             except ConnectionError:
+                self.was_reset = True
                 return
             if not more:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -483,6 +484,19 @@ def test_a_call_above_the_limit_of_a_connection_is_refused(node: RunningNode) ->
                 break
         client.send(frames.rst_stream(opened[0], Fault.NO_ERROR))
         check_connection_answers(client)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_goaway_arrives_although_the_client_sends_more(node: RunningNode, ends: bool) -> None:
+    """Otherwise the close of a socket with unread bytes would reset the connection, and the reason would be lost."""
+    more = frame(frames.PING, 0, 0, bytes(8)) * 200_000
+    with RawClient(node) as client:
+        client.socket.sendall(frames.window_update(0, 0) + more)
+        if ends:
+            client.socket.shutdown(socket.SHUT_WR)
+        assert client.end()[0] == Fault.PROTOCOL_ERROR
+        assert not client.was_reset
+    eventually(lambda: not node.node.edges.grpc._server.connections, "the connection is closed")  # type: ignore[union-attr]
 
 
 def test_a_client_without_a_preface_is_disconnected(

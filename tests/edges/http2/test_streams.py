@@ -50,6 +50,9 @@ class Wire(asyncio.Transport):
             self.connection.resume_writing()
         return data
 
+    def can_write_eof(self) -> bool:
+        return False  # as a transport of TLS
+
     def close(self) -> None:
         self.is_closed = True
 

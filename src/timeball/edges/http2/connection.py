@@ -102,6 +102,9 @@ IDLE_S = 120.0  # without any call. An open Telemetry stream is a call
 AGE_S = 12 * 3_600.0
 AGE_GRACE_S = 600.0  # between GOAWAY and the close, for calls that are still open
 LEAVE_S = 1.0  # between GOAWAY and the close, for calls that the client had sent before it read the GOAWAY
+# How long frames are still read, and discarded, after GOAWAY for a broken rule. A socket that is closed with unread
+# bytes sends RST instead of FIN, and RST discards the GOAWAY that the client has not read yet.
+LINGER_S = 1.0
 GOODBYE_S = 5.0  # for the client to read the last bytes before the connection is aborted
 
 
@@ -128,13 +131,13 @@ class Bounds:
         return settings(values) + window_update(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES_DEFAULT)
 
 
-# HTTP/2 forbids the connection headers of HTTP/1.1, and in a request also the pseudo-header of responses.
+# HTTP/2 forbids the connection headers of HTTP/1.1.
 _FORBIDDEN_HEADERS = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade", ":status"}
+    {"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"}
 )
 
 # (streams, stream number, headers, size of the headers in bytes, now_s, is_half_closed) -> the stream, or None if
-# refused
+# it has ended with a refusal
 Begin = Callable[[Streams, int, Headers, int, float, bool], Stream | None]
 
 
@@ -306,6 +309,9 @@ class Connection(asyncio.Protocol):
                 raise BrokenRule(
                     Fault.PROTOCOL_ERROR, f"headers of open stream {number}, which are no trailers"
                 )
+            if self._decoder.is_malformed:
+                self._reset_stream(number, Fault.PROTOCOL_ERROR)
+                return
             stream.is_half_closed = True
             stream.received(b"")
         elif not number & 1:
@@ -322,7 +328,7 @@ class Connection(asyncio.Protocol):
                 if not flags & END_STREAM:
                     self.streams.remember_closed(number)
                 return
-            if not _is_request(headers):
+            if self._decoder.is_malformed or not _is_request(headers):
                 self._count_strain()
                 self.streams.write(rst_stream(number, Fault.PROTOCOL_ERROR))
                 if not flags & END_STREAM:
@@ -330,11 +336,12 @@ class Connection(asyncio.Protocol):
                 return
             self.last_call_s = self.last_received_s
             is_half_closed, frames_before = bool(flags & END_STREAM), self.streams.data_frames
-            if call := self._begin(
+            call = self._begin(
                 self.streams, number, headers, size_bytes, self.last_received_s, is_half_closed
-            ):
+            )
+            if call is not None:
                 self.streams.open[number] = call
-            else:
+            if call is None or call.is_refusal:
                 # The DATA frame of a refusal must not reduce the strain.
                 self._credited_frames += self.streams.data_frames - frames_before
                 self._count_strain(STRAIN_PER_REFUSED_CALL)
@@ -477,7 +484,10 @@ class Connection(asyncio.Protocol):
             self.streams.flush()
             self._closed_s = self._loop.time()
             self.streams.end_all()
-            self._transport.close()
+            if fault != Fault.NO_ERROR and self._transport.can_write_eof():
+                self._transport.write_eof()  # asyncio closes the transport when the client ends its side, too
+            else:
+                self._transport.close()
 
     def abort(self) -> None:
         """End the connection at once, and discard the bytes that have not left."""
@@ -495,6 +505,8 @@ class Connection(asyncio.Protocol):
         if self._closed_s is not None:
             if now_s - self._closed_s > GOODBYE_S:
                 self.abort()
+            elif now_s - self._closed_s > LINGER_S and self._transport is not None:
+                self._transport.close()
         elif not self._reader.has_preface:
             if now_s - self.connected_s > PREFACE_S:
                 self.close(reason="no preface of HTTP/2")
