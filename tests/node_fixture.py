@@ -104,12 +104,16 @@ class RunningNode:
     def stop(self) -> None:
         try:
             self.run(self.node.stop())
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(BOUND_S)
-            self.loop.close()
         finally:
-            for one in self._shortened:
-                one.end()
+            self.end_loop()
+
+    def end_loop(self) -> None:
+        """End the event loop of a node that has stopped. What is still due in the loop then has no outcome."""
+        for one in self._shortened:
+            one.end()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(BOUND_S)
+        self.loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The outcome of a coroutine on the node's loop."""

@@ -13,7 +13,7 @@ import pytest
 from timeball.io import threads
 from timeball.io.clock import BOUNDS_NS, SystemClock
 from timeball.io.threads import LoopLag, in_thread, watch_stop_signals
-from timeball.model.errors import DiskFailed
+from timeball.model.errors import DiskFailed, Unavailable
 
 
 def test_a_call_runs_in_the_thread_named_with_what_it_was_given() -> None:
@@ -27,6 +27,18 @@ def test_a_call_runs_in_the_thread_named_with_what_it_was_given() -> None:
     name, total = asyncio.run(main())
     assert name.startswith("reader")
     assert total == 42
+
+
+def test_a_call_after_the_shutdown_gets_a_typed_error() -> None:
+    """A request may reach a thread that the stop of its broker has shut down."""
+
+    async def main() -> None:
+        thread = ThreadPoolExecutor(1)
+        thread.shutdown()
+        await in_thread(thread, int)
+
+    with pytest.raises(Unavailable, match="the broker stops"):
+        asyncio.run(main())
 
 
 def test_errors_reach_the_caller() -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from timeball.io.clock import Clock, Durations
+from timeball.model.errors import Unavailable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,8 +36,11 @@ class Threads:
 
 
 def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
-    """Run a blocking call in one of the broker's threads."""
-    return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
+    """Run a blocking call in one of the broker's threads. Raises Unavailable after the thread's shutdown."""
+    try:
+        return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
+    except RuntimeError as error:  # of `submit`, after a shutdown
+        raise Unavailable("the broker stops; send the request again") from error
 
 
 async def in_slices(rows: Sequence[T]) -> AsyncIterator[Sequence[T]]:
