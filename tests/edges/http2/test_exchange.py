@@ -122,8 +122,12 @@ def test_an_unknown_method_and_a_request_without_grpc_get_an_answer(node: Runnin
         assert client.status(client.headers(ends=True, headers=fields("/no/such\u00e9"[:-1])))[0] == 12
         plain = [(name, "text/html" if name == "content-type" else text) for name, text in fields()]
         number = client.headers(ends=True, headers=plain)
-        _, flags, stream, _ = next(each for each in client.frames() if each[0] == frames.HEADERS)
-        assert (flags & frames.END_STREAM, stream) == (frames.END_STREAM, number)
+        got = [next(client.frames()) for _ in range(3)]
+        kinds = [(kind, flags & frames.END_STREAM, stream) for kind, flags, stream, _ in got]
+        assert kinds == [
+            (frames.HEADERS, 0, number), (frames.DATA, 0, number), (frames.HEADERS, frames.END_STREAM, number),
+        ]  # fmt: skip
+        assert got[1][3] == b"only gRPC calls\n"
         assert client.status(client.headers(ends=True))[0] == GrpcStatus.INVALID_ARGUMENT
 
 

@@ -29,6 +29,7 @@ def interpreted() -> Any:
 
 
 FIELD_BYTES = 32
+PSEUDO_HEADERS = {":method", ":scheme", ":authority", ":path"}
 LIST_BYTES_MAX = 1_000_000
 INTERPRETED = interpreted()
 # Where the module is not compiled, both are interpreted.
@@ -47,10 +48,10 @@ TABLE = st.sampled_from([None, 0, 40, 200, 4_096])
 BLOCK = st.tuples(TABLE, st.booleans(), st.lists(st.tuples(NAME, VALUE), max_size=12))
 
 
-def outcome(decoder: HpackDecoder, data: bytes) -> tuple[Headers, int] | Fault:
+def outcome(decoder: HpackDecoder, data: bytes) -> tuple[Headers, int, bool] | Fault:
     """Decode a block, or return the error code of the rule that it breaks."""
     try:
-        return decoder.decode(data)
+        return (*decoder.decode(data), decoder.is_malformed)
     except BrokenRule as error:
         return error.fault
 
@@ -61,6 +62,17 @@ def encoded_block(encoder: Encoder, table: int | None, huffman: bool, fields: li
         encoder.header_table_size = table
     block: bytes = encoder.encode(fields, huffman=huffman)
     return block
+
+
+def is_malformed(fields: list[tuple[str, str]]) -> bool:
+    """Whether the pseudo-headers are not the first fields, or one is unknown or there twice."""
+    names = [name for name, _ in fields]
+    pseudo = [name for name in names if name.startswith(":")]
+    return (
+        names[: len(pseudo)] != pseudo
+        or len(set(pseudo)) < len(pseudo)
+        or not PSEUDO_HEADERS.issuperset(pseudo)
+    )
 
 
 @each_decoder
@@ -80,6 +92,25 @@ def test_blocks_are_decoded_to_the_fields_that_were_encoded(
         assert headers == first
         sizes = [len(name.encode()) + len(value.encode()) + FIELD_BYTES for name, value in fields]
         assert size_bytes == sum(sizes)
+        assert decoder.is_malformed == is_malformed(fields)
+
+
+@each_decoder
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [("Te", "trailers")], [(":unknown", "x")], [("te", "x"), (":path", "/")], [(":path", "/"), (":path", "/")],
+        [(":status", "200")],
+    ],
+)  # fmt: skip
+def test_names_that_no_request_may_have_make_a_block_malformed(
+    decoder_type: Make, fields: list[tuple[str, str]]
+) -> None:
+    decoder, encoder = decoder_type(LIST_BYTES_MAX), Encoder()
+    decoder.decode(encoder.encode(fields))
+    assert decoder.is_malformed
+    decoder.decode(encoder.encode([(":method", "GET"), (":path", "/"), ("x", "y"), ("x", "z")]))
+    assert not decoder.is_malformed
 
 
 def corrupt(chance: random.Random, data: bytes) -> bytes:
@@ -110,6 +141,7 @@ def test_corrupted_blocks_are_what_hpack_reads_or_a_fault(
             return  # hpack refuses more than the RFC requires, and its dynamic table is undefined afterwards
         assert not isinstance(result, Fault)
         assert result[0] == dict(reversed(expected))
+        assert result[2] >= is_malformed(expected)
 
 
 @each_decoder
@@ -121,7 +153,7 @@ def test_random_bytes_are_decoded_or_break_a_rule(decoder_type: Make, data: byte
 
 BAD = [
     "80", "be", "3fe21f", "0001", "000161", "00016102", "0001617f", "00ff80808080808000", "000161817e",
-    "000161847fffffff", "00016184ffffffff", "000161ffffffff07", "000161" "01ff", "5f", "1f80", "ff8080808080",
+    "000161847fffffff", "00016184ffffffff", "000161ffffffff07", "000161" "01ff", "8220", "5f", "1f80", "ff8080808080",
 ]  # fmt: skip
 
 

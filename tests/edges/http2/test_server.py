@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from tests.bounds import BOUND_S
 from tests.edges.http2.raw_client import fields, message
+from tests.edges.http2.test_streams import Wire
 
 from timeball.edges.http2 import frames
+from timeball.edges.http2.connection import Connection
 from timeball.edges.http2.exchange import Call, Exchange, Method, Room
-from timeball.edges.http2.server import Server, parse_timeout
+from timeball.edges.http2.frames import Fault, frame
+from timeball.edges.http2.server import REFUSAL_S, Server, parse_timeout
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model.errors import SetupError
@@ -87,6 +90,137 @@ def test_a_port_in_use_raises_an_error_that_names_its_option() -> None:
         with pytest.raises(SetupError, match=f"--some-port {port}"):
             await second.start("127.0.0.1", port, None, "--some-port")
         await first.close()
+
+    run(check())
+
+
+class EchoOfEach(Echo):
+    """An edge whose method answers each request of a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.methods = {"/echo": Method("echo", True, True, bytes, bytes)}
+
+    async def serve(self, exchange: Exchange, request: Any) -> None:
+        async for each in request:
+            exchange.respond(each)
+        exchange.finish()
+
+
+def test_a_stream_ends_its_task_when_a_later_message_is_no_request() -> None:
+    async def check() -> None:
+        edge = EchoOfEach()
+        connection = Connection(Server(edge)._begin, set(), asyncio.get_running_loop())
+        connection.connection_made(Wire(connection))
+        block = b"".join(frames.literal(name, text) for name, text in fields("/echo"))
+        connection.data_received(
+            frames.PREFACE + frames.settings({}) + frame(frames.HEADERS, frames.END_HEADERS, 1, block)
+        )
+        [stream] = connection.streams.open.values()
+        # The task reads both messages: the second is compressed, and no encoding was named.
+        both = message(b"one") + message(b"two", is_packed=True)
+        connection.data_received(frame(frames.DATA, 0, 1, both))
+        assert stream.task is not None
+        await asyncio.wait([stream.task])
+        assert not connection.streams.open and edge.room.calls.taken == 0
+
+    run(check())
+
+
+# ---- requests that are no gRPC calls ----------------------------------------------------------------------------
+
+GET = b"".join(frames.literal(*each) for each in ((":method", "GET"), (":scheme", "http"), (":path", "/")))
+REFUSED, TEXT = frames.literal(":status", "415"), b"only gRPC calls\n"
+
+
+class Refused:
+    """A connection to an edge, whose client makes requests that are no gRPC calls."""
+
+    def __init__(self, window: int = 65_535) -> None:
+        self.connection = Connection(Server(Echo())._begin, set(), asyncio.get_running_loop())
+        self.wire = Wire(self.connection)
+        self.connection.connection_made(self.wire)
+        self.connection.data_received(frames.PREFACE + frames.settings({frames.INITIAL_WINDOW: window}))
+
+    async def answer(self, *sent: bytes) -> bytes:
+        """Send these frames, and return all frames of the answers."""
+        await asyncio.sleep(0)
+        self.wire.written.clear()
+        self.connection.data_received(b"".join(sent))
+        await asyncio.sleep(0)
+        return bytes(self.wire.written)
+
+
+def opening(flags: int = 0, block: bytes = GET, number: int = 1) -> bytes:
+    return frame(frames.HEADERS, frames.END_HEADERS | flags, number, block)
+
+
+def test_a_request_that_is_no_call_is_answered_with_a_text_when_it_is_complete() -> None:
+    async def check() -> None:
+        client = Refused()
+        answer = await client.answer(opening(frames.END_STREAM))
+        assert REFUSED in answer and frame(frames.DATA, 0, 1, TEXT) in answer
+        assert await client.answer(opening(number=3), frame(frames.DATA, 0, 3, b"x")) == b""
+        assert len(client.connection.streams.open) == 1
+        answer = await client.answer(frame(frames.DATA, frames.END_STREAM, 3, b"x"))
+        assert REFUSED in answer and frame(frames.DATA, 0, 3, TEXT) in answer
+        assert not client.connection.streams.open
+
+    run(check())
+
+
+def test_the_answer_to_a_request_that_is_no_call_keeps_to_the_window() -> None:
+    async def check() -> None:
+        client = Refused(window=1)
+        answer = await client.answer(opening(frames.END_STREAM))
+        assert answer.endswith(frame(frames.DATA, 0, 1, TEXT[:1]))
+        assert frame(frames.DATA, 0, 1, TEXT[1:]) in await client.answer(frames.window_update(1, 1_000))
+        assert not client.connection.streams.open
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"), [("1", []), ("1", [b"four"]), ("1", [b"", b"ab"]), ("9", [b"ab"]), ("2", [b"ab"])]
+)
+def test_a_request_of_another_length_than_stated_is_reset(length: str, parts: list[bytes]) -> None:
+    async def check() -> None:
+        block = GET + frames.literal("content-length", length)
+        sent = [opening(0 if parts else frames.END_STREAM, block)]
+        sent += [frame(frames.DATA, at == len(parts), 1, part) for at, part in enumerate(parts, start=1)]
+        answer = await Refused().answer(*sent)
+        is_right = length == "2"
+        assert (REFUSED in answer) == is_right
+        assert (frames.rst_stream(1, Fault.PROTOCOL_ERROR) in answer) == (not is_right)
+
+    run(check())
+
+
+def test_a_long_or_slow_request_that_is_no_call_is_answered_before_its_end() -> None:
+    async def check() -> None:
+        client = Refused()
+        answer = await client.answer(opening(), frame(frames.DATA, 0, 1, bytes(9_000)))
+        assert REFUSED in answer and frames.rst_stream(1, Fault.NO_ERROR) in answer
+        assert await client.answer(opening(number=3)) == b""
+        client.connection.check(asyncio.get_running_loop().time() + 2 * REFUSAL_S)
+        await asyncio.sleep(0)
+        assert REFUSED in client.wire.written
+        stuck = Refused(window=0)
+        await stuck.answer(opening(frames.END_STREAM))
+        stuck.connection.check(asyncio.get_running_loop().time() + 2 * REFUSAL_S)
+        await asyncio.sleep(0)
+        assert frames.rst_stream(1, Fault.NO_ERROR) in stuck.wire.written
+        assert not stuck.connection.streams.open
+
+    run(check())
+
+
+def test_many_requests_that_are_no_calls_end_the_connection() -> None:
+    async def check() -> None:
+        client = Refused()
+        numbers = range(1, 2 * 400, 2)
+        answer = await client.answer(*(opening(frames.END_STREAM, number=number) for number in numbers))
+        assert answer.count(REFUSED) < 200 and client.wire.is_closed
 
     run(check())
 

@@ -298,6 +298,10 @@ class Exchange(Stream):
                 if self.receive_window < WINDOW_BYTES // 2:
                     self.allow(WINDOW_BYTES)
                 self._read()
+                if self._is_over:
+                    # The next message is no request, so the call has failed. `_stop` has not cancelled its own task,
+                    # which would wait for ever.
+                    raise asyncio.CancelledError
             elif self.is_half_closed and not self._held_bytes:
                 return
             else:

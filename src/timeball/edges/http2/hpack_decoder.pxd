@@ -7,6 +7,7 @@ from libc.stdint cimport uint8_t, uint32_t
 cdef Py_ssize_t TABLE_BYTES_MAX, FIELD_BYTES, STATIC
 cdef int FAILS
 cdef list STATIC_TABLE
+cdef frozenset PSEUDO_HEADERS
 cdef bytes NEXT, SYMBOLS, EMITS, ENDS
 
 cdef class HpackDecoder:
@@ -14,10 +15,14 @@ cdef class HpackDecoder:
     cdef Py_ssize_t _table_bytes, _table_bytes_max, _list_bytes_max
     cdef bytes _data
     cdef Py_ssize_t _at, _end, _text_bytes
+    cdef readonly bint is_malformed
 
     cpdef tuple decode(self, bytes data)
 
-    @cython.locals(headers=dict, total_bytes=Py_ssize_t, field_bytes=Py_ssize_t, first=uint8_t, index=Py_ssize_t)
+    @cython.locals(
+        headers=dict, total_bytes=Py_ssize_t, field_bytes=Py_ssize_t, first=uint8_t, index=Py_ssize_t, name=str,
+        has_regular_field=bint,
+    )
     cdef tuple _read_block(self)
 
     @cython.locals(at=Py_ssize_t)

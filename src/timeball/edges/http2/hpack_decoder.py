@@ -6,7 +6,8 @@
     number   the rest of its first byte, or bytes of seven bits each behind it
 
 "Kept" fields are inserted into the dynamic table. A block is decoded to a dict with the first value of each name,
-because Timeball uses nothing else.
+because Timeball uses nothing else. `is_malformed` tells whether its names break a rule of requests (RFC 9113, 8.2 and
+8.3): an uppercase letter, or a pseudo-header that is unknown, sent twice, or behind another field.
 
 If the build has a C compiler, it compiles this module with the types of hpack_decoder.pxd. Otherwise Python interprets
 it, which takes four to ten times as long.
@@ -23,6 +24,7 @@ CODE_BITS_MIN, CODE_BITS_MAX = 5, 30
 EOS = 256
 
 Headers = dict[str, str]  # the first value of each name
+PSEUDO_HEADERS = frozenset({":method", ":scheme", ":authority", ":path"})
 
 # RFC 7541, appendix A: the names and values of the static table, with "=" between name and value.
 STATIC_FIELDS = (
@@ -56,10 +58,11 @@ class HpackDecoder:
         # The block, the next byte to decode, and the block's length.
         self._data, self._at, self._end = b"", 0, 0
         self._text_bytes = 0  # the size of the text that was decoded last
+        self.is_malformed = False  # of the block that was decoded last
 
     def decode(self, data: bytes) -> tuple[Headers, int]:
         """Return the first value of each name, and the size of all fields in bytes. Raises BrokenRule."""
-        self._data, self._at, self._end = data, 0, len(data)
+        self._data, self._at, self._end, self.is_malformed = data, 0, len(data), False
         try:
             return self._read_block()
         except UnicodeDecodeError as error:
@@ -69,12 +72,14 @@ class HpackDecoder:
 
     def _read_block(self) -> tuple[Headers, int]:
         headers: Headers = {}
-        total_bytes = 0
+        total_bytes, has_regular_field = 0, False
         while self._at < self._end:
             first = self._data[self._at]
             if first & 0x80:
                 name, value, field_bytes = self._field(self._read_number(7))
             elif first & 0xE0 == 0x20:
+                if total_bytes:
+                    raise invalid_block("a table size behind a field")
                 self._resize(self._read_number(5))
                 continue
             else:
@@ -86,6 +91,8 @@ class HpackDecoder:
                 else:
                     name = self._read_text()
                     field_bytes += self._text_bytes
+                    if not name.islower() and name != name.lower():
+                        self.is_malformed = True
                 value = self._read_text()
                 field_bytes += self._text_bytes
                 if first & 0x40:
@@ -93,6 +100,10 @@ class HpackDecoder:
             total_bytes += field_bytes
             if total_bytes > self._list_bytes_max:
                 raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "headers decompress to too many bytes")
+            if not name or name[0] != ":":
+                has_regular_field = True
+            elif has_regular_field or name in headers or name not in PSEUDO_HEADERS:
+                self.is_malformed = True
             if name not in headers:
                 headers[name] = value
         return headers, total_bytes

@@ -15,16 +15,15 @@ from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connectio
 from timeball.edges.http2.exchange import Call, Exchange, Method, Room
 from timeball.edges.http2.frames import (
     END_HEADERS,
-    END_STREAM,
     HEADERS,
     Fault,
     GrpcStatus,
+    Payload,
     frame,
     literal,
-    rst_stream,
 )
 from timeball.edges.http2.hpack_decoder import Headers
-from timeball.edges.http2.streams import Flushes, Stream, Streams
+from timeball.edges.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening, PlainFrom
 from timeball.io.security import Tls
@@ -38,7 +37,11 @@ LAST_ANSWERS_S = 0.5  # how long a stop waits for open calls. Those still open t
 
 TIMEOUT_DIGITS_MAX = 8
 _UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_NOT_GRPC = literal(":status", "415")  # the answer to an HTTP/2 request that is no gRPC call
+# The answer to an HTTP/2 request that is no gRPC call: headers, text, trailers.
+_NOT_GRPC = literal(":status", "415") + literal("content-type", "text/plain")
+_NOT_GRPC_TEXT = b"only gRPC calls\n"
+_NOT_GRPC_TRAILERS = literal("grpc-status", str(int(GrpcStatus.UNIMPLEMENTED)))
+REFUSAL_S = 10.0  # for a client to complete a request that is no gRPC call, and then to read the answer
 
 
 class Service(Protocol):
@@ -157,11 +160,7 @@ class Server:
         if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
             "application/grpc"
         ):
-            streams.write(frame(HEADERS, END_HEADERS | END_STREAM, number, _NOT_GRPC))
-            if not is_half_closed:
-                streams.write(rst_stream(number, Fault.NO_ERROR))
-                streams.remember_closed(number)
-            return None
+            return NotGrpc(streams, number, is_half_closed, headers, now_s).begin()
         timeout = headers.get("grpc-timeout")
         remaining_s = None if timeout is None else parse_timeout(timeout)
         service, path = self._service, headers.get(":path", "")
@@ -179,6 +178,61 @@ class Server:
         else:
             return exchange.begin(method)
         return None
+
+
+class NotGrpc(Stream):
+    """A request that is no gRPC call. It is answered with status 415 when it is complete.
+
+    So a request that breaks a rule of HTTP/2 is still open when its frames arrive.
+    """
+
+    __slots__ = ("_is_answered", "_rest_bytes", "_since_s")
+    is_refusal = True
+
+    def __init__(
+        self, streams: Streams, number: int, is_half_closed: bool, headers: Headers, now_s: float
+    ) -> None:
+        super().__init__(streams, number, is_half_closed)
+        length = headers.get("content-length", "")
+        # How many bytes are missing according to the header content-length. None: it is missing, or no number.
+        self._rest_bytes = int(length) if length.isascii() and length.isdigit() and len(length) < 19 else None
+        self._is_answered, self._since_s = False, now_s
+
+    def begin(self) -> Stream | None:
+        """Answer a request without DATA. Returns None if the stream has ended."""
+        if self.is_half_closed:
+            self.received(b"")
+        return self if not self._is_answered or self.has_unsent else None
+
+    def received(self, payload: Payload) -> None:
+        """Count DATA, and answer at its end, or when the window is half used up. See Stream."""
+        if self._is_answered:
+            return
+        if self._rest_bytes is not None:
+            self._rest_bytes -= len(payload)
+        if self.is_half_closed and self._rest_bytes:
+            self._is_answered = True
+            self.streams.reset(self, Fault.PROTOCOL_ERROR)
+        elif self.is_half_closed or self.receive_window < WINDOW_BYTES // 2:
+            self._answer()
+
+    def _answer(self) -> None:
+        self._is_answered = True
+        self.streams.write(frame(HEADERS, END_HEADERS, self.number, _NOT_GRPC))
+        self.send(_NOT_GRPC_TEXT)
+        self.end(_NOT_GRPC_TRAILERS)
+
+    def abandon(self) -> None:
+        """Do nothing: there is no task to end. See Stream."""
+
+    def check(self, now_s: float) -> None:
+        """Answer after REFUSAL_S, and end the stream if the answer is not read within REFUSAL_S. See Stream."""
+        if now_s - self._since_s > REFUSAL_S:
+            if self._is_answered:
+                self.streams.reset(self, Fault.NO_ERROR)
+            else:
+                self._since_s = now_s
+                self._answer()
 
 
 def parse_timeout(timeout: str) -> float | None:

@@ -273,6 +273,7 @@ class Stream:
         "task",
         "window_delta",
     )
+    is_refusal = False  # whether the request was refused by its headers, so that it counts as strain
 
     def __init__(self, streams: Streams, number: int, is_half_closed: bool) -> None:
         """Open a stream. `is_half_closed`: the client has ended its side with the headers already."""
