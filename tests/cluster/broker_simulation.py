@@ -27,7 +27,7 @@ from unittest import mock
 
 import msgspec
 from tests.cluster.memory_store import Memory
-from tests.cluster.simulated_machine import CLUSTER, GROUP, Machine
+from tests.cluster.simulated_machine import CLUSTER, GROUP, TTL_MS, Machine
 from tests.cluster.simulated_wire import Wire
 from tests.cluster.simulation import broken
 from tests.crash.checker import Observed, Outcome, Row, check
@@ -72,23 +72,32 @@ class Client(World):
         self._epoch = machine.epochs[-1]
 
     async def cancel(self, keys: Iterable[str]) -> None:
-        wanted = list(keys)
+        wanted, begun_ms = list(keys), self.clock.boot
         for key in wanted:
             self._simulation.cancelled_ms.setdefault(key, self.clock.wall)
         await super().cancel(wanted)
-        self._forget_old_words(wanted)
+        self._forget_old_words(wanted, begun_ms)
 
     async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
-        wanted = list(keys)
+        wanted, begun_ms = list(keys), self.clock.boot
         await super().reschedule(wanted, delay_ms)
-        self._forget_old_words(wanted)
+        self._forget_old_words(wanted, begun_ms)
 
-    def _forget_old_words(self, keys: list[str]) -> None:
-        """Forget a `not_found` of a replaced leader: until its lease ends it may not know the rows of its successor.
+    async def look_up(self, keys: Iterable[str]) -> None:
+        """Look acknowledged messages up, which must be found."""
+        for key in keys:
+            begun_ms = self.clock.boot
+            if not await self.broker.find(key) and not self.files.cut:
+                self.observed.verdicts.setdefault(key, []).append("not_found")
+                self._forget_old_words([key], begun_ms)
+
+    def _forget_old_words(self, keys: list[str], begun_ms: int) -> None:
+        """Forget a `not_found` of a replaced leader whose lease etcd has ended too early: it relied on it.
 
         No other verdict is excused: each is in a row, which only a majority commits.
         """
-        if self._epoch != self._simulation.record().epoch:
+        is_excused = begun_ms < self._simulation.leases_hold_from_ms
+        if is_excused and self._epoch != self._simulation.record().epoch:
             for verdicts in (self.observed.verdicts.get(key, []) for key in keys):
                 if verdicts and verdicts[-1] == "not_found":
                     verdicts.pop()
@@ -116,6 +125,9 @@ class Simulation:
         self.broken: list[str] = []
         self.cancelled_ms: dict[str, int] = {}  # when the first cancel of each key was requested
         self.deaths = 0
+        self.leases_hold_from_ms = (
+            0  # boot clock after which no leader relies on a lease that was ended early
+        )
         segment_bytes = self.random.choice(SEGMENT_BYTES)
         self.machines = [Machine(name, self.memory, self.wire, self.random, segment_bytes) for name in NAMES]
         for machine in self.machines:
@@ -219,6 +231,7 @@ class Simulation:
             (10, lambda: client.send(topic, delays_ms, body_bytes)),
             (4, lambda: client.cancel(some)),
             (3, lambda: client.reschedule(some[:1], delay_ms)),
+            (3, lambda: client.look_up(some[:1])),
             (4, client.consume),
             (1, client.save_offsets),
             (0.7, client.checkpoint),
@@ -308,6 +321,7 @@ class Simulation:
         """End a lease early."""
         if self.memory.leases:
             self.memory.end(self.random.choice(sorted(self.memory.leases)))
+            self.leases_hold_from_ms = self.clock.boot + TTL_MS
 
     def unreach(self) -> None:
         """Let a machine not reach etcd."""
@@ -337,10 +351,10 @@ class Simulation:
 
     def may_lose(self, machine: Machine) -> bool:
         """Return whether each counting set would lack at most one replica: three copies bear no more."""
-        sets = [self.record().replicas]
+        sets = [self.record().replicas, self.record().former]
         for other in self.machines:
             if other.is_up and other.thread is not None and (lead := other.thread.state.lead):
-                sets += [lead.replicas, lead.joining, lead.wanted]
+                sets += [lead.replicas, lead.joining, lead.wanted, lead.former]
         there = {other.replica for other in self.machines if other is not machine and not other.is_blank}
         return all(len(set(replicas) - there) <= 1 for replicas in sets)
 

@@ -70,6 +70,11 @@ class NodeProcess:
         return self.folder / f"{self.name}.stalled"
 
     @property
+    def full(self) -> Path:
+        """While this file exists, the disk is full (full.py)."""
+        return self.folder / f"{self.name}.full"
+
+    @property
     def endpoint(self) -> str:
         return f"grpc://{self.host}:{self.ports['port']}"
 
@@ -217,7 +222,7 @@ def running_cluster(
                 if unfenced:
                     node.module = "tests.cluster.unfenced"
                     node.environment["UNFENCED"] = unfenced
-                node.environment["STALLED"] = str(node.stalled)
+                node.environment |= {"STALLED": str(node.stalled), "FULL": str(node.full)}
                 node.start()
             cluster.begin()
             yield cluster

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from timeball.cluster.protocol.messages import BEGINNING, Position, extend
+from timeball.cluster.protocol.messages import BEGINNING, Members, Position, extend
 from timeball.cluster.protocol.replica import Log
 from timeball.log import format as fmt
 from timeball.model.message import SCHEMA_VERSION
@@ -71,6 +71,7 @@ class Disk:
     promised: int = 0  # as the running process knows
     promised_durably: int = 0
     promised_to: str = ""  # the replica to which this epoch is promised
+    members: Members = field(default_factory=Members)  # stored with the promise
     headers: dict[int, bytes] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     synced: int = 0  # entries

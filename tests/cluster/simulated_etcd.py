@@ -15,6 +15,7 @@ class Etcd:
 
     def __init__(self, record: Record) -> None:
         self.history: list[tuple[int, Record, str | None]] = [(1, record, None)]
+        self.last = record  # with the set of the last change that has ended, which the operator knows
 
     @property
     def now(self) -> tuple[int, Record, str | None]:
@@ -33,7 +34,7 @@ class Etcd:
             self.history.append((revision, record, holder))
 
     def restore(self, random: Random) -> bool:
-        """Go back to an older state with the same set of replicas, as a restore from a copy does.
+        """Go back to an older state, perhaps with another set of replicas, as a restore from a copy does.
 
         Return whether there is one. The revision goes back, too, and no node holds the group.
         """
@@ -41,16 +42,19 @@ class Etcd:
         older = [
             (revision, each, None)
             for revision, each, _ in self.history
-            if each.epoch < record.epoch and each.generation == record.generation
+            if each.epoch < record.epoch or each.generation < record.generation
         ]
+        # Often from just before the last change of the set.
+        other_set = [each for each in older if each[1].generation < record.generation]
         if older:
-            self.history = [random.choice(older)]
+            self.history = [random.choice(other_set if other_set and random.random() < 0.5 else older)]
         return bool(older)
 
-    def renew(self, epoch: int) -> None:
-        """Replace a record that is older than a promise, as `timeball cluster init` does."""
-        revision, record, _ = self.now
-        self.history.append((revision + 1, replace(record, epoch=epoch, leader=""), None))
+    def renew(self, epoch: int, generation: int) -> None:
+        """Replace a record that is older than a promise, as `timeball cluster init` does with the last set."""
+        revision = self.now[0]
+        self.last = replace(self.last, epoch=epoch, leader="", generation=generation)
+        self.history.append((revision + 1, self.last, None))
 
     def swap(self, node: str, proposal: Propose) -> bool:
         """Carry out one transaction."""
@@ -64,4 +68,6 @@ class Etcd:
         elif proposal.holder is Holder.RELEASE and holder == node:
             holder = None
         self.history.append((revision + 1, proposal.record, holder))
+        if not proposal.record.former and proposal.record.generation >= self.last.generation:
+            self.last = proposal.record
         return True

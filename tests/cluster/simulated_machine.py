@@ -336,7 +336,7 @@ class Machine:
             self.settings,
             self.clock,
             self.files,
-            Leading(LentDisk(self.thread), self.thread, self.data_files),
+            Leading(LentDisk(self.thread), self.thread, self.data_files, self.member.confirm_lead),
         )
         await node.start(listen=False, hot=(opened, hot))
         node.when_failed(self.end)

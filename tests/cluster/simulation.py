@@ -4,23 +4,25 @@ The replicas are `timeball.cluster.protocol.machine.step` and nothing else. The 
 disk, a network and a coordinator with every permitted fault. First come the faults: crashes (of the power or the
 process) between any two effects, pauses, wipes and damage, connections that end, block one way or lag, leases that end
 at any step, outdated reads, lost answers of swaps, replicas that join and leave, hand-overs, and with `restores` a
-coordinator that is restored from an old copy. Then all is repaired, and the group must come to one leader and one log.
-simulated_checks.py checks the invariants, at each step and at the end.
+coordinator that is restored from an old copy, perhaps with an older set of replicas. Then all is repaired, and the
+group must come to one leader and one log. simulated_checks.py checks the invariants, at each step and at the end.
 
-`--fault NAME` breaks one rule on purpose (FAULTS): the simulation must find it.
+`--fault NAME` breaks one rule on purpose (FAULTS): the simulation must find it. `--shrink` prints the smallest list of
+disturbances with which a seed still fails, and `--trace` all events and effects.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from unittest import mock
 
+from tests.cluster.shrinking import shrink
 from tests.cluster.simulated_checks import Checks, Fault
 from tests.cluster.simulated_disk import (
     BATCH_BYTES,
@@ -46,6 +48,11 @@ from timeball.model.errors import PeerError
 NODES = ("a", "b", "c", "d")
 TTL_MS = 1_000
 HEAL_ROUNDS = 400
+# Each of these steps has a random generator of its own, so that the rest of a run stays alike without it.
+DISTURBANCES = frozenset(
+    {"crash", "pause", "block", "cut", "expire", "restore", "wipe", "damage", "change", "hand_over"}
+)
+Disturbance = tuple[int, str]  # the number of a step, and its name
 FAULTS = (
     "no_sync",
     "wiped_replica_votes",
@@ -55,6 +62,7 @@ FAULTS = (
     "promises_not_durable",
     "promises_twice",
 )
+ELECTS_BY_OLD_SET = "elects_by_old_set"  # a fault that `restored_to_old_set` shows
 
 
 class Crash(Exception):
@@ -90,14 +98,19 @@ class Node:
 class Simulation:
     """One run. All chance comes from the seed."""
 
-    def __init__(self, seed: int, fault: str = "", *, restores: bool = False) -> None:
-        self.random, self.fault = Random(seed), fault
+    def __init__(
+        self, seed: int, fault: str = "", *, restores: bool = False, trace: list[str] | None = None
+    ) -> None:
+        """`trace` gets a text for each event with its effects."""
+        self.seed, self.random, self.fault, self.trace = seed, Random(seed), fault, trace
+        self.disturbances: list[Disturbance] = []
         self.nodes = {name: Node(name) for name in NODES}
         self.etcd = Etcd(Record(0, "", ("a/1", "b/1", "c/1")))
         self.wire, self.checks = Wire(), Checks()
         self.frames: dict[bytes, Frame] = {}
         self.snapshots: dict[int, int] = {}  # number of the row -> the first row that must stay
-        self.swaps: list[tuple[str, int, do.Propose]] = []
+        # Node, its life, whether etcd was restored since it leads, and the proposal.
+        self.swaps: list[tuple[str, int, bool, do.Propose]] = []
         self.now_ms, self.numbers, self.healing = 0, 0, False
         self.epochs = 0
         scale = [self.random.choice((0.3, 1, 1, 3)) for _ in range(6)]
@@ -114,17 +127,28 @@ class Simulation:
             self.actions.append(action)
             self.weights.append(weight)
         if restores or fault == "promises_twice":
-            self.actions.append(self.restore)
-            self.weights.append(1.0)
+            self.actions += [self.restore, self.change]
+            self.weights += [1.0, 2.0]
 
-    def run(self, steps: int) -> None:
-        """Run with faults, then repair. Raises Fault."""
+    def run(self, steps: int, without: Collection[Disturbance] = ()) -> None:
+        """Run with faults, then repair. Raises Fault. The disturbances of `without` are left out."""
         for name in NODES:
             self.boot(self.nodes[name])
         with broken(self.fault):
-            for action in self.random.choices(self.actions, self.weights, k=steps):
-                action()
+            for number, action in enumerate(self.random.choices(self.actions, self.weights, k=steps)):
+                disturbance = number, action.__name__
+                if action.__name__ not in DISTURBANCES:
+                    action()
+                elif disturbance not in without:
+                    self.disturb(disturbance, action)
             self.heal()
+
+    def disturb(self, disturbance: Disturbance, action: Callable[[], None]) -> None:
+        """Take a step whose chance depends on the seed and its number alone."""
+        self.disturbances.append(disturbance)
+        others, self.random = self.random, Random(f"{self.seed} {disturbance[0]}")
+        action()
+        self.random = others
 
     # -- effects ------------------------------------------------------------------------------------------------
 
@@ -138,6 +162,8 @@ class Simulation:
             raise Fault(f"{node.name} refuses what it was sent: {error}") from error
         except AssertionError as error:
             raise Fault(f"{node.name}: {error}") from error
+        if self.trace is not None:
+            self.trace.append(f"{node.name} {event} {wanted}")
         for effect in wanted:
             if node.effects_left >= 0:
                 if node.effects_left == 0:
@@ -172,8 +198,8 @@ class Simulation:
                 disk.begin(begin.ordinal, begin.header)
             case do.CutLog(at):
                 self.checks.cut(node.replica, disk.cut(at))
-            case do.KeepPromise(epoch, to):
-                disk.promised, disk.promised_to = epoch, to
+            case do.KeepPromise(epoch, to, members):
+                disk.promised, disk.promised_to, disk.members = epoch, to, members
                 if self.fault != "promises_not_durable":
                     disk.promised_durably = epoch
             case do.Commit(position):
@@ -190,7 +216,7 @@ class Simulation:
             case do.Ship():
                 self.ship(node, effect)
             case do.Propose():
-                self.swaps.append((node.name, node.life, effect))
+                self.swaps.append((node.name, node.life, node.is_etcd_restored, effect))
             case do.Hold():
                 if self.etcd.now[2] is None:
                     self.etcd.hold(node.name)
@@ -217,7 +243,7 @@ class Simulation:
         """Answer the senders of what is committed now."""
         assert node.state and node.state.lead
         lead = node.state.lead
-        sets = [replicas for replicas in (lead.replicas, lead.joining) if replicas]
+        sets = [replicas for replicas in (lead.replicas, lead.joining, lead.former) if replicas]
         new = self.checks.commit(node.disk, position, lead.epoch, sets)
         self.checks.acknowledged += [(entry.frame.kind, entry.frame.number) for entry in new]
         self.let_go(node, node.disk.entries[: position.seq - 1])
@@ -297,10 +323,13 @@ class Simulation:
             log = node.disk.start()
             self.checks.sync(node.replica, node.disk.entries)
             node.life += 1
-            rules = Rules(node.replica, batch_bytes=BATCH_BYTES, quorum_ms=3 * TTL_MS)
+            # Short waits, because a run has only some seconds.
+            rules = Rules(
+                node.replica, batch_bytes=BATCH_BYTES, quorum_ms=3 * TTL_MS, back_off_ms=1, back_off_ms_max=50
+            )
             node.state = Replica(
-                rules, promised=node.disk.promised, promised_to=node.disk.promised_to, log=log,
-                first=node.disk.first, now_ms=self.now_ms,
+                rules, promised=node.disk.promised, promised_to=node.disk.promised_to,
+                members=node.disk.members, log=log, first=node.disk.first, now_ms=self.now_ms,
             )  # fmt: skip
             node.is_paused = node.is_dialing = node.is_etcd_restored = False
             node.effects_left, node.unreleased, node.answers = -1, [], []
@@ -390,9 +419,11 @@ class Simulation:
         """Carry out one swap, and answer its sender, if it still runs."""
         if not self.swaps:
             return
-        name, life, proposal = self.swaps.pop(self.random.randrange(len(self.swaps)))
+        name, life, is_withheld, proposal = self.swaps.pop(self.random.randrange(len(self.swaps)))
         node, before = self.nodes[name], self.etcd.now[1]
-        succeeded: bool | None = not node.is_etcd_restored and self.etcd.swap(name, proposal)
+        succeeded: bool | None = (
+            not is_withheld and not node.is_etcd_restored and self.etcd.swap(name, proposal)
+        )
         if succeeded:
             self.checks.swap(before, proposal.record)
         if not self.healing and self.random.random() < 0.15:
@@ -477,7 +508,7 @@ class Simulation:
         if self.etcd.restore(self.random):
             self.swaps.clear()  # their answers are lost
             for node in self.nodes.values():
-                if node.state is not None and node.state.role not in (Role.SYNCING, Role.LEADER):
+                if node.state is not None and node.state.role is not Role.LEADER:
                     self.kill(node, power=False)
                 node.is_etcd_restored = True
 
@@ -502,10 +533,11 @@ class Simulation:
 
     def may_lose(self, node: Node) -> bool:
         """Return whether each counting set would lack at most one replica: three copies bear no more."""
-        sets = [self.etcd.now[1].replicas, *(proposal.record.replicas for *_, proposal in self.swaps)]
+        records = [self.etcd.now[1], self.etcd.last, *(proposal.record for *_, proposal in self.swaps)]
+        sets = [replicas for record in records for replicas in (record.replicas, record.former)]
         for other in self.nodes.values():
             if other.state and other.state.lead:
-                sets += [other.state.lead.joining, other.state.lead.wanted]
+                sets += [other.state.lead.joining, other.state.lead.wanted, other.state.lead.former]
         there = {
             other.replica for other in self.nodes.values() if other is not node and not other.disk.damaged
         }
@@ -549,18 +581,19 @@ class Simulation:
         }
         raise Fault(f"no convergence: {states}, {self.etcd.now}")
 
-    def heal_once(self) -> None:
-        """Do all pending work, once."""
+    def heal_once(self, names: Sequence[str] = NODES, *, renews: bool = True) -> None:
+        """Do all pending work, once. Only these nodes are started, and `renews` lets an operator renew the record."""
         self.now_ms += 60
         while self.swaps:
             self.swap()
         promised = max(node.disk.promised for node in self.nodes.values())
-        if promised > self.etcd.now[1].epoch:
-            self.etcd.renew(promised)  # an operator does
+        known, record = max(node.disk.members.generation for node in self.nodes.values()), self.etcd.now[1]
+        if renews and (promised > record.epoch or known > record.generation):
+            self.etcd.renew(promised, max(known, record.generation) + 1)  # an operator does
         holder = self.etcd.now[2]
         if holder and (self.nodes[holder].state is None or not self.nodes[holder].is_dialing):
             self.etcd.hold(None)
-        order = list(self.nodes.values())
+        order = [self.nodes[name] for name in names]
         self.random.shuffle(order)
         for node in order:
             self.boot(node)
@@ -568,7 +601,7 @@ class Simulation:
             if not node.is_etcd_restored:
                 self.give(node, on.Seen(*self.etcd.now))
             if node.is_dialing:
-                for to in NODES:
+                for to in names:
                     if to != node.name and self.wire.open(node.name, to):
                         self.give(node, on.Connected(to))
         for _ in range(3):
@@ -588,7 +621,7 @@ class Simulation:
             return False
         state = leaders[0].state
         assert state and state.lead
-        if state.lead.joining or state.lead.committed != state.log.end:
+        if state.lead.joining or state.lead.former or state.lead.committed != state.log.end:
             return False
         length = len(leaders[0].disk.entries)
         there = {node.replica for node in self.nodes.values()}
@@ -605,10 +638,17 @@ def broken(fault: str) -> Iterator[None]:
         with mock.patch.object(election, "has_majority", lambda state: True):
             yield
     elif fault == "acknowledges_alone":
-        with mock.patch.object(leading, "find_quorum_position", lambda state, replicas: state.log.end):
+        with mock.patch.object(leading, "find_position", lambda state, *_: state.log.end):
             yield
     elif fault == "promises_twice":
         with mock.patch.object(following, "is_promised_to_another", lambda state, hello: False):
+            yield
+    elif fault == ELECTS_BY_OLD_SET:
+        with (
+            mock.patch.object(following, "is_of_older_set", lambda state, hello: False),
+            mock.patch.object(election, "knows_newer_set", lambda state, record: False),
+            mock.patch.object(leading, "has_stored_set", lambda state, replicas: True),
+        ):
             yield
     elif fault == "serves_before_epoch":
         with mock.patch.object(leading, "is_of_own_epoch", lambda lead, position: True):
@@ -617,11 +657,66 @@ def broken(fault: str) -> Iterator[None]:
         yield
 
 
-def run(seed: int, steps: int, fault: str = "", *, restores: bool = False) -> Simulation:
+def run(
+    seed: int, steps: int, fault: str = "", *, restores: bool = False, trace: list[str] | None = None
+) -> Simulation:
     """Run one seed; raises Fault."""
-    simulation = Simulation(seed, fault, restores=restores)
-    simulation.run(steps)
+    simulation = Simulation(seed, fault, restores=restores, trace=trace)
+    try:
+        simulation.run(steps)
+    except Fault as found:
+        options = f"{' --restores' if restores else ''}{f' --fault {fault}' if fault else ''}"
+        command = f"python -m tests.cluster.simulation --seed {seed} --steps {steps}{options} --shrink"
+        found.add_note(f"the smallest list of disturbances: {command}")
+        raise
     return simulation
+
+
+def shrunk(seed: int, steps: int, fault: str = "", *, restores: bool = False) -> list[Disturbance]:
+    """Return the smallest list of disturbances with which a failing seed breaks the same invariant."""
+
+    def broken_with(without: Collection[Disturbance]) -> tuple[str, list[Disturbance]]:
+        simulation = Simulation(seed, fault, restores=restores)
+        try:
+            simulation.run(steps, without)
+        except Fault as found:
+            return str(found).partition(":")[0], simulation.disturbances
+        return "", simulation.disturbances
+
+    invariant, disturbances = broken_with(())
+    return shrink(disturbances, lambda kept: broken_with(set(disturbances).difference(kept))[0] == invariant)
+
+
+def restored_to_old_set(seed: int, fault: str = "") -> None:
+    """Restore the coordinator from a copy of before a change of the set, and start only replicas of the old set.
+
+    They lack committed rows. Then all is repaired. Raises Fault.
+    """
+    simulation = Simulation(seed, fault)
+    simulation.healing = True
+    with broken(fault):
+        while not (leader := simulation.running(Role.LEADER)):
+            simulation.heal_once()
+        old = [simulation.nodes[name.split("/")[0]] for name in simulation.etcd.now[1].replicas]
+        behind, removed = (node for node in old if node is not leader)
+        (added,) = (node for node in simulation.nodes.values() if node not in old)
+        wanted = (leader.replica, behind.replica, added.replica)
+        while set(simulation.etcd.now[1].replicas) != set(wanted) or simulation.etcd.now[1].former:
+            simulation.give(leader, on.ReplicasWanted(wanted))
+            simulation.heal_once()
+        simulation.kill(behind, power=False)
+        simulation.kill(removed, power=False)
+        committed = len(simulation.checks.committed)
+        simulation.append()
+        while len(simulation.checks.committed) == committed:
+            simulation.heal_once((leader.name, added.name))
+        for node in (leader, added):
+            simulation.kill(node, power=False)
+        simulation.etcd.history = [each for each in simulation.etcd.history if each[1].generation == 1][-1:]
+        simulation.etcd.hold(None)
+        for _ in range(100):
+            simulation.heal_once((behind.name, removed.name), renews=False)
+        simulation.heal()
 
 
 def main() -> int:
@@ -632,16 +727,24 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--restores", action="store_true", help="restore the coordinator from old copies")
     parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--shrink", action="store_true", help="print the smallest list of disturbances")
+    parser.add_argument("--trace", action="store_true", help="print all events and effects")
     options = parser.parse_args()
     found = epochs = rows = 0
     for seed in range(options.seed, options.seed + options.seeds):
+        trace: list[str] | None = [] if options.trace else None
         try:
-            simulation = run(seed, options.steps, options.fault, restores=options.restores)
+            simulation = run(seed, options.steps, options.fault, restores=options.restores, trace=trace)
             epochs, rows = epochs + simulation.epochs, rows + len(simulation.checks.acknowledged)
         except Fault as fault:
             found += 1
             if found <= 10:
                 print(f"seed {seed}: {fault}")
+                if options.shrink:
+                    smallest = shrunk(seed, options.steps, options.fault, restores=options.restores)
+                    print("".join(f"  step {number}: {name}\n" for number, name in smallest), end="")
+        for line in trace or ():
+            print(line)
     print(f"{options.seeds} seeds, {epochs} epochs led, {rows} rows acknowledged, {found} seeds with a fault")
     return 1 if found else 0
 

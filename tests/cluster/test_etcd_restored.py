@@ -1,15 +1,19 @@
-"""etcd loses its data, or is restored from a copy older than the last election: one command renews the record."""
+"""etcd loses its data, or is restored from a copy that is older than the last election, or the last change of the set.
+
+One command renews the record.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
-from tests.cluster.processes import CLUSTER, GROUP, Cluster, client_of, running_cluster
+from tests.cluster.processes import CLUSTER, GROUP, Cluster, NodeProcess, client_of, node_of, running_cluster
 
 TOPIC = "restored"
 
@@ -46,6 +50,17 @@ def command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
+def received(nodes: Sequence[NodeProcess], count: int) -> list[str]:
+    """Return the ids of so many messages."""
+    found: list[str] = []
+    with client_of(nodes) as ball:
+        while len(found) < count:
+            messages = ball.pull(TOPIC, "readers", wait="1s")
+            found += [message.id for message in messages]
+            ball.ack(messages)
+    return found
+
+
 def promises(cluster: Cluster) -> set[int]:
     reports = cluster.ask("reports")
     assert isinstance(reports, dict) and len(reports) <= len(cluster.nodes)
@@ -71,8 +86,11 @@ def test_one_command_renews_the_group_s_record(tmp_path: Path, suffix: str, rest
         start(cluster.etcd)
         cluster.wait("one node holds the group", lambda: cluster.view().leader)
         epoch = cluster.epoch()
-        done = command(cluster, "hand-over", "--group", GROUP)
-        assert done.returncode == 0, done.stderr
+        # It is refused until a follower has reported that it is connected.
+        cluster.wait(
+            "the lead is handed over",
+            lambda: command(cluster, "hand-over", "--group", GROUP).returncode == 0,
+        )
         cluster.leader(epoch)
         cluster.wait("all have promised the epoch", lambda: promises(cluster) == {cluster.epoch()})
         with client_of(nodes) as ball:
@@ -92,10 +110,44 @@ def test_one_command_renews_the_group_s_record(tmp_path: Path, suffix: str, rest
         done = command(cluster, "init", "--group", GROUP, "--nodes", "a,b,c")
         assert done.returncode == 0, done.stderr
         cluster.leader(epoch)
+        assert sorted(received(nodes, len(sent))) == sorted(sent)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.xdist_group("etcd")
+def test_a_copy_of_before_a_change_of_the_set_elects_nobody(tmp_path: Path) -> None:
+    """The set in the copy does not have all messages, and the epoch is the same."""
+    need_etcd()
+    with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
+        stop(cluster.etcd)
+        copy(cluster.etcd, ".old")
+        start(cluster.etcd)
+        cluster.wait("one node holds the group", lambda: cluster.view().leader)
+        new = NodeProcess("d", tmp_path, cluster.etcd.endpoints, {"lease-ttl-ms": "1s"})
+        cluster.nodes["d"] = new
+        new.start()
+        cluster.wait("the new node reports", lambda: "d" in cluster.ask("reports"))  # type: ignore[operator]
+        leader = cluster.view().leader
+        removed = next(name for name in "abc" if name != leader)
+        for words in (("add-replica", "d"), ("remove-replica", removed)):
+            done = command(cluster, *words, "--group", GROUP)
+            assert done.returncode == 0, done.stderr
+        record, nodes = cluster.view().record, [*cluster.nodes.values()]
+        assert record is not None and not record.former
         with client_of(nodes) as ball:
-            received: list[str] = []
-            while len(received) < len(sent):
-                messages = ball.pull(TOPIC, "readers", wait="1s")
-                received += [message.id for message in messages]
-                ball.ack(messages)
-        assert sorted(received) == sorted(sent)
+            sent = [ball.send(TOPIC, "body", after="1s", retry=True).id for _ in range(50)]
+        stop(cluster.etcd)
+        restore(cluster.etcd, ".old")
+        for node in nodes:
+            node.kill()
+        start(cluster.etcd)
+        for node in nodes:
+            node.start()
+        last = ",".join(map(node_of, record.replicas))
+        said = f"timeball cluster init --group {GROUP} --nodes {last}' renews it"
+        cluster.wait("the status names the last set", lambda: said in command(cluster, "status").stdout)
+        done = command(cluster, "init", "--group", GROUP, "--nodes", last)
+        assert done.returncode == 0, done.stderr
+        cluster.leader(record.epoch)
+        assert sorted(received(nodes, len(sent))) == sorted(sent)

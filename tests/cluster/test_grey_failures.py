@@ -13,6 +13,8 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import Cluster, NodeProcess, client_of, running_cluster
+from tests.cluster.stalled import FAILS
+from tests.cluster.test_etcd_restored import command
 
 from timeball.io.clock import SystemClock
 from timeball.monitoring.figures import ReplicaFigures
@@ -145,6 +147,29 @@ def test_a_candidate_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
+def test_keyed_sends_go_to_another_node_when_a_leader_s_disk_fails(tmp_path: Path) -> None:
+    need_etcd()
+    with running_cluster(tmp_path, module="tests.cluster.stalled", **{"lease-ttl-ms": "1s"}) as cluster:
+        leader, epoch = cluster.leader(), cluster.epoch()
+        nodes = [*cluster.nodes.values()]
+        sends = KeyedSends(nodes)
+        with sends.running():
+            cluster.wait("some sends are accepted", lambda: len(sends.accepted) > 20)
+            leader.stalled.write_text(FAILS)
+            cluster.leader(epoch)
+            accepted = len(sends.accepted)
+            cluster.wait("the next leader accepts sends", lambda: len(sends.accepted) > accepted + 20)
+        assert leader.process is not None and leader.process.wait(BOUND_S) == 5, (
+            "only an operator can repair it"
+        )
+        print(f"{len(sends.accepted)} accepted, longest time without an answer {sends.gap_ms} ms")
+        assert not sends.failures
+        assert received(nodes, len(sends.accepted)) == Counter(sends.accepted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.xdist_group("etcd")
 def test_an_etcd_that_comes_back_interrupts_nothing(tmp_path: Path) -> None:
     """The leader goes on without etcd, and creates the holder's key again, which has ended with its lease."""
     need_etcd()
@@ -158,6 +183,12 @@ def test_an_etcd_that_comes_back_interrupts_nothing(tmp_path: Path) -> None:
                 member.stop()
             stopped_ms = CLOCK.wall_ms()
             cluster.wait("the lease has been over for long", lambda: CLOCK.wall_ms() - stopped_ms > AWAY_MS)
+            status = command(
+                cluster, "status", "--endpoint", f"http://{leader.host}:{leader.ports['http-port']}"
+            )
+            assert status.returncode == 6 and "The leader serves" in status.stdout, status
+            dead = command(cluster, "status", "--endpoint", "http://127.0.0.1:1")
+            assert dead.returncode == 3 and "etcd has not answered" in dead.stderr, dead
             for member in cluster.etcd.members:
                 member.go_on()
             cluster.etcd.wait_ready()

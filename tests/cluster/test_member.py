@@ -10,12 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.bounds import BOUND_S
-from tests.cluster.trio import CLOCK, TTL_MS, Replica, Trio, running_trio
+from tests.cluster.trio import CLOCK, GROUP, TTL_MS, Replica, Trio, running_trio
 from tests.ports import free_ports
 
+from timeball.cluster.coordination.coordinator import GroupView
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.protocol.replica import Role
+from timeball.cluster.member import is_restored
+from timeball.cluster.protocol.replica import Record, Role
+
+LED = Record(5, "a/1", ("a/1", "b/1", "c/1"), 2)
 
 
 def run(folder: Path, scenario: Callable[[Trio], Awaitable[None]], *, quorum_ms: int = 60_000) -> None:
@@ -131,6 +136,24 @@ def test_a_node_that_is_registered_elsewhere_is_dialed_there(tmp_path: Path) -> 
         await trio.equal()
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("now", "restored"),
+    [
+        (GroupView(GROUP, LED, 9, None, 12), False),
+        (GroupView(GROUP, replace(LED, epoch=6), 13, None, 13), False),
+        (GroupView(GROUP, None, 0, None, 13), False),  # an operator has removed the record
+        (GroupView(GROUP, LED, 9, None, 11), True),
+        # After a restore with `--bump-revision`, the revision of etcd does not go back.
+        (GroupView(GROUP, replace(LED, epoch=4), 7, None, 1_000_000), True),
+        (GroupView(GROUP, LED, 7, None, 1_000_000), True),
+        (GroupView(GROUP, replace(LED, epoch=4), 1_000_001, None, 1_000_001), True),
+        (GroupView(GROUP, replace(LED, epoch=6, generation=1), 1_000_001, None, 1_000_001), True),
+    ],
+)
+def test_a_restore_of_etcd_is_recognized(now: GroupView, restored: bool) -> None:
+    assert is_restored(GroupView(GROUP, LED, 9, None, 12), now) is restored
 
 
 def test_a_duty_that_breaks_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

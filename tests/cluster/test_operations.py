@@ -103,6 +103,53 @@ def test_a_record_of_a_restored_etcd_is_renewed() -> None:
     run(scenario)
 
 
+def test_a_record_with_an_older_set_is_renewed_with_the_last_one() -> None:
+    """etcd was restored from a copy that is older than the last change of the set, in the same epoch."""
+
+    async def scenario(world: World, operations: Operations) -> None:
+        view = await made(world.coordinator("maker"))
+        assert view.record is not None
+        epoch, last = view.record.epoch, ("a/1", "b/1", "d/1")
+        for replica in last:
+            await join(world, replica, promised=epoch, log_seq=5, generation=7, members=last)
+        await join(world, "c/1", promised=epoch, log_seq=5, generation=1, members=view.record.replicas)
+        (group,) = await survey(world.coordinator("operator"))
+        assert group.problems[0] == (
+            "etcd has an old record of group g1 (set 1 of its replicas, but one of them knows set 7), as after a "
+            "restore of etcd from a copy. If its replicas were a,b,d: 'timeball cluster init --group g1 --nodes "
+            "a,b,d' renews it"
+        )
+        revision, record = await operations.plan_first(["a", "b", "d"], WAIT_S)
+        assert record == Record(epoch, "", last, 8), "all replicas accept it"
+        await operations.begin(revision, record)
+        assert await operations.plan_first(["a", "b", "d"], WAIT_S) == (0, record), "it is renewed once"
+        assert (await operations.force("a"))[1].generation == 9
+
+    run(scenario)
+
+
+def test_a_group_whose_record_is_lost_is_told_its_last_set() -> None:
+    async def scenario(world: World) -> None:
+        for replica in ("a/1", "b/1", "d/1", "e/1"):
+            await join(world, replica, generation=7, members=("a/1", "b/1", "d/1"))
+
+    (group,) = groups(scenario)
+    assert "'timeball cluster init --group g1 --nodes a,b,d' makes it" in group.problems[0]
+
+
+def test_a_change_that_has_not_ended_is_told() -> None:
+    async def scenario(world: World) -> None:
+        nodes = await group_of_three(world)
+        coordinator, _ = nodes["a"]
+        view = await coordinator.read("g1")
+        assert view.record is not None
+        changed = replace(view.record, replicas=("a/1", "b/1"), generation=2, former=view.record.replicas)
+        assert (await coordinator.change("g1", view.revision, changed)).won
+
+    (group,) = groups(scenario)
+    assert "the change of the replicas waits for a majority of a, b, c to store it" in group.problems
+
+
 class Overtaken(KeyCoordinator):
     """A coordinator whose second request finds a leader of epoch 5."""
 

@@ -10,6 +10,7 @@ from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.effects import Effect
 from timeball.cluster.protocol.following import read_frames
+from timeball.cluster.protocol.leading import confirmed_ms
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import (
     BEGINNING,
@@ -24,7 +25,9 @@ from timeball.cluster.protocol.messages import (
     File,
     Have,
     Hello,
+    Members,
     Ping,
+    Pong,
     Position,
     Promise,
     Refuse,
@@ -33,6 +36,8 @@ from timeball.cluster.protocol.replica import Log, Record, Replica, Role, Rules
 from timeball.model.errors import PeerError
 
 SET = ("a/1", "b/1", "c/1")
+MEMBERS = Members(1, SET)
+NEWER = Members(2, ("a/1", "b/1", "d/1"))
 HEADER = b"h" * 64
 
 
@@ -67,8 +72,8 @@ def leader() -> Replica:
     state, wanted = steps(state, on.Seen(1, Record(0, "", SET), None))
     assert wanted == [do.Propose(1, Record(1, "a/1", SET), do.Holder.TAKE)] and state.role is Role.CANDIDATE
     state, wanted = steps(state, on.Proposed(2, Record(1, "a/1", SET), True))
-    assert wanted[0] == do.KeepPromise(1, "a/1") and state.role is Role.SEALING
-    state, wanted = steps(state, on.Received("b", Promise(1, "b/1", ())))
+    assert wanted[0] == do.KeepPromise(1, "a/1", MEMBERS) and state.role is Role.SEALING
+    state, wanted = steps(state, on.Received("b", Promise(1, "b/1", (), generation=1)))
     assert wanted == [do.Send("b", Cut(1, *BEGINNING)), do.AppendEpoch(1)] and state.role is Role.SYNCING
     begin = Begin(1, 1, SEGMENT_BYTES, 1, HEADER)
     state, wanted = steps(state, on.Appended(1, 64, 2, row(1, 1), 0, begin))
@@ -80,7 +85,7 @@ def leader() -> Replica:
 
 def test_a_promise_is_on_the_disk_before_it_is_told() -> None:
     _, wanted = steps(Replica(Rules("b/1")), on.Received("a", Hello(4, "g1", "a/1")))
-    assert wanted == [do.KeepPromise(4, "a/1"), do.Send("a", Promise(4, "b/1", ()))]
+    assert wanted == [do.KeepPromise(4, "a/1", Members()), do.Send("a", Promise(4, "b/1", ()))]
 
 
 def test_an_epoch_is_promised_to_one_replica() -> None:
@@ -100,6 +105,21 @@ def test_a_leader_that_went_on_without_its_lease_holds_the_group_again() -> None
     assert steps(state, on.Seen(1, record, None)) == (state, []), "read before it held the group"
     _, wanted = steps(state, on.HandOver("b"), on.Seen(2, record, None))
     assert do.Hold() not in wanted, "it gives the group up"
+
+
+def test_a_lead_is_confirmed_by_answers_to_a_later_ping() -> None:
+    state, _ = steps(leader(), on.Tick(1_000))
+    assert confirmed_ms(state) == 0
+    state, _ = steps(state, on.Received("b", Pong(1, 0, 900), 1_010), on.Received("b", Ack(1, 1, 192, 2)))
+    assert confirmed_ms(state) == 900, "the time of the PING, and no later answer"
+    state, _ = steps(state, on.Tick(2_000), on.Received("c", Pong(1, 0, 2_000), 2_010))
+    assert confirmed_ms(state) == 900, "c has not promised"
+    assert state.lead
+    with_former = msgspec.structs.replace(state.lead, former=("a/1", "c/1", "d/1"))
+    both = msgspec.structs.replace(state, lead=with_former)
+    assert confirmed_ms(both) == 0, "a majority of each set"
+    state, _ = steps(state, on.Disconnected("b", True))
+    assert confirmed_ms(state) == 0
 
 
 def test_an_acknowledgement_follows_the_sync() -> None:
@@ -215,10 +235,126 @@ def test_a_new_incarnation_joins_when_it_has_all_and_both_sets_have_counted_it()
     state, wanted = steps(state, on.Received("c", Complete(1, 1)))
     assert wanted == []
     state, wanted = steps(state, on.Received("c", Complete(1, 2)))
-    new = Record(1, "a/1", ("a/1", "b/1", "c/2"), 2)
+    new = Record(1, "a/1", ("a/1", "b/1", "c/2"), 2, SET)
     assert wanted == [do.Propose(2, new, do.Holder.KEEP)]
-    state, _ = steps(state, on.Proposed(3, new, True))
+    state, wanted = steps(state, on.Proposed(3, new, True))
     assert state.lead and state.lead.replicas == new.replicas and not state.lead.joining
+    hello = Hello(1, "cluster/g1", "a/1", members=new.members, is_elected=True)
+    assert wanted == [do.KeepPromise(1, "a/1", new.members), do.Send("b", hello), do.Send("c", hello)]
+    # The change ends when a majority of the former set has stored the new one.
+    ends = (EpochEnd(1, 1, 192, 2),)
+    state, wanted = steps(state, on.Received("c", Promise(1, "c/2", ends, generation=2)))
+    assert wanted == [do.Send("c", Cut(1, 1, 192, 2))]
+    state, wanted = steps(state, on.Received("b", Promise(1, "b/1", ends, generation=2)))
+    end_of_change = Record(1, "a/1", new.replicas, 2)
+    assert wanted[1:] == [do.Propose(3, end_of_change, do.Holder.KEEP)]
+    state, wanted = steps(state, on.Proposed(4, end_of_change, True))
+    assert wanted == [] and state.lead and not state.lead.former
+
+
+def test_a_commit_needs_the_former_set_until_the_change_has_ended() -> None:
+    """The new set may commit alone only when a majority of the former one would refuse to elect a leader."""
+    record = Record(1, "a/1", ("a/1", "d/1", "e/1"), 2, SET)
+    state, _ = steps(
+        leader(),
+        on.Seen(3, record, "a"),
+        on.Received("d", Promise(1, "d/1", (), generation=2)),
+        on.Received("d", Ack(1, *BEGINNING)),
+        on.Appended(1, 192, 3, row(1, 2), 0),
+        on.Shipped("d", Position(1, 320, 3)),
+    )
+    state, wanted = steps(state, on.Received("d", Ack(1, 1, 320, 3)))
+    assert wanted == []
+    state, wanted = steps(state, on.Received("b", Ack(1, 1, 320, 3)))
+    assert wanted == [do.Commit(Position(1, 320, 3))]
+
+
+# ---- etcd restored from a copy that is older than the last change of the set -------------------------------------
+
+
+def of_newer_set() -> Replica:
+    """A follower in epoch 1 that knows the set after the one in a restored record."""
+    return steps(Replica(Rules("b/1")), on.Received("a", Hello(1, "g1", "a/1", members=NEWER)))[0]
+
+
+def test_a_replica_that_knows_a_newer_set_elects_nobody_by_an_older_one() -> None:
+    state, candidate = of_newer_set(), Hello(2, "g1", "c/1", members=MEMBERS)
+    assert state.members == NEWER
+    assert steps(state, on.Received("c", candidate)) == (state, [do.Send("c", Refuse(2, 2))])
+    assert steps(state, on.Seen(1, Record(1, "a/1", SET), None))[1] == [], "it becomes no candidate"
+    assert steps(state, on.Seen(1, Record(2, "b/1", SET), None))[1] == [], "nor by a hand-over"
+    # One that is elected by a majority of its set: then the change to the newer set had not ended.
+    elected = msgspec.structs.replace(candidate, is_elected=True)
+    state, wanted = steps(state, on.Received("c", elected))
+    assert wanted[0] == do.KeepPromise(2, "c/1", MEMBERS) and state.members == MEMBERS
+
+
+def test_a_candidate_of_an_older_set_deposes_no_leader() -> None:
+    state, _ = steps(leader(), on.Seen(3, Record(1, "a/1", NEWER.replicas, 2), "a"))
+    candidate = Hello(2, "g1", "c/1", members=MEMBERS)
+    assert steps(state, on.Received("c", candidate)) == (state, [do.Send("c", Refuse(2, 2))])
+    assert steps(state, on.Received("d", Refuse(1, 3))) == (state, []), "a majority has elected it"
+
+
+def test_a_candidate_gives_up_when_a_majority_knows_a_newer_set() -> None:
+    state = Replica(Rules("c/1"))
+    state, _ = steps(
+        state, on.Seen(1, Record(1, "a/1", SET), None), on.Proposed(2, Record(2, "c/1", SET), True),
+        on.Received("a", Refuse(2, 2)),
+    )  # fmt: skip
+    assert state.role is Role.SEALING, "b may not know it"
+    state, wanted = steps(state, on.Received("b", Refuse(2, 2)))
+    assert wanted == [do.HangUp(), do.Resign()] and state.role is Role.FOLLOWER
+    assert steps(state, on.Seen(2, Record(2, "c/1", SET), None))[1] == [], "once is enough"
+    renewed = Record(2, "", NEWER.replicas, 3)
+    assert steps(state, on.Seen(3, renewed, None))[1] == [], "it is not in the last set"
+
+
+def test_a_leader_says_hello_again_to_one_that_did_not_know_its_election() -> None:
+    state = Replica(Rules("c/1"))
+    _, wanted = steps(
+        state, on.Seen(1, Record(1, "a/1", SET), None), on.Proposed(2, Record(2, "c/1", SET), True),
+        on.Received("a", Refuse(2, 2)), on.Received("b", Promise(2, "b/1", (), generation=1)),
+    )  # fmt: skip
+    hello = Hello(2, "cluster/g1", "c/1", members=MEMBERS, is_elected=True)
+    assert do.Send("a", hello) in wanted
+
+
+# ---- waiting before an election ----------------------------------------------------------------------------------
+
+
+def test_a_replica_waits_when_the_coordinator_is_slow_or_epochs_are_short() -> None:
+    record = Record(1, "a/1", SET)
+    state = steps(follower(), on.Tick(5_000), on.Seen(1, record, "a"))[0]
+    slow, wanted = steps(state, on.Seen(1, record, None, 1_000))
+    assert wanted == [], "it waits for 2 to 4 s"
+    assert steps(slow, on.Tick(6_999), on.Seen(1, record, None, 1_000))[1] == []
+    assert steps(slow, on.Tick(9_000), on.Seen(1, record, None, 1_000))[1] != []
+    assert steps(slow, on.Seen(1, record, None, 10))[1] != [], "the coordinator is quick again"
+    for epoch in (2, 3, 4):
+        state = steps(state, on.Tick(5_000 + epoch), on.Seen(epoch, Record(epoch, "c/1", SET), "c"))[0]
+    newest = Record(4, "c/1", SET)
+    short, wanted = steps(state, on.Tick(5_600), on.Seen(4, newest, None))
+    assert wanted == [], "the third short epoch in a row"
+    assert steps(short, on.Tick(5_900), on.Seen(4, newest, None))[1] != []
+    # After a long epoch, a candidate waits for nothing.
+    steady = steps(state, on.Tick(60_000), on.Seen(5, Record(5, "a/1", SET), "a"), on.Tick(60_600))[0]
+    assert steps(steady, on.Seen(5, Record(5, "a/1", SET), None))[1] != []
+
+
+def test_a_leader_that_has_served_nothing_becomes_a_follower() -> None:
+    state = Replica(Rules("a/1"), lease_until_ms=10_000)
+    state, _ = steps(
+        state, on.Seen(1, Record(0, "", SET), None), on.Proposed(2, Record(1, "a/1", SET), True),
+        on.Received("b", Promise(1, "b/1", (), generation=1)),
+        on.Appended(1, 64, 2, row(1, 1), 0, Begin(1, 1, SEGMENT_BYTES, 1, HEADER)),
+    )  # fmt: skip
+    assert state.role is Role.SYNCING
+    later, wanted = steps(state, on.Received("c", Hello(2, "g1", "c/1", members=MEMBERS)))
+    assert wanted[:2] == [do.HangUp(), do.Resign()] and later.role is Role.FOLLOWER
+    assert isinstance(wanted[-1], do.Send) and isinstance(wanted[-1].message, Promise)
+    state, wanted = steps(state, on.Tick(20_000))
+    assert wanted == [do.HangUp(), do.Resign()] and state.role is Role.FOLLOWER
 
 
 def test_a_hand_over_swaps_the_record_when_the_successor_has_all() -> None:
@@ -227,7 +363,7 @@ def test_a_hand_over_swaps_the_record_when_the_successor_has_all() -> None:
     state, wanted = steps(state, on.Proposed(3, Record(2, "b/1", SET), True))
     assert isinstance(wanted[0], do.StopServing)
     state, wanted = steps(follower(), on.Seen(3, Record(2, "b/1", SET), None))
-    assert wanted[0] == do.KeepPromise(2, "b/1") and state.role is Role.SEALING
+    assert wanted[0] == do.KeepPromise(2, "b/1", MEMBERS) and state.role is Role.SEALING
 
 
 def test_messages_about_files_of_a_lower_epoch_are_refused() -> None:

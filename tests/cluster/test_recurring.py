@@ -105,7 +105,7 @@ def run(seed: int, steps: int = STEPS) -> WithSchedule:
     return simulation
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_each_second_has_one_message_whoever_leads(seed: int) -> None:
     simulation = run(seed)
     assert simulation.is_put and len(simulation.epochs) > 1 and simulation.deaths

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from random import Random
 
+import google_crc32c
 import msgspec
 import pyarrow as pa
 import pytest
@@ -25,13 +26,15 @@ from tests.cluster.written_log import (
 from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.cluster import replica_log
-from timeball.cluster.protocol.messages import BEGINNING, Position
+from timeball.cluster.protocol.messages import BEGINNING, Members, Position
 from timeball.cluster.protocol.replica import Log
 from timeball.cluster.replica_log import IDENTITY_NAME, SLOT_BYTES, ReplicaLog
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.log.segment import segment_name
 from timeball.model.errors import Corrupt, SetupError
+
+MEMBERS = Members(3, ("a/1", "b/1", "c/1"))
 
 
 def full(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[ReplicaLog, Written]:
@@ -155,7 +158,7 @@ class Life:
     def promise(self) -> None:
         epoch = self.log.identity.promised + self.random.randint(1, 2)
         self.promised = [self.log.identity.promised, epoch]
-        self.log.keep_promise(epoch, "b/1")
+        self.log.keep_promise(epoch, "b/1", MEMBERS)
         self.promised = [epoch]
         self.written.epoch = max(self.written.epoch, epoch)
 
@@ -287,7 +290,7 @@ def test_a_node_whose_log_was_wiped_is_a_new_replica_without_promises() -> None:
 def test_an_empty_log_that_never_was_begun_is_the_same_replica() -> None:
     files = CrashFiles()
     log = opened(files)
-    log.keep_promise(4, "b/1")
+    log.keep_promise(4, "b/1", MEMBERS)
     again = opened(files.crash(survival="nothing"))
     assert again.identity == log.identity and again.identity.promised == 4
 
@@ -312,7 +315,7 @@ def test_a_promise_needs_no_space_on_the_disk(tmp_path: Path) -> None:
     log = ReplicaLog(RealFiles(tmp_path), NODE, GROUP, SEGMENT_BYTES, BATCH_BYTES)
     before = (tmp_path / IDENTITY_NAME).stat()
     for epoch in range(2, 9):
-        log.keep_promise(epoch, "b/1")
+        log.keep_promise(epoch, "b/1", MEMBERS)
         after = (tmp_path / IDENTITY_NAME).stat()
         assert (after.st_ino, after.st_blocks, after.st_size) == (
             before.st_ino,
@@ -326,13 +329,32 @@ def test_a_promise_needs_no_space_on_the_disk(tmp_path: Path) -> None:
 def test_one_damaged_slot_of_the_identity_is_repaired(slot: int) -> None:
     files = CrashFiles()
     log = opened(files)
-    log.keep_promise(4, "b/1")
+    log.keep_promise(4, "b/1", MEMBERS)
     whole = bytes(files.map_readonly(IDENTITY_NAME))
     damaged = bytearray(whole)
     damaged[slot * SLOT_BYTES + 9] ^= 1
     files.replace(IDENTITY_NAME, bytes(damaged))
     assert opened(files).identity == log.identity and log.identity.promised == 4
     assert bytes(files.map_readonly(IDENTITY_NAME)) == whole
+
+
+def test_the_set_of_replicas_is_stored_with_the_promise() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    assert log.identity.members == Members()
+    log.keep_promise(4, "b/1", MEMBERS)
+    assert opened(files).identity.members == MEMBERS
+
+
+def test_an_identity_of_an_earlier_version_knows_no_set() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    fields = {**msgspec.structs.asdict(log.identity), "promised": 7}
+    del fields["members"]
+    document = msgspec.json.encode(fields)
+    slot = google_crc32c.value(document).to_bytes(4, "little") + document
+    files.replace(IDENTITY_NAME, slot.ljust(SLOT_BYTES, b"\0") * 2)
+    assert opened(files).identity == msgspec.structs.replace(log.identity, promised=7)
 
 
 def test_frames_prove_a_promise_that_the_identity_lacks() -> None:

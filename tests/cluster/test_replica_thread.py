@@ -95,6 +95,12 @@ def test_a_new_incarnation_joins_by_itself(tmp_path: Path) -> None:
         await trio.counted()
         await trio.equal()
         await trio.seen(lambda: follower.role is Role.FOLLOWER, "it counts")
+        async with asyncio.timeout(BOUND_S):
+            # Until a majority of the former set has stored the new one.
+            while (record := await trio.record()).former:
+                await asyncio.sleep(0.01)
+        for replica in trio.replicas.values():
+            await trio.seen(lambda r=replica: r.log.identity.members == record.members, "all store the set")
 
     run(tmp_path, scenario)
 

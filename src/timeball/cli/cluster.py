@@ -14,21 +14,24 @@ import msgspec
 import typer
 
 from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
     DEFAULT_FLIGHT,
+    EndpointOption,
     FlightEndpointOption,
     JsonOption,
     addresses_of,
     as_parameter,
     cluster_options,
+    connect,
     parse_duration_ms,
     reach,
     show_wait,
 )
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
-from timeball.cluster.protocol.replica import Record, majority, node_of
+from timeball.cluster.protocol.replica import Record, Role, majority, node_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
-from timeball.model.errors import RequestError, SetupError, Unavailable
+from timeball.model.errors import RequestError, SetupError, TimeballError, Unavailable
 from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 
 # ---- hand over the pending messages of a group to another group -----------------------------------------------
@@ -196,13 +199,17 @@ def init(
 
 @cluster_app.command()
 @cluster_options
-def status(settings: Settings, as_json: JsonOption = False) -> None:
+def status(
+    settings: Settings, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False
+) -> None:
     """Show each group: its leader, how far each replica is, and each problem in a sentence.
 
-    With --json, each group is one document.
+    With --json, each group is one document. If etcd does not answer, the
+    command asks the nodes at --endpoint for the leader.
 
-    Exit code 3: a group has no leader, or there is no group. Exit code 1: there
-    is another problem.
+    Exit code 3: a group has no leader, or there is no group. Exit code 6: etcd
+    does not answer, but the leader serves. Exit code 1: there is another
+    problem.
 
     \b
     Examples:
@@ -212,7 +219,10 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
     """
     from timeball.cluster.operations import survey
 
-    groups = _run_with_coordinator(settings, survey)
+    try:
+        groups, is_etcd_lost = _run_with_coordinator(settings, survey), False
+    except Unavailable as error:
+        groups, is_etcd_lost = [_ask_leader(endpoint, error)], True
     for group in groups:
         if as_json:
             print_json(group)
@@ -224,7 +234,23 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
     if not all(group.leader for group in groups) or not groups:
         raise typer.Exit(ExitCode.UNREACHABLE)
     if any(group.problems for group in groups):
-        raise typer.Exit(ExitCode.CHECK_FAILED)
+        raise typer.Exit(ExitCode.ETCD_LOST if is_etcd_lost else ExitCode.CHECK_FAILED)
+
+
+def _ask_leader(endpoint: str, problem: Unavailable) -> ReplicaGroup:
+    """Describe the group whose leader answers at these nodes. Raises `problem`, that of etcd, if none does."""
+    try:
+        with connect(endpoint) as client:
+            replica = client.status().get("replica")
+    except TimeballError as error:
+        raise Unavailable(f"{problem}. {error}") from error
+    if replica is None or replica["role"] != Role.LEADER:
+        raise problem
+    leader = node_of(replica["replica"])
+    return ReplicaGroup(
+        replica["group"], leader, replica["epoch"], replica["generation"], [], "",
+        [f"{problem}. The leader serves; no other node can lead meanwhile"],
+    )  # fmt: skip
 
 
 @cluster_app.command("add-replica")
@@ -449,7 +475,7 @@ def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
     """Yield the lines of one group, as of `now_ms` (wall clock)."""
     leader = f"leader {group.leader}, epoch {group.epoch}" if group.leader else "no leader"
     yield f"group {group.group}: {leader}"
-    rows = [HEADINGS, *(_row(replica, now_ms) for replica in group.replicas)]
+    rows = [HEADINGS, *(_row(replica, now_ms) for replica in group.replicas)] if group.replicas else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

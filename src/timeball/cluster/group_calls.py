@@ -24,7 +24,7 @@ from timeball.cluster.coordination.etcd import open_session, read_bounded
 from timeball.cluster.transport.connections import Address
 from timeball.io.clock import Clock
 from timeball.model.access import Caller
-from timeball.model.errors import Unavailable
+from timeball.model.errors import UNDECODABLE, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class GroupCalls:
             raise _FinalError(f"its leader answers with status {status}: {data[:200]!r}")
         try:
             return msgspec.json.decode(data, type=GroupAnswer)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise _FinalError(f"its leader's answer cannot be read: {error}") from error
 
     def _open_session(self) -> aiohttp.ClientSession:

@@ -18,7 +18,7 @@ from timeball.cluster.coordination.coordinator import Coordinator, GroupView, He
 from timeball.cluster.operations import RequestStep, next_request_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
-from timeball.cluster.protocol.machine import LEADS
+from timeball.cluster.protocol.leading import confirmed_ms
 from timeball.cluster.protocol.replica import Role
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
@@ -30,7 +30,7 @@ from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
 from timeball.model.config import Settings
-from timeball.model.errors import LeaseLost, SetupError, Unavailable
+from timeball.model.errors import LEADS_NO_MORE, LeaseLost, NotLeader, SetupError, Unavailable
 from timeball.monitoring.figures import ReplicaFigures
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ REPLICATION = "replication"  # key of the address that other replicas dial, amon
 POLL_S = 1.0  # the record is read at least this often
 RETRY_S = 0.1  # pause after a request without an answer
 REPORT_S = 1.0  # figures are reported at most this often
+CONFIRM_POLL_S = 0.01  # interval at which the answers to a leader's PINGs are checked
 STALL_TTLS = 2  # a leader or candidate steps down when its thread has not run for this many leases
 
 
@@ -124,6 +125,47 @@ class Member:
             return None
         return parse_address(leader.addresses[edge])
 
+    # -- look-ups of a leader ----------------------------------------------------------------------------------------
+    # A leader whose process was stopped may wake when another one leads. So an answer from its memory is checked after
+    # the memory was read. The lease is checked first, because that needs no message.
+
+    async def confirm_lead(self) -> None:
+        """Return if no other leader had committed a row when this call began. Raises NotLeader if one may have.
+
+        Waits for a majority to answer a PING, about the interval of PINGs, if this node's lease does not hold the
+        group.
+        """
+        if self._holds_group():
+            return
+        asked_ms = self._clock.boot_ms()
+        while (state := self._thread.state).lead and self._thread.leads and not self._has_stepped_down:
+            # The PING must have been sent after this call. Its answer alone proves nothing: it may have waited in the
+            # socket while this process was stopped.
+            if confirmed_ms(state) > asked_ms:
+                return
+            await asyncio.sleep(CONFIRM_POLL_S)
+        raise NotLeader(LEADS_NO_MORE)
+
+    def _holds_group(self) -> bool:
+        """Check that the lease that holds the group is valid, so that etcd lets no other replica lead.
+
+        After a pause, this node may have a new lease, which does not hold the group. A node that hands over names
+        another leader itself.
+        """
+        lease, view, lead = self._lease_keeper.lease, self.view, self._thread.state.lead
+        return (
+            lease is not None
+            and view is not None
+            and view.record is not None
+            and view.holder is not None
+            and view.holder.lease_id == lease.id
+            and lead is not None
+            and view.record.epoch == lead.epoch
+            and not lead.hand_over_node
+            and self._thread.leads
+            and not (self._has_stepped_down or self._is_etcd_restored)
+        )
+
     # -- hooks: called in the replica's thread -----------------------------------------------------------------------
 
     def propose(self, proposal: do.Propose) -> None:
@@ -202,35 +244,39 @@ class Member:
             await asyncio.sleep(pause_s)
 
     async def _watch_record(self) -> None:
-        newest_revision = 0
+        before: GroupView | None = None
         while True:
             try:
+                asked_ms = self._clock.boot_ms()
                 view = await self._coordinator.read(self._group)
+                etcd_ms = self._clock.boot_ms() - asked_ms
                 self._update_nodes(await self._coordinator.nodes())
                 self._set_view(view)
             except (Unavailable, SetupError) as error:
                 logger.warning("record not read reason=%s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if view.as_of < newest_revision:
-                self._handle_restored_etcd(newest_revision, view.as_of)
-            newest_revision = view.as_of
-            self._report_record(view)
+            if before is not None and is_restored(before, view):
+                self._handle_restored_etcd(before, view)
+            before = view
+            self._report_record(view, etcd_ms)
             try:
                 await self._handle_operator_request(view)
                 await self._coordinator.wait_for_change(view.as_of, POLL_S)
             except (Unavailable, SetupError):
                 await asyncio.sleep(RETRY_S)
 
-    def _handle_restored_etcd(self, before: int, now: int) -> None:
-        """Handle a revision that went back. Raises LeaseLost unless this replica leads.
+    def _handle_restored_etcd(self, before: GroupView, now: GroupView) -> None:
+        """Handle a restore of etcd from an old copy. Raises LeaseLost unless this replica leads.
 
         A revision of before may now be that of another record, so no record can be compared with those read before. A
         leader goes on, because all others answer it, but swaps nothing. The others begin anew.
         """
-        if self._thread.state.role not in LEADS:
-            raise LeaseLost(f"etcd was restored from a copy: its revision was {before}, now {now}")
-        logger.warning("etcd restored from a copy revision=%d now=%d", before, now)
+        if self._thread.state.role is not Role.LEADER:
+            raise LeaseLost(
+                f"etcd was restored from a copy: its revision was {before.as_of}, now {now.as_of}"
+            )
+        logger.warning("etcd restored from a copy revision=%d now=%d", before.as_of, now.as_of)
         self._is_etcd_restored = True
 
     async def _handle_operator_request(self, view: GroupView) -> None:
@@ -323,11 +369,27 @@ class Member:
         if self.leader() not in ("", leader):
             self._duties.leader_changed()
 
-    def _report_record(self, view: GroupView) -> None:
-        """Pass a record that was read to the protocol (a Seen event)."""
+    def _report_record(self, view: GroupView, etcd_ms: int | None = None) -> None:
+        """Pass a record that was read to the protocol (a Seen event). `etcd_ms`: the round trip of the request."""
         if view.record is not None and not self._is_etcd_restored:
             holder = None if view.holder is None else view.holder.node
-            self._thread.tell(on.Seen(view.revision, view.record, holder))
+            self._thread.tell(on.Seen(view.revision, view.record, holder, etcd_ms))
+
+
+def is_restored(before: GroupView, now: GroupView) -> bool:
+    """Check whether etcd was restored from an old copy between two reads.
+
+    Its revision went back. After a restore with `--bump-revision`, only the record went back.
+    """
+    if now.as_of < before.as_of:
+        return True
+    if before.record is None or now.record is None:
+        return False
+    return (
+        now.revision < before.revision
+        or now.record.epoch < before.record.epoch
+        or now.record.generation < before.record.generation
+    )
 
 
 # ---- the caches of a follower --------------------------------------------------------------------------------

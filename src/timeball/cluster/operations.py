@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Lease, Node, OperatorRequest
+from timeball.cluster.protocol.messages import Members
 from timeball.cluster.protocol.replica import Record, Replica, Role, majority, node_of
 from timeball.model.errors import Conflict, LeaseLost, NotFound, RequestError, Unavailable
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaState
@@ -43,8 +45,8 @@ class Operations:
         """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
-        promised, view = await self._read_group(min(wait_s, ETCD_START_S))
-        if view.record is not None and view.record.epoch >= promised:
+        newest, view = await self._read_group(min(wait_s, ETCD_START_S))
+        if view.record is not None and not newest.is_newer_than(view.record):
             if {node_of(replica) for replica in view.record.replicas} == set(names):
                 return 0, view.record  # `begin` changes nothing
             raise Conflict(
@@ -68,9 +70,11 @@ class Operations:
                 f"{','.join(with_data)}, then 'timeball cluster add-replica {empty[0]}'"
             )
         # The promises of the reports are newer than those of the registrations, which are of the nodes' starts.
-        epoch = max(await self._newest_promise(), *(node.promised for node in nodes))
-        generation = view.record.generation + 1 if view.record is not None else 1
-        return view.revision, Record(epoch, "", tuple(node.replica for node in nodes), generation)
+        newest = _newest_promise(self._group, await self._coordinator.reports())
+        record = view.record or Record(0, "", (), 0)
+        epoch = max(newest.epoch, record.epoch, *(node.promised for node in nodes))
+        generation = max(newest.members.generation, record.generation)
+        return view.revision, Record(epoch, "", tuple(node.replica for node in nodes), generation + 1)
 
     async def begin(self, revision: int, record: Record) -> None:
         """Write the first record. Raises Conflict when another command has written one with other replicas."""
@@ -83,10 +87,7 @@ class Operations:
                 f"group {self._group} has got a record meanwhile: look with 'timeball cluster status'"
             )
 
-    async def _newest_promise(self) -> int:
-        return _newest_promise(self._group, await self._coordinator.reports())
-
-    async def _read_group(self, wait_s: float) -> tuple[int, GroupView]:
+    async def _read_group(self, wait_s: float) -> tuple[NewestPromise, GroupView]:
         """Read the newest promise and the group, from an etcd that may just have been started.
 
         Raises Unavailable after `wait_s`.
@@ -96,9 +97,9 @@ class Operations:
         while True:
             try:
                 # In this order: an election swaps the record before its epoch is promised, so a record that is read
-                # later and has a lower epoch is one of a restored etcd.
-                promised = await self._newest_promise()
-                return promised, await self._coordinator.read(self._group)
+                # later and has a lower epoch is one of a restored etcd. The same holds for a set of replicas.
+                newest = _newest_promise(self._group, await self._coordinator.reports())
+                return newest, await self._coordinator.read(self._group)
             except Unavailable:
                 if loop.time() >= until_s:
                     raise
@@ -242,7 +243,8 @@ class Operations:
                     "forced; change it with 'timeball cluster remove-replica'"
                 )
             await self._coordinator.wait_for_change(view.as_of, POLL_S)
-        report = (await self._coordinator.reports()).get(name)
+        reports = await self._coordinator.reports()
+        report = reports.get(name)
         if report is None:
             raise NotFound(f"node {name} does not run: start it, so that it can lead")
         if report.replica not in record.replicas:
@@ -251,7 +253,8 @@ class Operations:
                 "may lack nearly all"
             )
         epoch = max(record.epoch, report.promised)
-        return view, Record(epoch, "", (report.replica,), record.generation + 1)
+        generation = max(record.generation, _newest_promise(self._group, reports).members.generation)
+        return view, Record(epoch, "", (report.replica,), generation + 1)
 
     async def force(self, name: str) -> tuple[Record, Record]:
         """Swap the record for one that names one replica only, and return both, the old one first.
@@ -297,7 +300,12 @@ def is_fulfilled(view: GroupView, request: OperatorRequest) -> bool:
     """Check whether the group's record fulfils the request."""
     if request.hand_over_to:
         return view.leader == request.hand_over_to
-    return view.record is not None and set(view.record.replicas) == set(request.replicas)
+    return view.record is not None and _has_set(view.record, request.replicas)
+
+
+def _has_set(record: Record, replicas: Sequence[str]) -> bool:
+    """Check that the record has this set of replicas, and that the change to it has ended."""
+    return set(record.replicas) == set(replicas) and not record.former
 
 
 def _nodes(replicas: Sequence[str]) -> str:
@@ -329,7 +337,7 @@ def next_request_step(view: GroupView, state: Replica) -> RequestStep:
         return RequestStep.FORGET if lead.wanted else RequestStep.NOTHING
     request = view.pending_request.request
     if request.replicas:
-        return RequestStep.SETTLE if set(record.replicas) == set(request.replicas) else RequestStep.WANT
+        return RequestStep.SETTLE if _has_set(record, request.replicas) else RequestStep.WANT
     if request.hand_over_to == state.rules.node:
         return RequestStep.SETTLE
     peer = lead.peers.get(request.hand_over_to)
@@ -387,9 +395,23 @@ def _describe_group(
     )
 
 
-def _newest_promise(group: str, reports: dict[str, ReplicaFigures]) -> int:
-    """Find the greatest epoch that a running node of the group has promised, 0 for none."""
-    return max((report.promised for report in reports.values() if report.group == group), default=0)
+class NewestPromise(NamedTuple):
+    """The greatest epoch that a running node of a group has promised, and the newest set that one knows."""
+
+    epoch: int
+    members: Members
+
+    def is_newer_than(self, record: Record) -> bool:
+        """Check whether the record is one of an etcd that was restored from an old copy."""
+        return self.epoch > record.epoch or self.members.generation > record.generation
+
+
+def _newest_promise(group: str, reports: dict[str, ReplicaFigures]) -> NewestPromise:
+    """Find the newest promise of the group's running nodes."""
+    of_group = [report for report in reports.values() if report.group == group]
+    newest = max(of_group, key=lambda report: report.generation, default=None)
+    members = Members() if newest is None else Members(newest.generation, newest.members)
+    return NewestPromise(max((report.promised for report in of_group), default=0), members)
 
 
 def _describe_replica(
@@ -429,21 +451,20 @@ def _group_problems(
     replicas: list[ReplicaState],
     lead_report: ReplicaFigures | None,
     leader: str,
-    promised: int,
+    newest: NewestPromise,
 ) -> Iterator[str]:
     if view is None or view.record is None:
-        names = ",".join(replica.node for replica in replicas)
+        names = ",".join(map(node_of, newest.members.replicas)) or ",".join(
+            replica.node for replica in replicas
+        )
         yield f"group {group} has no record yet: 'timeball cluster init --group {group} --nodes {names}' makes it"
         return
     members = [replica for replica in replicas if replica.is_in_record]
     running = [replica for replica in members if replica.role not in ("gone", "silent", "stopped")]
-    if not leader and promised > view.record.epoch:
-        names = ",".join(map(node_of, view.record.replicas))
-        yield (
-            f"etcd has an old record of group {group} (epoch {view.record.epoch}, but a replica has promised "
-            f"{promised}), as after a restore of etcd from a copy. If its replicas were {names}: 'timeball cluster "
-            f"init --group {group} --nodes {names}' renews it"
-        )
+    if not leader and newest.is_newer_than(view.record):
+        yield _old_record_problem(group, view.record, newest)
+    if view.record.former:
+        yield f"the change of the replicas waits for a majority of {_nodes(view.record.former)} to store it"
     if not leader:
         yield f"group {group} has no leader: nothing is accepted or released"
     if len(running) < majority(view.record.replicas):
@@ -460,13 +481,26 @@ def _group_problems(
         yield f"replicas run versions {', '.join(versions)}: finish the upgrade"
 
 
+def _old_record_problem(group: str, record: Record, newest: NewestPromise) -> str:
+    members, reason = record.members, f"epoch {record.epoch}, but a replica has promised {newest.epoch}"
+    if newest.members.generation > record.generation:
+        members = newest.members
+        reason = f"set {record.generation} of its replicas, but one of them knows set {members.generation}"
+    names = ",".join(map(node_of, members.replicas))
+    return (
+        f"etcd has an old record of group {group} ({reason}), as after a restore of etcd from a copy. If its replicas "
+        f"were {names}: 'timeball cluster init --group {group} --nodes {names}' renews it"
+    )
+
+
 def _replica_problems(replica: ReplicaState, lead_report: ReplicaFigures | None) -> Iterator[str]:
     if replica.role == "gone":
         yield f"replica {replica.node} ({replica.replica}) is missing: its node does not run, or does not reach etcd"
     elif replica.role == "silent":
         yield f"replica {replica.node} has not reported yet"
     elif replica.problem:
-        yield f"replica {replica.node} has stepped down: {replica.problem}"
+        stepped_down = "has stepped down: " if replica.role == "stopped" else ""
+        yield f"replica {replica.node} {stepped_down}{replica.problem}"
     elif not replica.is_in_record:
         yield (
             f"node {replica.node} is a learner and counts for nothing yet: 'timeball cluster add-replica "

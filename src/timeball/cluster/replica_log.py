@@ -1,9 +1,9 @@
 """The log of a replica on its disk, which the protocol's effects change.
 
 The log of a follower equals its leader's log, byte for byte and in the same segments. The segment files are those of
-a broker alone: `log/0000000001.log` and so on. `log/replica` stores the identity of the replica and the epoch that it
-has promised (`IdentityFile`). It is in the log folder so that deleting the log makes this disk another replica, even if
-other files of the data folder stay.
+a broker alone: `log/0000000001.log` and so on. `log/replica` stores the identity of the replica, the epoch that it
+has promised, and the newest set of replicas that it knows (`IdentityFile`). It is in the log folder so that deleting
+the log makes this disk another replica, even if other files of the data folder stay.
 
 While this replica leads, the broker's writer appends. It passes each new segment to `follow_writer`, and it makes the
 frames visible to readers. All methods belong to the replica's thread, except `opened`, which passes the log on to the
@@ -20,13 +20,22 @@ from itertools import takewhile
 import google_crc32c
 import msgspec
 
-from timeball.cluster.protocol.messages import BEGINNING, FRAMES_BYTES_MAX, Begin, Ends, EpochEnd, Position
+from timeball.cluster.protocol.messages import (
+    BEGINNING,
+    FRAMES_BYTES_MAX,
+    Begin,
+    Ends,
+    EpochEnd,
+    Members,
+    Position,
+)
 from timeball.cluster.protocol.replica import Log
-from timeball.io.files import Files
+from timeball.io.files import Files, disk_full
 from timeball.log import format as fmt
 from timeball.log.recovery import Opened, last_written, read_replica
 from timeball.log.segment import (
     FOLDER,
+    STEP_BYTES,
     Segment,
     SegmentFile,
     Segments,
@@ -50,6 +59,7 @@ class Identity(msgspec.Struct, frozen=True):
     replica: str  # node and incarnation
     promised: int = 0  # epoch
     promised_to: str = ""  # the replica that may lead in this epoch
+    members: Members = Members()  # the newest set of replicas that this one knows
     has_log: bool = False  # a segment was created: an empty log at a start is a lost one
 
 
@@ -130,7 +140,7 @@ class ReplicaLog:
         self._cut_after(ends[-1].position if ends else BEGINNING, keeps_header=True)
         self._save_has_log()
         if self.minimum_promise(ends) > self.identity.promised:
-            self.keep_promise(self.minimum_promise(ends), "")
+            self.keep_promise(self.minimum_promise(ends), "", self.identity.members)
 
     def _load_identity(self, node: str, group: str, damage: str) -> Identity:
         """Load the identity of this disk, or create a new one if the disk is new, was wiped or is damaged."""
@@ -179,9 +189,11 @@ class ReplicaLog:
         """Find the highest epoch that this replica must have promised, by the frames in its log."""
         return ends[-1].epoch if ends else 0
 
-    def keep_promise(self, epoch: int, to: str) -> None:
-        """Store the promised epoch durably, and the replica to which it is promised."""
-        self._save_identity(msgspec.structs.replace(self.identity, promised=epoch, promised_to=to))
+    def keep_promise(self, epoch: int, to: str, members: Members) -> None:
+        """Store the promised epoch durably, the replica to which it is promised, and the set of replicas."""
+        self._save_identity(
+            msgspec.structs.replace(self.identity, promised=epoch, promised_to=to, members=members)
+        )
 
     def begin_segment(self, begin: Begin) -> None:
         """Create a segment and write and sync its header, unless the segment exists."""
@@ -216,6 +228,19 @@ class ReplicaLog:
             frame = fmt.read_frame_header(segment.buffer, segment.end)
             assert frame is not None, "the protocol has checked the frames"
             segment.add(frame)
+
+    def reserve(self, size_bytes: int, begins: int = 0) -> None:
+        """Reserve space for frames of this size, in the last segment or in a new one. Raises OverLimit.
+
+        `begins`: the ordinal of the segment that a BEGIN message of this size begins, unless it exists.
+        """
+        if begins in self._segments:
+            return
+        last = self._last if self._segments and not begins else None
+        if last is not None and last.end + size_bytes <= last.buffer.size:
+            self._open_file().reserve(last.end + size_bytes)
+        elif self._files.free_bytes() < min(self._segment_bytes, STEP_BYTES):
+            raise disk_full("beginning a segment")
 
     def sync(self) -> None:
         """Sync everything that was written."""

@@ -27,14 +27,14 @@ from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.events import Event
 from timeball.cluster.protocol.machine import step
-from timeball.cluster.protocol.messages import Begin, Bytes, Data, Message, Pong, Position
+from timeball.cluster.protocol.messages import Begin, Bytes, Data, Hello, Message, Pong, Position
 from timeball.cluster.protocol.replica import Replica, Role, Rules
-from timeball.cluster.replica_log import ReplicaLog
+from timeball.cluster.replica_log import READ_BYTES, ReplicaLog
 from timeball.cluster.transport.connections import Address, Connections
 from timeball.io.clock import Clock
 from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk, Extent
-from timeball.model.errors import NotLeader, StorageError
+from timeball.model.errors import LEADS_NO_MORE, NotLeader, OverLimit, PeerError, StorageError
 from timeball.model.message import meta_rows
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ TICK_MS = 50  # also the interval of a leader's PINGs
 # A follower applies rows at this interval, so a takeover has at most this much log left to apply: 35 ms of work at
 # 100,000 messages per second. Small commits applied together cost a third less than with one apply per tick.
 APPLY_MS = 250
+DISK_FULL_RETRY_MS = 2_000  # a replica whose disk is full looks for free space at this interval
+EPOCH_ROW_BYTES = 64 << 10  # more than the row that opens an epoch needs
 SUSPECT_MS = 1_000  # after a leader's connection ends, its port is probed for this long
 
 
@@ -98,7 +100,7 @@ class ReplicaThread(Disk):
         # Only this thread replaces the state. States are immutable, so other threads always read a consistent one.
         self.state = Replica(
             rules, promised=log.identity.promised, promised_to=log.identity.promised_to,
-            log=log.log(), first=log.first,
+            members=log.identity.members, log=log.log(), first=log.first,
             now_ms=clock.boot_ms(), wall_ms=clock.wall_ms(),
         )  # fmt: skip
         self.committed = Position(0, 0, 0)
@@ -117,6 +119,11 @@ class ReplicaThread(Disk):
         # A follower applies every APPLY_MS. Applying each commit would cost as much as all other work of a follower.
         self._committed_seq = self._applied_seq = self._applied_ms = 0
         self._suspected_node, self._probe_until_ms = "", 0  # leader whose connection has ended
+        # The reason why this replica acknowledges nothing, although it runs: its disk is full. "" if it has space.
+        self.problem = ""
+        self._checked_ms = 0  # when a full disk was last checked
+        # The leader's node and HELLO, answered once the disk has space.
+        self._waiting_hello: tuple[str, Hello] | None = None
         self._has_received = False  # a message has arrived since the last flush
         self._commit_error: BaseException | None = None  # error of a commit, which its caller got as well
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
@@ -129,6 +136,11 @@ class ReplicaThread(Disk):
     def epoch(self) -> int:
         """The epoch that this replica leads."""
         return self.state.epoch
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica leads, as far as its thread knows. Without its thread it does not."""
+        return self.state.role is Role.LEADER and not self._has_ended
 
     @property
     def connected(self) -> int:
@@ -197,7 +209,7 @@ class ReplicaThread(Disk):
         )
         while self.committed.seq < extent.end_seq:
             if self.state.role is not Role.LEADER:
-                raise NotLeader("this node leads no more; ask again, another one answers soon")
+                raise NotLeader(LEADS_NO_MORE)
             self._poll()
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -262,6 +274,7 @@ class ReplicaThread(Disk):
             if self._applied_seq < self._committed_seq and now_ms - self._applied_ms >= APPLY_MS:
                 self._applied_seq, self._applied_ms = self._committed_seq, now_ms
                 self._hooks.apply(self._applied_seq)
+            self._check_full_disk(now_ms)
             if self._suspected_node:
                 self._probe_suspect()
 
@@ -270,7 +283,12 @@ class ReplicaThread(Disk):
         self._step(on.Connected(node))
 
     def received(self, node: str, message: Message) -> None:
-        """Pass a message to the protocol. Raises PeerError."""
+        """Pass a message to the protocol, unless the disk lacks the space for it. Raises PeerError."""
+        if isinstance(message, Data | Begin | Bytes):
+            self._make_room(message)
+        elif self.problem and isinstance(message, Hello) and message.is_elected:
+            self._waiting_hello = (node, message)
+            return
         self._has_received = True
         now_ms = wall_ms = 0
         if isinstance(message, Pong):
@@ -278,11 +296,42 @@ class ReplicaThread(Disk):
             self.clock_offsets.add(node, message.wall_ms, now_ms - message.boot_ms, wall_ms)
         self._step(on.Received(node, message, now_ms, wall_ms))
 
+    def _make_room(self, message: Data | Begin | Bytes) -> None:
+        """Reserve the space for a message, before the protocol counts its rows as written.
+
+        Raises PeerError when the disk is full. That ends the connection, and the leader's next HELLO waits until there
+        is space. A candidate's HELLO does not wait: a promise needs no space.
+        """
+        try:
+            if isinstance(message, Begin):
+                self._log.reserve(message.size_bytes, message.ordinal)
+            else:
+                self._log.reserve(len(message.frames))
+        except OverLimit as error:
+            self.problem, self._checked_ms = f"acknowledges nothing: {error}", self._clock.boot_ms()
+            raise PeerError(str(error)) from error
+
+    def _check_full_disk(self, now_ms: int) -> None:
+        """Answer the leader's HELLO once the disk has space again."""
+        if not self.problem or now_ms - self._checked_ms < DISK_FULL_RETRY_MS:
+            return
+        self._checked_ms = now_ms
+        try:
+            self._log.reserve(READ_BYTES)
+        except OverLimit:
+            return
+        self.problem, waiting, self._waiting_hello = "", self._waiting_hello, None
+        logger.info("disk has space again")
+        if waiting is not None:
+            self._step(on.Received(*waiting))
+
     def closed(self, node: str, *, opened_here: bool) -> None:
         """Report to the protocol that a connection has ended.
 
         If it was the leader's connection, begin to probe the leader's port.
         """
+        if self._waiting_hello is not None and self._waiting_hello[0] == node and not opened_here:
+            self._waiting_hello = None
         was_source = self.state.source is not None and self.state.source.node == node
         self._step(on.Disconnected(node, opened_here))
         if self.file_work is not None:
@@ -341,8 +390,8 @@ class ReplicaThread(Disk):
                 self._log.begin_segment(begin)
             case do.CutLog(at):
                 self._log.cut(at)
-            case do.KeepPromise(epoch, to):
-                self._log.keep_promise(epoch, to)
+            case do.KeepPromise(epoch, to, members):
+                self._log.keep_promise(epoch, to, members)
             case do.Commit(position):
                 self.committed = position
             case do.Apply(seq):
@@ -358,7 +407,7 @@ class ReplicaThread(Disk):
         """Carry out an effect that is not on the path of a commit."""
         match effect:
             case do.Propose():
-                self._hooks.propose(effect)
+                self._propose(effect)
             case do.Hold():
                 self._hooks.hold()
             case do.Resign():
@@ -376,6 +425,17 @@ class ReplicaThread(Disk):
                 self._hooks.stop_serving(reason)
             case _:
                 raise AssertionError(f"unknown effect: {effect}")
+
+    def _propose(self, proposal: do.Propose) -> None:
+        """Pass a swap on. A candidate first reserves the space for the row that opens its epoch."""
+        if proposal.holder is do.Holder.TAKE:
+            try:
+                self._log.reserve(EPOCH_ROW_BYTES)
+            except OverLimit as error:
+                self.problem, self._checked_ms = f"cannot lead: {error}", self._clock.boot_ms()
+                self._step(on.Proposed(0, proposal.record, False))
+                return
+        self._hooks.propose(proposal)
 
     def _ship(self, effect: do.Ship) -> None:
         """Read older frames from the segments, send them, and report a Shipped event unless they answer a FETCH."""

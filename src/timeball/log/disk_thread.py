@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -149,9 +149,19 @@ class FileReplication(Protocol):
         """
 
 
+# Returns if no other leader had committed a row when the call began, and raises NotLeader otherwise. An answer from
+# memory that commits nothing is checked so after the memory was read (docs/decisions/0141-look-ups-are-fenced.md).
+ConfirmLead = Callable[[], Awaitable[None]]
+
+
+async def lead_alone() -> None:
+    """Return: without replicas there is no other leader (a ConfirmLead)."""
+
+
 class Leading(NamedTuple):
-    """The parts of a replicated log for the broker's writer, while this process leads the group."""
+    """The parts of a replicated log for the broker, while this process leads the group."""
 
     disk: Disk  # the replica's thread, which outlives the broker
     replication: Replication
     files: FileReplication
+    confirm_lead: ConfirmLead

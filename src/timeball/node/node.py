@@ -35,7 +35,7 @@ from timeball.io.files import RESERVE_OF_LIBRARIES, Files, RealFiles, lent, open
 from timeball.io.security import OPEN, Security
 from timeball.io.threads import LoopLag, Threads, in_thread, watch_stop_signals
 from timeball.log import checkpoint
-from timeball.log.disk_thread import Disk, DiskThread, Leading
+from timeball.log.disk_thread import Disk, DiskThread, Leading, lead_alone
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
@@ -224,6 +224,12 @@ class Node:
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
 
+    async def _end_work(self) -> None:
+        await self._end_tasks()
+        await self.broker.consuming.close()
+        await self.broker.pacing.close()
+        self.broker.listing.close()
+
     async def _end_writes(self) -> None:
         await self.broker.scheduling.scheduler.close()
         if self.broker.log.writer.failed is None:
@@ -250,7 +256,8 @@ class Node:
         recovered = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
         outcomes = Outcomes()
         outcomes.restore(recovered.settled, recovered.cursor, waiting_rows=recovered.waiting_rows)
-        outcomes.moved.add(recovered.moved)
+        outcomes.moved.restore(recovered.moved)
+        tables.selections.woken.add(*recovered.woken)
         for name, facts in tables.campaigns.all().items():
             if facts.held_from_ms is not None:
                 outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
@@ -277,6 +284,7 @@ class Node:
                 table=cache.table_thread if cache else reader_thread, files=lookup if cache else reader_thread,
             ),
             traces=self._traces, file_replication=self._leading.files if self._leading else None,
+            confirm_lead=self._leading.confirm_lead if self._leading else lead_alone,
             on_failure=self._fail, scheduled_since_watermark=recovered.scheduled_since_watermark,
             halves=recovered.halves,
         )  # fmt: skip
@@ -382,8 +390,7 @@ class Node:
 
     async def finish(self) -> None:
         """Append state that is only in memory, save a checkpoint, and unlock the folder. Refuses further requests."""
-        await self._end_tasks()
-        await self.broker.consuming.close()
+        await self._end_work()
         await self._end_writes()
         await self.maintenance.stop(saves=self._failed is None or not self._failed.done())
         self.broker.scheduling.backlog.close()  # its files are part of the last checkpoint
@@ -396,6 +403,29 @@ class Node:
             await self._traces.close()
         if self._real_files is not None:
             self._real_files.unlock()
+
+    async def abandon(self) -> None:
+        """End all work, and save nothing: another node leads, and its log counts instead of this memory.
+
+        Then no thread of this broker uses its files.
+        """
+        self.broker.log.writer.abandon()
+        self.abort_edges()
+        await self._end_work()
+        await self.broker.scheduling.scheduler.close()
+        await self.maintenance.stop(saves=False)
+        self.broker.scheduling.backlog.close()
+        await self.broker.log.writer.close()
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.shutdown)  # may wait for a compaction, and the event loop must not
+        if self.edges is not None:
+            await self.edges.wait_aborted()
+        if (cache := self.broker.pending_table.cache) is not None:
+            cache.close()
+        if self._traces is not None:
+            await self._traces.close()
 
     async def run_until_signal(self, before_stop: Callable[[], Awaitable[None]] | None = None) -> None:
         """Serve until SIGTERM or SIGINT. Raises the error that stopped the storage. SIGHUP reloads the access file.

@@ -1,9 +1,9 @@
 """A node of a cluster: a replica of a group's log, and the group's broker while this replica leads.
 
 While the replica follows, the node forwards connections to its ports to the leader. When the replica becomes the
-leader, the broker is built on the replica's log and takes over the ports. When its leadership ends, the process ends,
-and the next process starts as a follower: the state in a former leader's memory cannot be trusted
-(docs/decisions/0003-fail-stop.md).
+leader, the broker is built on the replica's log and takes over the ports. When its leadership ends, this node ends, and
+another one starts from the same files as a follower: the state in a former leader's memory cannot be trusted
+(docs/decisions/0136-a-leader-follows-in-the-same-process.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import signal
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -40,15 +41,16 @@ from timeball.io.security import Security, load_client_tls, load_peer_tls
 from timeball.io.threads import in_thread, watch_stop_signals
 from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import BROKER_NAME, Settings
-from timeball.model.errors import LeaseLost, SetupError
+from timeball.model.errors import LeaseLost, NotLeader, SetupError
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaReaders
 from timeball.node.data_folder import check_folder, write_format
 from timeball.node.name_service import NameService
-from timeball.node.node import Node
+from timeball.node.node import SWITCH_INTERVAL_S, Node
 
 logger = logging.getLogger(__name__)
 
 QUORUM_TTLS = 3  # a leader without contact to a majority stops after this many lease times
+ABANDON_S = 2.0  # longest time to end the work of a node that leads no more; else its process is replaced
 HAND_OVER_S = 2.0  # longest wait for the hand-over to the next leader
 POLL_S = 0.01  # interval at which the hand-over is checked
 STALLED_POLL_S = (
@@ -103,6 +105,9 @@ class ReplicatedNode:
 
     async def start(self) -> None:
         """Open the replica's log, join the cluster, and listen. Raises SetupError and storage errors."""
+        # A follower writes the log in one thread and applies it in another. By default, each system call of the first
+        # would wait up to 5 ms for the second.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         settings = self.settings
         self._security = Security(settings)
         check_folder(self.files)
@@ -120,6 +125,7 @@ class ReplicatedNode:
             rules = Rules(
                 log.identity.replica, full_group, settings.acks == "all",
                 quorum_ms=QUORUM_TTLS * settings.lease_ttl_ms, batch_bytes=BATCH_BYTES,
+                quick_etcd_ms=settings.lease_ttl_ms // 8,
             )  # fmt: skip
             tls, listener = self._tls(), listen(settings.host, settings.replication_port)
             connections = Connections(full_group, listener, self._clock.boot_ms, tls)
@@ -187,6 +193,39 @@ class ReplicatedNode:
         self._applier.shutdown()
         self.files.unlock()
 
+    async def abandon(self, error: BaseException) -> bool:
+        """End all work without writing, so that another node of this process can use the files.
+
+        Returns False if that is not possible, or takes longer than ABANDON_S: then replace the process.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # until the next node listens to them, they end the process
+        is_building = self._lead_task is not None and not self._lead_task.done()
+        if is_building or not isinstance(error, LeaseLost | NotLeader):
+            return False
+        try:
+            async with asyncio.timeout(ABANDON_S):
+                await self._abandon()
+        except Exception as failure:  # of any kind: a new process needs no order
+            logger.warning("work not ended in order reason=%r", failure)
+            return False
+        return True
+
+    async def _abandon(self) -> None:
+        if self.broker_node is not None:
+            await self.broker_node.abandon()
+        await self._gateway.close()
+        await self._names.close()
+        await self._group_calls.close()
+        await self.member.close()
+        if self._apply_task is not None:
+            await asyncio.wait([self._apply_task])
+        await asyncio.to_thread(self.data_files.stop)
+        await asyncio.to_thread(self.thread.shutdown)
+        self._applier.shutdown()
+        self.files.unlock()
+
     # -- called by the member (cluster/member.py) --------------------------------------------------------------------
 
     def apply(self, seq: int) -> None:
@@ -237,10 +276,11 @@ class ReplicatedNode:
         return ReplicaFigures(
             self.settings.group, state.rules.replica,
             str(Role.STOPPED if self._problem else state.role), member.leader(),
-            epoch=state.epoch, promised=state.promised, log_seq=state.log.seq,
+            epoch=state.epoch, promised=state.promised,
+            generation=state.members.generation, members=state.members.replicas, log_seq=state.log.seq,
             committed_seq=state.committed_seq, applied_seq=state.applied_seq,
             since_ms=thread.since_ms, connections=thread.connected, version=__version__,
-            problem=self._problem,
+            problem=self._problem or thread.problem,
             peers={
                 node: PeerFigures(peer.replica, peer.acked.seq, offsets.get(node))
                 for node, peer in peers.items()
@@ -267,7 +307,7 @@ class ReplicatedNode:
             await asyncio.wrap_future(self.data_files.complete())
             self._gateway.stop_listening()
             self._drain_task = asyncio.create_task(self._gateway.drain())
-            leading = Leading(LentDisk(self.thread), self.thread, self.data_files)
+            leading = Leading(LentDisk(self.thread), self.thread, self.data_files, self.member.confirm_lead)
             node = Node(
                 self._broker_settings(), self._clock, self.files, leading,
                 ReplicaReaders(self.figures, self._survey, self._names.directory.hosts),
@@ -317,6 +357,7 @@ class ReplicatedNode:
             await self._stop_leading(broker, node)
             if self.thread.state.role is not Role.STOPPED:
                 await self.member.close()  # frees the group, so that another replica can lead without waiting
+            self.broker_node = None  # it has finished
             self.end(LeaseLost(f"handed over to {node}"))
         except BaseException as error:  # no caller awaits this task, so every error must end the process here
             self.end(error)

@@ -171,8 +171,9 @@ def test_something_other_than_etcd_answers(body: bytes) -> None:
 def test_an_authentication_answer_is_decoded_to_a_token() -> None:
     assert json.loads(codec.authentication_body("u", "p")) == {"name": "u", "password": "p"}
     assert codec.read_token(b"{" + HEADER + b',"token":"KzlMPwIMqjQEEJjs.1"}') == "KzlMPwIMqjQEEJjs.1"
-    with pytest.raises(BadAnswer):
-        codec.read_token(b"{" + HEADER + b"}")
+    for body in (b"{" + HEADER + b"}", b'{"x":' + b"[" * 3_000, b'{"token":"\xff"}'):
+        with pytest.raises(BadAnswer):
+            codec.read_token(body)
 
 
 NAMES = (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 
 import pytest
+from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.ports import free_ports
 
@@ -86,6 +88,24 @@ def test_the_next_member_is_asked_and_kept(etcd: EtcdCluster) -> None:
             for _ in range(3):
                 assert b"revision" in await members.ask("/v3/kv/range", READ, bytes)
             assert members.preferred in etcd.endpoints and len(asked) == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_time_limit_holds_if_an_attempt_ends_in_the_same_turn() -> None:
+    async def scenario() -> None:
+        def hold(head: bytes, body: bytes) -> bytes:
+            time.sleep(2 * limit_s)  # the loop then finds both limits over
+            return b""
+
+        limit_s = 0.1
+        async with (
+            server(hold) as holding,
+            members_of(holding, attempt_s=limit_s / 2, deadline_s=limit_s) as members,
+            asyncio.timeout(BOUND_S),
+        ):
+            with pytest.raises(Unavailable, match="has not answered in"):
+                await members.ask("/v3/kv/range", READ, bytes)
 
     asyncio.run(scenario())
 

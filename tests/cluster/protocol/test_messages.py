@@ -47,7 +47,7 @@ def test_the_header_is_these_bytes() -> None:
     )
     assert encoded(m.Data(1, 1, 64, 2, 1, b"frame"))[41:] == b"\x05\0\0\0frame"
     assert encoded(m.Promise(2, "b/1", ENDS))[45:] == (
-        b'{"replica":"b/1","ends":[[1,1,640,11],[4,2,128,12]],"version":1,"first_seq":0}'
+        b'{"replica":"b/1","ends":[[1,1,640,11],[4,2,128,12]],"version":1,"first_seq":0,"generation":0}'
     )
 
 
@@ -124,6 +124,7 @@ def header(number: int, *, length: int = 0, epoch: int = 1, values: tuple[int, .
         (header(11, length=2) + b"{}", "cannot be read"),
         (header(1, length=2) + b"\xff\xff", "cannot be read"),
         (header(11, length=53) + b'{"replica":"b","ends":[[2,1,1,1],[1,1,2,2]],"version":1}'[:53], "cannot be read"),
+        (header(1, length=3_005) + b'{"x":' + b"[" * 3_000, "cannot be read"),
         (header(15, length=1) + b"\xff", "not UTF-8"),
         (header(7, length=6) + b"\x01\0\0\0\0\0", "a path of 1 bytes"),
         (header(7, length=6) + b"\0\0\0\0\0\0", "a path of 0 bytes"),

@@ -87,8 +87,8 @@ class HeldLease:
         return max(next_ms - self._clock.boot_ms(), 0) / 1_000
 
     async def release(self) -> None:
-        """End the lease at once, so that other nodes need not wait for its end."""
-        lease, self._lease = self._lease, None
+        """End the lease at once, unless it is over, so that other nodes need not wait for its end."""
+        lease, self._lease = self.lease, None
         if lease is not None:
             await self._coordinator.revoke(lease)
 

@@ -219,7 +219,7 @@ class Members:
         failures: dict[str, BadAnswer] = {}
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._deadline_s) as deadline:
                 while True:
                     next_round_s = loop.time() + ROUND_S
                     for _ in self._endpoints:
@@ -229,6 +229,10 @@ class Members:
                         except BadAnswer as failure:
                             failures[endpoint] = failure
                             self.leave(endpoint)
+                            # If both time limits end in one turn of the loop, aiohttp takes the cancellation for its
+                            # own, and there is no further one.
+                            if deadline.expired():
+                                raise TimeoutError from failure
                     # No pause after members that hung: the round has taken longer than ROUND_S.
                     await asyncio.sleep(next_round_s - loop.time())
         except TimeoutError:

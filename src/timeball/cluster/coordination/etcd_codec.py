@@ -25,7 +25,7 @@ from timeball.cluster.coordination.store import (
     Read,
     RevisionIs,
 )
-from timeball.model.errors import LeaseLost, SetupError
+from timeball.model.errors import UNDECODABLE, LeaseLost, SetupError
 
 T = TypeVar("T")
 
@@ -282,6 +282,6 @@ def _read_range(read: Read, answer: _Range | None) -> list[KeyValue]:
 def _decode(body: bytes, answer_type: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=answer_type, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         # Do not include the answer in the text: it may contain a secret.
         raise BadAnswer(f"not an answer of etcd's: {error}") from error

@@ -49,7 +49,7 @@ from timeball.cluster.coordination.store import (
 )
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock
-from timeball.model.errors import SetupError
+from timeball.model.errors import UNDECODABLE, SetupError
 from timeball.monitoring.figures import ReplicaFigures
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def _decode_record(key_value: KeyValue) -> Record:
 def _decode(key_value: KeyValue, value_type: type[T]) -> T:
     try:
         return msgspec.json.decode(key_value.value, type=value_type)
-    except msgspec.DecodeError as error:  # the base class of ValidationError
+    except UNDECODABLE as error:
         raise _unreadable_key(key_value, str(error)) from error
 
 

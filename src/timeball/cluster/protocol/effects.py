@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from timeball.cluster.protocol.messages import Begin, Message, Position
+from timeball.cluster.protocol.messages import Begin, Members, Message, Position
 from timeball.cluster.protocol.replica import Record
 
 
@@ -67,10 +67,11 @@ class CutLog(Effect, frozen=True):
 
 
 class KeepPromise(Effect, frozen=True):
-    """Store durably that an epoch is promised to a replica."""
+    """Store durably that an epoch is promised to a replica, and the newest known set of replicas."""
 
     epoch: int
     to: str
+    members: Members
 
 
 class Holder(StrEnum):

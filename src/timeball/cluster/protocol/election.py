@@ -12,6 +12,8 @@ only makes a replica become a candidate.
 
 from __future__ import annotations
 
+import zlib
+
 from msgspec.structs import replace
 
 from timeball.cluster.protocol import following, leading
@@ -36,12 +38,14 @@ from timeball.cluster.protocol.messages import (
     Bytes,
     Ends,
     Fetch,
-    Hello,
     Promise,
+    Refuse,
     find_resume_position,
     log_order_key,
 )
 from timeball.cluster.protocol.replica import Lead, Record, Replica, Role, Seal, majority, node_of
+
+FREE_SHORT_EPOCHS = 2  # so many leaders may follow each other at once, as after crashes or during an upgrade
 
 
 def handle_seen(state: Replica, event: Seen) -> Step:
@@ -50,14 +54,20 @@ def handle_seen(state: Replica, event: Seen) -> Step:
     if event.revision != state.revision:
         return state, []
     vacant_since_ms = 0 if event.holder is not None else state.vacant_since_ms or state.now_ms
-    state, record = replace(state, vacant_since_ms=vacant_since_ms), event.record
+    etcd_ms = state.etcd_ms if event.etcd_ms is None else event.etcd_ms
+    state, record = replace(state, vacant_since_ms=vacant_since_ms, etcd_ms=etcd_ms), event.record
     # Another replica has begun a later epoch, so this one cannot serve. It would also be unsafe: with the later record,
     # a hand-over by this leader could name an epoch that already has a leader (docs/decisions/0049).
     if state.seal and record.epoch > state.seal.epoch:
         return give_up(state)
     # The record names this replica after a hand-over, or after a swap of its own whose answer was lost. The comparison
     # with `promised` is rule 2 of replica.py.
-    if state.role is Role.FOLLOWER and record.leader == state.rules.replica and record.epoch > state.promised:
+    if (
+        state.role is Role.FOLLOWER
+        and record.leader == state.rules.replica
+        and record.epoch > state.promised
+        and not knows_newer_set(state, record)
+    ):
         return start_sealing(state, record)
     if event.holder is not None or _is_handed_over(state) or _hears_its_leader(state):
         return state, []
@@ -100,6 +110,11 @@ def store_record(state: Replica, revision: int, record: Record) -> Replica:
     """Store a record, unless it is older than the stored one. It makes this replica a follower or a learner."""
     if revision < state.revision:
         return state
+    if state.record is None or record.epoch > state.record.epoch:
+        passed = 0 if state.record is None else record.epoch - state.record.epoch
+        is_short = state.now_ms - state.epoch_since_ms < state.rules.steady_ms
+        short_epochs = state.short_epochs + passed if is_short else 0
+        state = replace(state, epoch_since_ms=state.now_ms, short_epochs=short_epochs)
     revised_ms = state.now_ms if revision > state.revision else state.revised_ms
     state = replace(state, revision=revision, record=record, revised_ms=revised_ms)
     if state.role in (Role.LEARNER, Role.FOLLOWER):
@@ -120,23 +135,46 @@ def become_candidate(state: Replica, displaces: str) -> Step:
     record = state.record
     if state.role is not Role.FOLLOWER or record is None or not state.rules.may_be_candidate:
         return state, []
-    if _defers_to_others(state):
+    waited_ms = state.now_ms - state.vacant_since_ms if state.vacant_since_ms else 0
+    if _defers_to_others(state, waited_ms) or waited_ms < back_off_ms(state):
         return state, []
-    # This replica has promised a later epoch, so the record is outdated and the swap would fail.
-    if record.epoch < state.promised:
+    # This replica has promised a later epoch, so the record is outdated and the swap would fail. Or etcd was restored
+    # from a copy that is older than the last change of the set.
+    if record.epoch < state.promised or knows_newer_set(state, record):
         return state, []
     proposal = replace(record, epoch=record.epoch + 1, leader=state.rules.replica)
     proposed = Propose(state.revision, proposal, Holder.TAKE, displaces)
     return replace(state, role=Role.CANDIDATE), [proposed]
 
 
-def _defers_to_others(state: Replica) -> bool:
+def knows_newer_set(state: Replica, record: Record) -> bool:
+    """Check whether this replica knows a newer set than the record's, whose majority may lack committed rows."""
+    return record.generation < max(state.members.generation, state.refused_generation)
+
+
+def back_off_ms(state: Replica) -> int:
+    """Compute how long this replica waits before it becomes a candidate, from the time when the group had no holder.
+
+    When the coordinator is slow, each new leader loses its lease soon, and elections would follow each other. A replica
+    with a shorter round trip to the coordinator waits less. The wait differs between replicas and epochs, so that not
+    all become candidates at once.
+    """
+    rules, record = state.rules, state.record
+    wait_ms = 4 * state.etcd_ms if state.etcd_ms > rules.quick_etcd_ms else 0
+    if state.short_epochs > FREE_SHORT_EPOCHS:
+        doublings = min(state.short_epochs - FREE_SHORT_EPOCHS - 1, 16)
+        wait_ms = max(wait_ms, rules.back_off_ms << doublings)
+    epoch = 0 if record is None else record.epoch
+    jitter = zlib.crc32(f"{rules.replica} {epoch}".encode()) / 2**32
+    return int(min(wait_ms, rules.back_off_ms_max) * (0.5 + 0.5 * jitter))
+
+
+def _defers_to_others(state: Replica, waited_ms: int) -> bool:
     """Check whether this replica waits because its clock deviates, so that others become candidates first.
 
     A leader releases messages by its own clock, so a deviating clock should not lead. But a group without a leader
     releases nothing, so this replica waits for at most `defer_ms`.
     """
-    waited_ms = state.now_ms - state.vacant_since_ms if state.vacant_since_ms else 0
     return state.deviation_ms > state.rules.deviation_ms_max and waited_ms < state.rules.defer_ms
 
 
@@ -147,7 +185,11 @@ def handle_proposed(state: Replica, event: Proposed) -> Step:
     if not event.succeeded:
         return state, []  # the swap failed, or its outcome is unknown until the record is read
     state = store_record(state, event.revision, event.record)
-    if state.role is Role.FOLLOWER and event.record.epoch > state.promised:
+    if (
+        state.role is Role.FOLLOWER
+        and event.record.epoch > state.promised
+        and not knows_newer_set(state, event.record)
+    ):
         return start_sealing(state, event.record)
     return state, [Resign()]  # this replica has promised a later epoch since it proposed
 
@@ -156,19 +198,17 @@ def start_sealing(state: Replica, record: Record) -> Step:
     """Promise the new epoch, then ask all other replicas for their promise."""
     assert record.epoch > state.promised, "a replica never is a candidate twice in one epoch"
     effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
-    effects += [KeepPromise(record.epoch, state.rules.replica), Hold(), Dial(record.epoch)]
+    effects += [KeepPromise(record.epoch, state.rules.replica, record.members), Hold(), Dial(record.epoch)]
     state = replace(
-        state, role=Role.SEALING, promised=record.epoch, promised_to=state.rules.replica, source=None, unsynced_bytes=0,
-        seal=Seal(record.epoch, state.now_ms, {}),
+        state, role=Role.SEALING, promised=record.epoch, promised_to=state.rules.replica, members=record.members,
+        source=None, unsynced_bytes=0, seal=Seal(record.epoch, state.now_ms, {}),
     )  # fmt: skip
     return _continue_election(state, effects)
 
 
 def send_hello(state: Replica, node: str) -> Step:
     """Send HELLO on a new connection that was opened here."""
-    if not state.epoch:
-        return state, []
-    return state, [Send(node, Hello(state.epoch, state.rules.group, state.rules.replica))]
+    return state, [leading.hello_to(state, node)] if state.epoch else []
 
 
 def handle_promise(state: Replica, node: str, promise: Promise) -> Step:
@@ -177,6 +217,18 @@ def handle_promise(state: Replica, node: str, promise: Promise) -> Step:
     promises = {**state.seal.promises, node: promise}
     state = replace(state, seal=replace(state.seal, promises=promises))
     return (state, []) if state.seal and state.seal.fetching else _continue_election(state, [])
+
+
+def handle_refusal(state: Replica, refusal: Refuse, node: str) -> Step:
+    """Give up. If a replica refuses only the set, give up once too few replicas are left for a majority of it."""
+    assert state.seal and state.record
+    if not refusal.generation:
+        return give_up(state)
+    replicas, refused_by = state.record.replicas, state.seal.refused_by | {node}
+    state = replace(state, seal=replace(state.seal, refused_by=refused_by))
+    if sum(node_of(replica) not in refused_by for replica in replicas) >= majority(replicas):
+        return state, []
+    return give_up(replace(state, refused_generation=max(state.refused_generation, refusal.generation)))
 
 
 def handle_fetched(state: Replica, node: str, message: Begin | Bytes) -> Step:
@@ -260,9 +312,10 @@ def _open_epoch(state: Replica, effects: list[Effect]) -> Step:
     """Become SYNCING: append the EPOCH row, and send CUT to each replica that has promised."""
     seal, record = state.seal, state.record
     assert seal and record
-    lead = Lead(seal.epoch, state.now_ms, record.replicas, {})
+    lead = Lead(seal.epoch, state.now_ms, record.replicas, {}, former=record.former)
     state = replace(state, role=Role.SYNCING, seal=None, lead=lead)
     for node, promise in seal.promises.items():
         state, further_effects = leading.handle_promise(state, node, promise)
         effects += further_effects
+    effects += [leading.hello_to(state, node) for node in sorted(seal.refused_by)]
     return state, [*effects, AppendEpoch(lead.epoch)]

@@ -52,6 +52,7 @@ class Seen(Event, frozen=True):
     revision: int
     record: Record
     holder: str | None
+    etcd_ms: int | None = None  # round trip of the request to the coordinator, if it was measured
 
 
 class Proposed(Event, frozen=True):

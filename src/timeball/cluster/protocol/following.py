@@ -96,22 +96,40 @@ def _handle_hello(state: Replica, node: str, hello: Hello) -> Step:
     """
     if hello.epoch < state.promised or is_promised_to_another(state, hello):
         return state, [Send(node, Refuse(state.promised))]
+    # An earlier version of Timeball names no set.
+    members = hello.members if hello.members.generation else state.members
     effects: list[Effect] = []
     # Sync before sending the ends: a candidate relies on these frames, so they must survive a crash of this replica.
     if state.unsynced_bytes:
         effects.append(Sync())
-    if hello.epoch > state.promised or not state.promised_to:
-        effects.append(KeepPromise(hello.epoch, hello.replica))
-    promise = Promise(hello.epoch, state.rules.replica, state.log.ends, first_seq=state.first.seq)
+    if hello.epoch > state.promised or not state.promised_to or members != state.members:
+        effects.append(KeepPromise(hello.epoch, hello.replica, members))
+    promise = Promise(
+        hello.epoch, state.rules.replica, state.log.ends, first_seq=state.first.seq, generation=members.generation
+    )  # fmt: skip
     effects.append(Send(node, promise))
     # With the new source, later messages from a leader of a lower epoch are refused.
-    state = replace(state, promised=hello.epoch, promised_to=hello.replica)
+    state = replace(state, promised=hello.epoch, promised_to=hello.replica, members=members)
     return replace(state, source=Source(node), unsynced_bytes=0), effects
 
 
 def is_promised_to_another(state: Replica, hello: Hello) -> bool:
     """Check whether another replica than the sender may lead in the epoch of a HELLO."""
     return hello.epoch == state.promised and state.promised_to not in ("", hello.replica)
+
+
+def is_of_older_set(state: Replica, hello: Hello) -> bool:
+    """Check whether a candidate asks for a promise by an older set of replicas than this replica knows.
+
+    etcd was then restored from a copy that is older than the last change of the set. A leader may have an older set: a
+    majority of it had not stored the newer one, so that change had not ended.
+    """
+    return (
+        not hello.is_elected
+        and 0 < hello.members.generation < state.members.generation
+        and hello.epoch >= state.promised
+        and not is_promised_to_another(state, hello)
+    )
 
 
 def _handle_cut(state: Replica, source: Source, message: Cut) -> Step:

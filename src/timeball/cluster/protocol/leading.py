@@ -22,6 +22,7 @@ from timeball.cluster.protocol.effects import (
     Commit,
     Effect,
     HangUp,
+    KeepPromise,
     Resign,
     Send,
     Serve,
@@ -38,6 +39,8 @@ from timeball.cluster.protocol.messages import (
     Complete,
     Cut,
     Data,
+    Hello,
+    Members,
     Ping,
     Pong,
     Position,
@@ -51,13 +54,52 @@ from timeball.cluster.protocol.replica import Lead, Log, Peer, Replica, Role, ma
 QUICK_MS = 200
 
 
+def hello_to(state: Replica, node: str) -> Send:
+    """Build the HELLO of this leader or candidate to a node."""
+    hello = Hello(
+        state.epoch, state.rules.group, state.rules.replica, members=state.members,
+        is_elected=state.lead is not None,
+    )  # fmt: skip
+    return Send(node, hello)
+
+
 def handle_promise(state: Replica, node: str, promise: Promise) -> Step:
     """Add a replica that has promised the epoch, and send it the position up to which both logs agree (CUT)."""
     lead = _lead(state)
+    if 0 < promise.generation < state.members.generation:
+        return state, [hello_to(state, node)]  # the set has changed since the HELLO that it answers
     common_end = find_resume_position(state.log.ends, promise.ends, state.first.seq)
-    peer = Peer(promise.replica, common_end, heard_ms=state.now_ms, seq_at_connect=state.log.end.seq)
+    peer = Peer(
+        promise.replica, common_end, heard_ms=state.now_ms, seq_at_connect=state.log.end.seq,
+        generation=promise.generation,
+    )  # fmt: skip
+    before = lead.peers.get(node)
+    if before is not None and before.replica == peer.replica:  # on the same connection: see `announce_set`
+        peer = replace(
+            peer, seq_at_connect=before.seq_at_connect, complete_seq=before.complete_seq,
+            clock_ahead_ms=before.clock_ahead_ms,
+        )  # fmt: skip
     lead = _with_peer(lead, node, peer)
     return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *common_end))]
+
+
+def announce_set(state: Replica, members: Members) -> Step:
+    """Store a new set of replicas with the promise, and let the others store it: they promise the epoch again.
+
+    A replica that promises again gets nothing until both logs are compared, as on a new connection.
+    """
+    lead = _lead(state)
+    peers = {node: replace(peer, is_shipping=True) for node, peer in lead.peers.items()}
+    state = replace(state, members=members, lead=replace(lead, peers=peers))
+    keep = KeepPromise(state.promised, state.promised_to, members)
+    return state, [keep, *(hello_to(state, node) for node in peers)]
+
+
+def has_stored_set(state: Replica, replicas: tuple[str, ...]) -> bool:
+    """Check that a majority of these replicas has stored the set of the record."""
+    generation = state.members.generation
+    peers = {peer.replica for peer in _lead(state).peers.values() if peer.generation >= generation}
+    return len({state.rules.replica, *peers}.intersection(replicas)) >= majority(replicas)
 
 
 def handle_appended(state: Replica, event: Appended) -> Step:
@@ -121,10 +163,24 @@ def has_quorum(state: Replica, others: Collection[str]) -> bool:
     """Check that `others` and this replica are a majority of each set that counts. With `--acks all`, the whole set."""
     lead, holders = _lead(state), {*others, state.rules.replica}
     return all(
-        len(holders.intersection(replicas)) >= (len(replicas) if state.rules.acks_all else majority(replicas))
-        for replicas in (lead.replicas, lead.joining)
-        if replicas
+        len(holders.intersection(replicas)) >= count for replicas, count in _counting_sets(state, lead)
     )
+
+
+def _counting_sets(state: Replica, lead: Lead) -> list[tuple[tuple[str, ...], int]]:
+    """List the sets that count, each with the number of its replicas that are needed.
+
+    A majority of the former set is enough also with `--acks all`, because it may contain a replica that is gone.
+    """
+    sets = [
+        (replicas, needed_count(state, replicas)) for replicas in (lead.replicas, lead.joining) if replicas
+    ]
+    return [*sets, (lead.former, majority(lead.former))] if lead.former else sets
+
+
+def needed_count(state: Replica, replicas: tuple[str, ...]) -> int:
+    """Compute how many of these replicas a commit needs: a majority, or all with `--acks all`."""
+    return len(replicas) if state.rules.acks_all else majority(replicas)
 
 
 def handle_shipped(state: Replica, event: Shipped) -> Step:
@@ -165,13 +221,13 @@ def handle_disconnect(state: Replica, node: str) -> Step:
     return replace(state, lead=lead), []
 
 
-def find_quorum_position(state: Replica, replicas: tuple[str, ...]) -> Position:
-    """Find the position up to which a majority of these replicas (all with `--acks all`) has the log on disk."""
+def find_position(state: Replica, replicas: tuple[str, ...], count: int) -> Position:
+    """Find the position up to which `count` of these replicas have the log on disk."""
     lead = _lead(state)
     ends = {peer.replica: peer.acked for peer in lead.peers.values() if peer.acked}
     ends[state.rules.replica] = state.log.end
     descending = sorted((ends.get(replica, BEGINNING) for replica in replicas), reverse=True)
-    return descending[-1 if state.rules.acks_all else majority(replicas) - 1]
+    return descending[count - 1]
 
 
 def is_of_own_epoch(lead: Lead, position: Position) -> bool:
@@ -180,9 +236,9 @@ def is_of_own_epoch(lead: Lead, position: Position) -> bool:
 
 
 def advance_commit(state: Replica) -> Step:
-    """Commit up to the position that a majority of the set, and during a change also of the new set, has on disk."""
+    """Commit up to the position that a majority of each set that counts has on disk."""
     lead = _lead(state)
-    end = min(find_quorum_position(state, replicas) for replicas in (lead.replicas, lead.joining) if replicas)
+    end = min(find_position(state, replicas, count) for replicas, count in _counting_sets(state, lead))
     if end <= lead.committed or not is_of_own_epoch(lead, end):
         return state, []
     state = replace(state, lead=replace(lead, committed=end), committed_seq=end.seq, applied_seq=end.seq)
@@ -198,7 +254,11 @@ def handle_tick(state: Replica) -> Step:
     lead = _lead(state)
     if not may_keep_leading(state, state.now_ms):
         return stop_leading(state, "the lease is over")
-    if state.now_ms - max(_majority_heard_ms(state), lead.since_ms) > state.rules.quorum_ms:
+    heard_ms = {peer.replica: peer.heard_ms for peer in lead.peers.values()}
+    if (
+        state.now_ms - max(_majority_ms(state, lead.replicas, heard_ms), lead.since_ms)
+        > state.rules.quorum_ms
+    ):
         return stop_leading(state, "no majority answers")
     ping = Ping(lead.epoch, state.wall_ms, state.now_ms, lead.committed.seq)
     deviations_ms = clock_deviations_ms(state)
@@ -210,15 +270,16 @@ def handle_tick(state: Replica) -> Step:
 
 
 def handle_pong(state: Replica, node: str, pong: Pong) -> Step:
-    """Record that a replica has answered, and the offset of its clock, if the answer was quick."""
-    state, effects = note_answer(state, node)
+    """Record that a replica has answered this PING, and the offset of its clock, if the answer was quick."""
     lead = _lead(state)
+    if node not in lead.peers:
+        return state, []
+    peer = replace(lead.peers[node], heard_ms=state.now_ms, answered_ms=pong.boot_ms)
     round_trip_ms = state.now_ms - pong.boot_ms
     # The other clock was read at an unknown moment of the round trip, so a slow answer is too imprecise.
-    if node in lead.peers and 0 <= round_trip_ms <= QUICK_MS:
-        peer = replace(lead.peers[node], clock_ahead_ms=pong.wall_ms - (state.wall_ms - round_trip_ms // 2))
-        state = replace(state, lead=_with_peer(lead, node, peer))
-    return state, effects
+    if 0 <= round_trip_ms <= QUICK_MS:
+        peer = replace(peer, clock_ahead_ms=pong.wall_ms - (state.wall_ms - round_trip_ms // 2))
+    return replace(state, lead=_with_peer(lead, node, peer)), []
 
 
 def clock_deviations_ms(state: Replica) -> dict[str, int]:
@@ -252,18 +313,32 @@ def may_keep_leading(state: Replica, now_ms: int) -> bool:
     )
 
 
-def _majority_heard_ms(state: Replica) -> int:
-    """Find the latest time since which a majority has answered. This replica counts as answering now."""
+def confirmed_ms(state: Replica) -> int:
+    """Find the latest boot time at which a majority of each set is known to have promised no later epoch.
+
+    A replica that answers a PING has promised no later epoch since before the PING was sent. No later leader can have
+    committed a row by then, because it needs the promises of a majority.
+    """
     lead = _lead(state)
-    heard_ms = {peer.replica: peer.heard_ms for peer in lead.peers.values()}
-    heard_ms[state.rules.replica] = state.now_ms
-    return sorted((heard_ms.get(replica, 0) for replica in lead.replicas), reverse=True)[
-        majority(lead.replicas) - 1
-    ]
+    answered_ms = {peer.replica: peer.answered_ms for peer in lead.peers.values()}
+    sets = (lead.replicas, lead.joining, lead.former)
+    return min(_majority_ms(state, replicas, answered_ms) for replicas in sets if replicas)
+
+
+def _majority_ms(state: Replica, replicas: tuple[str, ...], times_ms: dict[str, int]) -> int:
+    """Find the latest time that a majority of these replicas has reached. This replica counts with the present."""
+    times_ms = {**times_ms, state.rules.replica: state.now_ms}
+    descending = sorted((times_ms.get(replica, 0) for replica in replicas), reverse=True)
+    return descending[majority(replicas) - 1]
 
 
 def stop_leading(state: Replica, reason: str) -> Step:
-    """End this leader's process. The next start reads the log from the disk and begins as a follower."""
+    """End this leader's process. The next start reads the log from the disk and begins as a follower.
+
+    A replica that is still SYNCING has served nothing, so it becomes a follower in the same process.
+    """
+    if state.role is Role.SYNCING:
+        return replace(state, role=Role.FOLLOWER, lead=None), [HangUp(), Resign()]
     stopped = replace(state, role=Role.STOPPED, lead=None, seal=None, source=None)
     return stopped, [StopServing(reason), HangUp(), Resign()]
 

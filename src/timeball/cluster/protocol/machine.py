@@ -6,6 +6,9 @@ A new set counts *in addition to* the old one, from before its swap is proposed.
 in the record that it swaps: the old set until the leader's swap, the new set afterwards. So a commit must have a
 majority in both. The swap is proposed when everything committed has a majority in the new set too. If the answer to the
 swap is lost, both sets count until the record is read again.
+
+After the swap, the leader and the other replicas store the new set beside their promise. The former set counts until a
+majority of it has done so. A second swap then removes it from the record, and the change has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from timeball.cluster.protocol import election, following, leading
-from timeball.cluster.protocol.effects import Effect, Hold, Holder, PassOn, Propose
+from timeball.cluster.protocol.effects import Effect, Hold, Holder, PassOn, Propose, Send
 from timeball.cluster.protocol.events import (
     Appended,
     Connected,
@@ -32,7 +35,7 @@ from timeball.cluster.protocol.events import (
     Tick,
 )
 from timeball.cluster.protocol.following import Step
-from timeball.cluster.protocol.leading import find_quorum_position, stop_leading
+from timeball.cluster.protocol.leading import find_position, needed_count, stop_leading
 from timeball.cluster.protocol.messages import (
     Ack,
     Begin,
@@ -116,18 +119,22 @@ def _then_advance(state: Replica, effects: list[Effect]) -> Step:
 
 
 def _receive(state: Replica, node: str, message: Message) -> Step:
+    if isinstance(message, Hello) and following.is_of_older_set(state, message):
+        return state, [Send(node, Refuse(message.epoch, state.members.generation))]
     if isinstance(message, Hello) and message.epoch > state.promised:
+        effects: list[Effect] = []
         if state.role in LEADS:
-            return leading.stop_leading(state, f"epoch {message.epoch} has begun")
-        if state.role is Role.SEALING:
+            state, effects = leading.stop_leading(state, f"epoch {message.epoch} has begun")
+        elif state.role is Role.SEALING:
             state, effects = election.give_up(state)
-            state, further_effects = following.receive(state, node, message)
-            return state, effects + further_effects
-        return following.receive(state, node, message)
+        if state.role is Role.STOPPED:
+            return state, effects
+        state, further_effects = following.receive(state, node, message)
+        return state, effects + further_effects
     if isinstance(message, Refuse):
         # A REFUSE of a lower epoch comes from an older connection. One of the same epoch comes from a replica that has
         # promised it to another: etcd was restored from an old copy.
-        return _handle_refusal(state, message) if message.epoch >= state.promised else (state, [])
+        return _handle_refusal(state, node, message) if message.epoch >= state.promised else (state, [])
     if state.epoch and message.epoch == state.epoch and not isinstance(message, Hello):
         return _handle_answer(state, node, message)
     return following.receive(state, node, message)
@@ -159,11 +166,14 @@ def _handle_answer(state: Replica, node: str, message: Message) -> Step:
     return _then_advance(state, effects)
 
 
-def _handle_refusal(state: Replica, message: Refuse) -> Step:
-    """Stop leading, or give up the candidacy: another replica has promised a later epoch."""
-    if state.role in LEADS:
+def _handle_refusal(state: Replica, node: str, message: Refuse) -> Step:
+    """Stop leading, or give up the candidacy: another replica has promised a later epoch, or knows a newer set.
+
+    A leader is elected already, so a newer set cannot be in use (`following.is_of_older_set`).
+    """
+    if state.role in LEADS and not message.generation:
         return leading.stop_leading(state, f"epoch {message.epoch} is promised")
-    return election.give_up(state) if state.role is Role.SEALING else (state, [])
+    return election.handle_refusal(state, message, node) if state.role is Role.SEALING else (state, [])
 
 
 def _handle_disconnect(state: Replica, event: Disconnected) -> Step:
@@ -219,7 +229,12 @@ def advance(state: Replica) -> Step:
         return state, []
     if lead.hand_over_node:
         return _propose_hand_over(state, lead)
+    if lead.former:
+        return _propose_end_of_change(state, lead)
     if not lead.joining:
+        # Also false until a majority of the set runs a version that stores sets.
+        if not leading.has_stored_set(state, lead.replicas):
+            return state, []
         # If a node of the wanted set has come back with another incarnation, the wanted one never catches up.
         is_outdated = any(lead.peers[n].replica != r for r in lead.wanted if (n := node_of(r)) in lead.peers)
         wanted = _replace_incarnations(lead) if is_outdated else lead.wanted or _replace_incarnations(lead)
@@ -233,14 +248,17 @@ def advance(state: Replica) -> Step:
     if new_set_end(state) < lead.committed:
         return state, []
     assert state.record
-    record = replace(state.record, replicas=lead.joining, generation=state.record.generation + 1)
+    record = replace(
+        state.record, replicas=lead.joining, generation=state.record.generation + 1, former=lead.replicas
+    )
     return _propose(state, lead, Propose(state.revision, record, Holder.KEEP))
 
 
 def new_set_end(state: Replica) -> tuple[int, int, int]:
     """Find the position up to which a majority of the new set has the log."""
     assert state.lead
-    return find_quorum_position(state, state.lead.joining)
+    joining = state.lead.joining
+    return find_position(state, joining, needed_count(state, joining))
 
 
 def handle_proposed(state: Replica, event: Proposed) -> Step:
@@ -266,15 +284,32 @@ def handle_seen(state: Replica, event: Seen) -> Step:
         )
         return state, [Hold()] if lost_holder else []
     if event.record.leader != state.rules.replica or event.record.epoch != state.lead.epoch:
-        return stop_leading(state, "another leads")
+        state, effects = stop_leading(state, "another leads")
+        if state.role is Role.STOPPED:
+            return state, effects
+        state, further_effects = election.handle_seen(state, event)
+        return state, effects + further_effects
     return _adopt(state, event.revision, event)
 
 
 def _adopt(state: Replica, revision: int, event: Seen | Proposed) -> Step:
-    """Store the record: from now on only its set counts."""
+    """Store the record: from now on only its set counts, and the former one until the change has ended."""
     assert state.lead
-    lead = replace(state.lead, replicas=event.record.replicas, joining=(), is_proposed=False)
-    return advance(replace(state, revision=revision, record=event.record, lead=lead))
+    record = event.record
+    lead = replace(state.lead, replicas=record.replicas, former=record.former, joining=(), is_proposed=False)
+    effects: list[Effect] = []
+    state = replace(state, revision=revision, record=record, lead=lead)
+    if record.members != state.members:
+        state, effects = leading.announce_set(state, record.members)
+    return _then_advance(state, effects)
+
+
+def _propose_end_of_change(state: Replica, lead: Lead) -> Step:
+    """Propose the record without the former set, once a majority of it has stored the new one."""
+    if not leading.has_stored_set(state, lead.former):
+        return state, []
+    assert state.record
+    return _propose(state, lead, Propose(state.revision, replace(state.record, former=()), Holder.KEEP))
 
 
 def _propose_hand_over(state: Replica, lead: Lead) -> Step:

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from timeball.model import limits
-from timeball.model.errors import PeerError
+from timeball.model.errors import UNDECODABLE, PeerError
 
 # ---- positions in a log, and the comparison of two logs ------------------------------------------------------
 # A position is the ordinal of a segment and a byte in it, together with `seq`, the sequence number after the rows
@@ -121,6 +121,13 @@ def extend(ends: Ends, epoch: int, position: Position) -> Ends:
     return (*ends, EpochEnd(epoch, *position))
 
 
+class Members(msgspec.Struct, frozen=True):
+    """A set of replicas of the group, as it was in the record. The sets are numbered in their order."""
+
+    generation: int = 0  # 0: no set is known
+    replicas: tuple[str, ...] = ()
+
+
 # ---- the messages --------------------------------------------------------------------------------------------
 
 MAGIC = 0x31524254  # "TBR1" in a hex dump
@@ -209,10 +216,14 @@ class Hello(Message, frozen=True):
     group: str
     replica: str  # the sender's
     version: int = VERSION
+    members: Members = Members()  # the set in the record by which the sender leads or is a candidate
+    is_elected: bool = False  # a majority of the set has promised the epoch
 
     def payload(self) -> bytes:
         """Encode the fields as JSON."""
-        return msgspec.json.encode(HelloJson(self.group, self.replica, self.version))
+        return msgspec.json.encode(
+            HelloJson(self.group, self.replica, self.version, self.members, self.is_elected)
+        )
 
     @classmethod
     def decode_payload(cls, payload: bytes) -> dict[str, object]:
@@ -330,10 +341,13 @@ class Promise(Message, frozen=True):
     ends: tuple[EpochEnd, ...]
     version: int = VERSION
     first_seq: int = 0  # first row in the log: retention has deleted the rows before it
+    generation: int = 0  # of the set of replicas that the sender has stored
 
     def payload(self) -> bytes:
         """Encode the fields as JSON."""
-        return msgspec.json.encode(PromiseJson(self.replica, self.ends, self.version, self.first_seq))
+        return msgspec.json.encode(
+            PromiseJson(self.replica, self.ends, self.version, self.first_seq, self.generation)
+        )
 
     @classmethod
     def decode_payload(cls, payload: bytes) -> dict[str, object]:
@@ -345,9 +359,13 @@ class Promise(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Refusal: the sender has promised this later epoch, so the receiver must not lead."""
+    """Refusal: the sender has promised this later epoch, so the receiver must not lead.
 
-    TYPE = 12
+    With a generation: the sender knows this newer set of replicas, so the receiver must not be elected by its set.
+    """
+
+    TYPE, HEADER_FIELDS = 12, (None, None, "generation", None)
+    generation: int = 0
 
 
 class Ack(Message, frozen=True):
@@ -401,6 +419,8 @@ class HelloJson(msgspec.Struct, frozen=True):
     group: str
     replica: str
     version: int
+    members: Members = Members()
+    is_elected: bool = False
 
 
 class PromiseJson(msgspec.Struct, frozen=True):
@@ -410,6 +430,7 @@ class PromiseJson(msgspec.Struct, frozen=True):
     ends: tuple[EpochEnd, ...]
     version: int
     first_seq: int = 0
+    generation: int = 0
 
 
 _TYPES = (
@@ -467,7 +488,7 @@ def read_message(header: Header, payload: bytes) -> Message:
 def _read_json(payload: bytes, kind: type[JsonPayload]) -> JsonPayload:
     try:
         return msgspec.json.decode(payload, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise PeerError(f"{kind.__name__} cannot be read: {error}") from error
 
 

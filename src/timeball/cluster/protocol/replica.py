@@ -19,7 +19,7 @@ Rule 1: a step that raises `promised` lists a KeepPromise effect before any mess
 sent in a lower epoch (I2).
 Rule 2: a replica enters SEALING only with an epoch above `promised`, so neither a crash nor an outdated read of the
 record makes it lead twice in one epoch (I1).
-Rule 3: a replica that has led does not become a follower in the same process. It stops, and the next start reads the
+Rule 3: a replica that has served does not become a follower in the same process. It stops, and the next start reads the
 disk.
 
 "I1", "I2" and so on are the invariants in docs/cluster-protocol.md.
@@ -31,7 +31,7 @@ from enum import StrEnum
 
 import msgspec
 
-from timeball.cluster.protocol.messages import BEGINNING, Ends, Position, Promise, last_position
+from timeball.cluster.protocol.messages import BEGINNING, Ends, Members, Position, Promise, last_position
 
 # ---- the record of a group -----------------------------------------------------------------------------------
 # The record is the entry in the coordinator that each change of leader replaces by compare-and-swap. A replica is a
@@ -40,13 +40,25 @@ from timeball.cluster.protocol.messages import BEGINNING, Ends, Position, Promis
 # until a leader has seen that it has all committed rows and has added it to the record.
 
 
-class Record(msgspec.Struct, frozen=True):
+# A change of the set ends when a majority of the former set has stored the new one beside its promise. Until then,
+# commits need a majority of the former set as well. So when etcd is restored from an older copy, the set in this copy
+# either has all committed rows, or a majority of it knows that it is not the last one.
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """The leader of an epoch, and the replicas whose promises and acknowledgements count."""
 
     epoch: int
     leader: str  # a replica; empty before the first election
     replicas: tuple[str, ...]
     generation: int = 1  # number of this set of replicas: grows by 1 with each change of the set
+    # The set before, until a majority of it is known to have stored this one.
+    former: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> Members:
+        """The set of replicas with its number."""
+        return Members(self.generation, self.replicas)
 
 
 def node_of(replica: str) -> str:
@@ -96,6 +108,12 @@ class Rules(msgspec.Struct, frozen=True):
     # `defer_ms`, so that others become candidates first.
     deviation_ms_max: int = 500
     defer_ms: int = 10_000
+    # A replica waits before it becomes a candidate if the coordinator is slow, or if the last epochs have been short:
+    # see `election.back_off_ms`.
+    quick_etcd_ms: int = 125
+    steady_ms: int = 10_000  # a shorter epoch is short
+    back_off_ms: int = 250  # after the third short epoch, and twice as long after each further one
+    back_off_ms_max: int = 4_000
     # A replica syncs after at most this many bytes. So a torn batch is no longer than this, and recovery can tell a
     # torn batch from damage (log/recovery.py).
     batch_bytes: int = 8 << 20
@@ -141,6 +159,7 @@ class Seal(msgspec.Struct, frozen=True):
     since_ms: int
     promises: dict[str, Promise]  # by node
     fetching: str = ""  # the node whose longer log is being fetched
+    refused_by: frozenset[str] = frozenset()  # nodes that know a newer set of replicas
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -151,11 +170,13 @@ class Peer(msgspec.Struct, frozen=True):
     acked: Position | None = None  # None until the replica has confirmed the end of the common log
     is_shipping: bool = False  # older frames are being read from the segments for it
     heard_ms: int = 0  # boot clock at its last answer
+    answered_ms: int = 0  # boot clock when the last PING that it has answered was sent
     # End of this leader's log when the connection began. A replica may join the set once it has the data files of all
     # rows below it. The files of later rows need no check: a majority had each file before its row was appended.
     seq_at_connect: int = 0
     complete_seq: int = -1  # it has the data files of all rows below this one
     clock_ahead_ms: int | None = None  # its clock minus this one, from its last quick answer; None: unknown
+    generation: int = 0  # of the set of replicas that it has stored
 
 
 class Lead(msgspec.Struct, frozen=True):
@@ -169,12 +190,13 @@ class Lead(msgspec.Struct, frozen=True):
     committed: Position = BEGINNING
     wanted: tuple[str, ...] = ()  # the set that an operator requested; it does not count yet
     joining: tuple[str, ...] = ()  # the new set: commits need its majority as well, until it is in the record
+    former: tuple[str, ...] = ()  # as in the record: commits need a majority of it as well
     is_proposed: bool = False  # a swap of the record is in flight
     hand_over_node: str = ""  # the node to which this leader hands over
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """The whole state. Only `promised` and `log` are read from the disk at a start."""
+    """The whole state. Only the promise, with its set of replicas, and the log are read from the disk at a start."""
 
     rules: Rules
     role: Role = Role.LEARNER
@@ -182,11 +204,17 @@ class Replica(msgspec.Struct, frozen=True):
     promised_to: str = (
         ""  # the replica to which this epoch is promised; "" if only the log proves the promise
     )
+    members: Members = Members()  # the newest set of replicas that this one knows, stored with the promise
+    # A majority of the record's set has refused to elect this replica, because it knows the set of this number.
+    refused_generation: int = 0
     log: Log = Log()
     first: Position = BEGINNING  # begin of the log, after the segments that retention has deleted
     revision: int = 0  # of the record; records of older revisions are ignored
     record: Record | None = None
     revised_ms: int = 0  # when this revision was first read
+    epoch_since_ms: int = 0  # when the record's epoch was first read
+    short_epochs: int = 0  # number of short epochs before this one
+    etcd_ms: int = 0  # round trip of the last read of the record
     now_ms: int = 0  # the boot clock
     wall_ms: int = 0
     lease_until_ms: int = 0

@@ -33,7 +33,7 @@ from timeball.cluster.protocol.replica import Replica, Role, node_of
 from timeball.io.clock import Clock
 from timeball.io.files import Files, full_disk_as_over_limit
 from timeball.model import limits
-from timeball.model.errors import NotFound, NotLeader, OverLimit, PeerError, TimeballError
+from timeball.model.errors import LEADS_NO_MORE, NotFound, NotLeader, OverLimit, PeerError, TimeballError
 from timeball.table import live_files
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.layout import FOLDER
@@ -571,7 +571,7 @@ class Shipment:
     def recount(self, state: Replica) -> None:
         """Count again, because the set of replicas may have changed. Fail if this node does not lead any more."""
         if state.role is not Role.LEADER or state.lead is None:
-            self.fail(NotLeader("this node leads no more; ask again, another one answers soon"))
+            self.fail(NotLeader(LEADS_NO_MORE))
             return
         self._unfinished = {path for path in self._unfinished if not has_quorum(state, self._holders[path])}
         self._end_if_done()
