@@ -1,0 +1,28 @@
+"""Shrink the list of what made a run fail: delta debugging, as in Zeller's and Hildebrandt's ddmin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def shrink(items: Sequence[T], fails: Callable[[list[T]], bool]) -> list[T]:
+    """Return a part of `items`, in their order, that fails, and that passes without any single one of its items.
+
+    `items` must fail.
+    """
+    kept, parts = list(items), 2
+    while kept:
+        size = -(-len(kept) // parts)
+        for begin in range(0, len(kept), size):
+            rest = kept[:begin] + kept[begin + size :]
+            if fails(rest):
+                kept, parts = rest, max(parts - 1, 2)
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(2 * parts, len(kept))
+    return kept
