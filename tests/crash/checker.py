@@ -3,12 +3,12 @@
 It does not know how the rows were produced. It has tests of its own (test_checker.py), because a checker that
 finds nothing makes every harness pass. Its words:
 
-    lost          acknowledged, never cancelled, and not in its queue
-    doubled       in its queue, or settled in the log, more than once
+    lost          acknowledged, never cancelled, and not in its queue; given up, and no dead letter
+    doubled       in its queue, among the dead letters, or settled in the log, more than once
     early         visible before its due time, or its record says so
     resurrected   delivered although a cancel was acknowledged
     corrupted     delivered with another body, due time or topic
-    unexpected    delivered although it was never sent
+    unexpected    delivered although it was never sent, or a dead letter that no consumer gave up
     moved         seen by a consumer before the crash, and now at another position
     gap           the offsets of a queue are not dense, or not in the order of the log
     misjudged     a cancel got a false verdict
@@ -66,6 +66,8 @@ class Sent:
     acked: bool = False
     is_at_least: bool = False  # the delay of a level begins with the broker's clock: it is due then or later
     maybe_due: set[int] = field(default_factory=set)  # requested moves without an answer
+    former_ms: set[int] = field(default_factory=set)  # due times before shifts, which a late release may show
+    maybe_topics: set[str] = field(default_factory=set)  # of requested moves by selections
 
     def move(self, due_ms: int) -> None:
         """A move was answered: it is due then, unless another move is in flight."""
@@ -81,6 +83,8 @@ class Observed:
 
     sent: dict[str, Sent] = field(default_factory=dict)
     cancel_asked: set[str] = field(default_factory=set)
+    dead_asked: dict[str, str] = field(default_factory=dict)  # keys given up, and the topics of dead letters
+    dead: set[str] = field(default_factory=set)  # those of `dead_asked` that were answered
     verdicts: dict[str, list[str]] = field(default_factory=dict)
     seen: dict[Place, Row] = field(default_factory=dict)
     early: list[Fault] = field(default_factory=list)
@@ -88,6 +92,9 @@ class Observed:
     topics: dict[str, int] = field(default_factory=dict)
     campaigns: dict[str, list[str]] = field(default_factory=dict)  # the keys of each
     paused_ms: dict[str, int] = field(default_factory=dict)  # of those whose pause was answered
+    held_ms: dict[str, int] = field(
+        default_factory=dict
+    )  # the same for messages that selections hold, by key
 
     def see(self, row: Row, now_ms: int) -> None:
         """A consumer received this row at `now_ms`."""
@@ -110,6 +117,7 @@ class Outcome:
     )  # (topic, queue): kept offsets
     offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
     waited: list[Row] = field(default_factory=list)  # what stands in the queues of delay levels
+    dead: list[Row] = field(default_factory=list)  # what stands in the topics of dead letters
     scheduled_rows: set[int] = field(default_factory=set)  # sequence numbers of those in the log
     settled: list[int] = field(default_factory=list)  # source_seq of each release and cancel in the log
 
@@ -120,6 +128,7 @@ def check(observed: Observed, outcome: Outcome) -> list[Fault]:
         *observed.early,
         *_deliveries(observed, outcome),
         *_rows(observed, outcome),
+        *_dead_letters(observed, outcome),
         *_queues(outcome),
         *_seen(observed, outcome),
         *_verdicts(observed, outcome),
@@ -154,16 +163,33 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
         due_ms = row.due_ms if sent.is_at_least and (row.due_ms or 0) >= (sent.due_ms or 0) else sent.due_ms
         if row.due_ms in sent.maybe_due:
             due_ms = row.due_ms
-        if (row.body, row.due_ms, row.place.topic) != (sent.body, due_ms, sent.topic):
+        if row.due_ms in sent.former_ms and row.store_ms >= min({sent.due_ms or 0} | sent.maybe_due):
+            due_ms = row.due_ms
+        topic = row.place.topic if row.place.topic in sent.maybe_topics else sent.topic
+        if (row.body, row.due_ms, row.place.topic) != (sent.body, due_ms, topic):
             yield Fault("corrupted", f"{row.key} at {row.place}: {len(row.body)} bytes, due {row.due_ms}")
         if row.due_ms is not None and row.store_ms < row.due_ms:
             yield Fault("early", f"{row.key} due {row.due_ms} was released at {row.store_ms}")
 
 
+def _dead_letters(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
+    """A message is a dead letter at most once, and once if its consumer was told so."""
+    topics = set(observed.dead_asked.values())
+    counts = Counter((row.place.topic, row.key) for row in outcome.dead)
+    for (topic, key), count in counts.items():
+        if count > 1:
+            yield Fault("doubled", f"{key} stands {count} times in {topic}")
+        if topic in topics and observed.dead_asked.get(key) != topic:
+            yield Fault("unexpected", f"{key} stands in {topic}")
+    for key in observed.dead:
+        if not counts[observed.dead_asked[key], key]:
+            yield Fault("lost", f"{key} was given up, and is not in {observed.dead_asked[key]}")
+
+
 def _queues(outcome: Outcome) -> Iterator[Fault]:
     """Offsets are dense over the kept rows, and ascend with the log."""
     by_queue: dict[tuple[str, int], list[Row]] = {queue: [] for queue in outcome.ranges}
-    for row in [*outcome.rows, *outcome.waited]:
+    for row in [*outcome.rows, *outcome.waited, *outcome.dead]:
         by_queue.setdefault((row.place.topic, row.place.queue_id), []).append(row)
     for queue, rows in by_queue.items():
         low, high = outcome.ranges.get(queue, (0, 0))

@@ -169,6 +169,31 @@ SELECT: Scenario = [
     lambda w: w.stop(),
 ]
 
+# The other operations of selections. Each message has exactly the due time and topic of its operations.
+OPERATE: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [500, 2 * SECOND_MS, FAR_MS, 2 * HOUR_MS]),  # k0 to k3
+    lambda w: w.compact(),
+    lambda w: w.send("b", [3 * SECOND_MS, FAR_MS, 2 * HOUR_MS]),  # k4 to k6
+    lambda w: w.operate(keys(0, 1, 2, 3), topics=["a"], action="shift", shift_ms=HOUR_MS),
+    lambda w: w.operate(keys(*range(7)), where="TRUE", action="pause"),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.checkpoint(),
+    lambda w: w.operate(keys(4, 5, 6), topics=["b"], action="move", to_topic="a"),
+    lambda w: w.advance(3 * SECOND_MS),
+    lambda w: w.take_back(0, keys(0, 1, 2, 3)),
+    lambda w: w.operate(keys(*range(7)), topics=["a"], action="resume"),
+    lambda w: w.compact(),
+    lambda w: w.broker.selections.count(),
+    lambda w: w.restart(),
+    lambda w: w.wake(),
+    lambda w: w.operate(keys(3, 6), from_ms=w.clock.wall + HOUR_MS, action="release"),
+    lambda w: w.consume(),
+    lambda w: w.let_go(),
+    lambda w: w.advance(FAR_MS),
+    lambda w: w.stop(),
+]
+
 # Segments that fill up and are removed, with pending messages in them. Files without pending messages are removed.
 ROLL: Scenario = [
     lambda w: w.start(),
@@ -266,6 +291,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bulk": BULK,
     "campaign": CAMPAIGN,
     "select": SELECT,
+    "operate": OPERATE,
     "roll": ROLL,
     **kept_scenarios.SCENARIOS,
     **dispatch_scenarios.SCENARIOS,

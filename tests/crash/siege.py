@@ -16,14 +16,15 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tests.cli.processes import COMMAND, Running
-from tests.crash.checker import Fault, Observed, Outcome, Sent, check
+from tests.crash.checker import Fault, Observed, Outcome, Row, Sent, check
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, as_rows
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import BOUND_S, eventually, running_node
@@ -34,7 +35,14 @@ from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import OutOfRange, Unavailable
-from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
+from timeball.model.message import (
+    DLQ_PREFIX,
+    RETRY_PREFIX,
+    SCHEDULE_TOPIC,
+    Kind,
+    encode_properties,
+    pairs_of,
+)
 from timeball.node.inspect_folder import FolderDump, InspectedFrame
 
 AHEAD_MS = 26 * HOUR_MS
@@ -74,10 +82,11 @@ main()
 class BrokerProcess:
     """`timeball serve` on one folder and the same ports in all its lives."""
 
-    def __init__(self, data: Path, options: dict[str, str], *, loads_late: bool = False) -> None:
+    def __init__(self, data: Path, options: dict[str, str], program: Sequence[str] = COMMAND) -> None:
         self.data = data
-        self._program = [sys.executable, "-c", LATE_LOADING] if loads_late else COMMAND
-        self._options = [word for name, value in options.items() for word in (f"--{name}", value)]
+        self._program = program
+        # A flag has no value.
+        self._options = [word for name, value in options.items() for word in (f"--{name}", value) if word]
         self._port, self._http_port, self._remoting_port = free_ports(3)
         self._process: Running | None = None
         self.endpoint = ""
@@ -118,9 +127,20 @@ class BrokerProcess:
         return Timeball(f"http://127.0.0.1:{self._http_port}", flight=self.endpoint, **options)
 
     @property
+    def pid(self) -> int:
+        """The pid of the running process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def remoting_port(self) -> int:
         """The address for RocketMQ clients."""
         return self._remoting_port
+
+    @property
+    def http_port(self) -> int:
+        """The port for HTTP clients."""
+        return self._http_port
 
     def kill(self) -> None:
         """SIGKILL, without a request to the process. An earlier end for another reason is a failure."""
@@ -151,7 +171,8 @@ class Siege:
         `pause_ms`: the pause of each client after each step. Without a pause they use the whole machine."""
         self._pause_s = pause_ms / 1_000
         chosen = {**(BUSY if options is None else options), "strategy": schedule}
-        self.broker = BrokerProcess(data, chosen, loads_late=options is None)
+        program = [sys.executable, "-c", LATE_LOADING] if options is None else COMMAND
+        self.broker = BrokerProcess(data, chosen, program)
         self._compacts = schedule == "hour_log"
         self.seed = seed
         self.observed = Observed()
@@ -176,8 +197,10 @@ class Siege:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end_clients()
-        self.broker.clear()
+        try:
+            self.end_clients()
+        finally:
+            self.broker.clear()
 
     # -- the attack -------------------------------------------------------------------------------------------
 
@@ -246,10 +269,14 @@ class Siege:
         self.end_clients()
         self.broker.kill()
         self._note_saved_offsets()
+        return self.compared(self.broker.data, schedule)
+
+    def compared(self, data: Path, schedule: str = "hour_log") -> list[Fault]:
+        """Let everything in a folder without a broker become due, and compare it with the answers to clients."""
         sent = self.observed.sent.values()
         last_due_ms = max((ms for one in sent for ms in (one.due_ms or 0, *one.maybe_due)), default=0)
         with (
-            running_node(self.broker.data, Ahead(), strategy=schedule) as node,
+            running_node(data, Ahead(), strategy=schedule) as node,
             node.client() as ball,
         ):
             eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")
@@ -280,7 +307,7 @@ class Siege:
         ]
         for key, value in itertools.chain.from_iterable(map(pairs_of, rows)):
             of, _, topic = (key or "").removeprefix("offsets/").partition("@")
-            if (key or "").startswith("offsets/") and topic:
+            if of == GROUP and (key or "").startswith("offsets/") and topic:
                 mine = self.observed.saved_offsets.setdefault((of, topic), {})
                 for queue, offset in json.loads(value).items():
                     # Not below an earlier life's: that would be a step back.
@@ -296,13 +323,19 @@ class Siege:
                     self._up.wait(BOUND_S)
                     try:
                         step(self, ball, rng)
-                    except (Unavailable, OSError, EOFError):
+                    except Exception as error:
+                        if not self.is_lost(error):
+                            raise
                         self.note("unavailable")
                         pause.wait(0.005)  # the broker is gone, and `_up` does not say so yet
                     self._over.wait(self._pause_s)
         except BaseException as error:
             self._broken.append(error)
             self.note("broken")
+
+    def is_lost(self, error: Exception) -> bool:
+        """Whether the answer of the call that raised this is lost, and not wrong."""
+        return isinstance(error, (Unavailable, OSError, EOFError))
 
     def note(self, event: str, count: int = 1) -> None:
         with self._changed:
@@ -474,20 +507,31 @@ def outcome(ball: Timeball) -> Outcome:
         if topic.startswith(RETRY_PREFIX):
             continue  # copies for consumers that had not answered: the message stands in its own topic
         found.offsets[(GROUP, topic)] = ball.offsets(GROUP, topic)
-        into = found.waited if topic == SCHEDULE_TOPIC else found.rows
+        is_dead = topic.startswith(DLQ_PREFIX)
+        into = found.waited if topic == SCHEDULE_TOPIC else found.dead if is_dead else found.rows
         for queue, span in ball.queues(topic).items():
             found.ranges[(topic, queue)] = (span.min, span.max)
-            low = span.min
-            while low < span.max:
-                rows = as_rows(ball.read_queue(topic, queue, low, 5_000).read_all())
-                assert rows, f"queue {queue} of {topic} ends at {span.max} and gives nothing at {low}"
-                into += rows
-                low += len(rows)
+        into += rows_of(ball, topic)
     log: dict[str, Any] = ball.status()["log"]
-    promised = [Kind.SCHEDULED]
-    kinds = (*promised, Kind.RELEASE, Kind.CANCEL)
+    kinds = (Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL)
     for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
-        is_scheduled_row = np.isin(batch.column("kind").to_numpy(), promised)
-        found.scheduled_rows.update(batch.column("seq").to_numpy()[is_scheduled_row].tolist())
+        # A half message waits for no due time. A message for a retry may be due after the end of the test.
+        counts = np.asarray(batch.column("due_ms").is_valid())
+        counts &= ~np.asarray(pc.starts_with(batch.column("topic"), RETRY_PREFIX).fill_null(False))
+        is_scheduled_row = batch.column("kind").to_numpy() == Kind.SCHEDULED
+        found.scheduled_rows.update(batch.column("seq").to_numpy()[is_scheduled_row & counts].tolist())
         found.settled += batch.column("source_seq").filter(pa.array(~is_scheduled_row)).to_pylist()
+    return found
+
+
+def rows_of(ball: Timeball, topic: str) -> list[Row]:
+    """Read all rows of a topic."""
+    found: list[Row] = []
+    for queue, span in ball.queues(topic).items():
+        low = span.min
+        while low < span.max:
+            rows = as_rows(ball.read_queue(topic, queue, low, 5_000).read_all())
+            assert rows, f"queue {queue} of {topic} ends at {span.max} and gives nothing at {low}"
+            found += rows
+            low += len(rows)
     return found

@@ -96,7 +96,7 @@ def found_after(cut: Cut, image: CrashFiles) -> Look:
                 world.broker.attach_state.watermark,
                 world.broker.scheduling.outcomes.cursor,
             )
-            found["moved"] = sorted(world.broker.scheduling.outcomes.moved.rows())
+            found["moved"] = world.broker.scheduling.outcomes.moved.copied()().tolist()
             await world.advance(AFTER_MS)
             await world.consume()
             outcome = await world.outcome()

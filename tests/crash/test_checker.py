@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.crash.checker import Observed, Outcome, Place, Row, Sent, check
 
+DEAD = "%DLQ%g"
+
 
 def row(key: str, offset: int, *, due_ms: int | None = 50, store_ms: int = 60, queue_id: int = 0) -> Row:
     return Row(Place("t", queue_id, offset), key, key.encode(), due_ms, store_ms, 100 + offset, 10 + offset)
@@ -84,6 +86,43 @@ def test_the_queues_of_levels_are_dense_too() -> None:
     assert check(observed, outcome) == [], "what waits there is not delivered"
     del outcome.waited[0]
     assert kinds(observed, outcome) == {"gap"}
+
+
+def dead(key: str, offset: int) -> Row:
+    return row(key, offset)._replace(place=Place(DEAD, 0, offset))
+
+
+def give_up(observed: Observed, outcome: Outcome) -> None:
+    """A consumer gave up "a" with an answer, and "b" without one."""
+    observed.dead_asked, observed.dead = {"a": DEAD, "b": DEAD}, {"a"}
+    outcome.dead = [dead("a", 0)]
+    outcome.ranges[(DEAD, 0)] = (0, 1)
+
+
+def test_a_message_that_was_given_up_is_a_dead_letter_and_stands_in_its_queue() -> None:
+    observed, outcome = world()
+    give_up(observed, outcome)
+    assert check(observed, outcome) == []
+    outcome.dead.append(dead("b", 1))
+    outcome.ranges[(DEAD, 0)] = (0, 2)
+    assert check(observed, outcome) == []
+
+
+def lose_a_dead_letter(observed: Observed, outcome: Outcome) -> None:
+    give_up(observed, outcome)
+    outcome.dead, outcome.ranges[(DEAD, 0)] = [], (0, 0)
+
+
+def double_a_dead_letter(observed: Observed, outcome: Outcome) -> None:
+    give_up(observed, outcome)
+    outcome.dead.append(dead("a", 1))
+    outcome.ranges[(DEAD, 0)] = (0, 2)
+
+
+def invent_a_dead_letter(observed: Observed, outcome: Outcome) -> None:
+    give_up(observed, outcome)
+    outcome.dead.append(dead("off", 1))
+    outcome.ranges[(DEAD, 0)] = (0, 2)
 
 
 def lose(observed: Observed, outcome: Outcome) -> None:
@@ -194,6 +233,9 @@ def drop_topic(observed: Observed, outcome: Outcome) -> None:
         (run_ahead, "offset"),
         (fall_behind, "offset"),
         (drop_topic, "topic"),
+        (lose_a_dead_letter, "lost"),
+        (double_a_dead_letter, "doubled"),
+        (invent_a_dead_letter, "unexpected"),
     ],
     ids=lambda value: value.__name__ if callable(value) else value,
 )

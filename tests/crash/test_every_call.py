@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.crash import dispatch_scenarios, kept_scenarios
 from tests.crash.checker import Fault
 from tests.crash.lives import Cut, end_of_days, faults_after, live, report, run, until_cut
-from tests.crash.scenarios import SCENARIOS
+from tests.crash.scenarios import OPERATE, SCENARIOS
 from tests.crash.world import SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles, Survival
 from tests.rounds import rounds
 
+from timeball.broker.registry import selections
 from timeball.io.clock import ManualClock
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
@@ -87,6 +89,21 @@ def test_every_cut(name: str) -> None:
         cut = live(name, call)
         wrong = list(images(cut, [*EXTREMES, *mixtures(call, 2)]))
         assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("action", ["shift", "pause", "move", "release", "resume"])
+def test_an_operation_without_its_effect_is_noticed(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    apply = selections._apply
+
+    def forgetful(states: Any, index: int, facts: selections.SelectionFacts, rows: Any) -> None:
+        if facts.action != action:
+            apply(states, index, facts, rows)
+
+    shift_only = [*OPERATE[:5], lambda world: world.advance(3 * SECOND_MS)]  # the scenario undoes its shift
+    monkeypatch.setitem(SCENARIOS, "operate", shift_only if action == "shift" else OPERATE)
+    assert not list(images(live("operate"), EXTREMES[:1]))
+    monkeypatch.setattr(selections, "_apply", forgetful)
+    assert list(images(live("operate"), EXTREMES[:1]))
 
 
 def cut_again(cut: Cut, image: CrashFiles, call: int) -> Cut | None:

@@ -288,8 +288,73 @@ class World:
         if not self.files.cut:
             self.observed.cancel_asked.difference_update(covered)
 
+    async def operate(self, keys: Iterable[str], **wanted: Any) -> None:
+        """Change messages by a selection. `keys`: the messages that it covers."""
+        covered = [self.observed.sent[key] for key in keys]
+        facts, now_ms = SelectionFacts(seq=0, at_ms=0, **wanted), self.clock.wall
+        overdue = list[Sent]()
+        if facts.action in ("resume", "release"):
+            overdue = await self._end_hold(covered, facts.action)
+        for sent in covered:
+            if facts.action == "shift":
+                sent.maybe_due.add((sent.due_ms or 0) + facts.shift_ms)
+                sent.former_ms.add(sent.due_ms or 0)
+            elif facts.action == "move":
+                sent.maybe_topics.add(facts.to_topic)
+        self.selections.append(await self.broker.selections.select(facts, ANONYMOUS))
+        if not self.files.cut:
+            for sent in covered:
+                if facts.action == "shift":
+                    sent.move((sent.due_ms or 0) + facts.shift_ms)
+                elif facts.action == "move":
+                    sent.topic, sent.maybe_topics = facts.to_topic, set()
+                elif facts.action == "pause":
+                    self.observed.held_ms[sent.key] = now_ms
+        await self.wake()
+        if not self.files.cut:
+            for sent in overdue:  # released now, and not before
+                sent.due_ms, sent.is_at_least, sent.maybe_due = now_ms, False, set()
+
+    async def _end_hold(self, covered: list[Sent], action: str) -> list[Sent]:
+        """Find the messages that are due at once when their hold ends. Until the answer they are due later, too."""
+        visible = {row.key: row.store_ms for row in (await self.outcome()).rows}
+        overdue = list[Sent]()
+        for sent in covered:
+            held_ms = self.observed.held_ms.pop(sent.key, None)
+            if sent.key in visible:
+                if held_ms is not None and visible[sent.key] > held_ms:
+                    text = f"{sent.key} became visible at {visible[sent.key]}, paused at {held_ms}"
+                    self.observed.early.append(Fault("early", text))
+                continue
+            due_ms = min({sent.due_ms or 0} | sent.maybe_due)
+            if action == "release" or due_ms <= self.clock.wall:
+                sent.due_ms, sent.is_at_least = min(due_ms, self.clock.wall), True
+                overdue.append(sent)
+        return overdue
+
+    async def take_back(self, index: int, keys: Iterable[str]) -> None:
+        """Undo a shift. `keys`: the messages that it covers."""
+        name = self.selections[index]
+        shift_ms = self.broker.selections.get(name, ANONYMOUS).shift_ms
+        before_ms = {key: (self.observed.sent[key].due_ms or 0) - shift_ms for key in keys}
+        for key, due_ms in before_ms.items():
+            self.observed.sent[key].maybe_due.add(due_ms)
+        await self.broker.selections.undo(name, ANONYMOUS)
+        if not self.files.cut:
+            for key, due_ms in before_ms.items():
+                self.observed.sent[key].move(due_ms)
+        await self.wake()
+
+    async def wake(self) -> None:
+        """Write the wake-ups of messages that selections have made due earlier."""
+        await self.broker.wakers.wake()
+        await self.settled()
+
     async def resume_all(self) -> None:
-        """Continue after a restart: the broker completes cancels, and an operator resumes paused campaigns."""
+        """Continue after a restart: the broker completes cancels, and an operator resumes campaigns and messages."""
+        if any(facts.action == "pause" for facts in self.broker.selections.all(ANONYMOUS).values()):
+            await self.operate(list(self.observed.sent), where="TRUE", action="resume")
+        await self.wake()
         for name in [each.campaign for each in self.broker.campaigns()]:
             each = self.broker.campaigns(name)[0]
             keys = self.observed.campaigns.get(each.campaign, [])
