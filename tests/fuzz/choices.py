@@ -1,0 +1,54 @@
+"""Decisions from the bytes of a fuzzer, so that a change of a byte changes one decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Choices:
+    """Reads decisions from bytes, in their order. Behind the last byte, each number is 0 and each text is empty."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def are_left(self) -> bool:
+        """Whether there are bytes that no decision has used."""
+        return self._at < len(self._data)
+
+    def bytes_of(self, size_bytes: int) -> bytes:
+        """Take the next bytes, fewer at the end."""
+        self._at += size_bytes
+        return self._data[self._at - size_bytes : self._at]
+
+    def byte(self) -> int:
+        return int.from_bytes(self.bytes_of(1), "little")
+
+    def number(self) -> int:
+        """Take a signed number of 1 to 8 bytes. The first byte is the size."""
+        return int.from_bytes(self.bytes_of(1 + self.byte() % 8), "little", signed=True)
+
+    def pick(self, items: Sequence[T]) -> T:
+        return items[self.byte() % len(items)]
+
+    def short_bytes(self) -> bytes:
+        """Take a string of up to 255 bytes. The first byte is the size."""
+        return self.bytes_of(self.byte())
+
+    def text(self) -> str:
+        return self.short_bytes().decode(errors="replace")
+
+    def rest(self) -> bytes:
+        return self.bytes_of(max(0, len(self._data) - self._at))
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """Cut bytes into pieces, whose sizes are the next decisions."""
+        pieces = []
+        while data and self.are_left:
+            size_bytes = 1 + self.byte()
+            pieces.append(data[:size_bytes])
+            data = data[size_bytes:]
+        return [*pieces, data]
