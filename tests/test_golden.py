@@ -239,6 +239,8 @@ MOVED_FACTS = cp.Facts(
 )
 META_FACTS = cp.Facts(seq=102, meta={"topic/orders": msgspec.Raw(b'{"queues":8}')})
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
+MOVED = [(DUE_MS + 9, 105, 113, DUE_MS + 86_400_000), (DUE_MS, 108, 114, DUE_MS)]
+WOKEN = [(115, DUE_MS + 7, 109, DUE_MS + 5)]
 
 
 # ---- how it is written -----------------------------------------------------------------------------------
@@ -293,19 +295,15 @@ def queue_file() -> bytes:
     return queue_format.encode(100, 2**40 + 1, [queue_format.Part("orders", 2, 40, entries)])
 
 
-def checkpoint(facts: cp.Facts = FACTS) -> bytes:
+def checkpoint() -> bytes:
     files = CrashFiles()
     due, seq = np.array(SETTLED, np.int64).T
-    cp.save(files, cp.Checkpoint(facts, due, seq))
+    cp.save(files, cp.Checkpoint(FACTS, due, seq, *(np.array(rows, np.int64).T for rows in (MOVED, WOKEN))))
     return files.content(cp.NAME)
 
 
 def level_log() -> bytes:
     return frames_and_bytes("commit-log-1-levels.log")[1]
-
-
-def level_checkpoint() -> bytes:
-    return checkpoint(LEVEL_FACTS)
 
 
 def meta_log() -> bytes:
@@ -316,34 +314,25 @@ def moved_log() -> bytes:
     return frames_and_bytes("commit-log-1-moved.log")[1]
 
 
-def moved_checkpoint() -> bytes:
-    return checkpoint(MOVED_FACTS)
-
-
-def meta_checkpoint() -> bytes:
-    return checkpoint(META_FACTS)
-
-
-def transaction_checkpoint() -> bytes:
-    return checkpoint(TRANSACTION_FACTS)
-
-
 WRITTEN: dict[str, Callable[[], bytes]] = {
     "commit-log-1.log": commit_log,
     "commit-log-1-transactions.log": transaction_log,
-    "checkpoint-1-transactions": transaction_checkpoint,
     "commit-log-1-levels.log": level_log,
-    "checkpoint-1-levels": level_checkpoint,
     "commit-log-1-meta.log": meta_log,
-    "checkpoint-1-meta": meta_checkpoint,
     "commit-log-1-moved.log": moved_log,
-    "checkpoint-1-moved": moved_checkpoint,
     "frame-index-1.frames": frames,
     "key-run-2.keys": key_run,
     "queue-index-1.cq": queue_file,
-    "checkpoint-1": checkpoint,
+    "checkpoint-2": checkpoint,
 }
-READ = [*WRITTEN, "key-sidecar-1.keys"]  # and all that were written before
+CHECKPOINTS_1 = {
+    "checkpoint-1": FACTS,
+    "checkpoint-1-transactions": TRANSACTION_FACTS,
+    "checkpoint-1-levels": LEVEL_FACTS,
+    "checkpoint-1-moved": MOVED_FACTS,
+    "checkpoint-1-meta": META_FACTS,
+}
+READ = [*WRITTEN, *CHECKPOINTS_1, "key-sidecar-1.keys"]  # and all that were written before
 
 
 def numbered() -> list[tuple[int, dict[str, Any]]]:
@@ -462,23 +451,23 @@ def test_the_queue_says_what_it_said() -> None:
     assert part.entries.tolist() == QUEUE
 
 
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        ("checkpoint-1", FACTS),
-        ("checkpoint-1-transactions", TRANSACTION_FACTS),
-        ("checkpoint-1-levels", LEVEL_FACTS),
-        ("checkpoint-1-moved", MOVED_FACTS),
-        ("checkpoint-1-meta", META_FACTS),
-    ],
-)
-def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:
+@pytest.mark.parametrize(("name", "facts"), CHECKPOINTS_1.items())
+def test_a_checkpoint_of_version_1_says_what_it_said(name: str, facts: cp.Facts) -> None:
     found = cp.parse(golden(name))
     assert found.facts == facts
     assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
+    assert (found.moved.shape, found.woken.shape) == ((4, 0), (4, 0))
 
 
-@pytest.mark.parametrize("name", ["commit-log-1.log", "key-run-2.keys", "checkpoint-1"])
+def test_the_checkpoint_says_what_it_said() -> None:
+    found = cp.parse(golden("checkpoint-2"))
+    assert found.facts == FACTS
+    assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
+    assert list(map(tuple, found.moved.T.tolist())) == MOVED
+    assert list(map(tuple, found.woken.T.tolist())) == WOKEN
+
+
+@pytest.mark.parametrize("name", ["commit-log-1.log", "key-run-2.keys", "checkpoint-2"])
 def test_a_byte_that_has_changed_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def test_row_of_the_log_names_its_kind_of_change() -> None:
         decode(encode(Reservation(7)))
 
 
-@given(st.binary(max_size=60) | st.recursive(
+@given(st.binary(max_size=60) | st.just(b'{"x":' + b"[" * 3_000) | st.just(b'{"job_id":"\xff"}') | st.recursive(
     st.none() | st.booleans() | COUNTS | TEXTS,
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(st.sampled_from(["job", "job_id", "epoch", "files", "ranges"]) | TEXTS, inner, max_size=5),
@@ -73,6 +73,7 @@ def test_malformed_attachment_raises_only_invalid_message(data: bytes) -> None:
     ("field", "value"),
     [
         ("job", "copy"), ("job", None), ("job_id", 7), ("epoch", "1"), ("epoch", 1.5), ("epoch", None),
+        ("epoch", 1 << 63), ("ranges", [[1, 1 << 63]]),
         ("files", {}), ("files", [{}]), ("ranges", [[1]]), ("ranges", [[1, 2, 3]]), ("removes", [1]),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from timeball.io.files import Files, RealFiles
 from timeball.model.errors import Corrupt, MissingFile
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table import catalog as catalog_module
-from timeball.table import live_files
+from timeball.table import layout, live_files
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import DELTA_LOG, Catalog, TableState
 from timeball.table.delta_rs import APP_ID
@@ -53,6 +53,12 @@ def seqs(table: DeltaTable) -> list[int]:
 
 def commits(files: Files) -> list[str]:
     return [name for name in files.list_dir(DELTA_LOG) if name.endswith(".json")]
+
+
+@pytest.fixture(autouse=True)
+def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows then make several files."""
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
 
 
 @pytest.fixture(params=["real", "in memory"])

@@ -47,9 +47,11 @@ def test_bucket_of_a_due_time(ahead_ms: int, bucket: str) -> None:
 
 
 @given(DUES, NOWS)
-def test_every_row_is_in_one_file_and_every_file_in_one_bucket(dues: list[int], now_ms: int) -> None:
+def test_full_files_have_one_bucket_each_and_every_row_once(dues: list[int], now_ms: int) -> None:
     rows = layout.sort_rows(table_rows(dues))
-    cut = list(layout.cut_files(rows, now_ms))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "FILE_ROWS", 1)
+        cut = list(layout.cut_files(rows, now_ms))
     read = [pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA) for _, data in cut]
     assert pa.concat_tables(read).equals(rows)
     for (entry, _), part in zip(cut, read, strict=True):
@@ -57,6 +59,35 @@ def test_every_row_is_in_one_file_and_every_file_in_one_bucket(dues: list[int], 
         assert set(layout.bucket_names(due, now_ms)) == {entry.bucket}
         assert len(set(layout.bucket_starts(due, now_ms).tolist())) == 1
     assert len({entry.bucket for entry, _ in cut}) == len(cut)
+
+
+@given(DUES, NOWS, st.integers(1, 30))
+def test_small_buckets_of_a_month_share_a_file(dues: list[int], now_ms: int, file_rows: int) -> None:
+    """A file is as large as it may be, and its bucket contains all its due times."""
+    rows = layout.sort_rows(table_rows(dues))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "FILE_ROWS", file_rows)
+        files = list(layout.split_by_file(rows, now_ms))
+    assert pa.concat_tables([part for _, part in files]).equals(rows)
+    for bucket, part in files:
+        unit = {7: "M", 10: "D", 13: "h"}[len(bucket)]
+        due = part.column("due_ms").to_numpy().astype("datetime64[ms]")
+        assert set(due.astype(f"datetime64[{unit}]").astype(str)) == {bucket}
+        starts = layout.bucket_starts(due.astype(np.int64), now_ms)
+        assert part.num_rows <= file_rows or len(set(starts.tolist())) == 1
+    for (bucket, part), (next_bucket, next_part) in itertools.pairwise(files):
+        if bucket[:7] == next_bucket[:7]:
+            assert part.num_rows + next_part.num_rows > file_rows
+
+
+def test_large_rows_make_files_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = table_rows([NOW_MS + hour * HOUR_MS for hour in range(8)])
+    assert len(list(layout.cut_files(rows, NOW_MS))) == 1
+    monkeypatch.setattr(layout, "FILE_BYTES", rows.nbytes // 2)
+    by_size = list(layout.cut_files(rows, NOW_MS))
+    assert len(by_size) > 1
+    assert max(entry.rows for entry, _ in by_size) <= 4
+    assert len(list(layout.sorted_files(rows, NOW_MS, size_bytes=1))) == 1, "the caller's estimate"
 
 
 @given(DUES, NOWS)
@@ -93,7 +124,7 @@ def test_without_rows_there_are_no_files() -> None:
 def test_sorted_files_equal_the_files_of_sorted_rows(
     dues: list[int], cuts: list[int], part_rows: int
 ) -> None:
-    """However few are sorted and written at a time: a bucket of more is one file all the same."""
+    """However few are copied and written at a time."""
     rows = table_rows(dues, first_seq=7)
     bounds = [0, *sorted(cuts), len(dues)]
     chunked = pa.concat_tables(
@@ -102,8 +133,9 @@ def test_sorted_files_equal_the_files_of_sorted_rows(
     keys, expected_keys = FileKeys(), FileKeys()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "PART_ROWS", part_rows)
+        patch.setattr(layout, "FILE_ROWS", 20)
         files = list(layout.sorted_files(chunked, NOW_MS, keys))
-    expected = list(layout.cut_files(layout.sort_rows(chunked), NOW_MS, expected_keys))
+        expected = list(layout.cut_files(layout.sort_rows(chunked), NOW_MS, expected_keys))
     for (entry, data), (other, wanted) in zip(files, expected, strict=True):
         check_seal(pa.py_buffer(data))
         result = pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA)
@@ -125,7 +157,9 @@ def test_repeated_task_writes_files_with_new_names() -> None:
 def test_two_years_need_few_buckets() -> None:
     """A row an hour; as many files as the module's argument says, and one for each border that cuts a bucket."""
     dues = [NOW_MS + hour * HOUR_MS for hour in range(2 * 365 * 24)]
-    names = [name for name, _ in layout.split_by_bucket(table_rows(dues), NOW_MS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "FILE_ROWS", 1)
+        names = [name for name, _ in layout.split_by_file(table_rows(dues), NOW_MS)]
     assert len(names) == len(set(names)) <= 48 + 60 + 24 + 2
     lengths = [len(name) for name in names]
     assert sorted(lengths, reverse=True) == lengths  # hours, then days, then months

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from timeball.model import limits
-from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.errors import UNDECODABLE, InvalidMessage, OverLimit
 from timeball.model.message import Int64Array
 
 Ranges = Sequence[tuple[int, int]]  # ranges of sequence numbers: (first_seq, rows)
+# JSON has integers of any size, but the table and the log have these.
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Job = Literal["compact", "bulk", "rewrite"]
 ANY_ROWS = "any"  # as `digest`: record the job, but do not compare its input rows
 # Matches exactly the paths that layout.describe makes. The random name identifies a file in all folders.
@@ -42,12 +44,12 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     bucket: str
-    rows: int
-    size_bytes: int
-    min_due_ms: int
-    max_due_ms: int
-    min_seq: int
-    max_seq: int
+    rows: Int64
+    size_bytes: Int64
+    min_due_ms: Int64
+    max_due_ms: Int64
+    min_seq: Int64
+    max_seq: Int64
 
 
 class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"):
@@ -56,7 +58,7 @@ class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"
     They are the numbers after this row's own number. The frame of the row in the log spans them.
     """
 
-    rows: int
+    rows: Int64
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
@@ -68,12 +70,12 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", 
 
     job: Job
     job_id: str
-    epoch: int
+    epoch: Int64
     files: list[FileEntry] = []
     removes: list[str] = []
-    from_seq: int = 0
-    to_seq: int = 0
-    ranges: list[tuple[int, int]] = []  # (first_seq, rows)
+    from_seq: Int64 = 0
+    to_seq: Int64 = 0
+    ranges: list[tuple[Int64, Int64]] = []  # (first_seq, rows)
     digest: str = ""
 
     @property
@@ -112,7 +114,7 @@ def decode(data: bytes) -> Attachment:
     """Decode the attach of a client. Raises InvalidMessage if it is malformed, OverLimit for too many files."""
     try:
         attachment = msgspec.json.decode(data, type=Attachment)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNDECODABLE as error:
         raise InvalidMessage(f"not an attachment: {error}") from error
     if len(attachment.files) > limits.ATTACH_FILES_MAX:
         raise OverLimit(f"{len(attachment.files)} files in one attach; at most {limits.ATTACH_FILES_MAX}")

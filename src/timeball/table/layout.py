@@ -2,7 +2,8 @@
 
 A file contains rows of one bucket, sorted by (due_ms, seq). Buckets are hours for the near future, days for the next
 two months and months after that. One file per hour and run would be too many: two years have 17,520 hours, but only 48
-hours + 60 days + 24 months = 132 buckets.
+hours + 60 days + 24 months = 132 buckets. Consecutive buckets of a month share a file if it stays small (FILE_ROWS,
+FILE_BYTES). Its bucket is then the day or the month that contains all of them.
 
     due in         bucket            example
     < 48 h         an hour, UTC      2026-11-21T13
@@ -10,7 +11,7 @@ hours + 60 days + 24 months = 132 buckets.
     later          a month           2028-02
 
 Readers never rely on the bucket: every file has a range of due times and is sorted, so a coarse bucket that has become
-near is still read by binary search. Rewriting it into hours only keeps the number of open files small.
+near is still read by binary search. Only a large file is split into hours (merging.py).
 
 Parquet has checksums for pages but none for the footer, which says where everything is. One flipped bit in the footer
 could hide row groups with scheduled messages. A reader of a damaged footer may also abort the process instead of
@@ -30,7 +31,6 @@ The functions are pure and work on column batches. The caller writes the resulti
 from __future__ import annotations
 
 import io
-import itertools
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +54,12 @@ DAYS_AHEAD_MS = 60 * limits.DAY_MS
 # multiples of ROW_GROUP_ROWS.
 ROW_GROUP_ROWS, SMALL_GROUP_ROWS = 8_192, 2_048
 SMALL_FILE_ROWS = 65_536
+# Consecutive buckets with few rows share a file of up to this size. A file of FILE_ROWS has small row groups, so a read
+# of a few of its rows costs the same as in a smaller file. FILE_BYTES bounds the memory of a writer, and the download
+# of a file in an object store of which few rows are due soon.
+FILE_ROWS, FILE_BYTES = SMALL_FILE_ROWS, 32 * 1024 * 1024
 PART_ROWS = 32_768  # rows copied and encoded at a time: some megabytes, in memory four times
+DAY_NAME_LENGTH, MONTH_NAME_LENGTH = len("2026-12-24"), len("2026-12")
 PARTITION_COLUMN = "bucket"
 FOLDER = "pending"  # relative to the data folder
 KEYS_FOLDER = f"{FOLDER}/{KEYS}"
@@ -87,49 +92,35 @@ def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
 
 
 def sorted_files(
-    rows: pa.Table, now_ms: int, keys: FileKeys | None = None, on_copied: Callable[[], None] = lambda: None
+    rows: pa.Table,
+    now_ms: int,
+    keys: FileKeys | None = None,
+    on_copied: Callable[[], None] = lambda: None,
+    size_bytes: int | None = None,
 ) -> Iterator[tuple[FileEntry, bytes]]:
     """Sort rows and yield the files that `cut_files` would yield, with about PART_ROWS rows and one file in memory.
 
-    `on_copied` is called each time a chunk of `rows` has been copied to memory.
+    `on_copied` is called each time a chunk of `rows` has been copied to memory. `size_bytes`: see `_file_cuts`.
     """
     due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
     order = np.lexsort((seq, due))
-    cuts = [*_bucket_cuts(due[order], now_ms).tolist(), len(order)]
-    begin = 0
-    for cut, next_cut in itertools.pairwise([*cuts, len(order) + PART_ROWS + 1]):
-        # Chunks end between buckets, because each part of a divided bucket would become a file of its own.
-        if next_cut - begin <= PART_ROWS or cut == begin:
-            continue
-        positions = order[begin:cut]
-        if len(positions) > PART_ROWS:  # a chunk above this size is always a single bucket
-            yield _large_file(rows, positions, now_ms, keys, on_copied)
-        else:
-            chunk = _take_rows(rows, positions)
-            on_copied()
-            yield from cut_files(chunk, now_ms, keys)
-        begin = cut
+    for bucket, begin, end in _file_cuts(due[order], now_ms, size_bytes or rows.nbytes):
+        described_columns: list[pa.Table] = []
+        data = _encode_chunks(
+            _copied_parts(rows, order[begin:end], described_columns, on_copied), end - begin
+        )
+        yield _describe_with_keys(bucket, pa.concat_tables(described_columns), data, keys), data
 
 
-def _large_file(
-    rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None, on_copied: Callable[[], None]
-) -> tuple[FileEntry, bytes]:
-    """Build the entry and the bytes of the file of one bucket. Encodes PART_ROWS rows at a time."""
-    chunks = (
-        _take_rows(rows, positions[begin : begin + PART_ROWS])
-        for begin in range(0, len(positions), PART_ROWS)
-    )
-    described_columns: list[pa.Table] = []
-
-    def remember_columns(chunk: pa.Table) -> pa.Table:
+def _copied_parts(
+    rows: pa.Table, positions: Int64Array, described_columns: list[pa.Table], on_copied: Callable[[], None]
+) -> Iterator[pa.Table]:
+    """Copy the rows at these positions, PART_ROWS at a time. Add the columns for the file's entry to a list."""
+    for begin in range(0, len(positions), PART_ROWS):
+        part = _take_rows(rows, positions[begin : begin + PART_ROWS])
         on_copied()
-        described_columns.append(chunk.select(["due_ms", "seq", "unique_key", "keys"]))
-        return chunk
-
-    data = _encode_chunks(map(remember_columns, chunks), len(positions))
-    entry_columns = pa.concat_tables(described_columns)
-    (bucket,) = bucket_names(_values(entry_columns.slice(0, 1), "due_ms"), now_ms)
-    return _describe_with_keys(bucket, entry_columns, data, keys), data
+        described_columns.append(part.select(["due_ms", "seq", "unique_key", "keys"]))
+        yield part
 
 
 def _take_rows(rows: pa.Table, positions: Int64Array) -> pa.Table:
@@ -149,17 +140,39 @@ def _take_rows(rows: pa.Table, positions: Int64Array) -> pa.Table:
     return ascending_rows.take(pa.array(np.searchsorted(ascending, positions)))
 
 
-def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (bucket, rows) for each bucket of sorted `rows`, in order of due time. The rows are slices, not copies.
+def split_by_file(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (bucket, rows) for each file of sorted `rows`, in order of due time. The rows are slices, not copies."""
+    for bucket, begin, end in _file_cuts(_values(rows, "due_ms"), now_ms, rows.nbytes):
+        yield bucket, rows.slice(begin, end - begin)
 
-    In rows sorted by due time, a bucket is one contiguous run. The day that contains the 48 h border has hour buckets
-    before the border and a day bucket after it.
+
+def _file_cuts(due: Int64Array, now_ms: int, size_bytes: int) -> list[tuple[str, int, int]]:
+    """Choose the files of a sorted column: (bucket, begin, end) of each, in order of due time.
+
+    A file has one bucket, or several consecutive buckets of a month with at most FILE_ROWS rows and about FILE_BYTES
+    bytes together. `size_bytes`: an estimate for all rows, from their mean size.
     """
-    due = _values(rows, "due_ms")
+    if not len(due):
+        return []
+    rows_max = max(1, min(FILE_ROWS, FILE_BYTES * len(due) // max(1, size_bytes)))
     cuts = _bucket_cuts(due, now_ms)
+    months = due[cuts].astype("datetime64[ms]").astype("datetime64[M]")
     names = bucket_names(due[cuts], now_ms)
-    for name, begin, end in zip(names, cuts, [*cuts[1:], len(due)], strict=False):
-        yield name, rows.slice(int(begin), int(end - begin))
+    files: list[tuple[str, int, int]] = []
+    month = None
+    for name, bucket_month, begin, end in zip(
+        names, months, cuts.tolist(), [*cuts[1:].tolist(), len(due)], strict=True
+    ):
+        if files and bucket_month == month and end - files[-1][1] <= rows_max:
+            file_name, file_begin, _ = files[-1]
+            is_one_day = (
+                len(name) >= DAY_NAME_LENGTH and name[:DAY_NAME_LENGTH] == file_name[:DAY_NAME_LENGTH]
+            )
+            files[-1] = name[: DAY_NAME_LENGTH if is_one_day else MONTH_NAME_LENGTH], file_begin, end
+        else:
+            files.append((name, begin, end))
+        month = bucket_month
+    return files
 
 
 def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
@@ -222,9 +235,9 @@ def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iter
 
     `keys` collects the keys of the files, for a run that the caller writes after them.
     """
-    for bucket, bucket_rows in split_by_bucket(rows, now_ms):
-        data = encode_file(bucket_rows)
-        yield _describe_with_keys(bucket, bucket_rows, data, keys), data
+    for bucket, file_rows in split_by_file(rows, now_ms):
+        data = encode_file(file_rows)
+        yield _describe_with_keys(bucket, file_rows, data, keys), data
 
 
 def _describe_with_keys(bucket: str, rows: pa.Table, data: bytes, keys: FileKeys | None) -> FileEntry:

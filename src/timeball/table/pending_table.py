@@ -116,7 +116,10 @@ class StoredCatalog(Catalog):
         self._lags_log = False
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
-        """See Catalog. Raises Unavailable, after which the call may be repeated."""
+        """Commit an attach, as Catalog does. Returns the table's version.
+
+        Raises Unavailable if the store does not answer. The call may then be repeated.
+        """
         try:
             version = self._ask(partial(super().commit, attachment, attach_seq, removed, now_ms))
         except Unavailable:

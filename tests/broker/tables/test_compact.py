@@ -14,6 +14,7 @@ from tests.table.small_table import NOW_MS, table_rows
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.tables import compact
 from timeball.model.message import TABLE_SCHEMA
+from timeball.table import layout
 from timeball.table.data_file import DataFile
 from timeball.table.layout import FOLDER
 
@@ -87,7 +88,8 @@ async def test_a_run_without_scheduled_messages_does_not_keep_the_next_from_bein
     assert world.broker.status()["schedule"]["tail_rows"] == 0
 
 
-def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:
+def test_full_files_are_a_bucket_each_and_none_for_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "FILE_ROWS", 2)
     files = CrashFiles()
     assert compact.write_files(files, table_rows([]), NOW_MS) == []
     rows = table_rows([NOW_MS + 2 * HOUR_MS, NOW_MS, NOW_MS + 1])  # in no order

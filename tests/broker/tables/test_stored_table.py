@@ -32,7 +32,7 @@ from timeball.model.errors import SetupError, TimeballError, Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import open_table
-from timeball.table import object_store, pending_table
+from timeball.table import layout, object_store, pending_table
 from timeball.table.attachment import Attachment
 from timeball.table.layout import FOLDER
 from timeball.table.object_store import FileCache, ObjectStore
@@ -42,6 +42,12 @@ T = TypeVar("T")
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 SOON_MS = 40 * MINUTE_MS
+
+
+@pytest.fixture(autouse=True)
+def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows then make several files."""
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
 
 
 @pytest.fixture

@@ -22,14 +22,19 @@ from tests.crash.world import HOUR_MS, World
 from tests.rounds import rounds
 from tests.table.test_catalog import seqs
 
-from timeball.broker.tables import compact
 from timeball.model.errors import MissingFile, OverLimit
 from timeball.table import catalog as catalog_module
-from timeball.table import live_files
+from timeball.table import layout, live_files, merging
 
 Stage = Callable[[World, Callable[[], None]], Awaitable[None]]
 
 DELAYS = [HOUR_MS, HOUR_MS + 1, 2 * HOUR_MS, 30 * HOUR_MS, 80 * HOUR_MS]
+
+
+@pytest.fixture(autouse=True)
+def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows then make several files."""
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
 
 
 def uri_of(world: World) -> str:
@@ -186,7 +191,7 @@ def lived(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def _merges_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "FILES_MIN", 2)
+    monkeypatch.setattr(merging, "FILES_MIN", 2)
 
 
 @pytest.mark.siege

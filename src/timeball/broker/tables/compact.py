@@ -1,7 +1,7 @@
 """Writes of the pending table by the broker (without Spark): compaction of the log, and rewrites of files.
 
 A compaction moves scheduled messages from the log to files of the table. One run reads the scheduled messages of
-[from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes one file for each bucket of due times.
+[from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes files by buckets of due times.
 A rewrite merges or splits files, so that reads of the schedule open few and small files. A resume of a campaign writes
 its files again with new due times.
 
@@ -11,7 +11,7 @@ same as for files of any other writer.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -99,18 +99,20 @@ def write_files(
     now_ms: int,
     created: list[FileEntry] | None = None,
     unload: Callable[[], None] = lambda: None,
+    size_bytes: int | None = None,
 ) -> list[FileEntry]:
-    """Sort rows of TABLE_SCHEMA and write one file for each bucket. Return the entries of the files.
+    """Sort rows of TABLE_SCHEMA and write them to files, cut by layout.py. Return the entries of the files.
 
     The attach makes the files durable and part of the table. A run of their keys is written too (table/key_index.py).
 
     `created` gets the entries of all files, also after a failure, so that the caller can remove the files.
+    `size_bytes` estimates the size of all files, by default that of the rows in memory.
     `unload` is called after some rows have been copied, because they may be views of a mapped file. If the disk is
     full, all files written here are removed, because the next attempt writes others. Then OverLimit is raised.
     """
     written: list[FileEntry] = []
     try:
-        _write_files(files, rows, now_ms, written, unload)
+        _write_files(files, rows, now_ms, written, unload, size_bytes)
     except OverLimit:
         remove(files, written)
         raise
@@ -129,13 +131,18 @@ def remove(files: Files, entries: list[FileEntry]) -> None:
 
 
 def _write_files(
-    files: Files, rows: pa.Table, now_ms: int, created: list[FileEntry], unload: Callable[[], None]
+    files: Files,
+    rows: pa.Table,
+    now_ms: int,
+    created: list[FileEntry],
+    unload: Callable[[], None],
+    size_bytes: int | None,
 ) -> None:
     if rows.num_rows == 0:
         return
     keys = FileKeys()
     # Sorted, so that a release reads consecutive rows of one file (table/data_file.py).
-    for entry, data in layout.sorted_files(rows, now_ms, keys, unload):
+    for entry, data in layout.sorted_files(rows, now_ms, keys, unload, size_bytes):
         name = f"{layout.FOLDER}/{entry.path}"
         files.make_dir(name.rpartition("/")[0])
         # Before the creation, so that a file that is only partly written is removed too.
@@ -202,56 +209,13 @@ def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 # ---- rewrite: merge and split files, postpone the rows of a campaign -----------------------------------------
-# A bucket is an hour, a day or a month of due times: the nearer, the shorter. Each compaction adds a file to every
-# bucket it touches, and a bulk job adds more. A rewrite reads some files and writes new ones without settled messages.
-# Scheduled messages that are cancelled during a rewrite stay cancelled, because the log records it. The schedule does
-# not load rows again that it has already loaded.
+# A rewrite reads some files (table/merging.py chooses them) and writes new ones without settled messages. Scheduled
+# messages that are cancelled during a rewrite stay cancelled, because the log records it. The schedule does not load
+# rows again that it has already loaded.
 
 REWRITE_JOB_ID = "broker-rewrite"
-FILES_MIN = 12
-# A file may have at most this many times the rows of the smallest file that it is merged with.
-SIZE_RATIO = 8
-# Rows of one rewrite. All of them are in memory.
-ROWS_MAX = 2_000_000
 # Bounds of a run: the campaign files that are read together for a resume.
 REWRITE_ROWS_MAX, REWRITE_BYTES_MAX = 500_000, 64 * 1024 * 1024
-NEAR_MS = 24 * limits.HOUR_MS
-HOUR_NAME_LENGTH = len("2026-11-21T13")
-
-
-def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
-    """Choose files to rewrite together, at most ROWS_MAX rows. The list is empty if no rewrite is worthwhile.
-
-        many     a bucket has at least `FILES_MIN` files of similar size: they are merged into one
-        coarse   the due times of a day or month bucket are near: its files are split into shorter buckets
-
-    Files are merged only with files of at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times
-    in all, and not in every run.
-    """
-    buckets: dict[str, list[FileEntry]] = defaultdict(list)
-    for entry in entries:
-        buckets[entry.bucket].append(entry)
-    # Bucket names sort by time, so the earliest bucket comes first.
-    for bucket, bucket_files in sorted(buckets.items()):
-        # Smallest first, because they are merged with all files of similar size.
-        bucket_files.sort(key=lambda entry: entry.rows)
-        if len(bucket) < HOUR_NAME_LENGTH and bucket_files[0].min_due_ms < now_ms + NEAR_MS:
-            # Split a day ahead, so that the schedule then reads a file of an hour and not that of a day or month.
-            near_files = [entry for entry in bucket_files if entry.min_due_ms < now_ms + NEAR_MS]
-            # Skip files whose rows would get the same bucket again.
-            near_files = [
-                entry
-                for entry in near_files
-                if layout.bucket_names(np.array([entry.min_due_ms]), now_ms) != [bucket]
-            ]
-            if near_files:
-                return _limit_rows(near_files)
-        similar_files = [
-            entry for entry in bucket_files if entry.rows <= SIZE_RATIO * max(1, bucket_files[0].rows)
-        ]
-        if len(similar_files) >= FILES_MIN:
-            return _limit_rows(similar_files)
-    return []
 
 
 def rewrite(
@@ -271,11 +235,16 @@ def rewrite(
     """
     rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in entries])
     rows = _without_settled(rows, settled_seq)
+    # By bytes on disk, as for the choice of the files: otherwise their new files might be chosen again.
+    stored_rows, stored_bytes = (
+        sum(getattr(entry, name) for entry in entries) for name in ("rows", "size_bytes")
+    )
+    size_bytes = stored_bytes * rows.num_rows // stored_rows
     return Attachment(
         job="rewrite",
         job_id=REWRITE_JOB_ID,
         epoch=epoch,
-        files=write_files(files, rows, now_ms),
+        files=write_files(files, rows, now_ms, size_bytes=size_bytes),
         removes=[entry.path for entry in entries],
     )
 
@@ -283,7 +252,7 @@ def rewrite(
 def runs(entries: list[FileEntry]) -> list[list[FileEntry]]:
     """Group the files of a campaign, sorted by first due time, into runs of at least one file that fit into memory.
 
-    The rows of a run are written to one file for each bucket, so the number of files may change.
+    The rows of a run are sorted together and cut into files, so the number of files may change.
     """
     grouped: list[list[FileEntry]] = []
     rows = size_bytes = 0
@@ -376,9 +345,3 @@ def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int
 def _without_settled(rows: pa.Table, settled_seq: Int64Array) -> pa.Table:
     """Remove the rows of settled messages."""
     return rows.filter(pa.array(~np.isin(rows.column("seq").to_numpy(), settled_seq)))
-
-
-def _limit_rows(entries: list[FileEntry]) -> list[FileEntry]:
-    """Take the first files with at most ROWS_MAX rows in total, at least one file."""
-    cumulative_rows = np.cumsum([entry.rows for entry in entries])
-    return entries[: max(1, int(np.searchsorted(cumulative_rows, ROWS_MAX, side="right")))]

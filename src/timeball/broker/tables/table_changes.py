@@ -37,11 +37,13 @@ from timeball.model.answers import Attached
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, NotFound, OverLimit, RequestError, Unavailable
 from timeball.model.message import Int64Array, Kind, build_rows
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.loaded import AHEAD_MS
 from timeball.schedule.locations import Waiting, take_scheduled
 from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table import attachment as att
+from timeball.table import merging
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import overlapping
 from timeball.table.object_store import THREADS, FileCache
@@ -52,6 +54,13 @@ logger = logging.getLogger(__name__)
 
 # An object store may be unreachable for one hour. The other 10 minutes are the time to fetch files ahead.
 FETCH_AHEAD_MS = limits.HOUR_MS + 10 * limits.MINUTE_MS
+
+
+# Merges are postponed while this many messages are due within AHEAD_MS, which is about the time of a long merge: 2,000
+# releases a second. They are not postponed for ever, because reads of a table with ever more files delay releases too.
+BURST_ROWS_MIN = 20_000
+POSTPONED_MS_MAX = 10 * limits.MINUTE_MS
+CHOICE_INTERVAL_MS = 1_000
 
 
 def soon_ms(clock: SchedulerClock) -> int:
@@ -91,6 +100,9 @@ class TableChanges:
         self._compact_lock = asyncio.Lock()
         self.tail_count = TailCount(attach_state.watermark, scheduled_since_watermark)
         self.external_compactor_until_ms = 0
+        # From this time on the budget of merges allows the next one.
+        self._next_merge_ms = 0
+        self._burst_from_ms = FAR_MS  # the time at which the current burst was noticed
         self.compactions = compact.Figures(clock.clock)
         # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
         # checkpoint, so no checkpoint may be saved now, and no later attach may overtake this one.
@@ -353,22 +365,28 @@ class TableChanges:
             finally:
                 await in_thread(self._threads.background, give_back)
 
+    async def merge_in_background(self) -> Attached | None:
+        """Rewrite some files as `rewrite`, but within the budget of table/merging.py, and not during a burst."""
+        now_ms, scheduler = self._clock.elapsed_ms(), self._scheduling.scheduler
+        is_burst = scheduler.is_full or scheduler.loaded.wheel_rows >= BURST_ROWS_MIN
+        self._burst_from_ms = min(self._burst_from_ms, now_ms) if is_burst else FAR_MS
+        if now_ms < self._next_merge_ms or (is_burst and now_ms < self._burst_from_ms + POSTPONED_MS_MAX):
+            return None
+        return await self.rewrite()
+
     async def rewrite(self) -> Attached | None:
-        """Merge or split some files of the pending table. None if no rewrite is worth its cost (compact.choose)."""
+        """Merge or split some files of the pending table. None if no rewrite is worth its cost (table/merging.py)."""
         self._check_store()
         async with self._compact_lock:
             now_ms = self._clock.now_ms()
             pending = self._scheduling.hour_log.pending
             available = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
-            chosen_paths = {entry.path for entry in compact.choose(available, now_ms)}
-            if not chosen_paths:
+            # In a thread, because there may be thousands of files.
+            merge = await in_thread(self._threads.background, merging.choose, available, now_ms)
+            # Also without files to merge: a choice reads the list of all files.
+            self._next_merge_ms = self._clock.elapsed_ms() + max(merge.cost_ms, CHOICE_INTERVAL_MS)
+            if not merge.files:
                 return None
-            # No await since the choice, so no attach can have removed one of the files.
-            entries = [
-                file.entry
-                for file in self._scheduling.hour_log.pending.all()
-                if file.entry.path in chosen_paths
-            ]
             settled, settled_before_ms = (
                 self._scheduling.scheduler.settled(),
                 self._scheduling.scheduler.settled_before_ms,
@@ -376,7 +394,7 @@ class TableChanges:
             attachment = await self._loop.run_in_executor(
                 self._threads.background,
                 lambda: compact.rewrite(
-                    self._files, self._pending_table.whole_files, entries, settled.seq,
+                    self._files, self._pending_table.whole_files, merge.files, settled.seq,
                     settled_before_ms=settled_before_ms, holds=self._scheduling.outcomes.holds, now_ms=now_ms,
                     epoch=self._log.reader.next_seq,
                 ),

@@ -1,0 +1,119 @@
+"""The choice of files keeps the table in few files, and ends."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.tables.test_rewrite import rewritten
+from tests.crash_files import CrashFiles
+from tests.table.small_table import NOW_MS, table_rows, write
+
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
+from timeball.table import layout, merging
+from timeball.table.attachment import FileEntry
+from timeball.table.merging import FILES_MIN, SIZE_RATIO, Merge, choose, plan
+
+NOTHING = Merge("", [])
+FULL = layout.FILE_ROWS
+
+
+def entry(bucket: str, rows: int, due_ms: int, number: int = 0) -> FileEntry:
+    return FileEntry(
+        path=f"bucket={bucket}/{number}.parquet", bucket=bucket, rows=rows, size_bytes=rows * 50,
+        min_due_ms=due_ms, max_due_ms=due_ms, min_seq=1, max_seq=rows,
+    )  # fmt: skip
+
+
+def alike(count: int, rows: int = 10, ahead_ms: int = HOUR_MS) -> list[FileEntry]:
+    due_ms = NOW_MS + ahead_ms
+    bucket = layout.bucket_names(np.array([due_ms]), NOW_MS)[0]
+    return [entry(bucket, rows, due_ms, number) for number in range(count)]
+
+
+@pytest.mark.parametrize(("rows", "reason"), [(10, "small"), (FULL // 4, "small"), (FULL // 2, "overlap")])
+def test_files_are_merged_when_they_are_many(rows: int, reason: str) -> None:
+    assert choose(alike(FILES_MIN - 1, rows), NOW_MS) == NOTHING
+    assert choose(alike(FILES_MIN, rows), NOW_MS) == (reason, alike(FILES_MIN, rows))
+    later = alike(FILES_MIN - 1, rows, 40 * DAY_MS)
+    assert choose([*alike(FILES_MIN - 1, rows), *later], NOW_MS) == NOTHING
+
+
+def test_small_files_of_a_month_are_merged_whatever_their_days() -> None:
+    files = [entry(f"2023-12-{day:02}", 10, NOW_MS + (16 + day) * DAY_MS) for day in range(1, FILES_MIN + 1)]
+    assert choose(files, NOW_MS).files == files
+    large = [msgspec.structs.replace(file, rows=FULL // 2) for file in files]
+    assert choose(large, NOW_MS) == NOTHING, "no due time is in two of them"
+
+
+def test_a_large_file_is_not_written_again_for_the_sake_of_small_ones() -> None:
+    """Otherwise each row would be rewritten once for each run, instead of once for each doubling."""
+    large = entry(alike(1)[0].bucket, 10 * SIZE_RATIO + 1, NOW_MS + HOUR_MS, 99)
+    assert choose([*alike(FILES_MIN - 1), large], NOW_MS) == NOTHING
+    assert choose([large, *alike(FILES_MIN)], NOW_MS).files == alike(FILES_MIN)
+
+
+def test_a_tiny_file_does_not_keep_larger_ones_from_being_merged() -> None:
+    tiny = entry(alike(1)[0].bucket, 1, NOW_MS + HOUR_MS, 99)
+    assert choose([tiny, *alike(FILES_MIN)], NOW_MS).files == alike(FILES_MIN)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "ahead_ms", "is_near"),
+    [
+        ("2023-11", 2 * HOUR_MS, True), ("2023-11-15", 2 * HOUR_MS, True), ("2023-11-14T23", HOUR_MS, False),
+        ("2023-11-17", 3 * DAY_MS, False), ("2024-03", 120 * DAY_MS, False), ("2023-11-15", DAY_MS - 1, True),
+        ("2023-11-15", DAY_MS, False),
+    ],
+)  # fmt: skip
+def test_a_large_coarse_file_is_split_when_it_comes_near(bucket: str, ahead_ms: int, is_near: bool) -> None:
+    file = entry(bucket, FULL + 1, NOW_MS + ahead_ms)
+    assert choose([file], NOW_MS) == (Merge("split", [file]) if is_near else NOTHING)
+    assert choose([msgspec.structs.replace(file, rows=FULL)], NOW_MS) == NOTHING, "a read of it is cheap"
+    heavy = msgspec.structs.replace(file, rows=10, size_bytes=2 * layout.FILE_BYTES + 1)
+    assert choose([heavy], NOW_MS) == (Merge("split", [heavy]) if is_near else NOTHING)
+
+
+def test_one_rewrite_takes_no_more_than_memory_holds() -> None:
+    rows = merging.ROWS_MAX // 4
+    assert len(choose(alike(FILES_MIN, rows), NOW_MS).files) == 4
+    alone = entry("2023-11", 5 * merging.ROWS_MAX, NOW_MS + HOUR_MS)
+    assert choose([alone], NOW_MS).files == [alone]
+    heavy = [msgspec.structs.replace(file, size_bytes=merging.BYTES_MAX // 3) for file in alike(FILES_MIN)]
+    assert len(choose(heavy, NOW_MS).files) == 3
+
+
+def test_files_that_fill_a_rewrite_are_not_written_again_one_by_one() -> None:
+    assert choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS) == NOTHING
+
+
+def test_a_plan_lists_all_rewrites_and_their_cost() -> None:
+    merges = plan([*alike(FILES_MIN), *alike(FILES_MIN, ahead_ms=40 * DAY_MS), *alike(1, FULL)], NOW_MS)
+    assert [(merge.reason, len(merge.files), merge.files_after) for merge in merges] == [
+        ("small", FILES_MIN, 1)
+    ] * 2
+    [file] = alike(1)
+    whole_budget = msgspec.structs.replace(file, size_bytes=merging.BYTES_PER_MINUTE // 2)
+    assert Merge("small", [whole_budget]).cost_ms == MINUTE_MS, "of reads and writes"
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 90 * 24), min_size=1, max_size=40), st.integers(1, 9))
+def test_rewritten_files_are_not_chosen_again(hours: list[int], file_rows: int) -> None:
+    """Rewriting ends: it must not repeat for ever while nothing changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "FILE_ROWS", file_rows)
+        patch.setattr(merging, "FILES_MIN", 3)
+        patch.setattr(merging, "SMALL_PART", 6)
+        files = CrashFiles()
+        early = NOW_MS - 61 * DAY_MS  # seen from here, all of it was far
+        entries = [e for h in hours for e in write(files, table_rows([NOW_MS + h * HOUR_MS]), early)]
+        for _ in range(2 * len(hours) + 1):
+            if not (chosen := choose(entries, NOW_MS).files):
+                break
+            made = rewritten(files, chosen)
+            entries = [e for e in entries if e not in chosen] + made.files
+        assert choose(entries, NOW_MS) == NOTHING
+        assert sum(e.rows for e in entries) == len(hours)
