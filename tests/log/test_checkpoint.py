@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
+from collections.abc import Sequence
 
 import google_crc32c
 import msgspec
@@ -23,9 +25,12 @@ from timeball.log.checkpoint import (
     HEADER,
     MAGIC,
     NAME,
+    STATE_HEADER,
+    STATE_MAGIC,
     Checkpoint,
     Facts,
     JobFacts,
+    decode,
     last_snapshot,
     load,
     log_bytes_from,
@@ -34,6 +39,7 @@ from timeball.log.checkpoint import (
     snapshot_row,
 )
 from timeball.model.errors import Corrupt
+from timeball.model.limits import FRAME_BYTES_MAX
 from timeball.model.message import without_secrets
 
 int64s = st.integers(-(2**63), 2**63 - 1)
@@ -62,11 +68,19 @@ facts = st.builds(
     ),
 )
 pairs = st.lists(st.tuples(int64s, int64s), max_size=20)
+columns = st.lists(st.tuples(int64s, int64s, int64s, int64s), max_size=9)
 
 
-def checkpoint(known: Facts, settled: list[tuple[int, int]]) -> Checkpoint:
+def checkpoint(
+    known: Facts,
+    settled: list[tuple[int, int]],
+    moved: Sequence[tuple[int, ...]] = (),
+    woken: Sequence[tuple[int, ...]] = (),
+) -> Checkpoint:
     due, seq = (np.array([pair[at] for pair in settled], np.int64) for at in (0, 1))
-    return Checkpoint(known, due, seq)
+    return Checkpoint(
+        known, due, seq, *(np.array(rows, np.int64).reshape(-1, 4).T for rows in (moved, woken))
+    )
 
 
 def numbered(seq: int) -> Checkpoint:
@@ -81,13 +95,17 @@ def same(one: Checkpoint | None, other: Checkpoint) -> bool:
         and one.facts == other.facts
         and np.array_equal(one.settled_due, other.settled_due)
         and np.array_equal(one.settled_seq, other.settled_seq)
+        and np.array_equal(one.moved, other.moved)
+        and np.array_equal(one.woken, other.woken)
     )
 
 
-@given(facts, pairs)
-def test_saved_checkpoint_is_loaded_back(known: Facts, settled: list[tuple[int, int]]) -> None:
+@given(facts, pairs, columns, columns)
+def test_saved_checkpoint_is_loaded_back(
+    known: Facts, settled: list[tuple[int, int]], moved: list[tuple[int, ...]], woken: list[tuple[int, ...]]
+) -> None:
     files = CrashFiles()
-    saved = checkpoint(known, settled)
+    saved = checkpoint(known, settled, moved, woken)
     save(files, saved)
     assert same(load(files), saved)
     assert same(parse(files.content(NAME)), saved)
@@ -105,6 +123,31 @@ def test_loaded_arrays_are_copies() -> None:
 
 def test_missing_checkpoint_loads_as_none() -> None:
     assert load(CrashFiles()) is None
+
+
+def former(facts: bytes, due_and_seq: Sequence[int] = ()) -> bytes:
+    """Build a payload of version 1."""
+    pairs = np.array(due_and_seq, "<i8")
+    return struct.pack("<QQ", len(facts), len(pairs) // 2) + facts + pairs.tobytes()
+
+
+def test_columns_of_version_1_are_read() -> None:
+    facts = b'{"seq":9,"moved":[[7,1,3,8],[6,2,4,6]],"woken":[[5,70,2,6]]}'
+    found = decode(former(facts, [10, 20, 3, 4]))
+    assert same(
+        found, checkpoint(Facts(seq=9), [(10, 3), (20, 4)], [(7, 1, 3, 8), (6, 2, 4, 6)], [(5, 70, 2, 6)])
+    )
+
+
+def test_two_million_settled_and_woken_messages_need_a_twentieth_of_a_row() -> None:
+    rows = 2_000_000
+    due_ms = np.sort(np.random.default_rng(1).integers(0, 3_600_000, rows))
+    seq = np.arange(rows) * 3
+    woken = np.stack([seq, due_ms, seq + 1, due_ms + 7])
+    row = snapshot_row(Checkpoint(Facts(seq=1), due_ms, seq, woken=woken), 7)
+    assert pa.ipc.get_record_batch_size(row) < FRAME_BYTES_MAX // 20
+    found = decode(row.column("body")[0].as_py())
+    assert np.array_equal(found.woken, woken) and np.array_equal(found.settled_due, due_ms)
 
 
 def test_missing_facts_have_defaults_and_unknown_ones_are_ignored() -> None:
@@ -142,8 +185,26 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed() -> None:
         (2).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"{}" + bytes(31),
         (2).to_bytes(8, "little") + (2**63).to_bytes(8, "little") + b"{}" + bytes(32),
         (2**63).to_bytes(8, "little") + bytes(8) + b"{}",
+        STATE_HEADER.pack(STATE_MAGIC, 2, 0, 0, 0) + b"{}",
+        STATE_HEADER.pack(STATE_MAGIC, 2, 1, 0, 0) + pa.compress(b"{}" + bytes(8), "zstd", asbytes=True),
+        STATE_HEADER.pack(STATE_MAGIC, 2**62, 0, 0, 0) + pa.compress(b"{}", "zstd", asbytes=True),
+        STATE_HEADER.pack(STATE_MAGIC, 2, 2**63, 0, 0) + pa.compress(b"{}", "zstd", asbytes=True),
+        (3_005).to_bytes(8, "little") + bytes(8) + b'{"x":' + b"[" * 3_000,
     ],
-    ids=["empty", "short", "cut facts", "no facts", "few pairs", "too many pairs", "endless facts"],
+    ids=[
+        "empty",
+        "short",
+        "cut facts",
+        "no facts",
+        "few pairs",
+        "too many pairs",
+        "endless facts",
+        "plain",
+        "few rows",
+        "endless facts of a state",
+        "endless rows",
+        "nested facts",
+    ],
 )
 def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
     with pytest.raises(Corrupt):

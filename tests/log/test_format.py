@@ -176,6 +176,16 @@ def test_rows_fewer_than_the_header_says_are_corrupt() -> None:
         fmt.decode_rows(buffer, frame)
 
 
+def test_a_payload_that_holds_no_rows_is_corrupt() -> None:
+    data = bytearray(encode(batch(1, 3)))
+    struct.pack_into("<I", data, 64 + 4, 2**31 - 1)  # bytes of the metadata
+    buffer = segment(sealed_again(data))
+    frame = fmt.read_frame(buffer, 64)
+    assert frame is not None
+    with pytest.raises(Corrupt, match="holds no rows"):
+        fmt.decode_rows(buffer, frame)
+
+
 def test_a_span_may_be_longer_than_its_rows() -> None:
     row = build_rows(1, kind=int(Kind.TABLE), body=b"99")
     frame, parts = fmt.encode_frame(

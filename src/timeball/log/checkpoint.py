@@ -1,9 +1,9 @@
 """The checkpoint: the state of the caches at one row of the log, so that recovery replays only the rows after it.
 
-    byte  0           8        16        24  32  40
-          +-----------+--------+---------+---+---+------- … -------+------- … --------+
-          | "TBCHECK1"| length | crc32c  | f | n | JSON facts      | settled: due, seq |
-          +-----------+--------+---------+---+---+------- … -------+------- … --------+
+    byte  0           8        16        24         32  40  48  56  64
+          +-----------+--------+---------+----------+---+---+---+---+------------ … ------------+
+          | "TBCHECK1"| length | crc32c  |"TBSTATE2"| f | s | m | w | zstd: JSON facts, columns |
+          +-----------+--------+---------+----------+---+---+---+---+------------ … ------------+
 
 The file is written whole with `Files.replace`, after all files that it relies on have been synced. It is a cache:
 without it, a start reads the log from the last snapshot on and computes the same state.
@@ -16,6 +16,10 @@ outside the broker. A snapshot is one row, because a row is either complete or a
 useless.
 
 A message is *settled* when it is durably released or cancelled.
+
+A row has a limit, and there may be ten million settled messages. So the payload is compressed, and the columns are
+stored as differences from row to row. Former versions stored the facts and the settled pairs as they are: f, number of
+pairs, facts, due times, numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import pyarrow as pa
 from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
-from timeball.model.errors import Corrupt
+from timeball.model.errors import UNDECODABLE, Corrupt
 from timeball.model.message import SNAPSHOT_KEY, Int64Array, meta_rows
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,8 @@ logger = logging.getLogger(__name__)
 NAME = "checkpoint"
 MAGIC = b"TBCHECK1"
 HEADER = struct.Struct("<8sQQ")  # magic, bytes of the payload, crc32c of the payload
+STATE_MAGIC = b"TBSTATE2"
+STATE_HEADER = struct.Struct("<8s4Q")  # magic, bytes of the facts, rows: settled, moved, woken
 
 
 class LevelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,7 +77,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     # default, as in a new broker.
     seq: int = 0
     # These two numbers are the *mark*: messages due before the time with lower sequence numbers are settled. Settled
-    # messages that the mark does not cover are listed as pairs after the JSON.
+    # messages that the mark does not cover are listed as pairs in the columns.
     settled_before_ms: int = -(1 << 62)
     settled_before_seq: int = 1 << 62  # see Settled in schedule/outcomes.py
     # Ranges (first_seq, rows) that the mark does not cover: numbers reserved before it whose messages were attached
@@ -95,7 +101,6 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
         0,
         0,
     )
-    moved: list[tuple[int, int, int, int]] = []  # schedule/outcomes.py: (due_ms, number, version, until_ms)
     schedule: str = "hour_log"  # the strategy that stored scheduled messages
     kept: dict[str, Any] | None = None  # state of that strategy outside its files
     # Live data files (table/attachment.py): the result of all TABLE rows below `seq`.
@@ -106,42 +111,74 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     meta: dict[str, msgspec.Raw] = {}  # key -> value: the result of all META rows below `seq`
 
 
+NO_ROWS = np.empty((4, 0), np.int64)
+
+
+class _FormerColumns(msgspec.Struct):
+    """The columns that former versions stored in the JSON."""
+
+    moved: list[tuple[int, int, int, int]] = []
+    woken: list[tuple[int, int, int, int]] = []
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The facts, and (due_ms, seq) of each settled message that `settled_before_*` does not cover."""
+    """The facts and the columns of a state.
+
+    `settled_due` and `settled_seq`: (due_ms, seq) of each settled message that `settled_before_*` does not cover.
+    `moved`: due_ms, number, version and until_ms, by number (schedule/outcomes.py). `woken`: version, due_ms and
+    version of the base, due_ms (broker/registry/selections.py). The shape of both is (4, rows).
+    """
 
     facts: Facts
     settled_due: Int64Array
     settled_seq: Int64Array
+    moved: Int64Array = NO_ROWS
+    woken: Int64Array = NO_ROWS
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
     """Encode the payload: the part of the file after its header, which is also the value of a snapshot row."""
+    tables = np.stack([checkpoint.settled_due, checkpoint.settled_seq]), checkpoint.moved, checkpoint.woken
     facts = msgspec.json.encode(checkpoint.facts)
-    return b"".join(
-        [
-            struct.pack("<QQ", len(facts), len(checkpoint.settled_due)),
-            facts,
-            checkpoint.settled_due.astype("<i8").tobytes(),
-            checkpoint.settled_seq.astype("<i8").tobytes(),
-        ]
-    )
+    differences = [np.diff(table, prepend=0).astype("<i8").tobytes() for table in tables]
+    rows = [table.shape[1] for table in tables]
+    content: bytes = pa.compress(b"".join([facts, *differences]), "zstd", asbytes=True)
+    return STATE_HEADER.pack(STATE_MAGIC, len(facts), *rows) + content
 
 
 def decode(payload: bytes) -> Checkpoint:
-    """Decode a payload made by `encode`. Raises Corrupt."""
+    """Decode a payload made by `encode`, or by a former version. Raises Corrupt."""
     try:
-        facts_size, pair_count = struct.unpack_from("<QQ", payload)
-        # Checked before parsing: numpy would read a short buffer as fewer pairs, and settled messages would be
-        # forgotten.
-        if 16 + facts_size + 16 * pair_count != len(payload):
-            raise ValueError("facts and pairs do not fill the payload")
-        facts = msgspec.json.decode(payload[16 : 16 + facts_size], type=Facts)
-        due_and_seq = np.frombuffer(
-            payload, dtype="<i8", offset=16 + facts_size, count=2 * pair_count
-        ).astype(np.int64)
-    except (ValueError, struct.error, msgspec.DecodeError) as error:
+        return _decode(payload) if payload[:8] == STATE_MAGIC else _decode_former(payload)
+    except (*UNDECODABLE, OverflowError, MemoryError, OSError, struct.error) as error:
         raise Corrupt(str(error)) from error
-    return Checkpoint(facts, due_and_seq[:pair_count], due_and_seq[pair_count:])
+
+
+def _decode(payload: bytes) -> Checkpoint:
+    _, facts_size, *rows = STATE_HEADER.unpack_from(payload)
+    shapes = list(zip((2, 4, 4), rows, strict=True))
+    size_bytes = facts_size + sum(8 * columns * count for columns, count in shapes)
+    content = pa.decompress(payload[STATE_HEADER.size :], size_bytes, "zstd", asbytes=True)
+    if len(content) != size_bytes:  # numpy would read fewer rows, and settled messages would be forgotten
+        raise ValueError("facts and columns do not fill the payload")
+    tables, begin = [], facts_size
+    for columns, count in shapes:
+        values = np.frombuffer(content, "<i8", columns * count, begin).reshape(columns, count)
+        tables.append(np.cumsum(values, axis=1, dtype=np.int64))
+        begin += 8 * columns * count
+    (due, seq), moved, woken = tables
+    return Checkpoint(msgspec.json.decode(content[:facts_size], type=Facts), due, seq, moved, woken)
+
+
+def _decode_former(payload: bytes) -> Checkpoint:
+    facts_size, pair_count = struct.unpack_from("<QQ", payload)
+    if 16 + facts_size + 16 * pair_count != len(payload):
+        raise ValueError("facts and pairs do not fill the payload")
+    encoded = payload[16 : 16 + facts_size]
+    former = msgspec.json.decode(encoded, type=_FormerColumns)
+    due, seq = np.frombuffer(payload, "<i8", offset=16 + facts_size).astype(np.int64).reshape(2, pair_count)
+    moved, woken = (np.array(rows, np.int64).reshape(-1, 4).T for rows in (former.moved, former.woken))
+    return Checkpoint(msgspec.json.decode(encoded, type=Facts), due, seq, moved, woken)
 
 
 def save(files: Files, checkpoint: Checkpoint) -> None:

@@ -204,9 +204,12 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
 
 
 def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
-    """Decode the rows of a checked frame in LOG_SCHEMA. The columns are views of the mapped segment."""
+    """Decode the rows of a checked frame in LOG_SCHEMA. The columns are views of the mapped segment. Raises Corrupt."""
     message = segment.slice(frame.position + ALIGN, frame.payload)
-    rows = pa.ipc.read_record_batch(message, LOG_SCHEMA)
+    try:
+        rows = pa.ipc.read_record_batch(message, LOG_SCHEMA)
+    except (pa.ArrowInvalid, OSError) as error:  # the checksum is right, so the writer was wrong
+        raise Corrupt(f"frame at byte {frame.position} holds no rows: {error}") from error
     if rows.num_rows != frame.rows:
         raise Corrupt(
             f"frame at byte {frame.position} holds {rows.num_rows} rows, its header says {frame.rows}"

@@ -294,44 +294,66 @@ _KEPT_NUMBERS_MAX = 64
 
 
 class QueueIndex:
-    """Entries of one queue. Offsets are dense from `min_offset` to `max_offset` (exclusive)."""
+    """Entries of one queue. Offsets are dense from `min_offset` to `end_offset` (exclusive).
 
-    __slots__ = ("_indexes", "_last_numbers", "_state", "max_offset", "min_offset", "queue_id", "topic")
+    Consumers see them up to `max_offset`. It is less than `end_offset` only in a topic of `QueueIndexes.limited`.
+    """
+
+    __slots__ = (
+        "_indexes", "_last_numbers", "_state", "end_offset", "max_offset", "min_offset", "queue_id", "topic",
+    )  # fmt: skip
 
     def __init__(self, indexes: QueueIndexes, topic: str, queue_id: int) -> None:
         """Make an empty queue. Use QueueIndexes.queue instead, which also finds queues that are not empty."""
         self._indexes, self.topic, self.queue_id = indexes, topic, queue_id
-        self.min_offset = self.max_offset = 0
+        self.min_offset = self.max_offset = self.end_offset = 0
         self._state = _EMPTY
         # The last result of `read_numbers`, and its offset: groups that keep up with the queue all read the same.
         self._last_numbers = _NO_NUMBERS
 
     def append(self, seqs: Int64Array, sizes: Int64Array, tags: Int64Array) -> None:
-        """Add entries at `max_offset`, in memory only. So it needs neither disk space nor a descriptor."""
-        entries = np.empty(len(seqs), ENTRY)
+        """Add entries at `end_offset`, in memory only. So it needs neither disk space nor a descriptor."""
+        entries = self._next_entries(len(seqs))
         entries["seq"], entries["size"], entries["tag"] = seqs, sizes, tags
-        self.extend(entries)
+        self._count_entries(len(seqs))
 
     def extend(self, entries: EntryArray) -> None:
         """Add entries of type ENTRY as `append` does."""
-        count, begin = len(entries), self.max_offset - self._state.tail_first
-        self._reserve_tail(begin + count)[begin : begin + count] = entries
-        self.max_offset += count
+        self._next_entries(len(entries))[:] = entries
+        self._count_entries(len(entries))
+
+    def _next_entries(self, count: int) -> EntryArray:
+        """Return the place of the next entries, which readers do not see yet."""
+        begin = self.end_offset - self._state.tail_first
+        return self._reserve_tail(begin + count)[begin : begin + count]
+
+    def _count_entries(self, count: int) -> None:
+        """Count entries that were written to their place."""
+        self.end_offset += count
         self._indexes.unsealed += count
+        if self.topic in self._indexes.limited:
+            self._indexes.on_hidden(self.topic)
+        else:
+            self.max_offset = self.end_offset
+
+    def show(self, offset: int) -> None:
+        """Let consumers see the entries before `offset`."""
+        self.max_offset = min(max(offset, self.min_offset), self.end_offset)
 
     def start_at(self, offset: int) -> None:
         """Begin an empty queue at `offset`, because retention removed the entries before it."""
-        assert self.min_offset == self.max_offset <= offset
-        self.min_offset = self.max_offset = offset
+        assert self.min_offset == self.end_offset <= offset
+        self.min_offset = self.max_offset = self.end_offset = offset
         self._state = _State((), offset, _NO_ENTRIES)
         self._indexes.register_used(self)
 
-    def read(self, offset: int, count: int, *, is_kept: bool = True) -> EntryArray:
+    def read(self, offset: int, count: int, *, is_kept: bool = True, hidden: bool = False) -> EntryArray:
         """Read up to `count` entries from `offset` on. Raises OutOfRange.
 
-        With `is_kept` the result is a copy. Otherwise it may be a view of the entries in memory.
+        With `is_kept` the result is a copy. Otherwise it may be a view of the entries in memory. With `hidden`, also
+        entries that consumers do not see yet.
         """
-        low, high = self.min_offset, self.max_offset
+        low, high = self.min_offset, self.end_offset if hidden else self.max_offset
         if not low <= offset <= high:
             raise OutOfRange(f"offset {offset}: this queue keeps {low} to {high}")
         end = min(offset + count, high)
@@ -366,7 +388,7 @@ class QueueIndex:
         return seqs, sizes_bytes
 
     def at(self, offsets: Int64Array) -> EntryArray:
-        """Copy the entries at these offsets, each from `min_offset` up to but not including `max_offset`."""
+        """Copy the entries at these offsets, each from `min_offset` up to but not including `end_offset`."""
         entries = np.empty(len(offsets), ENTRY)
         _, tail_first, tail = self._state
         in_tail = offsets >= tail_first
@@ -386,16 +408,20 @@ class QueueIndex:
 
     def hide(self, first_seq: int) -> None:
         """Hide the entries of rows before `first_seq`: `min_offset` moves past them."""
-        self.min_offset = self.first_offset_from_seq(first_seq)
+        self.min_offset = self.first_offset_from_seq(first_seq, hidden=True)
+        self.max_offset = max(self.min_offset, self.max_offset)
 
-    def first_offset_from_seq(self, seq: int, from_offset: int = 0) -> int:
-        """Find the first offset from `from_offset` on whose row is `seq` or later. If there is none, `max_offset`."""
-        low, high = max(from_offset, self.min_offset), self.max_offset
-        if low >= high or int(self.read(low, 1, is_kept=False)["seq"][0]) >= seq:
+    def first_offset_from_seq(self, seq: int, from_offset: int = 0, *, hidden: bool = False) -> int:
+        """Find the first offset from `from_offset` on whose row is `seq` or later. If there is none, `max_offset`.
+
+        With `hidden`, also among the entries from `max_offset` on, and `end_offset` if there is none.
+        """
+        low, high = max(from_offset, self.min_offset), self.end_offset if hidden else self.max_offset
+        if low >= high or int(self.read(low, 1, is_kept=False, hidden=hidden)["seq"][0]) >= seq:
             return min(low, high)
         while low < high:
             middle = (low + high) // 2
-            if int(self.read(middle, 1, is_kept=False)["seq"][0]) < seq:
+            if int(self.read(middle, 1, is_kept=False, hidden=hidden)["seq"][0]) < seq:
                 low = middle + 1
             else:
                 high = middle
@@ -449,7 +475,7 @@ class QueueIndex:
     def seal(self, run: _Run) -> bool:
         """Read the entries of `run` from its file from now on. Returns false when none are left in memory."""
         runs, tail_first, tail = self._state
-        unsealed = tail[run.end - tail_first : self.max_offset - tail_first]
+        unsealed = tail[run.end - tail_first : self.end_offset - tail_first]
         # Copied, because a view would keep the whole sealed array in memory.
         self._state = _State((*runs, run), run.end, unsealed.copy() if len(unsealed) else _NO_ENTRIES)
         return bool(len(unsealed))
@@ -457,14 +483,14 @@ class QueueIndex:
     def add_sealed_run(self, run: _Run) -> None:
         """Add a run of a file that exists at the start. Raises Corrupt if it leaves a gap."""
         if not self._state.runs:
-            self.min_offset = self.max_offset = run.first
+            self.min_offset = self.end_offset = run.first
         _check_follows(self, run.first)
         self._state = _State((*self._state.runs, run), run.end, _NO_ENTRIES)
-        self.max_offset = run.end
+        self.max_offset = self.end_offset = run.end
 
     def clear(self) -> None:
         """Drop all entries."""
-        self.min_offset = self.max_offset = 0
+        self.min_offset = self.max_offset = self.end_offset = 0
         self._state = _EMPTY
         self._last_numbers = _NO_NUMBERS
 
@@ -480,13 +506,14 @@ class QueueIndex:
         kept = tuple(run for run in runs if run.file.name not in removed_names)
         self._state = _State(kept, tail_first, tail)
         self.min_offset = max(self.min_offset, kept[0].first if kept else tail_first)
+        self.max_offset = max(self.min_offset, self.max_offset)
 
 
 def _check_follows(index: QueueIndex, first_offset: int) -> None:
     """Raise Corrupt unless `first_offset` continues the entries of `index`."""
-    if index.max_offset != first_offset:
+    if index.end_offset != first_offset:
         raise Corrupt(
-            f"queue {index.queue_id} of {index.topic!r} has no entry for offset {index.max_offset} in its files"
+            f"queue {index.queue_id} of {index.topic!r} has no entry for offset {index.end_offset} in its files"
         )
 
 
@@ -544,6 +571,9 @@ class QueueIndexes:
         self.changing = threading.Lock()  # held during every change of a queue's state
         # One repair at a time: other readers of the damaged file wait, and then find it repaired.
         self._repairing = threading.Lock()
+        # Topics whose new entries consumers do not see before `QueueIndex.show`. Each new entry calls `on_hidden`.
+        self.limited: set[str] = set()
+        self.on_hidden: Callable[[str], None] = lambda topic: None
 
     def queue(self, topic: str, queue_id: int) -> QueueIndex:
         """Get the queue, or a new empty one."""
@@ -576,7 +606,7 @@ class QueueIndexes:
                 index.add_sealed_run(_Run(first, end, file, number))
         for part in opened.tail:
             index = self.queue(part.topic, part.queue_id)
-            if index.max_offset == 0:
+            if index.end_offset == 0:
                 index.start_at(part.first_offset)
             _check_follows(index, part.first_offset)
             index.append(part.entries["seq"], part.entries["size"], part.entries["tag"])
@@ -595,7 +625,7 @@ class QueueIndexes:
     def flush(self, next_seq: int) -> Flush:
         """Collect the entries that must be written before a checkpoint may cover the rows below `next_seq`."""
         seals = self.unsealed >= SEAL_ENTRIES
-        ends = [index.max_offset for index in self._open]
+        ends = [index.end_offset for index in self._open]
         used = list(self._used.values())
         return Flush(self._files, self._first_seq, next_seq, list(self._open), ends, used, seals)
 

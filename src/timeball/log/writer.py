@@ -59,7 +59,15 @@ from timeball.log.segment import (
 )
 from timeball.model import limits
 from timeball.model.config import Durability
-from timeball.model.errors import DiskFailed, NotLeader, OverLimit, StorageError, TimeballError, Unavailable
+from timeball.model.errors import (
+    LEADS_NO_MORE,
+    DiskFailed,
+    NotLeader,
+    OverLimit,
+    StorageError,
+    TimeballError,
+    Unavailable,
+)
 from timeball.model.message import SMALL_ROWS, ReadRow
 
 logger = logging.getLogger(__name__)
@@ -101,7 +109,7 @@ class NextSegment:
         self._warm: dict[str, int] = {}  # segment name -> position up to which it is warmed
 
     def prepare(self) -> None:
-        """Reserve one more step, or the next segment, unless it exists or is being reserved."""
+        """Begin to reserve STEP_BYTES more, or the next segment. A no-op while that runs, or if both exist."""
         if self._task is None and (self.spare is None or self.current.reserved_to < self.current.size_bytes):
             self._task = self._loop.create_task(self._reserve_ahead())
 
@@ -573,6 +581,10 @@ class LogWriter:
         self._idle.set()
         if is_first and self._on_failure is not None:
             self._on_failure(error)
+
+    def abandon(self) -> None:
+        """Refuse all pending and later calls: another node's log counts now."""
+        self._stop([], NotLeader(LEADS_NO_MORE))
 
     async def close(self) -> None:
         """Commit all accepted rows, sync, and close the file."""
