@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from timeball.log import row_encoder
-from timeball.log.row_encoder import NumberedRows, build, read_batch
+from timeball.log.row_encoder import Entry, NumberedRows, build, read_batch
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule import due_wheel as wheel_module
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.due_wheel import SLOT_MS, DueWheel, Run, slot_cuts
+from timeball.schedule.due_wheel import SLOT_MS, DueWheel, EntrySlots, Run, slot_cuts
 
 Pair = tuple[int, int]
 
@@ -58,8 +58,8 @@ class WheelMachine(RuleBasedStateMachine):
     def open(self, arrivals_max: int, few_max: int, of_slot_max: int, small_bytes: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(wheel_module, "ARRIVALS_MAX", arrivals_max)
-        self.patch.setattr(wheel_module, "HEAP_ROWS_MAX", few_max)
-        self.patch.setattr(wheel_module, "HEAP_ROWS_OF_SLOT_MAX", of_slot_max)
+        self.patch.setattr(wheel_module, "ENTRIES_MAX", few_max)
+        self.patch.setattr(wheel_module, "ENTRIES_OF_SLOT_MAX", of_slot_max)
         self.patch.setattr(wheel_module, "SMALL_RUN_BYTES", small_bytes)
         self.patch.setattr(wheel_module, "ARRIVAL_BYTES_MAX", 2 * small_bytes)
         self.wheel = DueWheel()
@@ -305,7 +305,7 @@ def test_a_hand_out_of_several_slots_is_limited_as_a_whole() -> None:
 
 
 def test_a_small_row_does_not_pass_a_large_one_that_has_stayed_behind() -> None:
-    """Neither between the heap and the columns, nor between two runs."""
+    """Neither between entries and columns, nor between two runs."""
     wheel = DueWheel()
     wheel.add(large_rows(1, 6, 1_000))
     for first_seq, body_bytes in ((1, 500), (3, 900), (5, 10)):
@@ -331,3 +331,29 @@ def test_large_bodies_are_not_copied_before_they_are_handed_out(monkeypatch: pyt
         wheel.add(large_rows(4, 1 + 4 * index, wheel_module.SMALL_RUN_BYTES // 4))
     assert [len(seqs) for seqs in hand_outs(wheel, wheel_module.SMALL_RUN_BYTES)] == [4] * count
     assert joined == []
+
+
+# ---- rows that are not columns -------------------------------------------------------------------------------
+
+
+def test_entries_of_a_slot_are_sorted_once() -> None:
+    """A hand-out of a few of them costs as much as their number."""
+    sorts = 0
+
+    class Counted(list[Entry]):
+        def sort(self, **_: object) -> None:
+            nonlocal sorts
+            sorts += 1
+            super().sort()
+
+    slots = EntrySlots()
+    slots.add([(due, seq, 0, (), -1) for seq, due in enumerate([90, 20, 70, 10, 80])])
+    slots._slots[0] = Counted(slots._slots[0])
+    slots.add([(30, 7, 0, (), -1)])
+    assert [slots.take((before, 0), 10, 10) for before in (15, 25)] == [
+        [(10, 3, 0, (), -1)],
+        [(20, 1, 0, (), -1)],
+    ]
+    slots.add([(25, 8, 0, (), -1)])  # late
+    assert [due for due, *_ in slots.take((75, 0), 10, 10)] == [25, 30, 70]
+    assert (len(slots), slots.first, sorts) == (2, (80, 4), 1)

@@ -16,6 +16,7 @@ from timeball.schedule import hour_log
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import OPEN_MS, PendingFiles, close_far, load, survey
 from timeball.schedule.outcomes import Settled
+from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
 from timeball.table.file_keys import FileSet
@@ -32,6 +33,12 @@ DUES = st.lists(
 )
 NEAR_DUES = st.lists(st.integers(NOW_MS, NOW_MS + 40), min_size=1, max_size=25)
 BATCHES = st.lists(DUES, min_size=1, max_size=3)
+
+
+@pytest.fixture(autouse=True)
+def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows then make several files."""
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
 
 
 def write(files: CrashFiles, dues: list[int], first_seq: int = 0) -> list[FileEntry]:

@@ -28,7 +28,7 @@ def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
         known.forget_before(before_ms // 2)
     known.forget_before(before_ms)
     restored = Moved()
-    restored.add(known.rows())
+    restored.restore(known.copied()())
     kept = {number: found for number, found in newest.items() if until[number] >= before_ms}
     for one in (known, restored):
         assert len(one) == len(kept)
@@ -46,10 +46,19 @@ def test_many_moves_are_merged_into_columns(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(known) == 50
     assert [known.newest(n) for n in (0, 1, 42, 99)] == [(0, 1_000), None, (42, 1_042), None]
     known.forget_before(90)
-    assert known.rows() == [(n, n, 1_000 + n, n) for n in (90, 92, 94, 96, 98)]
+    assert known.copied()().T.tolist() == [[n, n, 1_000 + n, n] for n in (90, 92, 94, 96, 98)]
 
 
 def test_empty_moved_finds_nothing() -> None:
     known = Moved()
     known.forget_before(1 << 40)
-    assert (len(known), known.rows(), known.newest(5)) == (0, [], None)
+    assert (len(known), known.copied()().size, known.newest(5)) == (0, 0, None)
+
+
+def test_a_copy_is_as_of_now() -> None:
+    known = Moved()
+    known.add([(5, 1, 100, 3)])
+    copied = known.copied()
+    known.add([(7, 1, 101, 5), (8, 2, 102, 3)])
+    assert copied().T.tolist() == [[5, 1, 100, 5]]
+    assert known.copied()().T.tolist() == [[7, 1, 101, 7], [8, 2, 102, 8]]

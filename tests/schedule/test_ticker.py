@@ -157,15 +157,15 @@ def hand_out_often(world: TickedWorld, rows: int) -> None:
 
 def become_durable(world: TickedWorld) -> None:
     world.release()
-    world.indexing.total_ns += 600_000
+    world.indexing.total_ns += 840_000
 
 
 def test_small_hand_outs_use_a_share_of_the_time(world: TickedWorld) -> None:
     world.drain()
     world.release_ms = 0
-    hand_out_often(world, 1)  # each takes 0.6 ms, when it is durable
+    hand_out_often(world, 1)  # each takes 0.84 ms, when it is durable
     interval_ms = world.ticker.interval_ms
-    assert interval_ms == pytest.approx(0.6 / ticker.RELEASE_SHARE, rel=0.01)
+    assert interval_ms == pytest.approx(0.84 / ticker.RELEASE_SHARE, rel=0.01)
     world.admit([world.now_ms + after_ms for after_ms in range(4)])
     kept = len(world.kept)
     assert world.ticker.tick() == 0, "after an idle interval the next message need not wait"
@@ -183,7 +183,7 @@ def test_small_hand_outs_use_a_share_of_the_time(world: TickedWorld) -> None:
     assert len(world.kept) == kept + 4, "together, and in due order"
 
 
-def test_small_hand_outs_are_at_least_5_ms_apart(world: TickedWorld) -> None:
+def test_small_hand_outs_are_at_least_6_ms_apart(world: TickedWorld) -> None:
     world.drain()
     world.ticker._mean_ns = 1.0  # they take nearly no time
     world.admit([world.now_ms + after_ms for after_ms in range(3)])
@@ -195,6 +195,84 @@ def test_small_hand_outs_are_at_least_5_ms_apart(world: TickedWorld) -> None:
     world.advance(1)
     assert world.ticker.tick() == ticker.INTERVAL_MIN_MS - 2
     assert len(world.kept) == 2
+
+
+async def all_durable(world: TickedWorld) -> None:
+    while world.model.in_flight:
+        await world._release(list(world.model.in_flight[0]))
+
+
+def test_due_messages_join_a_commit_when_most_of_the_interval_has_passed(world: TickedWorld) -> None:
+    world.drain()
+    world.ticker._mean_ns = 1.0  # they take nearly no time
+
+    async def main() -> None:
+        world.ticker._sleeping = asyncio.get_running_loop().create_future()
+        await world._admit([world.now_ms + after_ms for after_ms in (1, 1, 2, 3, 6, 7)])
+        assert world.ticker.tick() == 1
+        kept = []
+        for _ in range(10):
+            if world.strategy.loaded.wheel.first_due_ms <= world.now_ms:
+                world.strategy.on_commit()
+            kept.append(len(world.kept))
+            await all_durable(world)
+            world.advance(1)
+        # At 1 ms, and at 2 ms because the interval before was idle. At 5 ms, 2 ms before the end of the interval. And
+        # 4 ms later: 3.6 ms are 0.6 intervals.
+        assert kept == [0, 2, 3, 3, 3, 4, 4, 4, 4, 6]
+
+    world.run(main())
+
+
+def test_due_messages_do_not_join_a_commit_while_others_are_in_flight(world: TickedWorld) -> None:
+    world.drain()
+
+    async def main() -> None:
+        world.ticker._sleeping = asyncio.get_running_loop().create_future()
+        await world._admit([world.now_ms])
+        assert world.ticker.tick() == 0
+        world.advance(1)
+        await world._admit([world.now_ms])
+        world.strategy.on_commit()
+        assert len(world.kept) == 1
+
+    world.run(main())
+
+
+def test_a_hand_out_that_joins_a_commit_moves_the_next_tick(world: TickedWorld) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world._admit([world.now_ms + 5_000, world.now_ms + 5_001])
+            await world.until(lambda: world.ticker._sleeping is not None)
+            world.advance(5_000)
+            world.strategy.on_commit()
+            assert len(world.kept) == 1
+            await all_durable(world)
+            world.advance(1)
+            await world.until(lambda: len(world.kept) == 2)  # at once, and not with the timer of the first
+
+    world.run(main())
+
+
+def test_a_failure_of_a_joining_hand_out_ends_the_ticker(
+    world: TickedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the release failed")
+
+    async def main() -> None:
+        async with asyncio.timeout(BOUND_S):
+            task = asyncio.create_task(world.ticker.run())
+            await world._admit([world.now_ms + 5_000])
+            while world.ticker._sleeping is None:
+                await asyncio.sleep(0)
+            world.advance(5_000)
+            monkeypatch.setattr(world.ticker, "_release", fail)
+            world.strategy.on_commit()  # the send that began the commit has not failed
+            with pytest.raises(RuntimeError, match="the release failed"):
+                await task
+
+    world.run(main())
 
 
 def test_hand_outs_are_at_most_8_ms_apart(world: TickedWorld) -> None:

@@ -6,9 +6,10 @@ batches are first collected until there are many rows or one of them is due, bec
 costs as much as splitting a thousand. The first hand-out from a slot merges its small runs. So the rows of each
 millisecond are a slice.
 
-Messages that arrive a few at a time stay in the Arrow message of their commit, with an entry in a second heap. As
-columns, each step for one message would cost as much as for a thousand. They become columns when they are due together
-with columns. If the heap is very large, further messages are stored as columns.
+Messages that arrive a few at a time stay in the Arrow message of their commit, with an entry in a list for each quarter
+of a second, which is sorted when its first message is the next one. As columns, each step for one message would cost as
+much as for a thousand. They become columns when they are due together with columns. If there are very many, further
+messages are stored as columns.
 
 Large bodies are not copied: a batch with many bytes is a run of its own, and only small runs are merged. A hand-out
 ends after some bytes of bodies, so that the first message of a burst does not wait until all others are on disk.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import struct
-from collections import Counter
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,9 +48,10 @@ ARRIVAL_BYTES_MAX = 4 * 1024 * 1024  # sorting them copies them, at about 1 ms p
 # A run with fewer bytes and fewer than ARRIVALS_MAX rows is small: it may be merged with others, which copies it.
 SMALL_RUN_BYTES = 512 * 1024
 UNLIMITED_BYTES = 1 << 62
-HEAP_ROWS_MAX = 65_536  # rows in the heap, of about 200 bytes each besides their messages
-# Rows of one slot in the heap. For more rows, which may all be due at one time, columns cost less.
-HEAP_ROWS_OF_SLOT_MAX = 12_288
+ENTRIES_MAX = 65_536  # of about 200 bytes each besides their messages
+ENTRY_SLOT_MS = 250
+# For more entries of one slot, which may all be due at one time, columns cost less. Sorting them takes about 1 ms.
+ENTRIES_OF_SLOT_MAX = 4_096
 # Small runs of a slot. With more, most of them are merged, because each hand-out searches all runs.
 RUNS_MAX = 24
 OPEN_RUNS_MAX = 4  # the same for a slot from which rows have already been handed out
@@ -190,6 +192,79 @@ class ValuesRun:
         return self.rows
 
 
+class EntrySlots:
+    """Rows that are not columns, in lists by due time. `len` counts them.
+
+    One heap of all rows would cost a dozen comparisons for each row, all over the memory.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, list[Entry]] = {}
+        self._used: list[int] = []  # a heap of the slot numbers in `_slots`
+        self._sorted = -FAR_MS  # the slot whose entries are sorted: the first one, as soon as it is read
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def has_capacity(self, due_ms: int) -> bool:
+        """Check whether further rows due at this time may be added."""
+        return (
+            self._size < ENTRIES_MAX
+            and len(self._slots.get(due_ms // ENTRY_SLOT_MS, ())) < ENTRIES_OF_SLOT_MAX
+        )
+
+    def add(self, entries: list[Entry]) -> None:
+        """Add rows in any order."""
+        for entry in entries:
+            slot = entry[0] // ENTRY_SLOT_MS
+            rows = self._slots.get(slot)
+            if rows is None:
+                self._slots[slot] = [entry]
+                heapq.heappush(self._used, slot)
+            elif slot == self._sorted:
+                insort(rows, entry)
+            else:
+                rows.append(entry)
+        self._size += len(entries)
+
+    @property
+    def first(self) -> Position:
+        """The position of the first row. (FAR_MS, 0) if there are none."""
+        return self._first_slot()[0][:2] if self._used else (FAR_MS, 0)
+
+    def take(self, before: Position, limit: int, bytes_max: int) -> list[Entry]:
+        """Remove and return up to `limit` rows that come before the position `before`, in order.
+
+        Their bodies have at most `bytes_max` bytes, unless the first row alone has more.
+        """
+        taken: list[Entry] = []
+        while self._used:
+            rows = self._first_slot()
+            # A position comes before the entry at this position, because the entry has more items.
+            end = min(bisect_left(rows, before), limit - len(taken))
+            for at, entry in enumerate(rows[:end]):
+                bytes_max -= entry[2]
+                if bytes_max < 0 and (taken or at):
+                    end = at
+                    break
+            taken += rows[:end]
+            del rows[:end]
+            if rows:
+                break
+            del self._slots[heapq.heappop(self._used)]
+        self._size -= len(taken)
+        return taken
+
+    def _first_slot(self) -> list[Entry]:
+        """Return the sorted entries of the first slot."""
+        slot = self._used[0]
+        if slot != self._sorted:
+            self._slots[slot].sort()
+            self._sorted = slot
+        return self._slots[slot]
+
+
 class DueWheel:
     """Loaded rows by due second. `len` counts the rows that are not handed out."""
 
@@ -202,9 +277,7 @@ class DueWheel:
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = self._arrival_bytes = 0
         self._arrivals_first_ms = FAR_MS
-        # A heap by (due_ms, seq) of rows that are not columns. The other items of an Entry are in row_encoder.py.
-        self._row_heap: list[Entry] = []
-        self._heap_rows_of: Counter[int] = Counter()  # slot -> entries of the heap in that slot
+        self._entries = EntrySlots()
         self._columns_first_ms = FAR_MS  # the earliest due time of rows in columns
         self._size = 0
         self.size_bytes = 0  # approximate memory of the rows that are not handed out
@@ -218,11 +291,8 @@ class DueWheel:
         """Add READ_SCHEMA rows in any order."""
         if isinstance(rows, NumberedRows):
             entries = rows.entries()
-            if (
-                len(self._row_heap) < HEAP_ROWS_MAX
-                and self._heap_rows_of[entries[0][0] // SLOT_MS] < HEAP_ROWS_OF_SLOT_MAX
-            ):
-                self._add_to_heap(entries)
+            if self._entries.has_capacity(entries[0][0]):
+                self._add_entries(entries)
                 return
             rows = rows.batch
         if rows.num_rows == 0:
@@ -250,7 +320,7 @@ class DueWheel:
     def add_run(self, run: Run | ValuesRun) -> None:
         """Add rows that are already sorted, such as those of a gather."""
         if isinstance(run, ValuesRun):
-            self._add_to_heap(run.rows.entries())
+            self._add_entries(run.rows.entries())
             return
         if len(run.due) == 0:
             return
@@ -270,7 +340,7 @@ class DueWheel:
             self._sort_arrivals()
         first_runs = self._slots[self._used[0]] if self._used else []
         heads = [(int(run.due[run.cursor]), int(run.seq[run.cursor])) for run in first_runs]
-        return min([*heads, *(entry[:2] for entry in self._row_heap[:1])]) < before
+        return min([*heads, self._entries.first]) < before
 
     def take_due(
         self, before_ms: int, limit: int, bytes_max: int = UNLIMITED_BYTES, *, before_seq: int = 0
@@ -281,14 +351,14 @@ class DueWheel:
         """
         before = before_ms, before_seq
         due_to_ms = before_ms + (before_seq > 0)  # all rows before the position are due before this time
-        if self._row_heap and self._row_heap[0][:2] < before:
+        if self._entries.first < before:
             if self._columns_first_ms >= due_to_ms:
-                return self._take_from_heap(before, limit, bytes_max)
-            # Rows as values are due together with columns. Convert only as many as are handed out, since the heap may
-            # be very large.
-            self.add_run(Run.from_batches([self._take_from_heap(before, limit, bytes_max).rows.batch]))
-        # No row of a slot comes before a row that has stayed in the heap.
-        before = min(before, self._row_heap[0][:2] if self._row_heap else (FAR_MS, 0))
+                return self._take_entries(before, limit, bytes_max)
+            # Rows as values are due together with columns. Convert only as many as are handed out, since there may be
+            # very many.
+            self.add_run(Run.from_batches([self._take_entries(before, limit, bytes_max).rows.batch]))
+        # No row of a slot comes before a row that has stayed an entry.
+        before = min(before, self._entries.first)
         # Arrivals must be in their slots if one of them is due, or belongs to the slot that is used next.
         last_slot = (due_to_ms - 1) // SLOT_MS
         if self._arrivals_first_ms < (
@@ -355,31 +425,17 @@ class DueWheel:
         # Only the rows to hand out are merged: merging the whole slot at each tick would copy it a thousand times.
         return due_runs[0] if len(due_runs) == 1 else Run.joined(due_runs)
 
-    def _add_to_heap(self, entries: list[Entry]) -> None:
+    def _add_entries(self, entries: list[Entry]) -> None:
         """Add rows that are not columns."""
-        for entry in entries:
-            heapq.heappush(self._row_heap, entry)
-            self._heap_rows_of[entry[0] // SLOT_MS] += 1
-            self.size_bytes += ROW_BYTES + entry[2]
+        self._entries.add(entries)
+        self.size_bytes += ROW_BYTES * len(entries) + sum([entry[2] for entry in entries])
         self._size += len(entries)
         self._update_first_due()
 
-    def _take_from_heap(self, before: Position, limit: int, bytes_max: int) -> ValuesRun:
-        """Remove and return up to `limit` rows of the heap that come before the position `before`, at least one."""
-        heap = self._row_heap
-        taken: list[Entry] = []
-        while heap and heap[0][:2] < before and len(taken) < limit:
-            bytes_max -= heap[0][2]
-            if bytes_max < 0 and taken:
-                break
-            taken.append(heapq.heappop(heap))
+    def _take_entries(self, before: Position, limit: int, bytes_max: int) -> ValuesRun:
+        """Remove and return rows that are not columns (`EntrySlots.take`), at least one."""
+        taken = self._entries.take(before, limit, bytes_max)
         due_ms, seqs, sizes, _, _ = zip(*taken, strict=True)
-        rows_of = self._heap_rows_of
-        for ms in due_ms:
-            slot = ms // SLOT_MS
-            rows_of[slot] -= 1
-            if not rows_of[slot]:
-                del rows_of[slot]
         self._size -= len(taken)
         self.size_bytes -= ROW_BYTES * len(taken) + sum(sizes)
         self._update_first_due()
@@ -387,7 +443,7 @@ class DueWheel:
         return ValuesRun(*pairs, NumberedRows.gathered(taken, pairs), sum(sizes))
 
     def _update_first_due(self) -> None:
-        self.first_due_ms = min(self._columns_first_ms, self._row_heap[0][0] if self._row_heap else FAR_MS)
+        self.first_due_ms = min(self._columns_first_ms, self._entries.first[0])
 
     def _note_columns_due(self, ms: int) -> None:
         """Record that rows in columns are due at `ms`."""

@@ -145,7 +145,7 @@ class Loaded:
         self._thread, self._outcomes, self._sources = reader_thread, outcomes, sources
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
         self._on_change, self._on_failure = on_change, on_failure
-        self._wheel = DueWheel()
+        self.wheel = DueWheel()
         self._gathering: asyncio.Task[None] | None = None
         # One gather runs at a time. The reader thread also serves consumers, and a second gather would only wait behind
         # it.
@@ -156,7 +156,7 @@ class Loaded:
         self._removals: list[Callable[[Int64Array], Bools]] = []
 
     def __len__(self) -> int:
-        return self.index_rows + len(self._wheel) + sum(len(gather.seq) for gather in self._gathers)
+        return self.index_rows + len(self.wheel) + sum(len(gather.seq) for gather in self._gathers)
 
     @property
     def index_rows(self) -> int:
@@ -166,12 +166,12 @@ class Loaded:
     @property
     def wheel_rows(self) -> int:
         """The number of messages whose bodies are in memory."""
-        return len(self._wheel)
+        return len(self.wheel)
 
     @property
     def size_bytes(self) -> int:
         """The approximate memory of the bodies, in bytes."""
-        return self._wheel.size_bytes
+        return self.wheel.size_bytes
 
     @property
     def is_gathering(self) -> bool:
@@ -202,10 +202,10 @@ class Loaded:
         # Rows due within `ahead_ms` are kept, because reading them again so soon would cost more.
         is_soon = due <= now_ms + self._ahead_ms
         if is_soon.all():
-            self._wheel.add(scheduled_rows)
+            self.wheel.add(scheduled_rows)
             return first_ms
         if is_soon.any():
-            self._wheel.add(filtered(scheduled_rows, is_soon))
+            self.wheel.add(filtered(scheduled_rows, is_soon))
         source.index.add(due[~is_soon], seq[~is_soon])
         return min(first_ms, int(due[~is_soon].min()) - self._ahead_ms // 2)
 
@@ -244,10 +244,10 @@ class Loaded:
     def _remove_bodies(self, is_removed: Callable[[Int64Array], Bools]) -> None:
         """Remove messages from the wheel, by the mask of their numbers."""
         # The whole wheel is rebuilt, because its rows do not record their source. This is rare: clock steps and pauses.
-        run = self._wheel.take_due(FAR_MS, len(self._wheel))
+        run = self.wheel.take_due(FAR_MS, len(self.wheel))
         if run is not None:
             kept = ~is_removed(run.seq)
-            self._wheel.add_run(run if kept.all() else run.filtered(kept))
+            self.wheel.add_run(run if kept.all() else run.filtered(kept))
 
     # -- handing out ---------------------------------------------------------------------------------------
 
@@ -263,8 +263,8 @@ class Loaded:
         bound = min((now_ms + 1, 0), (below_ms, 0), self._first_unloaded(now_ms, now_ms))
         bound_ms, bound_seq = bound
         while (
-            self._wheel.has_before(bound)
-            and (run := self._wheel.take_due(bound_ms, limit, limits.RELEASE_BYTES_MAX, before_seq=bound_seq))
+            self.wheel.has_before(bound)
+            and (run := self.wheel.take_due(bound_ms, limit, limits.RELEASE_BYTES_MAX, before_seq=bound_seq))
             is not None
         ):
             # Outcomes identify a message by its original due time. After a clock step it may count as due at another
@@ -294,8 +294,8 @@ class Loaded:
         if self._gathering is None:
             gather_ms = self._next_gather_ms(now_ms)
         else:
-            bound = min(bound, self._first_unloaded(now_ms, self._wheel.first_due_ms))
-        return min(gather_ms, self._wheel.first_due_ms) if self._wheel.has_before(bound) else gather_ms
+            bound = min(bound, self._first_unloaded(now_ms, self.wheel.first_due_ms))
+        return min(gather_ms, self.wheel.first_due_ms) if self.wheel.has_before(bound) else gather_ms
 
     def first_due_ms(self) -> int:
         """Find the earliest due time of a message that is not handed out. FAR_MS if there are none."""
@@ -304,7 +304,7 @@ class Loaded:
                 source.forget_settled(self._outcomes)  # messages that a dispatcher brought are settled
         firsts = (source.index.first_due_ms for source in self._sources)
         gathers = (int(gather.due[0]) for gather in self._gathers)
-        return min(self._wheel.first_due_ms, *firsts, *gathers)
+        return min(self.wheel.first_due_ms, *firsts, *gathers)
 
     def needed_seq(self) -> int | None:
         """Find a row of the log below which no row is needed for a body that is not in memory. None if none is."""
@@ -327,10 +327,10 @@ class Loaded:
 
     def _has_memory_for_bodies(self) -> bool:
         """Check whether the bodies of new messages are kept. They leave half of the memory to gathers."""
-        return self._wheel.size_bytes < self._gather_bytes // 2
+        return self.wheel.size_bytes < self._gather_bytes // 2
 
     def _has_memory_for_gather(self) -> bool:
-        return self._wheel.size_bytes < self._gather_bytes - self._gather_bytes // GATHERS
+        return self.wheel.size_bytes < self._gather_bytes - self._gather_bytes // GATHERS
 
     def _first_unloaded(self, now_ms: int, to_ms: int) -> Position:
         """Find the first message without a body that is due by `to_ms`, among those that delay others."""
@@ -347,8 +347,8 @@ class Loaded:
         has_memory = self._has_memory_for_gather()
         lead_ms = self._ahead_ms // 2 if has_memory else 0
         # While memory is full, bodies that can be handed out before the first missing one make room for it.
-        makes_room = not has_memory and self._wheel.has_before(
-            self._first_unloaded(now_ms, self._wheel.first_due_ms)
+        makes_room = not has_memory and self.wheel.has_before(
+            self._first_unloaded(now_ms, self.wheel.first_due_ms)
         )
         first_ms = FAR_MS
         for source in self._sources:
@@ -434,7 +434,7 @@ class Loaded:
                 run = run.filtered(~is_removed(run.seq))
             if len(self._outcomes.holds):
                 run = run.filtered(~self._outcomes.holds.contains(run.due, run.seq))
-            self._wheel.add_run(run)
+            self.wheel.add_run(run)
 
     def _read(self, gathers: list[Gathering]) -> list[Run]:
         """Read the bodies of each gather as a run sorted by due time (reader thread)."""

@@ -26,7 +26,7 @@ messages, so a restart from an older cursor repeats no release.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,7 +88,8 @@ class Moved:
         else:
             recent.update(zip(numbers, zip(due_ms, versions, until_ms, strict=True), strict=True))
         self._first_until_ms = min(self._first_until_ms, *until_ms)
-        if len(recent) > RECENT_MAX:
+        # A merge copies all columns, so there are fewer merges when there are many moves.
+        if len(recent) > max(RECENT_MAX, len(self._older[0]) // 32):
             self._merge()
 
     def newest(self, number: int) -> tuple[int, int] | None:
@@ -140,11 +141,21 @@ class Moved:
         self._older = numbers, due, versions, until
         self._first_until_ms = int(until.min()) if len(until) else FAR_MS
 
-    def rows(self) -> list[tuple[int, int, int, int]]:
-        """List all entries in the form of `add`, for the checkpoint. `until_ms` takes the place of `from_due_ms`."""
-        self._merge()
-        numbers, due, versions, until = (column.tolist() for column in self._older)
-        return list(zip(due, numbers, versions, until, strict=True))
+    def restore(self, columns: Int64Array) -> None:
+        """Start with the entries of a checkpoint and the later log: due_ms, number, version, until_ms, by number."""
+        due_ms, number, version, until_ms = columns
+        self._older = number, due_ms, version, until_ms
+        self._first_until_ms = int(until_ms.min(initial=FAR_MS))
+
+    def copied(self) -> Callable[[], Int64Array]:
+        """Prepare the columns of all entries as of now, in the form of `restore`. Any thread may build them."""
+        older, recent = self._older, dict(self._recent)
+
+        def build() -> Int64Array:
+            number, due_ms, version, until_ms = _merged(older, recent)
+            return np.stack([due_ms, number, version, until_ms])
+
+        return build
 
     def _find(self, number: int) -> tuple[int, int, int] | None:
         """Find the (due_ms, version, until_ms) of a number. None if it was not moved."""
@@ -171,23 +182,30 @@ class Moved:
         """Merge the recent moves into the columns."""
         if not self._recent:
             return
-        numbers = np.fromiter(self._recent, np.int64, len(self._recent))
-        order = np.argsort(numbers)
-        rows = numbers[order], *np.array(list(self._recent.values()), np.int64)[order].T
-        # The columns are not sorted again: that would hold the event loop for longer than a copy.
-        known = self._older[0]
-        indexes = np.searchsorted(known, rows[0])
-        is_known = np.zeros(len(indexes), np.bool_)
-        inside = indexes < len(known)
-        is_known[inside] = known[indexes[inside]] == rows[0][inside]
-        merged = []
-        for older, recent in zip(self._older, rows, strict=True):
-            column = older.copy()
-            column[indexes[is_known]] = recent[is_known]
-            merged.append(np.insert(column, indexes[~is_known], recent[~is_known]))
         # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
-        self._older = (merged[0], merged[1], merged[2], merged[3])
+        self._older = _merged(self._older, self._recent)
         self._recent = {}
+
+
+def _merged(older: Columns, recent: Mapping[int, tuple[int, int, int]]) -> Columns:
+    """Merge recent moves into the columns, as new columns."""
+    if not recent:
+        return older
+    numbers = np.fromiter(recent, np.int64, len(recent))
+    order = np.argsort(numbers)
+    rows = numbers[order], *np.array(list(recent.values()), np.int64)[order].T
+    # The columns are not sorted again: that would hold the event loop for longer than a copy.
+    known = older[0]
+    indexes = np.searchsorted(known, rows[0])
+    is_known = np.zeros(len(indexes), np.bool_)
+    inside = indexes < len(known)
+    is_known[inside] = known[indexes[inside]] == rows[0][inside]
+    merged = []
+    for column, changed in zip(older, rows, strict=True):
+        kept = column.copy()
+        kept[indexes[is_known]] = changed[is_known]
+        merged.append(np.insert(kept, indexes[~is_known], changed[~is_known]))
+    return merged[0], merged[1], merged[2], merged[3]
 
 
 # ---- held messages of paused campaigns: ranges of numbers, each from a due time on ---------------------------

@@ -108,6 +108,8 @@ class Scheduler:
         self._openings: dict[int, tuple[asyncio.Task[None], int]] = {}
         # Called when there is work before the time that `fall_asleep` returned.
         self.on_earlier: Callable[[], None] = lambda: None
+        # Called while a message is due and a commit of other rows begins, which the message may join.
+        self.on_commit: Callable[[], None] = lambda: None
         self._now_ms = self._marked_ms = -FAR_MS
         # `_next_ms` is the stored time of the next work, -FAR_MS while the ticker is awake.
         self._rewritten_rows, self._next_ms = 0, -FAR_MS

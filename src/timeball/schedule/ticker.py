@@ -14,6 +14,9 @@ last hand-outs, and is INTERVAL_MAX_MS at most. After an idle interval, two hand
 the interval concerns loads, and not two messages that happen to be due in short succession. After a hand-out that the
 limit of rows has ended, more messages are due, and the next one begins at once.
 
+A commit of sends takes due messages along, if JOIN_SHARE of the interval has passed (`join`). This hand-out needs no
+timer and no commit of its own, which cost more than its messages.
+
 A hand-out is limited in bytes, and so are the hand-outs in flight: one that is being written, and the next one. So the
 first message of a burst of large bodies is visible after a few milliseconds, and others can use the disk in between.
 
@@ -45,7 +48,8 @@ CLOCK_READ_MS = 1_000
 SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
 RELEASE_SHARE = 0.12  # of a core, for small hand-outs
-INTERVAL_MIN_MS, INTERVAL_MAX_MS = 5.0, 8.0
+INTERVAL_MIN_MS, INTERVAL_MAX_MS = 6.0, 8.0
+JOIN_SHARE = 0.6  # of the interval, after which a hand-out may join a commit of sends
 PAUSE_MIN_NS = 500_000  # a shorter wait is none, because the timers of the event loop have whole milliseconds
 # The rules of schedules may hold the event loop for this time, because it delays other releases.
 HOLD_NS = 4_000_000
@@ -97,14 +101,37 @@ class Ticker:
         self.interval_ms = 0.0  # the time between two hand-outs under load
         self._is_woken = False  # set by `wake` since the last tick began
         self._sleeping: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # ends the sleep
+        self._failure: Exception | None = None  # of a hand-out in `join`, which ends `run`
         self._ticked_ms = 0  # the time of the last tick
         self._share_until_ms = 0  # due messages may wait for the previous hand-out until this time
-        scheduler.on_earlier = self.wake
+        scheduler.on_earlier, scheduler.on_commit = self.wake, self.join
 
     def wake(self) -> None:
         """End the sleep and tick now."""
         self._is_woken = True
         self._end_sleep()
+
+    def join(self) -> None:
+        """Hand out the messages that are due, because a commit of other rows begins anyway."""
+        if self._scheduler.in_flight_rows or self._sleeping is None:
+            return
+        began_ns = self._clock.clock.monotonic_ns()
+        if self._paused_until_ns - began_ns > (1 - JOIN_SHARE) * self.interval_ms * 1e6:
+            return
+        # Otherwise the next interval would begin at the end of this one.
+        self._paused_until_ns = min(self._paused_until_ns, began_ns)
+        try:
+            wait_ms = self.tick()
+        # The send has nothing to do with it, and the messages are in flight without a row: the broker must stop.
+        except Exception as error:
+            self._failure = error
+            self.wake()
+            return
+        if wait_ms is not None and self._timer is not None:
+            self._timer.cancel()
+            seconds = min(wait_ms, CLOCK_READ_MS) / 1000
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._end_sleep)
 
     def tick(self) -> float | None:
         """Hand out due messages or take rewrites. Returns the ms until the next call. None: call again when woken."""
@@ -121,6 +148,7 @@ class Ticker:
         if occurrences > limits.SCHEDULE_ROWS_AT_ONCE or occurrences * occurrence_ns > HOLD_NS:
             rows_max = min(limits.SCHEDULE_ROWS_AT_ONCE, HOLD_NS // occurrence_ns)
         free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, rows_max)
+        # Bodies in flight, too: a hand-out is limited in bytes.
         if free_rows <= 0 or scheduler.is_full:
             return scheduler.fall_asleep(until_durable=True)
         # The ms that due messages may still wait for the few rows in flight. If it is more than SHARE_MS, the clock was
@@ -173,6 +201,8 @@ class Ticker:
         while True:
             # Cleared before the tick, so that a wake during the tick is not lost.
             self._is_woken = False
+            if self._failure is not None:
+                raise self._failure
             wait_ms = self.tick()
             if wait_ms == 0:
                 await asyncio.sleep(0)  # sockets and commits get their turn between two hand-outs
@@ -197,12 +227,12 @@ class Ticker:
             loop = asyncio.get_running_loop()
             self._sleeping = loop.create_future()
             # `asyncio.timeout` is not used: it cancels a task, which costs three times as much.
-            timer = loop.call_later(seconds, self._end_sleep)
+            self._timer = loop.call_later(seconds, self._end_sleep)
             try:
                 await self._sleeping
             finally:
                 self._sleeping = None
-                timer.cancel()
+                self._timer.cancel()
         return self._is_woken
 
     def _end_sleep(self) -> None:

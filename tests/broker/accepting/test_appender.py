@@ -57,6 +57,19 @@ async def test_appended_rows_are_indexed_or_scheduled_by_their_kind(world: World
     assert world.broker.mover.tail_count.rows == 1
 
 
+@on_node()
+async def test_due_messages_share_the_commit_of_a_send(world: World) -> None:
+    await world.send("later", [5_000])
+    await world.send("now", [None])
+    await world.until(lambda: world.broker.ticker._sleeping is not None, "the ticker sleeps")
+    commits = world.broker.log.writer.statistics.commits
+    world.clock.advance(5_000)  # the ticker's timer has not ended
+    await world.broker.send(pa.record_batch({"topic": ["now"], "body": [b"a"]}))
+    assert world.broker.log.writer.statistics.commits == commits + 1
+    queues = world.broker.tables.topics.find_topic("later").queues
+    assert sum(queue.index.max_offset for queue in queues) == 1
+
+
 @on_node(auto_create_topics=False)
 async def test_a_refused_batch_writes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TOPICS_MAX", 0)

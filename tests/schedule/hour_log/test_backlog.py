@@ -25,6 +25,7 @@ from timeball.model.message import Kind, int64
 from timeball.schedule import hour_log
 from timeball.schedule.outcomes import NOTHING_SENT, Outcomes, ReleaseCursor
 from timeball.schedule.scheduler import Scheduler
+from timeball.table import layout
 from timeball.table.key_index import TableKeys
 
 HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
@@ -114,6 +115,12 @@ def test_wrong_tick_is_caught(wrong: type[TickRig]) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ticks(wrong, UNTIL_CAUGHT)
     assert caught.traceback[-1].name == "knows_how_far_it_has_come"
+
+
+@pytest.fixture(autouse=True)
+def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows then make several files."""
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
 
 
 @pytest.fixture

@@ -190,6 +190,7 @@ class Appender:
         self._policy, self._waiters, self._tail_count = policy, waiters, tail_count
         self._settings, self._clock, self._writer = settings, clock, writer
         self._topics, self._zones, self._scheduling = topics, zones, scheduling
+        self._loaded = scheduling.scheduler.loaded.wheel
         self._rates = rates
 
     def send(self, sends: ParsedSends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
@@ -299,6 +300,8 @@ class Appender:
         # After the append, which may fail. Without an await, so that no other row gets these offsets.
         if queue_offsets is not None:
             queue_offsets.reserve_offsets()
+        if self._loaded.first_due_ms <= now_ms:
+            self._scheduling.scheduler.on_commit()
         self._writer.commit()  # waiting for the end of the loop's turn costs as much as placing ten rows
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
@@ -364,6 +367,10 @@ class Appender:
         return (
             rows if self._compacts else admission.encode_for_backlog(self._scheduling.backlog, rows, now_ms)
         )
+
+    def encode_scheduled(self, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+        """Convert scheduled messages to the form that the log stores, also if the backlog is full."""
+        return rows if self._compacts else self._scheduling.backlog.encode_for_log(rows, now_ms)
 
     def make_topics(self, rows: pa.RecordBatch) -> None:
         """Create the missing topics of these rows. For topics that no client has chosen. Raises OverLimit.

@@ -18,11 +18,12 @@ import pyarrow.compute as pc
 
 from timeball.broker.accepting.expiry import REASON as EXPIRED
 from timeball.broker.accepting.expiry import Expired, find_expired
+from timeball.broker.accepting.wake_ups import WakeUps, wake_ups, without_base
 from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
-from timeball.broker.registry.selections import CONDITION_COLUMNS, Described, Selections
+from timeball.broker.registry.selections import CONDITION_COLUMNS, Described, Selections, States
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
@@ -38,8 +39,10 @@ from timeball.log.row_encoder import (
 )
 from timeball.log.writer import LogWriter
 from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange, OverLimit
 from timeball.model.message import (
+    BASE,
     CANCEL_REASON,
     LOG_SCHEMA,
     READ_SCHEMA,
@@ -94,13 +97,16 @@ class Delivery:
         successors: Successors,
         selections: Selections,
         add_scheduled: Callable[[pa.RecordBatch, int], None],
+        encode_scheduled: Callable[[pa.RecordBatch, int], pa.RecordBatch],
+        settings: Settings,
     ) -> None:
         """Create the delivery.
 
         It calls `on_visible` with the queues that have new messages, as (topic, queue number). It calls the `observers`
         with the rows that were released, and the time in ms. `successors` continues the schedules of released
-        occurrences, and `add_scheduled` adds their durable rows to the schedule (Appender.add_scheduled). Messages of
-        `selections` are cancelled in place of their release.
+        occurrences, and `add_scheduled` adds their durable rows to the schedule (Appender.add_scheduled). `selections`
+        may cancel or delay messages that the schedule hands out. `encode_scheduled` converts the rows of these to the
+        form of the backlog.
         """
         self._clock, self._writer, self._topics = clock, writer, topics
         self._redeliveries, self._scheduler = redeliveries, scheduler
@@ -109,7 +115,14 @@ class Delivery:
         self._successors, self._add_scheduled = successors, add_scheduled
         self._occurrences, self._selections = successors.occurrences, selections
         self._all_selections = selections.values
+        self._encode_scheduled, self._host, self._hold_ms = (
+            encode_scheduled,
+            settings.host,
+            settings.delay_ms_max,
+        )
         self.indexing = IndexingTime()
+        # Called when a few releases were appended: other rows that wait may join their commit.
+        self.on_append: list[Callable[[], None]] = []
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for due messages. The ticker calls this.
@@ -119,19 +132,18 @@ class Delivery:
         pairs = pairs_of(scheduled_rows)
         # No call if there are no schedules and no selections: each release takes this path.
         has_occurrences = self._occurrences.count and self._successors.has_any(pairs[1])
-        owner = self._owners(scheduled_rows) if self._all_selections else None
+        states = self._states(scheduled_rows, now_ms) if self._all_selections else None
         # Rules may cost less by now, which hand-outs without rules cannot measure.
         if not has_occurrences:
             self.indexing.occurrence_ns = max(self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
-        if has_occurrences or owner is not None:
+        if has_occurrences or states is not None:
             begin = 0
             # The successors in the same frame have the same bodies.
             for frame_rows in split_into_frames(read_batch(scheduled_rows), parts=2):
                 end = begin + frame_rows.num_rows
                 durable = self._release_or_cancel(
-                    frame_rows, now_ms, None if owner is None else owner[begin:end],
-                    find_expired(frame_rows, now_ms),
-                )  # fmt: skip
+                    frame_rows, now_ms, None if states is None else states.part(slice(begin, end))
+                )
                 begin = end
             return durable
         values = values_if_few(scheduled_rows)
@@ -158,12 +170,13 @@ class Delivery:
             on_durable=lambda: self._on_durable(scheduled_rows, pairs, begin_ms, first_seq, queue_offsets),
         )[1]
         queue_offsets.reserve_offsets()  # without an await after the append, so that no other row gets these offsets
+        for join in self.on_append[:]:
+            join()
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
-        expired = find_expired(scheduled_rows, now_ms)
-        if expired is not None:
-            return self._release_or_cancel(scheduled_rows, now_ms, None, expired)
+        if find_expired(scheduled_rows, now_ms) is not None:
+            return self._release_or_cancel(scheduled_rows, now_ms, None)
         rows, placement = self._place(scheduled_rows, now_ms)
         first_seq, pairs = self._writer.next_seq, pairs_of(scheduled_rows)
         begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
@@ -174,7 +187,7 @@ class Delivery:
     def _place(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, Placement]:
         """Choose queue offsets, and build the release records."""
         # First, because the index and the rates count the bytes of the properties that a consumer gets.
-        scheduled_rows = without_timing_lists(scheduled_rows)
+        scheduled_rows = without_base(without_timing_lists(scheduled_rows))
         # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
         placement = self._topics.place(scheduled_rows)
         rows = release_rows(
@@ -182,45 +195,50 @@ class Delivery:
         )
         return rows, placement
 
-    def _owners(self, scheduled_rows: ReadRows) -> Int64Array | None:
-        """Find the selection of each message that is due (`Selected.owners`). None if none belongs to one."""
+    def _states(self, scheduled_rows: ReadRows, now_ms: int) -> States | None:
+        """Compute the states of messages that are due in the schedule. None if all are to be released unchanged."""
         selected = self._selections.selected
-        due_ms, seq = pairs_of(scheduled_rows)
-        if int(seq.min()) >= selected.end_seq:  # the usual case: all were sent after the selection
+        _, seq = pairs_of(scheduled_rows)
+        # The usual case: all were sent after the selections.
+        if not len(selected.woken) and int(seq.min()) >= selected.end_seq:
             return None
         rows = read_batch(scheduled_rows)
         # A selection knows the due times of log and table.
         due_ms = original_due_ms(rows)
-        index = np.flatnonzero(selected.may_cover(due_ms, seq))
+        index = np.flatnonzero(selected.may_change(due_ms, seq))
         if not len(index):
             return None
         chosen = rows.select(["topic", *CONDITION_COLUMNS]).take(pa.array(index))
         numbers = names(rows)[0].to_numpy()[index]
-        owner = np.full(len(seq), -1, np.int64)
-        owner[index] = selected.owners(
+        states = selected.states(
             Described(due_ms[index], seq[index], numbers, chosen.column("topic"), chosen)
         )
-        return owner if (owner >= 0).any() else None
+        # A duration whose end a step of the clock has shifted stays shifted.
+        states.due_ms[:] += (int64(rows.column("due_ms")) - due_ms)[index]
+        is_same = (states.owner < 0) & (states.holder < 0) & (states.mover < 0)
+        if bool((is_same & (states.due_ms == int64(rows.column("due_ms"))[index])).all()):
+            return None
+        return states.among(int64(rows.column("due_ms")), index)
 
     def _release_or_cancel(
-        self,
-        scheduled_rows: pa.RecordBatch,
-        now_ms: int,
-        owner: Int64Array | None,
-        expired: Expired | None,
+        self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None
     ) -> asyncio.Future[int]:
         """Append the releases of one frame, and the rows that continue the schedules of its occurrences.
 
-        Cancelled instead are messages with an `owner` (an index of a selection), missed or overlapping occurrences, and
-        expired messages that are not to be moved. The first of these reasons counts.
+        Cancelled instead are messages that selections have cancelled, missed or overlapping occurrences, and expired
+        messages that are not to be moved. The first of these reasons counts. Messages that selections hold or delay get
+        wake-ups.
         """
         began_ns = self._clock.clock.monotonic_ns()
         seq = int64(scheduled_rows.column("seq"))
-        none = np.zeros(len(seq), np.bool_)
-        is_selected = none if owner is None else owner >= 0
+        is_selected, waits = _decided(scheduled_rows, now_ms, states)
+        moved_rows = scheduled_rows if states is None else self._into_topics(scheduled_rows, states)
+        expired = _find_expired(moved_rows, now_ms, states)
         # A selection decides first: a cancelled message must not be among the expired ones.
-        is_expired = none if expired is None else expired.any_of & ~is_selected
-        continuation = self._successors.after_release(seq, now_ms, is_selected, is_expired)
+        none = np.zeros(len(seq), np.bool_)
+        is_expired = none if expired is None else expired.any_of & ~(is_selected | waits)
+        # An occurrence that waits leaves its schedule, as if it was rescheduled.
+        continuation = self._successors.after_release(seq, now_ms, is_selected | waits, is_expired)
         if continuation.occurrences:
             self._measure_rules(began_ns, continuation.occurrences)
         reasons = np.full(len(seq), "", object)  # of those cancelled here, without selected ones
@@ -228,12 +246,12 @@ class Delivery:
             reasons[index] = reason
         # An occurrence that was also missed is not delivered at all, so it is not moved either.
         is_expired = is_expired & (reasons == "")
-        released, parts, placement = scheduled_rows, list[pa.RecordBatch](), None
+        released, parts, placement = moved_rows, list[pa.RecordBatch](), None
         if expired is not None:
-            moved = self._can_move(scheduled_rows, expired.moved & is_expired)
+            moved = self._can_move(moved_rows, expired.moved & is_expired)
             reasons[is_expired & ~moved] = EXPIRED
-            released = _into_expired_topics(scheduled_rows, moved)
-        cancelled = is_selected | (reasons != "")
+            released = _into_expired_topics(moved_rows, moved)
+        cancelled = is_selected | waits | (reasons != "")
         if cancelled.any():
             released = released.filter(pa.array(~cancelled))
         if released.num_rows:
@@ -243,28 +261,62 @@ class Delivery:
             rows = scheduled_rows.filter(pa.array(reasons == reason))
             parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
         ended_rows = dict[str, int]()  # of each selection
-        if owner is not None:
-            for name, rows in self._selected_rows(scheduled_rows, now_ms, owner):
+        if is_selected.any() and states is not None:
+            for name, rows in self._selected_rows(scheduled_rows, now_ms, states.owner):
                 parts.append(rows)
                 ended_rows[name] = rows.num_rows
+        woken = None
+        if waits.any() and states is not None:
+            woken = self._wake_ups(scheduled_rows.filter(pa.array(waits)), states.part(waits), now_ms)
+            parts.append(woken.rows)
         # After the topics of released messages, whose creation appends rows.
         first_seq = self._writer.next_seq
         positions = None if placement is None else _positions_in_frame(placement, ~cancelled)
         # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
-        expired_topics = _topics_in(scheduled_rows, is_expired)
+        expired_topics = _topics_in(moved_rows, is_expired)
 
         def on_durable() -> None:
             self._on_durable(released, pairs_of(scheduled_rows), begin_ms, first_seq, placement, cancelled)
             for name, count in ended_rows.items():
                 self._selections.ended(name, count)
             self._rates.add_each(Stat.EXPIRED_NUMS, expired_topics)
+            if woken is not None:
+                woken_seq = added_seq - woken.rows.num_rows
+                woken.remember(woken_seq, self._scheduler.outcomes.moved, self._selections.woken)
+                self._add_scheduled(woken.rows, woken_seq)
             self._add_scheduled(added, added_seq)
 
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
         continuation.keep()
         return durable
+
+    def _wake_ups(self, scheduled_rows: pa.RecordBatch, states: States, now_ms: int) -> WakeUps:
+        """Build the wake-ups of messages that are not to be released yet."""
+        # A held message has no due time. If nothing resumes it, it is held again.
+        due_ms = np.where(states.holder >= 0, now_ms + self._hold_ms, states.due_ms)
+        return wake_ups(
+            scheduled_rows, due_ms, numbers=names(scheduled_rows), from_due_ms=original_due_ms(scheduled_rows),
+            woken=self._selections.woken, now_ms=now_ms, host=self._host, encode=self._encode_scheduled,
+        )  # fmt: skip
+
+    def _into_topics(self, scheduled_rows: pa.RecordBatch, states: States) -> pa.RecordBatch:
+        """Give messages that selections have moved their new topics."""
+        facts, mover = self._selections.selected.facts, states.mover.copy()
+        for index in np.unique(mover[mover >= 0]).tolist():
+            try:
+                self._topics.ensure(facts[index].to_topic)
+            except OverLimit:  # it was deleted. A release must not fail, so the message stays in its topic
+                mover[mover == index] = -1
+        if not (mover >= 0).any():
+            return scheduled_rows
+        topics = self._selections.selected.topics(scheduled_rows.column("topic"), mover)
+        rows = with_column(scheduled_rows, "topic", topics)
+        # Any queue: the other topic may have fewer queues.
+        is_moved = pa.array(mover >= 0)
+        queues = pc.if_else(is_moved, pa.scalar(-1, pa.int32()), scheduled_rows.column("queue_id"))
+        return with_column(rows, "queue_id", queues)
 
     def _measure_rules(self, began_ns: int, occurrences: int) -> None:
         """Keep the time that the rules of these occurrences took, since `began_ns`.
@@ -376,10 +428,27 @@ class Delivery:
         return Brought(scheduled_rows.num_rows, rows.num_rows - scheduled_rows.num_rows)
 
 
+def _decided(scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None) -> tuple[Bools, Bools]:
+    """Compute masks of the messages that selections have cancelled for good, and of those that must wait."""
+    if states is None:
+        return np.zeros(scheduled_rows.num_rows, np.bool_), np.zeros(scheduled_rows.num_rows, np.bool_)
+    # A cancelled message is final when it is due. While it is held, it waits once, so that an undo restores it.
+    waited = int64(scheduled_rows.column("due_ms")) > states.due_ms
+    waits = (states.due_ms > now_ms) | ((states.holder >= 0) & ~((states.owner >= 0) & waited))
+    return ~waits & (states.owner >= 0), waits
+
+
+def _find_expired(scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None) -> Expired | None:
+    # A held message expires by its own due time.
+    if states is not None:
+        scheduled_rows = with_column(scheduled_rows, "due_ms", pa.array(states.due_ms))
+    return find_expired(scheduled_rows, now_ms)
+
+
 def split_into_frames(scheduled_rows: pa.RecordBatch, parts: int = 1) -> Iterator[pa.RecordBatch]:
     """Yield the rows in slices that each fit into a frame: a thousand large bodies may be due in one millisecond.
 
-    A slice has at most one of `parts` equal parts of the bytes of a frame.
+    A slice has at most 1/`parts` of the bytes that a frame may have, or one row.
     """
     bytes_max = limits.REQUEST_BYTES_MAX // parts
     # Not `nbytes`, which reads each column and takes as long as releasing a row.
@@ -503,8 +572,8 @@ def _topics_in(scheduled_rows: pa.RecordBatch, is_expired: Bools) -> list[str]:
 def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
     """Convert scheduled messages (READ_SCHEMA) to values, so that they can be released row by row.
 
-    None if they must be released as columns: many rows, many bytes, or a row with an expiry or with the timing list of
-    a level cascade.
+    None if they must be released as columns: many rows, many bytes, or a row with an expiry, with the timing list of
+    a level cascade, or of a wake-up.
     """
     if scheduled_rows.num_rows > FEW_ROWS:
         return None
@@ -522,7 +591,7 @@ def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
         size_bytes += len(body or b"")
         if properties:
             size_bytes += len(properties)
-            if TIMING_LIST in properties or EXPIRES in properties:
+            if TIMING_LIST in properties or EXPIRES in properties or BASE in properties:
                 return None
     return values if size_bytes < FEW_BYTES else None
 
