@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
+from tests.rounds import rounds
 
 from timeball.broker.pending import window_loads
 from timeball.broker.pending.window_loads import DeliveryWindow
@@ -38,9 +39,19 @@ def window_of(world: World, after_s: int = 100, seconds: int = WINDOW_S) -> Deli
     return DeliveryWindow(first_s * SECOND_MS, (first_s + seconds) * SECOND_MS - 1)
 
 
-@pytest.mark.parametrize("messages", [50_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 @on_node()
-async def test_a_level_window_has_no_busy_second(world: World, messages: int) -> None:
+async def test_a_level_window_has_no_busy_second(world: World) -> None:
+    await fill(world, 50_000)
+
+
+@pytest.mark.slow
+@pytest.mark.siege
+@on_node()
+async def test_a_level_window_of_many_messages_has_no_busy_second(world: World) -> None:
+    await fill(world, rounds(1_000_000, 10_000_000))
+
+
+async def fill(world: World, messages: int) -> None:
     window = window_of(world, seconds=600)
     first_s, loads = window.begin_ms // SECOND_MS, np.zeros(600, np.int64)
     for _ in range(messages // 10_000):

@@ -47,14 +47,15 @@ logger = logging.getLogger(__name__)
 
 READ, WRITE, INHERIT = 4, 2, 1  # the bits of RocketMQ's PermName
 
-# RocketMQ's TopicAttributes, with the values that have a meaning here, and one of Timeball.
-MESSAGE_TYPE, ON_PENDING = "message.type", "timeball.on.pending"
+# RocketMQ's TopicAttributes, with the values that have a meaning here, and those of Timeball.
+MESSAGE_TYPE, ON_PENDING, MAX_PER_SECOND = "message.type", "timeball.on.pending", "timeball.max.per.second"
 PRIORITY_TYPE = "PRIORITY"
 ATTRIBUTES: dict[str, frozenset[str]] = {
     MESSAGE_TYPE: frozenset({"UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"}),
     "queue.type": frozenset({"SimpleCQ"}),
     "cleanup.policy": frozenset({"DELETE"}),
     ON_PENDING: frozenset(ON_PENDING_VALUES),  # of sends with a unique key
+    MAX_PER_SECOND: frozenset({f"1 to {limits.TOPIC_RATE_MAX}"}),  # a number, see `rate_of`
 }
 
 
@@ -67,6 +68,13 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     order: bool = False
     sys_flag: int = 0
     attributes: dict[str, str] = {}
+
+
+def rate_of(text: str | None) -> int | None:
+    """Parse a value of MAX_PER_SECOND. None if it is no allowed value."""
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 6:
+        return None
+    return int(text) if 1 <= int(text) <= limits.TOPIC_RATE_MAX else None
 
 
 def check_config(config: TopicConfig) -> None:
@@ -105,7 +113,7 @@ def altered_attributes(current: dict[str, str], changes: str) -> dict[str, str]:
             raise RequestError(f"unsupported attribute {name[:80]!r}: there are {', '.join(ATTRIBUTES)}")
         if sign == "-":
             result.pop(name, None)
-        elif value in known:
+        elif value in known if name != MAX_PER_SECOND else rate_of(value):
             result[name] = value
         else:
             raise RequestError(f"attribute {name}={value[:80]!r}: it is one of {', '.join(sorted(known))}")
@@ -161,7 +169,7 @@ class Queues(Sequence[Queue]):
             if not 0 <= index < self._count:
                 raise IndexError(f"queue {index} of {self._count}")
             queue_index = self._indexes.queue(self._topic, index)
-            queue = self._made[index] = Queue(queue_index, queue_index.max_offset)
+            queue = self._made[index] = Queue(queue_index, queue_index.end_offset)
         return queue
 
     def widen(self, count: int) -> None:
@@ -217,6 +225,11 @@ class Topic:
         """RocketMQ's permission bits: read 4, write 2."""
         return self.config.perm
 
+    @property
+    def max_per_second(self) -> int | None:
+        """The limit of messages that become visible in a second. None without a limit."""
+        return None if self.deleted else rate_of(self.config.attributes.get(MAX_PER_SECOND))
+
 
 __all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", "check_topic"]
 
@@ -265,6 +278,7 @@ class Topics:
         self.indexes = QueueIndexes(files)  # of all topics, in one set of files (decision 0026)
         self.made_by: dict[str, int] = {}  # account -> number of topics it has created, deleted ones included
         self.version = 0  # counts changes since the start, so that tools can see whether anything is new
+        self.on_change: Callable[[Topic], None] = lambda topic: None  # after the row of the change
         # Before the index is loaded, no queue may be opened, because its entries are missing.
         self._is_index_loaded = False
         meta.register("topic", self)
@@ -310,11 +324,11 @@ class Topics:
             for queue_id, (min_offset, max_offset) in queues.items():
                 queue = self._find_used_queue(name, queue_id)
                 index = queue.index
-                if index.min_offset == index.max_offset < max_offset:
+                if index.min_offset == index.end_offset < max_offset:
                     index.start_at(max_offset)  # retention has removed all rows of the queue
                 # The checkpoint guarantees these entries. If some are missing, files and log do not belong together.
-                if index.max_offset != max_offset:
-                    actual = f"queue {queue_id} of {name!r} ends at offset {index.max_offset}"
+                if index.end_offset != max_offset:
+                    actual = f"queue {queue_id} of {name!r} ends at offset {index.end_offset}"
                     raise Corrupt(f"{actual}, but the checkpoint knows of {max_offset}")
                 index.min_offset = max(index.min_offset, min_offset)
                 # Also for a queue whose rows were all removed, so that no offset is used twice.
@@ -328,7 +342,7 @@ class Topics:
         topic = self._find_existing(name)
         # The topic has at least this queue, because the queue has entries.
         topic.configure(topic.config, queue_id + 1)
-        topic.queues[queue_id].next_offset = topic.queues[queue_id].index.max_offset
+        topic.queues[queue_id].next_offset = topic.queues[queue_id].index.end_offset
         return topic.queues[queue_id]
 
     def _find_existing(self, name: str) -> Topic:
@@ -378,10 +392,12 @@ class Topics:
             self._append_state(topic)
         return topic
 
-    def set_attribute(self, topic: Topic, name: str, value: str) -> None:
-        """Set one of ATTRIBUTES of a topic."""
+    def set_attribute(self, topic: Topic, name: str, value: str | None) -> None:
+        """Set one of ATTRIBUTES of a topic. None removes it."""
         # Not `configure`, which would give the topic the default number of queues.
-        attributes = {**topic.config.attributes, name: value}
+        attributes = {key: text for key, text in topic.config.attributes.items() if key != name}
+        if value is not None:
+            attributes[name] = value
         if attributes != topic.config.attributes:
             topic.configure(msgspec.structs.replace(topic.config, attributes=attributes))
             self._append_state(topic)
@@ -479,24 +495,25 @@ class Topics:
         topics = [self._find_existing(name) for name in names]
         tags = index_tags(rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics])
         sizes = stored_sizes(rows)
-        for topic_rows in alike(codes):
-            topic = topics[int(codes[topic_rows[0]])]
-            topic.configure(topic.config, int(queue_ids[topic_rows].max()) + 1)
+        for code, topic in enumerate(topics):
+            topic_queue_ids = queue_ids[codes == code] if len(topics) > 1 else queue_ids
+            topic.configure(topic.config, int(topic_queue_ids.max()) + 1)
         for code, queue_number, queue_rows in by_queue(codes, queue_ids):
             queue = topics[code].queues[queue_number]
             index = queue.index
-            if index.min_offset == index.max_offset < offsets[queue_rows[0]]:
+            if index.min_offset == index.end_offset < offsets[queue_rows[0]]:
                 # Retention has removed the earlier rows, so the queue begins with the first remaining one.
                 index.start_at(int(offsets[queue_rows[0]]))
             # The index may already contain rows after the checkpoint, up to the end of its files.
-            queue_rows = queue_rows[offsets[queue_rows] >= index.max_offset]
+            if int(offsets[queue_rows[0]]) < index.end_offset:
+                queue_rows = queue_rows[offsets[queue_rows] >= index.end_offset]
             if len(queue_rows):
-                if int(offsets[queue_rows[0]]) != index.max_offset:
+                if int(offsets[queue_rows[0]]) != index.end_offset:
                     raise Corrupt(
-                        f"queue {queue_number} of {topics[code].name!r} has no entry for offset {index.max_offset}"
+                        f"queue {queue_number} of {topics[code].name!r} has no entry for offset {index.end_offset}"
                     )
                 index.append(seqs[queue_rows], sizes[queue_rows], tags[queue_rows])
-            queue.next_offset = index.max_offset
+            queue.next_offset = index.end_offset
         for topic in topics:
             _hide_deleted(topic)
         # The open part of the index is in memory, and recovery may add many rows.
@@ -547,6 +564,7 @@ class Topics:
         """Append the topic's state to the log. It precedes all messages that are appended from now on."""
         self._meta.put([(f"topic/{topic.name}", topic.facts())])
         self.version += 1
+        self.on_change(topic)
 
 
 def _dead_letter_keys(rows: pa.RecordBatch, groups: Sequence[tuple[Topic, int, Int64Array]]) -> list[str]:
@@ -637,8 +655,8 @@ def check_index_ends(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
     # A sample suffices, because another log differs almost everywhere. A start must not read each of 100,000 queues.
     step = -(-len(indexes) // CHECKED_QUEUES) or 1
     for index in indexes[::step] if reader.next_seq > reader.first_seq else ():
-        for offset in {index.min_offset, index.max_offset - 1} if index.max_offset > index.min_offset else ():
-            seqs = index.read(offset, 1)["seq"].astype(np.int64)
+        for offset in {index.min_offset, index.end_offset - 1} if index.end_offset > index.min_offset else ():
+            seqs = index.read(offset, 1, hidden=True)["seq"].astype(np.int64)
             if seqs[0] >= reader.first_seq:  # retention has removed older rows
                 _check_row(reader, index, offset, seqs)
 
