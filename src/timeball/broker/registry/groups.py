@@ -22,6 +22,7 @@ ATTRIBUTES_MAX = 64
 TIMES_MAX = 16  # RocketMQ's retryMaxTimes
 # An attribute of a group: how often a message may be given back without an attempt, and the default.
 UNCOUNTED_MAX_ATTRIBUTE, UNCOUNTED_MAX = "timeball.uncounted.max", 1_000
+MAX_PER_KEY = "timeball.max.per.key"  # an attribute of a group: the limit of leases with the same key
 
 # The integer range of RocketMQ's fields. As in RocketMQ, -1 in retry_max_times means the default.
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -104,11 +105,18 @@ class Groups:
 
     def uncounted_max(self, name: str) -> int:
         """Find how often members of this group may give a message back without an attempt."""
+        number = self._number(name, UNCOUNTED_MAX_ATTRIBUTE)
+        return UNCOUNTED_MAX if number is None else number
+
+    def max_per_key(self, name: str) -> int | None:
+        """Find how many messages with the same key members of this group may hold. None without a limit."""
+        return self._number(name, MAX_PER_KEY) or None
+
+    def _number(self, name: str, attribute: str) -> int | None:
         group = self._groups.get(name)
-        text = "" if group is None else group.attributes.get(UNCOUNTED_MAX_ATTRIBUTE, "")
+        text = "" if group is None else group.attributes.get(attribute, "")
         # The tools that write attributes do not check them.
-        is_number = text.isascii() and text.isdigit() and len(text) < 10
-        return int(text) if is_number else UNCOUNTED_MAX
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
     def all(self) -> list[SubscriptionGroup]:
         """List all groups."""
