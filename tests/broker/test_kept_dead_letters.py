@@ -70,6 +70,17 @@ async def test_they_stay_when_the_log_lets_their_messages_go(world: World) -> No
     assert page.dead_letters + rest.dead_letters == before
 
 
+@on_node(**SETTINGS)
+async def test_they_stay_if_their_topic_has_a_limit(world: World) -> None:
+    await world.broker.create_topic(DEAD, 1, max_per_second=1)
+    await kill(world, TEXTS)
+    before = await shown(world)
+    assert world.broker.dead_letters.count(GROUP) == len(TEXTS) == len(before)
+    await let_go(world)
+    assert world.broker.queues(DEAD)[0][0] == len(TEXTS), "their rows were removed"
+    assert await shown(world) == before and await lost(world) == 0
+
+
 @pytest.mark.parametrize("keeps_caches", [True, False])
 @on_node(**SETTINGS)
 async def test_they_outlive_crashes_and_lost_caches(world: World, keeps_caches: bool) -> None:

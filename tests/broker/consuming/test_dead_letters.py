@@ -33,7 +33,7 @@ from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import DeadLetterRow
-from timeball.model.errors import GroupNotFound, InvalidMessage, OutOfRange
+from timeball.model.errors import GroupNotFound, InvalidFilter, InvalidMessage, OutOfRange
 from timeball.model.message import encode_properties
 from timeball.model.send_options import expiry_properties, unique_key, with_unique_key
 
@@ -115,6 +115,40 @@ async def test_a_resent_message_can_become_a_dead_letter_again(world: World) -> 
         (receipt,) = (await receive(world)).receipts
         assert await engine(world).dead_letter(receipt)
     assert world.broker.dead_letters.count(GROUP) == 1
+
+
+@on_node()
+async def test_a_resend_takes_those_that_meet_a_condition(world: World) -> None:
+    regions = ["eu", "us", "eu", "us", "eu"]
+    properties = [encode_properties({"region": region, "topic": "false"}) for region in regions]
+    await kill(world, [b"%d" % number for number in range(5)], properties=properties)
+    letters = world.broker.dead_letters
+    for where, found in (("region = 'asia'", 0), ("topic = 'false'", 0), ("died_ms > 9e18", 0)):
+        assert (await letters.resend(GROUP, None, ANONYMOUS, where=where)).rows == found
+    with pytest.raises(InvalidFilter):
+        await letters.resend(GROUP, None, ANONYMOUS, where="region = ")
+    where = f"region = 'eu' AND topic = '{TOPIC}' AND attempts < 9"
+    assert (await letters.resend(GROUP, None, ANONYMOUS, Pace(), where)).rows == 3
+    assert sorted(bodies(await receive(world))) == [b"0", b"2", b"4"]
+    rest = await shown(world)
+    assert [letter.body for letter in rest] == [b"1", b"3"]
+    # With handles, both must agree.
+    handles = [letter.dead_letter for letter in rest]
+    resolved = await letters.resend(GROUP, handles, ANONYMOUS, where="region = 'eu'")
+    assert (resolved.rows, resolved.found) == (0, [False, False])
+    assert (await letters.resend(GROUP, handles, ANONYMOUS, where="region = 'us'")).rows == 2
+
+
+@on_node()
+async def test_a_condition_has_a_pace_of_its_own(world: World) -> None:
+    properties = [encode_properties({"odd": str(number % 2)}) for number in range(6)]
+    await kill(world, [b"%d" % number for number in range(6)], properties=properties)
+    await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000, 1.0), "odd = '1'")
+    found = []
+    for _ in range(8):
+        await world.advance(500)
+        found.append(len((await receive(world)).receipts))
+    assert found == [0, 1, 0, 1, 0, 1, 0, 0]
 
 
 @on_node()

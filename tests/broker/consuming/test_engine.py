@@ -23,7 +23,7 @@ from tests.broker.consuming.subscriber import (
     send,
     try_at_most,
 )
-from tests.broker.on_node import InTurn, column, on_node
+from tests.broker.on_node import InTurn, column, on_node, settled
 from tests.crash.world import World
 
 from timeball.broker.consuming import engine as consuming_engine
@@ -60,6 +60,31 @@ async def test_an_answer_may_wait_until_its_leases_are_durable(world: World) -> 
     assert log.reader.next_seq == log.writer.next_seq and len(rows) == 2
     await acknowledge(world, received)
     assert log.reader.next_seq == log.writer.next_seq and not rows
+
+
+@on_node()
+async def test_a_receipt_of_before_a_move_of_the_group_is_void_in_the_same_millisecond(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    first = await receive(world)
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 1, 1: 1})
+    assert bodies(await receive(world)) == []
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 0})
+    second = await receive(world)
+    assert sorted(bodies(second)) == [b"a", b"b"]
+    assert await acknowledge(world, first) == [False, False]
+    assert await acknowledge(world, second) == [True, True]
+
+
+@on_node()
+async def test_a_receipt_of_before_a_nack_is_void_in_the_same_millisecond(world: World) -> None:
+    await send(world, [b"a"])
+    first = await receive(world)
+    assert await engine(world).nack(first.receipts[0], 0, "", counts=False)
+    await settled(world)
+    second = await receive(world)
+    assert bodies(second) == [b"a"]
+    assert await acknowledge(world, first) == [False]
+    assert await acknowledge(world, second) == [True]
 
 
 @on_node()

@@ -102,7 +102,7 @@ def acknowledge(wire: Wire, message: Any, known: Known) -> None:
 
 
 def held(ball: Timeball) -> Counter[str]:
-    """Bodies of the messages whose leases are in the log."""
+    """Bodies of the messages whose leases of GROUP are in the log."""
     log = ball.status()["log"]
     parts: dict[str, SavedPart] = {}
     visible: dict[tuple[int, int], str] = {}
@@ -119,6 +119,7 @@ def held(ball: Timeball) -> Counter[str]:
     return Counter(
         visible[part.queue_id, offset]
         for part in parts.values()
+        if (part.group, part.topic) == (GROUP, TOPIC)
         for run in part.runs
         for offset in range(run.offset, run.offset + run.count)
     )

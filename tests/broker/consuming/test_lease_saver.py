@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -222,6 +223,27 @@ async def test_idle_queues_that_make_room_leave_no_rows(
 
 
 # ---- when ----------------------------------------------------------------------------------------------------
+
+
+@on_node(ack_save_ms=1_000)
+async def test_a_save_joins_a_commit_of_releases_after_half_of_its_time(world: World) -> None:
+    saver, statistics = engine(world).saver, world.broker.log.writer.statistics
+    loop = asyncio.get_running_loop()
+    await send(world, [b"first"])
+    await world.send("later", [1_000, 2_000])
+    await acknowledge(world, await receive(world))
+    # So that only the releases save, however long this test takes.
+    assert saver._timer is not None
+    saver._timer.cancel()
+    saver._timer, saver._changed_s = loop.call_later(limits.HOUR_MS, lambda: None), loop.time() + 1_000
+    written = Written(world)
+    await world.advance(1_000)
+    assert not await written.parts(), "half of the time has not passed"
+    saver._changed_s = loop.time() - 0.5
+    commits = statistics.commits
+    await world.advance(1_000)
+    assert await written.parts() and statistics.commits == commits + 1
+    assert saver._timer is None
 
 
 @on_node(ack_save_ms=1)

@@ -33,7 +33,7 @@ def leases_of_queue(next_offset: int = 0, index: QueueIndex | None = None) -> Qu
 
 def take(into: QueueLeases, offsets: list[int], pop_ms: int = 1) -> None:
     seqs, sizes_bytes = [100 + offset for offset in offsets], [10] * len(offsets)
-    into.lease_next(offsets, seqs, sizes_bytes, pop_ms, pop_ms + 10, in_order=False)
+    into.lease_next(offsets, seqs, sizes_bytes, pop_ms, pop_ms + 10, since_ms=pop_ms, in_order=False)
     into.advance(offsets[-1] + 1)
 
 
@@ -54,9 +54,9 @@ def test_a_returned_position_is_open_without_receipt_and_leased_lowest_first() -
         w.give_back(offset)
     assert w.lease_of(0, 1) is None and w.lease_of(0, NO_RECEIPT) is None
     assert w.first_open == 0 and w.open_rows == 3
-    assert w.lease_returned(1, 7, 17, in_order=True) == [0]
+    assert w.lease_returned(1, 7, 17, since_ms=7, in_order=True) == [0]
     assert w.lease_of(0, 7) is w.in_flight[0] and w.in_flight[0].in_order
-    assert w.lease_returned(9, 8, 18, in_order=True) == [2]
+    assert w.lease_returned(9, 8, 18, since_ms=8, in_order=True) == [2]
 
 
 def test_positions_done_ahead_count_until_they_are_passed() -> None:
@@ -90,7 +90,7 @@ def test_the_first_open_position_is_the_least_that_is_neither_done_nor_unseen(
         if step == "take":
             take(w, list(range(w.next_offset, w.next_offset + n + 1, 2)))
         elif step == "again":
-            w.lease_returned(n, 1, 11, in_order=False)
+            w.lease_returned(n, 1, 11, since_ms=1, in_order=False)
         elif w.in_flight:
             offset = sorted(w.in_flight)[n % len(w.in_flight)]
             if step == "done":
@@ -125,7 +125,7 @@ def test_only_the_parts_of_changed_positions_are_marked() -> None:
     w.give_back(5)
     w.give_back(PART_POSITIONS - 1)
     assert marked() == {0}
-    w.lease_returned(1, 7, 17, in_order=False)
+    w.lease_returned(1, 7, 17, since_ms=7, in_order=False)
     assert marked() == {0}
     w.ack_ahead(7 * PART_POSITIONS)
     assert marked() == {7}
@@ -168,7 +168,7 @@ def test_after_a_start_a_queue_has_the_open_positions_that_were_saved(
     for offset in sorted(held):
         w.done(offset)
     assert w.first_open == min([*back, 41])
-    assert w.lease_returned(30, 9, 19, in_order=False) == sorted(back)
+    assert w.lease_returned(30, 9, 19, since_ms=9, in_order=False) == sorted(back)
 
 
 def test_one_that_is_never_given_back_does_not_keep_the_places_of_all_behind_it() -> None:

@@ -25,7 +25,7 @@ def index(sizes: list[int], tags: list[str] | None = None) -> QueueIndex:
 
 
 def selection(rows: int = 32, pop_ms: int = 1, *, in_order: bool = False, attempt_id: str = "") -> Selection:
-    return Selection(rows, pop_ms, pop_ms + 10, in_order=in_order, attempt_id=attempt_id)
+    return Selection(rows, pop_ms, pop_ms + 10, now_ms=pop_ms, in_order=in_order, attempt_id=attempt_id)
 
 
 @given(

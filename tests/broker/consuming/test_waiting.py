@@ -35,7 +35,7 @@ class Shop:
         self.selections += 1
         if request.topic in self.deleted:
             raise NotFound(f"topic {request.topic}")
-        selection = Selection(request.rows, 1, 2, in_order=False, attempt_id="")
+        selection = Selection(request.rows, 1, 2, now_ms=1, in_order=False, attempt_id="")
         selection.has_unsearched = request.topic in self.unsearched
         if self.messages[request.topic]:
             self.messages[request.topic] -= 1

@@ -5,6 +5,7 @@ engine.py             the operations: receive, acknowledge, change the invisible
 requests.py           requests, received messages, receipts, subscriptions
 selection.py          the positions that one request leases, and their rows after the exact decision of the filter
 leases.py             the leases of a group in a queue (in flight, returned, done), and of all groups and queues
+key_limits.py         limits of leases with the same key
 settling.py           acknowledgements, and other changes of leases by their receipts
 lease_saver.py        the rows of the log that contain the leases, and a start with them
 credit.py             how many messages a streaming consumer may hold

@@ -36,10 +36,13 @@ from timeball.broker.consuming.redelivery_rows import (
     retry_topic,
 )
 from timeball.broker.consuming.retention import log_expired
+from timeball.broker.filters import Filter
+from timeball.broker.filters.compiler import SQL92, compile_filter
 from timeball.broker.policy import Policy
 from timeball.broker.registry.dead_letters import Expiry, Position, Run, joined, subtract_spans
 from timeball.broker.registry.meta import Change, combined
 from timeball.broker.registry.rates import shares
+from timeball.broker.registry.selections import with_names
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import Topic
 from timeball.io.clock import SchedulerClock
@@ -147,15 +150,22 @@ class DeadLetters:
         return DeadLetterPage(letters, handle_of(shown[-1]) if len(positions) > rows else None)
 
     async def resend(
-        self, group: str, handles: Sequence[str] | None, caller: Caller, pace: Pace = AT_ONCE
+        self,
+        group: str,
+        handles: Sequence[str] | None,
+        caller: Caller,
+        pace: Pace = AT_ONCE,
+        where: str = "",
     ) -> Resolved:
         """Send open dead letters to the group again: all, or those of these handles. Durable on return.
 
-        Those with a delay are pending until it ends. Raises Forbidden, GroupNotFound, InvalidMessage, InvalidDelay,
-        OutOfRange.
+        With `where`, only those that meet this SQL condition. Those with a delay are pending until it ends. Raises
+        Forbidden, GroupNotFound, InvalidFilter, InvalidMessage, InvalidDelay, OutOfRange.
         """
+        self._policy.allow(caller, Verb.ADMIN)
         pace.check()
-        return await self._resolve(group, handles, caller, pace)
+        wanted = compile_filter(where, SQL92) if where else None
+        return await self._resolve(group, handles, caller, pace, wanted)
 
     async def delete(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
         """Mark open dead letters as resolved: all, or those of these handles. Durable on return.
@@ -165,7 +175,12 @@ class DeadLetters:
         return await self._resolve(group, handles, caller, None)
 
     async def _resolve(
-        self, group: str, handles: Sequence[str] | None, caller: Caller, pace: Pace | None
+        self,
+        group: str,
+        handles: Sequence[str] | None,
+        caller: Caller,
+        pace: Pace | None,
+        wanted: Filter | None = None,
     ) -> Resolved:
         """Resend dead letters with a pace, or delete them without one."""
         self._policy.allow(caller, Verb.ADMIN)
@@ -179,6 +194,8 @@ class DeadLetters:
             # arrive meanwhile in the current queue.
             pending = self._positions(group, topic, (0, 0)) if requested is None else iter(requested)
             while positions := list(islice(pending, RESENT_AT_ONCE)):
+                if wanted is not None:
+                    positions = await self._matching(group, topic, positions, wanted)
                 resolved = await self._resolve_positions(group, topic, positions, count, pace)
                 count += len(resolved)
                 if requested is not None:
@@ -214,6 +231,15 @@ class DeadLetters:
             )
             await durable
         return positions
+
+    async def _matching(
+        self, group: str, topic: Topic, positions: Sequence[Position], wanted: Filter
+    ) -> list[Position]:
+        """Choose the open positions whose dead letters meet a condition."""
+        positions = [position for position in positions if self._is_open(group, topic, position)]
+        rows = await self._read(topic, positions)
+        mask = await in_thread(self._reader_thread, _matches, rows, wanted)
+        return [position for position, matches in zip(positions, mask, strict=True) if matches]
 
     def _resolution(self, group: str, topic: Topic, positions: Sequence[Position]) -> Change:
         """Build the META rows that mark these positions as resolved, and that forget their repeated rows."""
@@ -283,7 +309,7 @@ class DeadLetters:
             # Spans below `min_offset` are repeated dead letters, which have no queue entry. Of the others, those in
             # later segments need no repeat.
             if begin >= index.min_offset:
-                end = min(end, index.first_offset_from_seq(before_seq, begin))
+                end = min(end, index.first_offset_from_seq(before_seq, begin, hidden=True))
             # An earlier pass of retention, which was interrupted, may have repeated some of them.
             runs = self._tables.repeated_dead_letters.runs(group, queue)
             repeated = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
@@ -311,7 +337,7 @@ class DeadLetters:
     def _row_sizes(self, topic: Topic, queue: int, begin: int, end: int) -> list[int]:
         index = topic.queues[queue].index
         if begin >= index.min_offset:
-            sizes: list[int] = index.read(begin, end - begin)["size"].tolist()
+            sizes: list[int] = index.read(begin, end - begin, hidden=True)["size"].tolist()
             return sizes
         # Repeated rows: the average size of their run. Positions that were resolved meanwhile count as 0.
         runs = self._tables.repeated_dead_letters.runs(topic.name.removeprefix(DLQ_PREFIX), queue)
@@ -430,8 +456,9 @@ class DeadLetters:
                 begin, end = max(low, run.offset), min(run.end, index.min_offset)
                 if begin < end:
                     yield number, begin, end
+            # Also those that wait for a limit of their topic, which concerns consumers.
             begin = max(index.min_offset, low)
-            for span in self._tables.resolved_dead_letters.open_spans(group, number, begin, index.max_offset):
+            for span in self._tables.resolved_dead_letters.open_spans(group, number, begin, index.end_offset):
                 yield number, *span
 
     def _positions(self, group: str, topic: Topic, from_position: Position) -> Iterator[Position]:
@@ -447,7 +474,7 @@ class DeadLetters:
         index = topic.queues[queue].index
         if offset < index.min_offset:
             return self._tables.repeated_dead_letters.find_seq(group, queue, offset) is not None
-        end = min(offset + 1, index.max_offset)
+        end = min(offset + 1, index.end_offset)
         return any(True for _ in self._tables.resolved_dead_letters.open_spans(group, queue, offset, end))
 
     async def _read(self, topic: Topic, positions: Sequence[Position]) -> pa.RecordBatch:
@@ -517,6 +544,23 @@ def _repeated_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     }
     columns = [changed[name] if name in changed else rows.column(name) for name in LOG_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
+
+
+def _matches(rows: pa.RecordBatch, wanted: Filter) -> list[bool]:
+    """Compute which dead letters meet a condition. It also knows `values`, of which `topic` is the original one."""
+    if not rows.num_rows:
+        return []
+    texts = zip(rows.column("topic").to_pylist(), rows.column("properties").to_pylist(), strict=True)
+    topics = [decode_properties(text or "").get(RETRY_TOPIC, topic) for topic, text in texts]
+    values = {
+        "topic": lambda: pa.array(topics, pa.string()),
+        "keys": lambda: rows.column("keys"),
+        "tag": lambda: rows.column("tag"),
+        "died_ms": lambda: pc.cast(rows.column("store_ms"), pa.string()),
+        "attempts": lambda: pc.cast(pc.fill_null(rows.column("reconsume_times"), 0), pa.string()),
+    }
+    mask: list[bool] = wanted.exact(with_names(rows, values)).tolist()
+    return mask
 
 
 def handle_of(position: Position) -> str:

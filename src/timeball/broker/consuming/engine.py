@@ -34,6 +34,7 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import retry
+from timeball.broker.consuming.key_limits import KeyLimits
 from timeball.broker.consuming.lease_saver import LeaseSaver, restored_queues
 from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases, lease_ends
 from timeball.broker.consuming.redelivery import Redelivery, Return
@@ -55,10 +56,10 @@ from timeball.broker.registry.groups import FIRST_LEVEL
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topics import MESSAGE_TYPE, PRIORITY_TYPE, check_topic
+from timeball.broker.registry.topics import MESSAGE_TYPE, PRIORITY_TYPE, Topic, check_topic
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import Threads, in_thread
-from timeball.log.row_encoder import ReadRows
+from timeball.log.row_encoder import ReadRows, filtered
 from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
@@ -234,6 +235,9 @@ class Consuming:
             tables.leases, tables.topics.find_topic, tables.offsets.find_offset, count, clock.now_ms()
         )
         self.leases = Leases(tables.offsets, waiters, count, saved_queues, orphaned_parts)
+        self._key_limits = KeyLimits(tables.groups.max_per_key, waiters)
+        self._key_limits.restore(saved_queues)
+        count.free_slot = self._key_limits.free
         self.saver = LeaseSaver(
             self.leases, clock=clock, writer=log.writer, tables=tables, save_ms=settings.ack_save_ms,
             on_failure=on_failure,
@@ -254,9 +258,7 @@ class Consuming:
         )
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
-        self._waiting = WaitingReceives(
-            self._select_now, lambda selection: self.leases.give_up(selection.leased, selection.pop_ms)
-        )
+        self._waiting = WaitingReceives(self._select_now, self._give_up)
         waiters.watch(self._waiting.topics, self._waiting.mark)
         # A cache, because every request needs a subscription. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
@@ -315,9 +317,14 @@ class Consuming:
                 self._policy.joined(group, ANONYMOUS),
                 self._policy.readable(topic, ANONYMOUS),
             )
-            times_max = self._tables.groups.times_max(group)
+            times_max, max_per_key = (
+                self._tables.groups.times_max(group),
+                self._tables.groups.max_per_key(group),
+            )
             existing = None if retry_name == topic else self._tables.topics.find_topic(retry_name)
-            subscription = Subscription(config, main_topic, times_max, retry_name, dead_letter_name, existing)
+            subscription = Subscription(
+                config, main_topic, times_max, max_per_key, retry_name, dead_letter_name, existing
+            )
             self._subscriptions[group, topic] = subscription
         return subscription
 
@@ -422,21 +429,53 @@ class Consuming:
     def _select_now(self, request: ReceiveRequest) -> Selection:
         queues, free_positions = self._queues_to_search(request), self.leases.free_positions
         now_ms = self._clock.now_ms()
-        pop_ms = now_ms
+        # A position that is leased again, perhaps in the same millisecond, has another receipt. An ordered group gets
+        # the same position again while its lease goes on.
+        pop_ms = max(now_ms, 1 + self.leases.count.ended_pop_ms)
         if request.in_order:
-            # An ordered group gets the same position again, so its new receipt must differ from the old one.
-            pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
+            pop_ms = max(pop_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
         selection = Selection(
             max(0, min(request.rows, free_positions)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
-            in_order=request.in_order, attempt_id=request.attempt_id,
+            now_ms=now_ms, in_order=request.in_order, attempt_id=request.attempt_id,
         )  # fmt: skip
+        subscription = self._subscription(request.group, request.topic)
+        if subscription.max_per_key is not None and not request.in_order:
+            self._select_by_key(request, selection, subscription.topic, queues)
         for queue in queues:
             # A message in the retry topic has passed the filter before.
-            selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
+            if selection.turn is None:
+                selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
         if not selection.leased:
             self.leases.store_all(selection.queues)  # with leases, after the read
         return selection
+
+    def _select_by_key(
+        self, request: ReceiveRequest, selection: Selection, topic: Topic, queues: Sequence[QueueLeases]
+    ) -> None:
+        """Lease positions for a group with a limit of leases for each key."""
+        # Queues of a PRIORITY topic are in the order of their priorities, and messages of a key need not be.
+        if topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE:
+            parts = [[queue] for queue in queues]
+        else:
+            parts = [[*part] for _, part in itertools.groupby(queues, key=lambda queue: queue.topic)]
+        for part in parts:
+            wanted = request.wanted if part[0].topic == request.topic else EVERYTHING
+            selection.lease_in_log_order(
+                part, wanted, only_returned=not self._key_limits.has_room(request.group)
+            )
+        selection.turn = self._key_limits.turn(
+            request.group, lambda: self.leases.give_up(selection.leased, selection.pop_ms)
+        )
+        if not selection.leased:
+            selection.turn.end()
+
+    def _give_up(self, selection: Selection) -> None:
+        """Give up a selection whose consumer has not seen the messages."""
+        if selection.turn is None or selection.turn.is_decided:
+            self.leases.give_up(selection.leased, selection.pop_ms)
+        else:
+            selection.turn.give_up()
 
     def _queues_to_search(self, request: ReceiveRequest) -> list[QueueLeases]:
         """List the queues that this request may lease from, in the order in which to search them.
@@ -456,7 +495,7 @@ class Consuming:
             from_max = request.from_max and is_main
             queues = self.leases.open(request.group, topic, queue_ids, from_max=from_max, kept=ordered_queues)
             for queue in queues:
-                if queue.returned:
+                if queue.returned or queue.parked:
                     queue.drop_before(self._log.reader.first_seq)
             if by_priority and is_main:
                 # The last queue has the highest priority (rules.queue_of_priority).
@@ -477,9 +516,26 @@ class Consuming:
             reader=self._log.reader,
             reader_thread=self._threads.reader,
         )
-        if keep is not None:
+        # A selection that was given up meanwhile holds no positions.
+        if keep is not None and not (selection.turn is not None and selection.turn.is_given_up):
             self.leases.finish(selection.split_unwanted(keep))
+        if selection.turn is not None:
+            return await self._admit(request, selection, rows)
         return rows
+
+    async def _admit(self, request: ReceiveRequest, selection: Selection, rows: ReadRows) -> ReadRows:
+        """Keep the positions that get a slot of their key. The others leave the selection and wait for one."""
+        assert selection.turn is not None
+        if not await selection.turn.comes():
+            selection.turn.end()
+            selection.leased = []
+            return NO_ROWS
+        keep = self._key_limits.admit(request.group, selection.leased, rows)
+        selection.turn.end()
+        if keep.all():
+            return rows
+        selection.split_unwanted(keep)
+        return filtered(rows, keep)
 
     async def _hand_out(self, request: ReceiveRequest, selection: Selection) -> Received:
         # Before the read: if the consumer disconnects during it, the positions must still come back.
@@ -499,7 +555,7 @@ class Consuming:
             if not self.saver.save_ms:
                 await self.saver.saved()
         except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
-            self.leases.give_up(selection.leased, selection.pop_ms)
+            self._give_up(selection)
             raise
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.leased)
         self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)

@@ -138,7 +138,8 @@ class GroupPlaces:
     def _has_read(self, group: str, topic: Topic) -> bool:
         """Check whether a group has finished all messages of a topic."""
         for queue_id, queue in enumerate(topic.queues):
-            first, end = queue.index.min_offset, queue.index.max_offset
+            # Also those that wait for a limit of the topic.
+            first, end = queue.index.min_offset, queue.index.end_offset
             leases = self._leases.get(group, topic.name, queue_id)
             if leases is not None and self._leases.is_live(leases):
                 first = max(first, leases.first_open)
@@ -178,7 +179,8 @@ class GroupPlaces:
                 until_ms = self._clock.as_wall(lease.deadline_ms)
                 return GroupPlace(group, state, attempts + 1 + lease.times, until_ms)
             is_open = offset >= queue.next_offset and offset not in queue.acked_ahead
-            if is_open or (lease := queue.returned.get(offset)) is not None:
+            lease = queue.returned.get(offset) or queue.parked.get(offset)
+            if is_open or lease is not None:
                 return GroupPlace(group, WAITING, attempts + (0 if lease is None else lease.times))
             return _done_state(group, attempts)
         stored = self._offsets.find_offset(group, topic, queue_id)

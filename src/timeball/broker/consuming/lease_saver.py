@@ -6,6 +6,8 @@ of leader, the groups continue with the last rows: messages that were acknowledg
 leases end, and messages that were received later are handed out again at once (G4). With `ack_save_ms` 0, the rows are
 durable before the answer.
 
+A save joins a commit of releases if half of `ack_save_ms` has passed, because a commit of its own costs more.
+
 A row covers PART_POSITIONS positions of one queue. It lists the open positions: all others before its `next_offset` are
 done. Only parts that have changed are written. A part without open positions has no row, unless it is the last one of a
 queue: its row contains the newest `next_offset`. A queue whose stored offset is its `next_offset` has no rows.
@@ -47,6 +49,8 @@ class LeaseSaver:
         self.save_ms, self._on_failure = save_ms, on_failure
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
+        self._changed_s = 0.0  # when the timer began, on the loop's clock
+        self.waiting: list[Callable[[], None]] = []  # `join`, while there are changes to save
         self._last: asyncio.Future[int] = self._loop.create_future()  # of the last save by the timer
         self._last.set_result(0)
         leases.count.on_change = self._on_change
@@ -123,12 +127,21 @@ class LeaseSaver:
 
     # -- the timer ---------------------------------------------------------------------------------------------
 
+    def join(self) -> None:
+        """Save now if half of the time has passed, because releases were appended, and the save shares their commit."""
+        if self._timer is not None and self._loop.time() - self._changed_s >= self.save_ms / 2_000:
+            self._timer.cancel()
+            self._save_slice()
+
     def _on_change(self) -> None:
         if self._timer is None and self.save_ms:
+            self._changed_s = self._loop.time()
+            self.waiting[:] = [self.join]
             self._timer = self._loop.call_later(self.save_ms / 1_000, self._save_slice)
 
     def _save_slice(self) -> None:
         self._timer = None
+        self.waiting.clear()
         if self._writer.failed is not None:
             return
         try:
@@ -194,10 +207,10 @@ def _runs(queue: QueueLeases, offsets: list[int], now_ms: int, wall_shift_ms: in
     runs: list[LeaseRun] = []
     former: tuple[object, ...] = ()
     for offset in offsets:
-        lease = queue.in_flight.get(offset) or queue.returned[offset]
+        lease = queue.in_flight.get(offset) or queue.returned.get(offset) or queue.parked[offset]
         state = (
             lease.pop_ms, lease.deadline_ms, lease.since_ms, lease.in_order, lease.counts, lease.times,
-            lease.nacked_ms, lease.nack_reason,
+            lease.nacked_ms, lease.nack_reason, lease.key if offset in queue.in_flight else "",
         )  # fmt: skip
         if runs and state == former and offset == runs[-1].offset + runs[-1].count:
             runs[-1].count += 1
@@ -207,7 +220,7 @@ def _runs(queue: QueueLeases, offsets: list[int], now_ms: int, wall_shift_ms: in
                 # The clock may have been set back since: then the deadline is by the time of now.
                 LeaseRun(
                     offset, 1, lease.pop_ms, lease.deadline_ms + wall_shift_ms, min(lease.since_ms, now_ms),
-                    lease.in_order, lease.counts, lease.times, lease.nacked_ms, lease.nack_reason,
+                    lease.in_order, lease.counts, lease.times, lease.nacked_ms, lease.nack_reason, state[-1],
                 )
             )  # fmt: skip
     return runs
@@ -216,14 +229,20 @@ def _runs(queue: QueueLeases, offsets: list[int], now_ms: int, wall_shift_ms: in
 def _open_offsets(queue: QueueLeases, part: int) -> list[int]:
     """List the open positions of a part, in their order."""
     begin, end = part * PART_POSITIONS, (part + 1) * PART_POSITIONS
-    in_flight, returned = queue.in_flight, queue.returned
+    in_flight, returned, parked = queue.in_flight, queue.returned, queue.parked
     # The shorter of two walks.
-    offsets = range(begin, end) if queue.open_rows > PART_POSITIONS else sorted([*in_flight, *returned])
+    offsets = (
+        range(begin, end) if queue.open_rows > PART_POSITIONS else sorted([*in_flight, *returned, *parked])
+    )
     return [
         offset
         for offset in offsets
         if begin <= offset < end
-        and (offset in returned or (offset in in_flight and not in_flight[offset].is_written))
+        and (
+            offset in returned
+            or offset in parked
+            or (offset in in_flight and not in_flight[offset].is_written)
+        )
     ]
 
 
@@ -294,7 +313,7 @@ def _restored(
                 at = offset - part_first
                 open_offsets[offset] = Lease(
                     seqs[at], sizes_bytes[at], run.pop_ms, deadline_ms, run.since_ms, run.in_order, run.counts,
-                    run.times, run.nacked_ms, run.nack_reason,
+                    run.times, run.nacked_ms, run.nack_reason, key=run.key,
                 )  # fmt: skip
     ahead = {offset for part in parts for offset in part.acked_ahead if offset >= queue.next_offset}
     queue.restore(in_flight, returned, ahead, {part.part for part in parts})

@@ -52,6 +52,7 @@ class Lease(msgspec.Struct):
     is_void: bool = False  # its receipt is not valid, because its message is being written to the log again
     is_written: bool = False  # that row is appended: the position is done when it is durable
     on_end: Callable[[], None] | None = None  # called once when the consumer holds it no more (credit.py)
+    key: str = ""  # the key of which it has a slot (key_limits.py)
 
     def end(self) -> None:
         """Tell the consumer's credit that it holds this position no more."""
@@ -76,8 +77,13 @@ class OpenCount:
 
     def __init__(self) -> None:
         self.rows = 0
+        # Of the newest receipt that ended although its position was not done. Receipts from now on are larger.
+        self.ended_pop_ms = 0
         self.changed: dict[QueueLeases, None] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self.free_slot: Callable[[str, str], None] = lambda group, key: (
+            None
+        )  # of a group's key (key_limits.py)
 
     def add_changed(self, queue: QueueLeases) -> None:
         """Mark a queue whose leases must be saved."""
@@ -99,6 +105,7 @@ class QueueLeases:
     count: OpenCount  # shared by all queues, because one limit holds for their memory
     in_flight: dict[int, Lease] = field(default_factory=dict)  # leased, and disjoint from `returned`
     returned: dict[int, Lease] = field(default_factory=dict)  # came back: leased again before new ones
+    parked: dict[int, Lease] = field(default_factory=dict)  # wait for a slot of their key (key_limits.py)
     # Positions at or after `next_offset` that are done already.
     acked_ahead: set[int] = field(default_factory=set)
     nacked: set[int] = field(default_factory=set)  # the positions of `in_flight` that a member has given back
@@ -119,14 +126,24 @@ class QueueLeases:
         # A heap with late removal of done positions, because every request needs the first one and they end in any
         # order.
         order = self._order
-        while order and order[0] not in self.in_flight and order[0] not in self.returned:
+        while order and not (
+            order[0] in self.in_flight or order[0] in self.returned or order[0] in self.parked
+        ):
             heapq.heappop(order)
         return min(order[0], self.next_offset) if order else self.next_offset
 
     @property
+    def first_seq(self) -> int | None:
+        """The sequence number of the position that is leased next. None if there is none."""
+        if self.returned:
+            return self.returned[min(self.returned)].seq
+        start = max(self.next_offset, self.index.min_offset)
+        return self.index.read_numbers(start, 1)[0][0] if start < self.index.max_offset else None
+
+    @property
     def open_rows(self) -> int:
-        """The number of positions that are leased or have come back."""
-        return len(self.in_flight) + len(self.returned)
+        """The number of positions that are leased, have come back, or wait for a slot."""
+        return len(self.in_flight) + len(self.returned) + len(self.parked)
 
     @property
     def held_rows(self) -> int:
@@ -136,7 +153,7 @@ class QueueLeases:
     @property
     def idle(self) -> bool:
         """True if the stored offset is the only state of this queue."""
-        return not (self.in_flight or self.returned or self.acked_ahead)
+        return not (self.in_flight or self.returned or self.parked or self.acked_ahead)
 
     def touch(self, first: int, last: int) -> None:
         """Mark the parts of these positions as changed."""
@@ -147,13 +164,15 @@ class QueueLeases:
             self.count.add_changed(self)
         self.changed_parts.update(range(first_part, last_part + 1))
 
-    def lease_returned(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
+    def lease_returned(
+        self, rows: int, pop_ms: int, deadline_ms: int, *, since_ms: int, in_order: bool
+    ) -> list[int]:
         """Lease the lowest `rows` positions that have come back. Returns their offsets."""
         offsets = sorted(self.returned)[:rows]
         for offset in offsets:
             lease = self.in_flight[offset] = self.returned.pop(offset)
             lease.pop_ms, lease.deadline_ms, lease.since_ms, lease.in_order = (
-                pop_ms, deadline_ms, pop_ms, in_order,
+                pop_ms, deadline_ms, since_ms, in_order,
             )  # fmt: skip
             lease.nacked_ms, lease.counts = None, True
             self.touch(offset, offset)
@@ -167,18 +186,19 @@ class QueueLeases:
         pop_ms: int,
         deadline_ms: int,
         *,
+        since_ms: int,
         in_order: bool,
     ) -> None:
         """Lease new positions at or after `next_offset`. `seqs` and `sizes_bytes` may be longer than `offsets`."""
         for offset, seq, size in zip(offsets, seqs, sizes_bytes, strict=False):
-            self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, pop_ms, in_order)
+            self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, since_ms, in_order)
             heapq.heappush(self._order, offset)
         if offsets:
             self.count.rows += len(offsets)
             self.touch(offsets[0], offsets[-1])
         if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
             # Sweep: a position that stays open would keep the heap entries of all done positions after it.
-            self._order = sorted([*self.in_flight, *self.returned])
+            self._order = sorted([*self.in_flight, *self.returned, *self.parked])
 
     def ack_ahead(self, offset: int) -> None:
         """Mark a position at or after `next_offset` as done: it was leased before a restart."""
@@ -189,7 +209,7 @@ class QueueLeases:
 
     def advance(self, next_offset: int) -> None:
         """Move `next_offset` forward: every position before it has been leased or skipped."""
-        if next_offset > self.next_offset and (self.in_flight or self.returned or self.acked_ahead):
+        if next_offset > self.next_offset and not self.idle:
             self.touch(next_offset - 1, next_offset - 1)
         self.next_offset = next_offset
         if self.acked_ahead:
@@ -211,12 +231,30 @@ class QueueLeases:
             self.count.rows -= 1
             self.nacked.discard(offset)
             self.touch(offset, offset)
+            self._free_slot(lease)
+
+    def park(self, offset: int) -> None:
+        """Let a leased position, which no consumer has seen, wait for a slot of its key."""
+        lease = self.parked[offset] = self.in_flight.pop(offset)
+        lease.pop_ms = NO_RECEIPT
+        self.touch(offset, offset)
+
+    def unpark(self, offset: int) -> None:
+        """Let a parked position, which has a slot now, be leased before new positions."""
+        self.returned[offset] = self.parked.pop(offset)
+        self.touch(offset, offset)
+
+    def _free_slot(self, lease: Lease) -> None:
+        key, lease.key = lease.key, ""
+        if key:
+            self.count.free_slot(self.group, key)
 
     def give_back(self, offset: int) -> None:
-        """End a lease, so that its position is leased again before new positions."""
+        """End a lease, so that its position is leased again before new positions. It keeps its slot."""
         lease = self.returned[offset] = self.in_flight.pop(offset)
         self.nacked.discard(offset)
         # The old receipt is void from now on. The next lease has another receipt.
+        self.count.ended_pop_ms = max(self.count.ended_pop_ms, lease.pop_ms)
         lease.pop_ms = NO_RECEIPT
         lease.end()
         self.touch(offset, offset)
@@ -236,12 +274,14 @@ class QueueLeases:
         self.touch(offset, offset)
 
     def drop_before(self, first_seq: int) -> None:
-        """Forget returned positions whose rows retention has removed (rows before `first_seq`)."""
-        removed = [offset for offset, lease in self.returned.items() if lease.seq < first_seq]
-        for offset in removed:
-            del self.returned[offset]
-            self.touch(offset, offset)
-        self.count.rows -= len(removed)
+        """Forget returned and parked positions whose rows retention has removed (rows before `first_seq`)."""
+        for waiting in (self.parked, self.returned):
+            removed = [offset for offset, lease in waiting.items() if lease.seq < first_seq]
+            self.count.rows -= len(removed)
+            for offset in removed:
+                lease = waiting.pop(offset)
+                self.touch(offset, offset)
+                self._free_slot(lease)
 
     def restore(
         self,
@@ -260,12 +300,17 @@ class QueueLeases:
     def forget(self) -> None:
         """Void all receipts and forget all positions, so that none comes back."""
         self.count.rows -= self.open_rows + len(self.acked_ahead)
+        leases = [*self.in_flight.values(), *self.returned.values()]
         for lease in self.in_flight.values():
+            self.count.ended_pop_ms = max(self.count.ended_pop_ms, lease.pop_ms)
             lease.end()
         self.in_flight.clear()
         self.nacked.clear()
         self.returned.clear()
+        self.parked.clear()
         self.acked_ahead.clear()
+        for lease in leases:  # now, because a slot may go to a parked position of this queue
+            self._free_slot(lease)
 
 
 Key = tuple[str, str, int]  # group, topic, queue

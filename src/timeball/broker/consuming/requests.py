@@ -34,6 +34,7 @@ class Subscription(NamedTuple):
     group: SubscriptionGroup
     topic: Topic
     times_max: int  # how often a message may be tried again
+    max_per_key: int | None  # the limit of leases with the same key
     retry_name: str  # the group's retry topic for this topic, or this topic itself if it is a retry topic
     dead_letter_name: str  # the group's topic of dead letters, the messages that have used up their attempts
     retry: Topic | None  # None until a message has come back, and if this topic is itself a retry topic

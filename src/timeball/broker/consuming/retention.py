@@ -154,7 +154,7 @@ class Retention:
                 continue
             if (key := (topic.name, queue)) not in ends:
                 index = topic.queues[queue].index
-                ends[key] = index.min_offset, index.first_offset_from_seq(before_seq)
+                ends[key] = index.min_offset, index.first_offset_from_seq(before_seq, hidden=True)
             begin, end = ends[key]
             # After a crash between count and removal, messages that were counted exist again. `counted_to` prevents a
             # second count.
@@ -194,7 +194,7 @@ def log_expired(expiries: Sequence[Expiry], *, are_dead_letters: bool = False) -
 def unread(topic: Topic, offsets: dict[int, int]) -> int:
     """Count the messages of a topic after these offsets. Offsets of queues that no longer exist are ignored."""
     return sum(
-        max(0, index.max_offset - max(offset, index.min_offset))
+        max(0, index.end_offset - max(offset, index.min_offset))
         for queue, offset in offsets.items()
         if queue < len(topic.queues)
         for index in (topic.queues[queue].index,)
@@ -219,5 +219,7 @@ def _first_unread(topic: Topic, offsets: dict[int, int], from_seq: int) -> int:
 
 
 def _seq_at(index: QueueIndex, offset: int, from_seq: int) -> int:
-    first_offset = index.first_offset_from_seq(from_seq, offset)
-    return int(index.read(first_offset, 1)["seq"][0]) if first_offset < index.max_offset else _NO_ROW
+    first_offset = index.first_offset_from_seq(from_seq, offset, hidden=True)
+    if first_offset >= index.end_offset:
+        return _NO_ROW
+    return int(index.read(first_offset, 1, hidden=True)["seq"][0])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC
+from timeball.model.message import BASE, DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC
 from timeball.model.time_parsing import LOCAL_TIME
 
 FIRST_LEVEL = 3
@@ -30,7 +30,7 @@ SPENT = frozenset(
     {
         DELAY, "REAL_TOPIC", "REAL_QID", "TIMER_DELAY_LEVEL", "TIMER_DELAY_SEC", "TIMER_DELAY_MS",
         "TIMER_DELIVER_MS", "TIMER_OUT_MS", "TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_ROLL_TIMES",
-        "TIMING-LIST", LOCAL_TIME,
+        "TIMING-LIST", LOCAL_TIME, BASE,
     }
 )  # fmt: skip
 

@@ -8,11 +8,14 @@ forever.
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections.abc import Sequence
 from concurrent.futures import Executor
 
 import numpy as np
 import pyarrow as pa
 
+from timeball.broker.consuming.key_limits import Turn
 from timeball.broker.consuming.leases import LeasedPosition, QueueLeases
 from timeball.broker.consuming.redelivery_rows import is_of
 from timeball.broker.consuming.requests import ReceiveRequest
@@ -31,18 +34,21 @@ FEW_ROWS = 256  # up to this number, rows that are still in memory are handed ou
 
 
 class Selection:
-    """The positions that one request has leased. `pop_ms` identifies the receipts."""
+    """The positions that one request has leased. `pop_ms` identifies the receipts. It may be after `now_ms`."""
 
-    def __init__(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool, attempt_id: str) -> None:
+    def __init__(
+        self, rows: int, pop_ms: int, deadline_ms: int, *, now_ms: int, in_order: bool, attempt_id: str
+    ) -> None:
         self._free_rows = rows  # how many more rows fit into the answer
         self._free_bytes = limits.POP_BYTES_MAX  # how many more bytes fit, apart from the first row
-        self.pop_ms, self.deadline_ms = pop_ms, deadline_ms
+        self.pop_ms, self.deadline_ms, self._now_ms = pop_ms, deadline_ms, now_ms
         self._in_order, self._attempt_id = in_order, attempt_id
         self.leased: list[LeasedPosition] = []
         self.queues: list[QueueLeases] = []  # the queues that were searched
         self.has_unsearched = False  # True if a queue has entries that were not searched yet
         self.has_more = False  # True if another request may find rows in these queues
         self.rest = 0  # approximate number of rows that the queues still contain
+        self.turn: Turn | None = None  # in a group with a limit of leases for each key
 
     def offsets(self) -> dict[QueueLeases, list[int]]:
         """Group the leased positions by queue."""
@@ -77,6 +83,29 @@ class Selection:
             queue.attempt_id = self._attempt_id
         return offsets
 
+    def lease_in_log_order(
+        self, queues: Sequence[QueueLeases], wanted: Filter, *, only_returned: bool
+    ) -> None:
+        """Lease from these queues like `lease`, but always the first message of all queues by sequence number."""
+
+        def first_seq(queue: QueueLeases) -> int | None:
+            return queue.first_seq if queue.returned or not only_returned else None
+
+        heads = [(seq, at) for at, queue in enumerate(queues) if (seq := first_seq(queue)) is not None]
+        heapq.heapify(heads)
+        free_rows = self._free_rows
+        while heads and free_rows > 0:
+            _, at = heapq.heappop(heads)
+            self._free_rows = 1
+            # A queue without a result is full, or its next entries do not match the filter.
+            if self.lease(queues[at], wanted):
+                free_rows -= 1
+                if (seq := first_seq(queues[at])) is not None:
+                    heapq.heappush(heads, (seq, at))
+        self._free_rows = free_rows
+        self.has_more |= bool(heads)
+        self.queues = list(dict.fromkeys(self.queues))
+
     def _may_lease_in_order(self, queue: QueueLeases) -> bool:
         """Check whether an ordered group may lease here: no position is leased, or the request is a repetition."""
         if not queue.in_flight:
@@ -95,14 +124,19 @@ class Selection:
     def _lease_returned(self, queue: QueueLeases) -> list[int]:
         if not queue.returned:
             return []
-        row_count = self._free_rows_in(len(queue.in_flight))
+        row_count = self._free_rows_in(
+            len(queue.in_flight)
+        )  # a parked one must not keep its key's slot waiting
         fitting = self._take_fitting(
             [queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:row_count]]
         )
-        return queue.lease_returned(fitting, self.pop_ms, self.deadline_ms, in_order=self._in_order)
+        return queue.lease_returned(
+            fitting, self.pop_ms, self.deadline_ms, since_ms=self._now_ms, in_order=self._in_order
+        )
 
     def _lease_next(self, queue: QueueLeases, wanted: Filter) -> list[int]:
-        index, row_count = queue.index, self._free_rows_in(len(queue.in_flight) + len(queue.returned))
+        open_rows = len(queue.in_flight) + len(queue.returned) + len(queue.parked)
+        index, row_count = queue.index, self._free_rows_in(open_rows)
         start = max(queue.next_offset, index.min_offset)
         if row_count <= 0 or start >= index.max_offset:
             return []
@@ -111,7 +145,7 @@ class Selection:
             fitting = self._take_fitting(sizes_bytes)
             queue.lease_next(
                 range(start, start + fitting), seqs, sizes_bytes, self.pop_ms, self.deadline_ms,
-                in_order=self._in_order,
+                since_ms=self._now_ms, in_order=self._in_order,
             )  # fmt: skip
             queue.advance(start + fitting)
             return list(range(start, start + fitting))
@@ -136,6 +170,7 @@ class Selection:
             sizes_bytes,
             self.pop_ms,
             self.deadline_ms,
+            since_ms=self._now_ms,
             in_order=self._in_order,
         )
         # All entries before the first remaining candidate have been searched.
