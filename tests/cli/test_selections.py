@@ -45,6 +45,23 @@ def test_a_selection_from_its_dry_run_to_its_undo(http_endpoint: str) -> None:
     assert document("cancel", *window)["from"] == "2030-01-01T00:00:00.000Z"
 
 
+def test_each_operation_is_made_by_its_command(http_endpoint: str) -> None:
+    def said(*arguments: str) -> str:
+        ended = run_here("selections", *arguments, "--topic", "changed", "--endpoint", http_endpoint)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    with Timeball(http_endpoint) as ball:
+        sent = ball.send("changed", "x", after="1h")
+        assert said("shift", "-30m", "--dry-run").startswith("1 messages, due from ")
+        assert json.loads(said("shift", "-30m", "--json"))["shift_ms"] == -1_800_000
+        assert sent.due_ms is not None and ball.get(sent.id).due_ms == sent.due_ms - 1_800_000
+        assert ": shift by 7200000 ms, active, " in said("shift", "2h")
+        assert ": pause, active, " in said("pause") and ": resume, active, " in said("resume")
+        assert ": move elsewhere, active, " in said("move", "elsewhere")
+        assert ": release, active, " in said("release")
+
+
 def test_a_refusal_is_explained(http_endpoint: str) -> None:
     ended = run_here("selections", "cancel", "--where", "tag =", "--endpoint", http_endpoint)
     assert ended.returncode == 2 and "expected" in ended.stderr

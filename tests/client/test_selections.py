@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from datetime import timedelta
 
 import pytest
-from tests.node_fixture import RunningNode
+from tests.node_fixture import RunningNode, eventually
 
 from timeball import AsyncTimeball, InvalidMessage, NotFound, Timeball
 from timeball.client.async_timeball import AsyncSelections
@@ -32,10 +33,43 @@ def test_a_selection_from_its_dry_run_to_its_undo(node: RunningNode) -> None:
         assert ball.cancel(sent[0].id).verdict == "already_cancelled"
 
 
+def test_each_operation_is_seen_and_undone(node: RunningNode) -> None:
+    with Timeball(node.http_endpoint) as ball:
+        sent = ball.send("changed", "x", after="1h")
+        assert sent.due_ms is not None
+        here = {"topics": ["changed"]}
+        counted = ball.selections.dry_run(action="shift", by="-30m", **here)
+        assert counted.count == 1
+        # Both times may be in one hour, together with messages of other tests.
+        assert sum(hour.before for hour in counted.load) == sum(hour.after for hour in counted.load) >= 1
+        later = ball.selections.shift(timedelta(hours=2), **here)
+        assert (later.action, later.shift_ms) == ("shift", 7_200_000)
+        assert ball.get(sent.id).due_ms == sent.due_ms + 7_200_000
+        ball.selections.shift("-30m", **here)
+        assert ball.get(sent.id).due_ms == sent.due_ms + 5_400_000
+        assert ball.selections.undo(later.id).state == "undone"
+        assert ball.get(sent.id).due_ms == sent.due_ms - 1_800_000
+        assert ball.selections.move("elsewhere", **here).to_topic == "elsewhere"
+        assert ball.get(sent.id).topic == "elsewhere"
+        there = {"topics": ["elsewhere"]}
+        paused = ball.selections.pause(**there)
+        assert ball.get(sent.id).reason == f"paused by selection {paused.id}"
+        assert ball.selections.resume(**there).action == "resume"
+        assert ball.get(sent.id).reason is None
+        ball.selections.release(**there)
+        eventually(lambda: ball.get(sent.id).state == "visible", "it is released")
+        assert ball.get(sent.id).topic == "elsewhere"
+
+
 def test_what_is_refused(node: RunningNode) -> None:
     with Timeball(node.http_endpoint) as ball:
-        with pytest.raises(InvalidMessage, match="give where"):
+        with pytest.raises(InvalidMessage, match="give a condition"):
             ball.selections.cancel()
+        with pytest.raises(InvalidMessage, match="a shift needs a duration"):
+            ball.selections.shift("0s", topics=["a"])
+        for operation in (ball.selections.cancel, ball.selections.dry_run):
+            with pytest.raises(InvalidMessage, match=r"topics='abc': give a list, as in topics=\['abc'\]"):
+                operation(topics="abc")
         with pytest.raises(NotFound):
             ball.selections.undo("77")
 

@@ -1,7 +1,8 @@
 """Bulk operations on the pending messages of a running broker, over HTTP.
 
-timeball selections cancel   cancel all pending messages that meet a condition, or with --dry-run count them
-timeball selections undo     make them pending again
+timeball selections cancel, shift, pause, resume, release, move
+                             change all pending messages that meet a condition, or with --dry-run count them
+timeball selections undo     take the change back
 timeball selections list, show
 """
 
@@ -15,9 +16,9 @@ from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, c
 from timeball.cli.output import show
 
 if TYPE_CHECKING:
-    from timeball.model.http_api import Selection
+    from timeball.model.http_api import Action, Selection
 
-selections_app = typer.Typer(help="Cancel many pending messages at once.", no_args_is_help=True)
+selections_app = typer.Typer(help="Change many pending messages at once.", no_args_is_help=True)
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The id of the selection.")]
 
@@ -27,21 +28,28 @@ def _selections() -> None:
     pass
 
 
+WhereOption = Annotated[
+    str, typer.Option("--where", metavar="CONDITION", help="An SQL condition, as in \"region = 'eu'\".")
+]
+TopicOption = Annotated[
+    list[str] | None, typer.Option("--topic", metavar="TOPIC", help="Only this topic. May be repeated.")
+]
+FromOption = Annotated[
+    str | None, typer.Option("--from", metavar="TIME", help="Only messages due at this time or later.")
+]
+ToOption = Annotated[
+    str | None, typer.Option("--to", metavar="TIME", help="Only messages due before this time.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing, only count.")]
+
+
 @selections_app.command()
 def cancel(
-    where: Annotated[
-        str, typer.Option("--where", metavar="CONDITION", help="An SQL condition, as in \"region = 'eu'\".")
-    ] = "",
-    topic: Annotated[
-        list[str] | None, typer.Option("--topic", metavar="TOPIC", help="Only this topic. May be repeated.")
-    ] = None,
-    start: Annotated[
-        str | None, typer.Option("--from", metavar="TIME", help="Only messages due at this time or later.")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="TIME", help="Only messages due before this time.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only count.")] = False,
+    where: WhereOption = "",
+    topic: TopicOption = None,
+    start: FromOption = None,
+    to: ToOption = None,
+    dry_run: DryRunOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,21 +60,114 @@ def cancel(
       timeball selections cancel --topic orders --where "region = 'eu'" --dry-run
       timeball selections cancel --topic orders --where "keys STARTSWITH 'order-'" --json | jq -r .id
     """
-    with connect(endpoint) as client:
-        if not dry_run:
-            _show(client.selections.cancel(where, topics=topic or (), start=start, to=to), as_json)
-            return
-        found = client.selections.dry_run(where, topics=topic or (), start=start, to=to)
-    lines = [f"{found.count:,} messages"]
-    if found.count:
-        lines[0] += f", due from {found.first_due} to {found.last_due}"
-    lines += [f"  {each.due}  {each.topic}  {each.id or '-'}" for each in found.samples]
-    show(found, lines, as_json=as_json)
+    _select("cancel", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+
+
+@selections_app.command(context_settings={"ignore_unknown_options": True})
+def shift(
+    by: Annotated[str, typer.Argument(metavar="BY", help="A duration: later, or with a minus earlier.")],
+    where: WhereOption = "",
+    topic: TopicOption = None,
+    start: FromOption = None,
+    to: ToOption = None,
+    dry_run: DryRunOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Make all pending messages that meet a condition due later or earlier, but not before now.
+
+    \b
+    Examples:
+      timeball selections shift 2h --topic orders
+      timeball selections shift -30m --topic orders --json | jq -r .id
+    """
+    _select("shift", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json, by=by)
+
+
+@selections_app.command()
+def pause(
+    where: WhereOption = "",
+    topic: TopicOption = None,
+    start: FromOption = None,
+    to: ToOption = None,
+    dry_run: DryRunOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold all pending messages that meet a condition until they are resumed.
+
+    \b
+    Examples:
+      timeball selections pause --topic orders
+      timeball selections pause --topic orders --json | jq -r .id
+    """
+    _select("pause", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+
+
+@selections_app.command()
+def resume(
+    where: WhereOption = "",
+    topic: TopicOption = None,
+    start: FromOption = None,
+    to: ToOption = None,
+    dry_run: DryRunOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Release held messages that meet a condition at their due times, or at once.
+
+    \b
+    Examples:
+      timeball selections resume --topic orders
+      timeball selections resume --topic orders --json | jq -r .id
+    """
+    _select("resume", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+
+
+@selections_app.command()
+def release(
+    where: WhereOption = "",
+    topic: TopicOption = None,
+    start: FromOption = None,
+    to: ToOption = None,
+    dry_run: DryRunOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Release all pending messages that meet a condition now, also held ones.
+
+    \b
+    Examples:
+      timeball selections release --topic orders --where "region = 'eu'"
+      timeball selections release --topic orders --dry-run --json | jq .count
+    """
+    _select("release", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+
+
+@selections_app.command()
+def move(
+    to_topic: Annotated[str, typer.Argument(metavar="TO_TOPIC", help="The topic of the release.")],
+    where: WhereOption = "",
+    topic: TopicOption = None,
+    start: FromOption = None,
+    to: ToOption = None,
+    dry_run: DryRunOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Release all pending messages that meet a condition to another topic when they are due.
+
+    \b
+    Examples:
+      timeball selections move orders-eu --topic orders --where "region = 'eu'"
+      timeball selections move orders-eu --topic orders --json | jq -r .id
+    """
+    _select("move", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json, to_topic=to_topic)
 
 
 @selections_app.command()
 def undo(id: IdArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
-    """Make the messages of a selection pending again, except those that were due since.
+    """Take back the effect of a selection on all messages that have not ended since.
 
     \b
     Examples:
@@ -108,5 +209,38 @@ def _show(selection: Selection, as_json: bool) -> None:
     counted = "being counted" if selection.count is None else f"{selection.count:,} messages"
     condition = f", where {selection.where}" if selection.where else ""
     topics = f", topics {', '.join(selection.topics)}" if selection.topics else ""
-    line = f"{selection.id}: {selection.action}, {selection.state}, {counted}{topics}{condition}"
+    action = f"{selection.action} {selection.to_topic}" if selection.to_topic else selection.action
+    action += f" by {selection.shift_ms} ms" if selection.shift_ms else ""
+    line = f"{selection.id}: {action}, {selection.state}, {counted}{topics}{condition}"
     show(selection, [line], as_json=as_json)
+
+
+def _select(
+    action: Action,
+    where: str,
+    topics: list[str] | None,
+    start: str | None,
+    to: str | None,
+    endpoint: str,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    by: str | None = None,
+    to_topic: str = "",
+) -> None:
+    """Make a selection, or count its messages."""
+    with connect(endpoint) as client:
+        selections = client.selections
+        if not dry_run:
+            operand = () if by is None and not to_topic else (by or to_topic,)
+            select = getattr(selections, action)
+            _show(select(*operand, where, topics=topics or (), start=start, to=to), as_json)
+            return
+        found = selections.dry_run(
+            where, action=action, by=by, to_topic=to_topic, topics=topics or (), start=start, to=to
+        )
+    lines = [f"{found.count:,} messages"]
+    if found.count:
+        lines[0] += f", due from {found.first_due} to {found.last_due}"
+    lines += [f"  {each.due}  {each.topic}  {each.id or '-'}" for each in found.samples]
+    show(found, lines, as_json=as_json)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from timeball.client.http_codec import JSON, encode, path
+from timeball.client.http_codec import JSON, encode, listed, path
 from timeball.client.http_connection import Request
-from timeball.model.http_api import DryRun, Selecting, Selection, SelectionList
-from timeball.model.time_parsing import At, due_ms
+from timeball.model.http_api import Action, DryRun, Selecting, Selection, SelectionList
+from timeball.model.time_parsing import At, due_ms, signed_duration_ms
 
 if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
@@ -39,20 +40,89 @@ class Selections:
             InvalidMessage: None of the arguments was given.
             OverLimit: There are too many selections.
         """
-        wanted = _wanted("cancel", where, topics, start, to)
-        request = Request("POST", path("selections"), encode(wanted), JSON)
-        return self._calls.ask_json(request, Selection, lambda answer: answer, is_repeatable=False)
+        return self._select(_wanted("cancel", where, topics, start, to))
+
+    def shift(
+        self,
+        by: timedelta | str,
+        where: str = "",
+        *,
+        topics: Iterable[str] = (),
+        start: At | None = None,
+        to: At | None = None,
+    ) -> Selection:
+        """Make the messages due later, or earlier if `by` is negative, as in "-30m". Never before now.
+
+        The other arguments and the errors are those of `cancel`.
+        """
+        return self._select(_wanted("shift", where, topics, start, to, shift=by))
+
+    def pause(
+        self,
+        where: str = "",
+        *,
+        topics: Iterable[str] = (),
+        start: At | None = None,
+        to: At | None = None,
+    ) -> Selection:
+        """Hold the messages until they are resumed. Arguments and errors are those of `cancel`."""
+        return self._select(_wanted("pause", where, topics, start, to))
+
+    def resume(
+        self,
+        where: str = "",
+        *,
+        topics: Iterable[str] = (),
+        start: At | None = None,
+        to: At | None = None,
+    ) -> Selection:
+        """Release held messages at their due times, or at once. Arguments and errors are those of `cancel`."""
+        return self._select(_wanted("resume", where, topics, start, to))
+
+    def release(
+        self,
+        where: str = "",
+        *,
+        topics: Iterable[str] = (),
+        start: At | None = None,
+        to: At | None = None,
+    ) -> Selection:
+        """Release the messages now, also held ones. Arguments and errors are those of `cancel`."""
+        return self._select(_wanted("release", where, topics, start, to))
+
+    def move(
+        self,
+        to_topic: str,
+        where: str = "",
+        *,
+        topics: Iterable[str] = (),
+        start: At | None = None,
+        to: At | None = None,
+    ) -> Selection:
+        """Release the messages to another topic when they are due.
+
+        The other arguments and the errors are those of `cancel`.
+        """
+        return self._select(_wanted("move", where, topics, start, to, to_topic=to_topic))
 
     def dry_run(
-        self, where: str = "", *, topics: Iterable[str] = (), start: At | None = None, to: At | None = None
+        self,
+        where: str = "",
+        *,
+        action: Action = "cancel",
+        by: timedelta | str | None = None,
+        to_topic: str = "",
+        topics: Iterable[str] = (),
+        start: At | None = None,
+        to: At | None = None,
     ) -> DryRun:
-        """Count the messages that `cancel` with these arguments would cover now, and show the first of them."""
-        wanted = _wanted("cancel", where, topics, start, to)
+        """Count the messages that the method `action` with these arguments would cover now, and show the first."""
+        wanted = _wanted(action, where, topics, start, to, shift=by, to_topic=to_topic)
         request = Request("POST", path("selections", "dry-run"), encode(wanted), JSON)
         return self._calls.ask_json(request, DryRun, lambda answer: answer)
 
     def undo(self, id: str) -> Selection:
-        """Make the messages of a selection pending again, except those that were due since. May be repeated."""
+        """Take back the effect of a selection on all messages that have not ended since. May be repeated."""
         return self._calls.ask_json(
             Request("POST", path("selections", id, "undo")), Selection, lambda answer: answer
         )
@@ -67,9 +137,23 @@ class Selections:
             Request("GET", path("selections")), SelectionList, lambda answer: answer.selections
         )
 
+    def _select(self, wanted: Selecting) -> Selection:
+        request = Request("POST", path("selections"), encode(wanted), JSON)
+        return self._calls.ask_json(request, Selection, lambda answer: answer, is_repeatable=False)
+
 
 def _wanted(
-    action: Literal["cancel"], where: str, topics: Iterable[str], start: At | None, to: At | None
+    action: Action,
+    where: str,
+    topics: Iterable[str],
+    start: At | None,
+    to: At | None,
+    *,
+    shift: timedelta | str | None = None,
+    to_topic: str = "",
 ) -> Selecting:
     start_ms, to_ms = (msgspec.UNSET if at is None else due_ms(at) for at in (start, to))
-    return Selecting(action=action, where=where, topics=[*topics], start=start_ms, to=to_ms)
+    return Selecting(
+        action=action, shift=msgspec.UNSET if shift is None else f"{signed_duration_ms(shift)}ms", to_topic=to_topic,
+        where=where, topics=listed("topics", topics), start=start_ms, to=to_ms,
+    )  # fmt: skip

@@ -23,13 +23,13 @@ from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World, table_rows
 from timeball.broker import maintenance
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.tables import compact
-from timeball.broker.tables.compact import FILES_MIN
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import Corrupt, InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.model.message import Kind
 from timeball.table import layout
 from timeball.table.attachment import Attachment
+from timeball.table.merging import FILES_MIN
 
 DAY_MS = 24 * HOUR_MS
 MINUTE_MS = 60 * SECOND_MS
@@ -386,6 +386,7 @@ async def test_a_campaign_in_many_files_is_resumed_in_few(
 async def test_a_resume_of_too_many_buckets_is_refused_before_a_file_is_written(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
     keys = await world.campaign("spring", "a", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
     await world.broker.change_campaign("spring", "pause")
     before, write = data_files(world), compact.resume
@@ -405,8 +406,8 @@ async def test_a_resume_of_too_many_buckets_is_refused_before_a_file_is_written(
         ("_write_resumed", False),
         ("_write_resumed", True),
         ("_attach_resumed", False),
-        ("cut_files", False),
-        ("cut_files", True),
+        ("sorted_files", False),
+        ("sorted_files", True),
     ],
 )
 @on_node()
@@ -416,20 +417,20 @@ async def test_a_resume_that_fails_leaves_no_file_behind(
     keys = await world.campaign("spring", "a", [HOUR_MS, 2 * HOUR_MS, 40 * DAY_MS])
     await world.broker.change_campaign("spring", "pause")
     before, mover = data_files(world), world.broker.mover
-    work: Any = layout.cut_files if step == "cut_files" else getattr(mover, step)
+    work: Any = layout.sorted_files if step == "sorted_files" else getattr(mover, step)
 
     async def then_fails(*args: Any) -> None:
         await work(*args)
         mover.has_unfinished_attach = amid_an_attach  # another's, between its row and its commit
         raise OverLimit("the disk is full")
 
-    def fails_amid(*args: Any) -> Iterator[Any]:
-        yield next(iter(work(*args)))
+    def fails_amid(*args: Any, **options: Any) -> Iterator[Any]:
+        yield next(iter(work(*args, **options)))
         mover.has_unfinished_attach = amid_an_attach
         raise OverLimit("the disk is full")
 
     with monkeypatch.context() as patch, pytest.raises(OverLimit):
-        if step == "cut_files":
+        if step == "sorted_files":
             patch.setattr(layout, step, fails_amid)
         elif step == "_attach_resumed":
             patch.setattr(mover, step, AsyncMock(side_effect=OverLimit("the disk is full")))
@@ -548,7 +549,7 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
 async def merged(world: World, epoch: int) -> None:
     """Rewrite all files of the table, as the broker does when there are many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("timeball.broker.tables.compact.FILES_MIN", 1)
+        patch.setattr("timeball.table.merging.FILES_MIN", 1)
         await world.merge()
 
 

@@ -5,31 +5,37 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.broker.admin.test_campaign_changes import without_caches
 from tests.broker.admin.test_push_changes import principal
 from tests.broker.on_node import on_node
-from tests.broker.selection_model import DELAYS_MS, HOUR_MS, MINUTE_MS, SECOND_MS, Model, conditions
+from tests.broker.selection_model import ACTIONS, DELAYS_MS, HOUR_MS, MINUTE_MS, SECOND_MS, Model, conditions
 from tests.crash.world import World
 
 from timeball.broker.admin.selection_changes import SelectionChanges
-from timeball.broker.pending import forecast
+from timeball.broker.pending import forecast, wakers
 from timeball.broker.pending.snapshot import Snapshot
-from timeball.broker.registry.selections import Selected, SelectionFacts
+from timeball.broker.recurring import successors
+from timeball.broker.registry.selections import Selected, SelectionFacts, Woken
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
+from timeball.model.answers import PageRequest
 from timeball.model.errors import (
     Corrupt,
     Forbidden,
     InvalidFilter,
     InvalidMessage,
+    InvalidName,
     NotFound,
+    OutOfRange,
     OverLimit,
     Unavailable,
 )
-from timeball.model.message import CANCEL_REASON, Kind, decode_properties
+from timeball.model.message import BASE, CANCEL_REASON, Kind, decode_properties, encode_properties
+from timeball.model.send_options import EXPIRES_AFTER_MS
 
 STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]
 
@@ -80,6 +86,41 @@ def test_a_broker_agrees_with_the_model(strategy: str, steps: list[tuple[Any, ..
     agrees()
 
 
+_any_selection = st.tuples(
+    st.just("select"), st.integers(0, len(conditions(0)) - 1), st.integers(0, len(ACTIONS) - 1)
+)
+# Without changes of campaigns: see docs/bulk-operations.md about these.
+_more_steps = st.one_of(
+    _any_selection,
+    _any_selection,
+    _any_selection,
+    st.tuples(st.just("send"), _topic, _shapes),
+    st.tuples(st.just("bulk"), _topic, _shapes),
+    st.tuples(st.just("undo"), _index),
+    st.tuples(st.just("undo"), _index),
+    st.tuples(st.just("cancel"), _index),
+    st.tuples(st.just("reschedule"), _index, st.integers(0, len(DELAYS_MS) - 1)),
+    st.tuples(st.just("advance"), st.sampled_from([SECOND_MS, 5 * SECOND_MS, MINUTE_MS, HOUR_MS])),
+    st.tuples(st.just("compact")),
+    st.tuples(st.just("merge")),
+    st.tuples(st.just("restart")),
+    st.tuples(st.just("keep_house")),
+)
+
+
+@settings(
+    max_examples=40, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(st.sampled_from(STRATEGIES), st.lists(_more_steps, min_size=3, max_size=14))
+def test_all_operations_agree_with_the_model(strategy: str, steps: list[tuple[Any, ...]]) -> None:
+    @on_node(strategy=strategy)
+    async def agrees(world: World) -> None:
+        await follow(Model(world), [("send", "a", [(2, 1), (4, 0)]), ("send", "b", [(5, 2)]), *steps])
+
+    agrees()
+
+
 async def select(world: World, **wanted: Any) -> str:
     return str(await world.broker.selections.select(SelectionFacts(seq=0, at_ms=0, **wanted), ANONYMOUS))
 
@@ -100,6 +141,19 @@ def test_a_page_that_does_not_know_selections_is_noticed(monkeypatch: pytest.Mon
     async def disagrees(world: World) -> None:
         with pytest.raises(AssertionError):
             await follow(Model(world), [("send", "a", [(4, 1)]), ("select", 1)])
+
+    disagrees()
+
+
+def test_a_wake_up_without_its_base_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Woken, "add", lambda self, *columns: None)
+
+    @on_node()
+    async def disagrees(world: World) -> None:
+        shift, release = ACTIONS.index({"action": "shift", "shift_ms": 2 * HOUR_MS}), 7
+        steps = [("send", "a", [(2, 1)]), ("select", 0, shift), ("advance", HOUR_MS), ("undo", 0)]
+        with pytest.raises(AssertionError):
+            await follow(Model(world), [*steps, ("select", 0, release)])
 
     disagrees()
 
@@ -220,6 +274,254 @@ async def test_a_count_that_could_be_reused_is_made_again(
     assert (await world.broker.forecast.counted("hour")).topics == {"a": 3}
 
 
+@pytest.mark.parametrize("action", range(1, len(ACTIONS)))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_operation_changes_messages_in_each_place_through_crashes(strategy: str, action: int) -> None:
+    @on_node(strategy=strategy)
+    async def are_changed(world: World) -> None:
+        model = Model(world)
+        shapes = [(delay, delay % 3) for delay in range(len(DELAYS_MS))]
+        await model.send("a", shapes)
+        await model.bulk("a", shapes)
+        await model.compact()
+        await model.send("a", shapes)
+        if ACTIONS[action]["action"] == "resume":
+            await model.select(0, 5)
+            await model.advance(MINUTE_MS)
+        await model.select(0, action)
+        await model.check()
+        await without_caches(world)
+        await model.advance(0)
+        await model.check()
+        await model.advance(MINUTE_MS)
+        await model.compact()
+        await model.keep_house()
+        files = world.files.crash(survival="nothing")
+        await world.abandon()
+        world.files = files
+        await world.start()
+        await model.advance(0)
+        await model.check()
+        await model.undo(0)
+        await model.check()
+        await model.keep_house()
+        await model.check_deliveries()
+
+    are_changed()
+
+
+@on_node()
+async def test_messages_of_delay_levels_are_shifted_and_released(world: World) -> None:
+    keys = await world.send_levels("a", [5, 14, 15])  # 1, 10 and 20 minutes
+    name = await select(world, topics=["a"], action="shift", shift_ms=HOUR_MS)
+    await world.advance(2 * MINUTE_MS)
+    assert not (await world.outcome()).rows
+    await world.broker.selections.undo(name, ANONYMOUS)
+    await world.broker.wakers.wake()
+    await world.settled()
+    assert [row.key for row in (await world.outcome()).rows] == keys[:1]
+    await select(world, topics=["a"], action="release")
+    await world.broker.wakers.wake()
+    await world.settled()
+    assert sorted(row.key for row in (await world.outcome()).rows) == sorted(keys)
+
+
+@on_node()
+async def test_resumed_messages_come_in_the_order_of_their_due_times(world: World) -> None:
+    delays_ms = [50_000, 10_000, 40_000, 30_000, 20_000, HOUR_MS]
+    keys = await world.send("a", delays_ms)
+    await world.compact()
+    keys += await world.send("a", [delay + 5_000 for delay in delays_ms])
+    await select(world, topics=["a"], action="pause")
+    for _ in range(7):
+        await world.advance(10_000)
+    await select(world, topics=["a"], action="resume")
+    await world.broker.wakers.wake()
+    await world.settled()
+    rows = sorted((await world.outcome()).rows, key=lambda row: row.seq)
+    dues = {key: world.observed.sent[key].due_ms for key in keys}
+    assert len(rows) == 10 and [dues[row.key] for row in rows] == sorted(dues.values())[:10]
+
+
+@on_node()
+async def test_an_occurrence_that_is_held_leaves_its_schedule(world: World) -> None:
+    from tests.broker.recurring.schedule_lives import NAME, TOPIC, facts_of, progress
+
+    await world.broker.schedules.put(NAME, facts_of(), ANONYMOUS)
+    first = progress(world)
+    name = await select(world, topics=[TOPIC], action="pause")
+    await world.advance(first.due_ms - world.clock.wall)
+    second = progress(world)
+    assert (second.runs, second.due_ms > first.due_ms) == (0, True)
+    await world.advance(second.due_ms - world.clock.wall)
+    assert progress(world).runs == 1
+    await world.broker.selections.undo(name, ANONYMOUS)
+    await world.broker.wakers.wake()
+    await world.settled()
+    assert len((await world.outcome()).rows) == 2
+
+
+@on_node()
+async def test_an_occurrence_that_is_released_early_is_followed_by_the_next_one(world: World) -> None:
+    from tests.broker.recurring.schedule_lives import NAME, TOPIC, facts_of, progress
+
+    await world.broker.schedules.put(NAME, facts_of(), ANONYMOUS)
+    first = progress(world)
+    await select(world, topics=[TOPIC], action="release")
+    await world.broker.wakers.wake()
+    await world.settled()
+    assert len((await world.outcome()).rows) == 1
+    assert progress(world).due_ms > first.due_ms
+
+
+@on_node()
+async def test_many_occurrences_are_released_early_a_few_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.broker.recurring.schedule_lives import TOPIC, facts_of
+
+    monkeypatch.setattr(successors, "OCCURRENCES_AT_ONCE", 10)
+    wake, at_once = wakers.Wakers._wake, list[int]()
+
+    def counting(self: wakers.Wakers, rows: pa.RecordBatch, due_ms: Any) -> Any:
+        at_once.append(rows.num_rows)
+        return wake(self, rows, due_ms)
+
+    monkeypatch.setattr(wakers.Wakers, "_wake", counting)
+    for number in range(45):
+        await world.broker.schedules.put(f"s{number}", facts_of(), ANONYMOUS)
+    await select(world, topics=[TOPIC], action="release")
+    await world.broker.wakers.wake()
+    await world.settled()
+    assert sum(at_once) == 45 and max(at_once) <= 10
+    assert len((await world.outcome()).rows) == 45
+    await world.send("plain", [HOUR_MS] * 45)
+    at_once.clear()
+    await select(world, topics=["plain"], action="release")
+    await world.broker.wakers.wake()
+    assert at_once == [45]
+
+
+@on_node()
+async def test_a_held_message_expires_by_its_own_due_time(world: World) -> None:
+    batch = pa.RecordBatch.from_pylist(
+        [
+            {
+                "topic": "a", "body": b"x", "unique_key": key, "due_ms": world.clock.wall + MINUTE_MS,
+                "properties": encode_properties({EXPIRES_AFTER_MS: str(after_ms)}),
+            }
+            for key, after_ms in (("short", HOUR_MS), ("long", 5 * HOUR_MS))
+        ]
+    )  # fmt: skip
+    await world.broker.send(batch)
+    await select(world, topics=["a"], action="pause")
+    await world.advance(2 * HOUR_MS)
+    await select(world, topics=["a"], action="resume")
+    await world.broker.wakers.wake()
+    await world.settled()
+    assert [place.state for key in ("short", "long") for place in await world.broker.find(key)] == [
+        "cancelled", "visible",
+    ]  # fmt: skip
+
+
+@on_node()
+async def test_the_property_of_a_wake_up_is_not_delivered(world: World) -> None:
+    (key,) = await world.send("a", [MINUTE_MS])
+    await select(world, topics=["a"], action="shift", shift_ms=HOUR_MS)
+    await world.advance(2 * MINUTE_MS)
+    (place,) = await world.broker.find(key)
+    assert place.state == "waiting" and place.content is not None and BASE not in place.content.properties
+    await world.advance(2 * HOUR_MS)
+    (place,) = await world.broker.find(key)
+    assert place.state == "visible" and place.content is not None and BASE not in place.content.properties
+
+
+@on_node()
+async def test_the_resume_of_a_campaign_ends_the_effect_of_selections(world: World) -> None:
+    keys = await world.campaign("spring", "a", [2 * HOUR_MS, 3 * HOUR_MS])
+    await select(world, topics=["a"], action="shift", shift_ms=12 * HOUR_MS)
+    await world.broker.change_campaign("spring", "pause")
+    await select(world, topics=["a"], action="move", to_topic="b")
+    await world.advance(HOUR_MS)
+    await world.broker.change_campaign("spring", "resume", shift=False)
+    await world.advance(3 * HOUR_MS)
+    rows = (await world.outcome()).rows
+    assert sorted((row.key, row.place.topic) for row in rows) == sorted((key, "a") for key in keys)
+
+
+@on_node()
+async def test_a_move_needs_the_permission_for_both_topics(world: World) -> None:
+    selections = world.broker.selections
+    sender = principal(topics={"a": "PUB"})
+    facts = SelectionFacts(seq=0, at_ms=0, topics=["a"], action="move", to_topic="b")
+    for operation in (selections.select, selections.dry_run):
+        with pytest.raises(Forbidden):
+            await operation(facts, sender)
+    assert world.broker.tables.topics.find_topic("b") is None
+    both = principal(topics={"a": "PUB", "b": "PUB"})
+    name = await selections.select(facts, both)
+    assert selections.get(name, both).to_topic == "b"
+
+
+@on_node()
+async def test_the_rights_for_the_present_topic_find_a_moved_message(world: World) -> None:
+    broker, other = world.broker, principal(topics={"b": "PUB"})
+    (key,) = await world.send("a", [MINUTE_MS])
+    assert await broker.find(key, None, other) == []
+    moved = await select(world, topics=["a"], action="move", to_topic="b")
+    for topic in (None, "b"):
+        assert [place.topic for place in await broker.find(key, topic, other)] == ["b"]
+    assert await broker.find(key, "a", other) == []
+    page = await broker.listing.page(PageRequest(5, key="every"), other)
+    assert [message.topic for message in page.messages] == ["b"]
+    await broker.selections.undo(moved, ANONYMOUS)
+    assert [verdict.verdict for verdict in await broker.cancel(ids=[key], caller=other)] == ["not_found"]
+    await select(world, topics=["a"], action="move", to_topic="b")
+    assert [verdict.verdict for verdict in await broker.cancel(ids=[key], caller=other)] == ["cancelled"]
+
+
+@on_node()
+async def test_an_operation_has_the_arguments_of_its_action(world: World) -> None:
+    invalid: list[dict[str, Any]] = [
+        {"action": "shift"}, {"action": "pause", "shift_ms": 1}, {"action": "move"}, {"to_topic": "b"},
+    ]  # fmt: skip
+    for arguments in invalid:
+        with pytest.raises(InvalidMessage, match="a shift needs a duration"):
+            await select(world, topics=["a"], **arguments)
+    with pytest.raises(OutOfRange, match="at most"):
+        await select(world, topics=["a"], action="shift", shift_ms=-(1 << 50))
+    with pytest.raises(InvalidName):
+        await select(world, topics=["a"], action="move", to_topic="no blanks")
+
+
+@on_node()
+async def test_a_selection_is_over_when_its_messages_have_ended(world: World) -> None:
+    await world.send("a", [MINUTE_MS])
+    names = [
+        await select(world, topics=["a"], action="shift", shift_ms=2 * HOUR_MS),
+        await select(world, topics=["a"], action="pause"),
+    ]
+    broker = world.broker
+
+    async def states() -> list[str]:
+        await broker.wakers.wake()
+        await world.settled()
+        await broker.selections.count()
+        await broker.selections.count()
+        return [broker.selections.state(name) for name in names]
+
+    await world.advance(5 * HOUR_MS)
+    assert await states() == ["active", "active"]
+    assert broker.selections.get(names[1], ANONYMOUS).count == 1
+    names.append(await select(world, topics=["a"], action="resume"))
+    await world.advance(HOUR_MS)
+    assert await states() == ["over"] * 3
+    await world.restart()
+    broker = world.broker
+    assert await states() == ["over"] * 3
+    assert broker.tables.selections.selected.names == []
+
+
 # ---- crashes ----------------------------------------------------------------------------------------------------
 
 
@@ -307,8 +609,9 @@ async def test_only_who_may_cancel_all_topics_of_a_selection_may_make_see_and_un
             await selections.select(SelectionFacts(seq=0, at_ms=0, **wanted), sender)
         with pytest.raises(Forbidden):
             await selections.dry_run(SelectionFacts(seq=0, at_ms=0, **wanted), sender)
-    with pytest.raises(Forbidden):
+    with pytest.raises(Forbidden) as refused:
         await selections.undo(both, sender)
+    assert "'b'" not in str(refused.value)
     assert await selections.undo(name, sender)
     assert not await selections.undo(name, sender)
 
@@ -318,7 +621,7 @@ async def test_invalid_selections_change_nothing(world: World) -> None:
     end = world.broker.log.writer.next_seq
     with pytest.raises(InvalidFilter):
         await select(world, where="region =")
-    with pytest.raises(InvalidMessage, match="earlier than to"):
+    with pytest.raises(InvalidMessage, match="window of due times is empty"):
         await select(world, from_ms=5, to_ms=5)
     with pytest.raises(NotFound):
         await world.broker.selections.undo("7", ANONYMOUS)
@@ -368,3 +671,15 @@ async def test_a_count_that_fails_is_tried_again_or_given_up(
     selections._uncountable.clear()
     await selections.count()
     assert selections.get(name, ANONYMOUS).count == 1
+
+
+@on_node()
+async def test_a_page_after_an_undo_has_messages_that_were_woken_early(world: World) -> None:
+    (key,) = await world.send("a", [HOUR_MS + 50 * SECOND_MS])
+    name = await select(world, topics=["a"], action="shift", shift_ms=-HOUR_MS)
+    await world.wake()
+    await world.broker.selections.undo(name, ANONYMOUS)
+    (place,) = await world.broker.find(key)
+    assert place.state == "waiting" and place.due_ms == world.clock.wall + HOUR_MS + 50 * SECOND_MS
+    page = await world.broker.listing.page(page_request(from_ms=place.due_ms))
+    assert [message.unique_key for message in page.messages] == [key]

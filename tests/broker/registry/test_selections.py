@@ -15,6 +15,7 @@ from timeball.broker.registry.selections import (
     Selected,
     SelectionFacts,
     Selections,
+    Woken,
 )
 from timeball.model import limits
 from timeball.model.errors import NotFound, OverLimit
@@ -46,7 +47,7 @@ def test_the_fold_equals_a_walk_through_the_log(events: list[tuple[str, int | No
         for index, (topic, undone) in enumerate(events)
     }  # fmt: skip
     selected = Selected(by_name)
-    owners = selected.owners(described(*((5, version, topic) for topic in "ab")))
+    owners = selected.states(described(*((5, version, topic) for topic in "ab"))).owner
     for topic, owner in zip("ab", owners.tolist(), strict=True):
         log = sorted(
             [(each.seq, "accept", name) for name, each in by_name.items()]
@@ -62,43 +63,60 @@ def test_the_fold_equals_a_walk_through_the_log(events: list[tuple[str, int | No
     assert selected.end_seq <= max((each.seq for each in by_name.values()), default=0)
 
 
-@given(_events)
-def test_until_is_the_state_at_the_acceptance(events: list[tuple[str, int | None]]) -> None:
-    by_name = {
-        str(index): facts(
-            10 * index + 10, topics=[topic] if topic else [],
-            undone_seq=10 * (index + 1 + undone) + 15 if undone is not None else 0,
-        )
-        for index, (topic, undone) in enumerate(events)
-    }  # fmt: skip
-    for name, each in by_name.items():
-        then = {
-            other: facts(
-                known.seq, topics=known.topics,
-                undone_seq=known.undone_seq if known.undone_seq < each.seq else 0,
-            )
-            for other, known in by_name.items() if known.seq <= each.seq
-        }  # fmt: skip
-        messages = described((5, 1, "a"), (5, 1, "b"))
-        ours, expected = Selected(by_name, until=name), Selected(then)
-        names = [
-            [selected.names[owner] if owner >= 0 else None for owner in selected.owners(messages).tolist()]
-            for selected in (ours, expected)
-        ]
-        assert names[0] == names[1]
-
-
 def test_bounds_of_time_and_number() -> None:
     selected = Selected({"s": facts(100, from_ms=10, to_ms=20, absent=[(40, 10)])})
     messages = described(
         (9, 1, "a"), (10, 1, "a"), (19, 99, "a"), (20, 1, "a"), (15, 100, "a"), (15, 40, "a"), (15, 49, "a"),
         (15, 50, "a"), (15, 1, "%RETRY%g"), (15, 1, "%DLQ%g"),
     )  # fmt: skip
-    assert (selected.owners(messages) >= 0).tolist() == [
+    assert (selected.states(messages).owner >= 0).tolist() == [
         False, True, True, False, False, False, False, True, False, False,
     ]  # fmt: skip
-    assert selected.may_cover(messages.due_ms, messages.seq)[1]
-    assert not Selected({}).may_cover(messages.due_ms, messages.seq).any()
+    assert selected.may_change(messages.due_ms, messages.seq)[1]
+    assert not Selected({}).may_change(messages.due_ms, messages.seq).any()
+
+
+def test_operations_apply_in_their_order_and_an_undo_takes_one_out() -> None:
+    by_name = {
+        "later": facts(10, action="shift", shift_ms=30),
+        "moved": facts(20, action="move", to_topic="b", from_ms=35),  # sees the shifted due time
+        "earlier": SelectionFacts(seq=30, at_ms=20, action="shift", shift_ms=-25, topics=["b"]),
+        "held": facts(40, action="pause"),
+    }
+    messages = described((5, 1, "a"), (4, 1, "a"))
+    states = Selected(by_name).states(messages)
+    assert states.due_ms.tolist() == [20, 34]  # 10 would be before the operation
+    assert states.mover.tolist() == [1, -1] and states.holder.tolist() == [3, 3]
+    assert Selected(by_name).topics(messages.topic, states.mover).to_pylist() == ["b", "a"]
+    # Who belongs to an operation does not change, although its condition no longer holds.
+    by_name["later"] = facts(10, action="shift", shift_ms=30, undone_seq=50)
+    states = Selected(by_name).states(messages)
+    assert states.due_ms.tolist() == [5, 4] and states.mover.tolist() == [1, -1]
+    by_name["released"] = SelectionFacts(seq=60, at_ms=3, action="release")
+    states = Selected(by_name).states(messages)
+    assert states.due_ms.tolist() == [3, 3] and states.holder.tolist() == [-1, -1]
+    states, (is_member, before, after) = Selected(by_name).covered(messages, "moved")
+    assert is_member.tolist() == [True, False]
+    assert (before.due_ms.tolist(), before.mover.tolist(), after.mover.tolist()) == (
+        [35, 34],
+        [-1, -1],
+        [1, -1],
+    )
+
+
+def test_a_wake_up_keeps_the_state() -> None:
+    woken = Woken()
+    selected = Selected({"s": facts(100, action="shift", shift_ms=30, to_ms=6)}, woken)
+    woken.add(*(np.array([number]) for number in (200, 5, 1, 35)))
+    woken.add(*(np.array([number, number + 1]) for number in (300, 5, 150, 35)))
+    messages = described((5, 1, "a"), (35, 200, "a"), (35, 300, "a"), (36, 301, "a"), (5, 201, "a"))
+    assert selected.states(messages).due_ms.tolist() == [35, 35, 5, 6, 5]
+    assert selected.may_change(messages.due_ms, messages.seq).tolist() == [True, True, True, True, False]
+    woken.forget_before(36)
+    copied = woken.copied()
+    woken.add(*(np.array([number]) for number in (400, 5, 1, 40)))
+    assert len(woken) == 2
+    assert copied.T.tolist() == [[301, 6, 151, 36]]
 
 
 def test_nothing_is_left_of_a_selection_that_was_undone_before_the_next() -> None:
@@ -141,7 +159,7 @@ def test_a_condition_knows_properties_and_the_message_itself(where: str, expecte
     number = np.array([3, 11, 25])
     messages = Described(np.array([5, 6, 7]), np.array([3, 12, 25]), number, pa.array(["a", "a", "b"]), rows)
     selected = Selected({"s": facts(100, where=where, campaigns={"spring": [(10, 5)], "autumn": [(30, 5)]})})
-    assert (selected.owners(messages) >= 0).tolist() == expected
+    assert (selected.states(messages).owner >= 0).tolist() == expected
 
 
 def test_rows_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +171,7 @@ def test_rows_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     selections.put("1", facts(1))
     first = selections.selected
     assert first.names == ["1"] and selections.selected is first
-    selections.counted("1", 10)
+    selections.counted("1", 10, 50)
     selections.ended("1", 3)
     assert selections.pending_rows == 7
     selections.put("2", facts(2))

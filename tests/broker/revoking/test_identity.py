@@ -13,11 +13,11 @@ from timeball.broker.recovery import Replayed
 from timeball.broker.revoking import cancel
 from timeball.broker.revoking.cancel import encode_handle
 from timeball.broker.revoking.scheduled_lookup import Names
-from timeball.broker.tables import compact
 from timeball.log import checkpoint
 from timeball.model.answers import Verdict
 from timeball.model.message import Kind
 from timeball.schedule.outcomes import Moved
+from timeball.table import merging
 
 STRATEGIES = ("hour_log", "timer_wheel", "level_cascade")
 # Soon, within the wheel's minute, beyond it, far enough for a file of another hour.
@@ -154,7 +154,7 @@ def test_each_comes_once_at_its_newest_instant(strategy: str, steps: list[tuple[
     @on_node()
     async def run(world: World) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(compact, "FILES_MIN", 1)
+            patched.setattr(merging, "FILES_MIN", 1)
             assert await life(world, strategy, steps) == []
 
     run()
@@ -168,7 +168,7 @@ THERE_AND_BACK = [("compact", 0, 0), ("move", 0, 2 * HOUR_MS), ("compact", 0, 0)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_there_and_back(strategy: str, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first version lies in a file with the instant of the third."""
-    monkeypatch.setattr(compact, "FILES_MIN", 1)
+    monkeypatch.setattr(merging, "FILES_MIN", 1)
     steps = [one for step in THERE_AND_BACK for one in (step, (between, 0, 0))]
 
     @on_node()

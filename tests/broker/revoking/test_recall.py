@@ -12,7 +12,9 @@ from tests.broker.revoking.test_cancel import delivered, let_go_of_all
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.revoking.cancel import Handle, RecallRefused, decode_handle, encode_handle
+from timeball.model.access import ANONYMOUS
 from timeball.model.errors import InvalidMessage, NotFound
 
 SOON_MS = 2_000
@@ -47,6 +49,18 @@ async def test_a_message_of_another_topic_with_the_same_id_is_not_recalled(world
     await world.broker.recall("a", mine)
     await world.advance(HOUR_MS)
     assert [row.place.topic for row in (await world.outcome()).rows] == ["b"]
+
+
+@on_node()
+async def test_a_message_that_was_moved_to_the_topic_of_the_handle_is_not_recalled(world: World) -> None:
+    await sent(world, FAR_MS, topic="b")
+    move = SelectionFacts(seq=0, at_ms=0, topics=["b"], action="move", to_topic="a")
+    await world.broker.selections.select(move, ANONYMOUS)
+    await world.broker.create_topic("a", 1)
+    handle = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "x")
+    assert await refused(world, handle) == ("not_found", None)
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == ["x"]
 
 
 @on_node()

@@ -9,21 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.broker.on_node import batch, on_node
+from tests.broker.recurring.schedule_lives import facts_of
 from tests.broker.revoking.test_cancel import candidate
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import SECOND_MS, World
 from tests.loop_turns import LoopTurns
 
+from timeball.broker.recurring import successors
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.revoking import cancel, reschedule
 from timeball.io import threads
 from timeball.io.threads import SLICE_ROWS, in_slices
 from timeball.log.row_encoder import rows_of
+from timeball.model.access import ANONYMOUS
 from timeball.model.message import Int64Array
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
 SLICES = 4
 ROWS = (SLICES - 1) * SLICE_ROWS + 7
+OCCURRENCES = 60
 SOON_MS = 2 * SECOND_MS
 
 Request = Callable[[World], Awaitable[Any]]
@@ -91,6 +96,39 @@ def test_no_turn_of_the_loop_settles_more_than_a_slice(
         verdicts, most = await busiest_turn(world, request_all, monkeypatch)
         assert verdicts == [verdict] * ROWS
         assert 0 < most <= SLICE_ROWS
+
+    work()
+
+
+async def wake_all(world: World) -> list[str]:
+    release = SelectionFacts(seq=0, at_ms=0, action="release", where="TRUE")
+    await world.broker.selections.select(release, ANONYMOUS)
+    await world.broker.wakers.wake()
+    return ["released"] * OCCURRENCES
+
+
+@pytest.mark.parametrize(
+    ("request_all", "verdict"),
+    [(cancel_all, "cancelled"), (move_all, "rescheduled"), (wake_all, "released")],
+)
+def test_no_turn_of_the_loop_evaluates_many_rules(
+    request_all: Request, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @on_node()
+    async def work(world: World) -> None:
+        for number in range(OCCURRENCES):
+            await world.broker.schedules.put(f"s{number}", facts_of(keys="campaign"), ANONYMOUS)
+        monkeypatch.setattr(successors, "OCCURRENCES_AT_ONCE", 8)
+        turns, following = LoopTurns(), successors.following
+
+        def noted(*args: Any, **kwargs: Any) -> successors.Next:
+            turns.count()
+            return following(*args, **kwargs)
+
+        monkeypatch.setattr(successors, "following", noted)
+        verdicts, most = await turns.most(request_all(world))
+        assert verdicts == [verdict] * OCCURRENCES
+        assert 0 < most <= 2 * successors.OCCURRENCES_AT_ONCE  # two frames are made before one is durable
 
     work()
 

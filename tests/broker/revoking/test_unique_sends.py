@@ -18,6 +18,7 @@ from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles
+from tests.rounds import rounds
 
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
@@ -200,9 +201,10 @@ async def test_a_race_without_threads_leaves_one_pending_message(world: World) -
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @on_node(segment_bytes=64 * 1024 * 1024)
-async def test_sixty_four_clients_for_a_minute_leave_one_pending_message(world: World) -> None:
-    assert await race(world, 3, 64, 60, 1_000_000) == []
+async def test_sixty_four_clients_for_long_leave_one_pending_message(world: World) -> None:
+    assert await race(world, 3, 64, rounds(10, 60), 1_000_000) == []
 
 
 @on_node()

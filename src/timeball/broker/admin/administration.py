@@ -31,7 +31,7 @@ from timeball.broker.consuming.retry import dead_letter_topic
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.dead_letters import ExpiredMessages, Expiry
-from timeball.broker.registry.groups import Groups, Offsets, SubscriptionGroup
+from timeball.broker.registry.groups import MAX_PER_KEY, Groups, Offsets, SubscriptionGroup
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.redeliveries import Counts, topic_of
 from timeball.broker.registry.tables import Tables
@@ -335,6 +335,22 @@ class Administration:
             # Also after a refusal, because the groups before it stay changed.
             await self._writer.flushed()
 
+    async def limit_keys(self, name: str, max_per_key: int, caller: Caller) -> None:
+        """Set how many messages with the same key members of a group may hold, 0 for no limit. Durable on return.
+
+        Creates the group if it does not exist. Raises Forbidden, InvalidName, OutOfRange and OverLimit.
+        """
+        self._policy.allow(caller, Verb.ADMIN)
+        if not 0 <= max_per_key <= limits.POP_HELD_PER_QUEUE_MAX:
+            raise OutOfRange(
+                f"max_per_key {max_per_key}: 0 (no limit) to {limits.POP_HELD_PER_QUEUE_MAX} messages"
+            )
+        group = self._tables.groups.find_group(name) or SubscriptionGroup(name)
+        attributes = {key: value for key, value in group.attributes.items() if key != MAX_PER_KEY}
+        if max_per_key:
+            attributes[MAX_PER_KEY] = str(max_per_key)
+        await self.configure_groups([msgspec.structs.replace(group, attributes=attributes)], caller)
+
     async def delete_group(self, name: str, caller: Caller, *, with_offsets: bool) -> None:
         """Delete a group. As in RocketMQ, the next heartbeat of a member creates the group again."""
         self._policy.allow(caller, Verb.ADMIN)
@@ -509,4 +525,5 @@ class GroupStates:
             sum(topic.expired for topic in topics),
             0 if expired_dead_letters is None else expired_dead_letters.rows,
             self._subscriptions.conflicts(name),
+            self._groups.max_per_key(name),
         )

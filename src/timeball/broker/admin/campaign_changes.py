@@ -3,10 +3,10 @@
 One row of the log decides each change of a campaign:
 
     pause     append a META row. From then on all messages of the campaign are held: the schedule does not load them
-    resume    append CANCEL rows for those of its messages that belong to a selection, because a selection finds
-              messages by their due times. Then rewrite the data files with the campaign's messages: they are due later
-              by the shift, and not before now. One frame contains the TABLE row that replaces the files and the META
-              row that ends the hold
+    resume    append CANCEL rows for those of its messages that a selection has cancelled, and take its messages out of
+              other selections, because a selection finds messages by their due times. Then rewrite the data files with
+              the campaign's messages: they are due later by the shift, and not before now. One frame contains the TABLE
+              row that replaces the files and the META row that ends the hold
     cancel    append a META row: no more files of the campaign can be attached, and its messages are held. Then append
               CANCEL rows for all pending messages, and a META row that ends the hold
 
@@ -145,6 +145,7 @@ class CampaignChanges:
             try:
                 if not (selected := self._selections.selected).is_empty:
                     await self._cancel_ranges(facts.ranges, "", only=selected)
+                    self._selections.exclude(facts.ranges)
                 rows = await self._mover.resume(campaign, facts, shift_ms)
             finally:
                 self.is_resuming = False

@@ -246,7 +246,7 @@ class ScheduleChanges:
         # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
         change = self._schedules.changed([Entry(name, None)])
         await self._append_rows(
-            name, Continuation(lambda *_: (change.rows, change)), self._clock.now_ms(), (facts, before)
+            name, Continuation(lambda *_: (change.rows, change.keep)), self._clock.now_ms(), (facts, before)
         )
 
     async def run(self, name: str, caller: Caller) -> str:

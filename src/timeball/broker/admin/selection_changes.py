@@ -27,7 +27,15 @@ from timeball.io.clock import SchedulerClock
 from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
-from timeball.model.errors import Conflict, Corrupt, InvalidMessage, OutOfRange, OverLimit, Unavailable
+from timeball.model.errors import (
+    Conflict,
+    Corrupt,
+    Forbidden,
+    InvalidMessage,
+    OutOfRange,
+    OverLimit,
+    Unavailable,
+)
 from timeball.schedule.scheduler import Scheduling
 
 logger = logging.getLogger(__name__)
@@ -53,8 +61,10 @@ class SelectionChanges:
         tables: Tables,
         attach_state: AttachState,
         scheduling: Scheduling,
+        delay_ms_max: int,
     ) -> None:
         """Create the operations. `is_blocked` tells whether a request holds the gate for long."""
+        self._delay_ms_max = delay_ms_max
         self._policy, self._survey, self._is_blocked = policy, survey, is_blocked
         self._gate, self._clock, self._writer = gate, clock, writer
         self._tables, self._selections = tables, tables.selections
@@ -65,8 +75,11 @@ class SelectionChanges:
 
     def get(self, name: str, caller: Caller) -> SelectionFacts:
         """Find a selection. Raises NotFound, Forbidden."""
+        self._policy.allow(caller, Verb.LOOK)
         facts = self._selections.get(name)
-        self._allow(facts.topics, caller)
+        if not self._may(facts.topics, caller):
+            # Without the topics: whoever tries ids must not learn the names of other accounts' topics.
+            raise Forbidden(f"account {caller.name!r} may not take back messages of all topics of {name!r}")
         return facts
 
     def all(self, caller: Caller) -> dict[str, SelectionFacts]:
@@ -91,7 +104,9 @@ class SelectionChanges:
         def plan(to_seq: int) -> tuple[Selected, str]:
             # A dry run counts as the newest selection, so earlier ones keep their messages.
             planned = self._completed(wanted, to_seq, caller)
-            return Selected(self._selections.with_planned(DRY_RUN, planned)), DRY_RUN
+            return Selected(
+                {**self._selections.selected_facts(), DRY_RUN: planned}, self._selections.woken
+            ), DRY_RUN
 
         return await self._survey(plan, lambda: None)
 
@@ -103,6 +118,8 @@ class SelectionChanges:
         """
         self._check(wanted, caller)
         self._check_free()
+        if wanted.to_topic:
+            self._policy.admit([wanted.to_topic], caller)
         async with self._gate.alone():
             self._check_free()  # again, because a campaign may be resumed meanwhile
             if self._tables.drains.out is not None:
@@ -140,15 +157,20 @@ class SelectionChanges:
         """Count the messages of new selections, and leave out those that are over. Called by maintenance.py."""
         scheduling = self._scheduling
         # Messages of a paused campaign are pending although their due times have passed.
-        self._selections.mark_over(
-            min(scheduling.scheduler.settled_before_ms, scheduling.outcomes.holds.from_ms)
-        )
+        settled_before_ms = min(scheduling.scheduler.settled_before_ms, scheduling.outcomes.holds.from_ms)
+        self._selections.mark_over(settled_before_ms)
+        self._selections.woken.forget_before(settled_before_ms)
         for name, facts in self._selections.all().items():
-            is_wanted = facts.count is None or not (facts.is_undone or self._selections.is_over(name))
-            if not is_wanted or name in self._uncountable or not self._selections.needs_count(name):
+            # An undone cancel changes nothing. Others may have changed which messages later selections cover.
+            is_done = self._selections.is_over(name) or (facts.is_undone and facts.action == "cancel")
+            if (is_done and facts.count is not None) or name in self._uncountable:
                 continue
             try:
-                await self._count(name)
+                if self._selections.needs_count(name, settled_before_ms):
+                    await self._count(name)
+                if self._selections.is_settled(name, settled_before_ms):
+                    facts = self._selections.get(name)
+                    self._selections.put(name, msgspec.structs.replace(facts, is_settled=True))
             except Unavailable as error:
                 logger.warning("selection not counted, trying again id=%s reason=%s", name, error)
             except Corrupt as error:
@@ -162,15 +184,15 @@ class SelectionChanges:
         await self._writer.flushed()
 
         def plan(_: int) -> tuple[Selected, str]:
-            # Use the state at the acceptance, because a later undo does not change the covered messages.
-            return Selected(self._selections.all(), until=name), name
+            # With the later events, because they decide when the messages will be settled.
+            return Selected(self._selections.selected_facts(name), self._selections.woken, keep=name), name
 
         def taken() -> None:
             nonlocal ended
             ended = self._selections.ended_rows(name)
 
         counted = await self._survey(plan, taken)
-        self._selections.counted(name, counted.count + ended)
+        self._selections.counted(name, counted.count + ended, counted.last_ms)
         facts = self._selections.get(name)
         if facts.count is None:
             # The log has counted the messages that became due before the survey.
@@ -178,7 +200,7 @@ class SelectionChanges:
                 name,
                 msgspec.structs.replace(
                     facts, count=counted.count + ended, first_due_ms=counted.first_due_ms,
-                    last_due_ms=counted.last_due_ms,
+                    last_due_ms=counted.last_due_ms, until_ms=counted.last_ms,
                 ),
             )  # fmt: skip
 
@@ -197,8 +219,19 @@ class SelectionChanges:
         if len(wanted.topics) > limits.SELECTION_TOPICS_MAX:
             raise OutOfRange(f"{len(wanted.topics)} topics: at most {limits.SELECTION_TOPICS_MAX}")
         self._allow(wanted.topics, caller)
+        if (wanted.action == "shift") != (wanted.shift_ms != 0) or (wanted.action == "move") != bool(
+            wanted.to_topic
+        ):
+            raise InvalidMessage(
+                "a shift needs a duration other than 0, a move needs a topic, and other actions take neither"
+            )
+        if abs(wanted.shift_ms) > self._delay_ms_max:
+            raise OutOfRange(f"a shift by {wanted.shift_ms} ms: at most {self._delay_ms_max}")
+        if wanted.to_topic:
+            # The messages are sent to it. Names of the broker's own topics are refused.
+            self._policy.destination(wanted.to_topic, caller)
         if not wanted.from_ms < wanted.to_ms:
-            raise InvalidMessage("from: earlier than to")
+            raise InvalidMessage("the window of due times is empty: it must end after it begins")
         if wanted.where:
             compile_filter(wanted.where, SQL92)  # raises InvalidFilter
 
@@ -215,8 +248,15 @@ class SelectionChanges:
                 )
         return msgspec.structs.replace(
             wanted, seq=seq, at_ms=self._clock.now_ms(), by=caller.name, campaigns=campaigns,
-            absent=list(self._attach_state.reserved.items()),
+            absent=[*self._attach_state.reserved.items(), *self._paused(wanted)],
         )  # fmt: skip
+
+    def _paused(self, wanted: SelectionFacts) -> list[tuple[int, int]]:
+        """List the ranges of paused campaigns, whose resume changes due times."""
+        if wanted.action == "cancel":
+            return []
+        campaigns = self._tables.campaigns.all().values()
+        return [each for facts in campaigns if facts.held_from_ms is not None for each in facts.ranges]
 
     def _may(self, topics: list[str], caller: Caller) -> bool:
         if self._policy.allows(caller, Verb.ADMIN):

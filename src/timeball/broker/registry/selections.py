@@ -3,31 +3,38 @@
     selection/<id>    SelectionFacts
 
 No row names the messages of a selection. Whoever reads pending messages evaluates the condition (`Selected`), so a
-selection of ten million messages is as small as one of ten, and every reader sees it at once. A message that becomes
-due gets its own CANCEL row instead of its release (accepting/delivery.py). From then on it is like any other cancelled
-message, and an undo does not change it.
+selection of ten million messages is as small as one of ten, and every reader sees it at once.
 
 The meaning is a fold over the events "accept S" and "undo S", in the order of the log, for each message:
 
-    accept S    a message that is pending, meets the condition of S, and belongs to no selection, belongs to S
-    undo S      a message that belongs to S belongs to no selection
+    accept S    a message that is pending, is not cancelled by a selection, and meets the condition of S with its
+                present due time and topic, belongs to S. S then changes its due time, topic, hold or end (`_apply`)
+    undo S      the message no longer belongs to S. The other selections to which it belongs apply in their order
 
-A message belongs to a selection only if the row that set its due time (its version) is older than the selection. So
-later messages are not covered. A message of a selection cannot be rescheduled, so no message gets a newer version and
-escapes. Numbers that were reserved for a bulk attach when the selection was accepted are excluded, because their
-messages came later (`absent`). Redeliveries to a consumer group are never covered.
+So a message has a *base*, the due time and the version that its sender gave it, and a *state*, the result of the fold.
+A message belongs to a selection only if its base version is older than the selection. So later messages are not
+covered, and a reschedule by id ends the effect of earlier selections. Numbers that were reserved for a bulk attach when
+the selection was accepted are excluded, because their messages came later (`absent`). Redeliveries to a consumer group
+are never covered.
 
-While a due time may change with the same version (the resume of a campaign), no selection may apply to the message:
-its messages are cancelled by CANCEL rows before (admin/campaign_changes.py).
+The schedule does not know selections. When a message is due in the schedule, the delivery evaluates its state: it is
+released, it gets a CANCEL row, or it gets a *wake-up*: a MOVED row with the time at which the state is evaluated next
+(accepting/delivery.py). For a message whose state makes it due earlier than the schedule knows, `Wakers` of the package
+pending write a wake-up. A wake-up is a new version for the schedule, but the message keeps its base (`Woken`), so a
+wake-up never changes a state.
+
+The resume of a campaign changes due times under the same version. Before it, the campaign's messages with a cancel get
+CANCEL rows, and other selections stop covering them (admin/campaign_changes.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,6 +46,7 @@ from timeball.broker.filters.compiler import SQL92, compile_filter
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.model import limits
 from timeball.model.errors import NotFound, OverLimit
+from timeball.model.http_api import Action
 from timeball.model.message import (
     CANCEL_REASON,
     CANCELLED_BY,
@@ -64,7 +72,9 @@ FIRST_MS, LAST_MS = -(1 << 62), 1 << 62
 class SelectionFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The value of a selection's META row. Times in ms since 1970."""
 
-    action: Literal["cancel"] = "cancel"
+    action: Action = "cancel"
+    shift_ms: int = 0  # shift: the due time is so much later. Negative: earlier, and not before `at_ms`
+    to_topic: str = ""  # move: the topic of the release
     seq: int  # of this row, when the selection was accepted. It covers older versions only
     at_ms: int  # when it was accepted
     by: str = ""  # the account that requested it
@@ -74,10 +84,12 @@ class SelectionFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     to_ms: int = LAST_MS
     absent: Ranges = []  # (first_seq, rows): numbers that were reserved, without messages yet
     campaigns: dict[str, Ranges] = {}  # the ranges of all campaigns, if the condition asks for `campaign`
-    # The covered messages, None until they are counted. `last_due_ms` is -1 if there are none.
+    # The covered messages, None until they are counted, and their due times before. `last_due_ms` is -1 for none.
     count: int | None = None
     first_due_ms: int = -1
     last_due_ms: int = -1
+    until_ms: int = -1  # a cancel: its messages are settled when the schedule is beyond it and `last_due_ms`
+    is_settled: bool = False  # all messages are settled
     undone_seq: int = 0  # of the row that has undone it, or 0
     undone_ms: int = 0
 
@@ -88,7 +100,10 @@ class SelectionFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def is_over(self, settled_before_ms: int) -> bool:
         """Check whether all covered messages are settled. Messages due before `settled_before_ms` are."""
-        return self.count is not None and self.last_due_ms < settled_before_ms
+        is_counted_cancel = self.action == "cancel" and self.count is not None
+        return self.is_settled or (
+            is_counted_cancel and max(self.last_due_ms, self.until_ms) < settled_before_ms
+        )
 
     def reason_properties(self, name: str) -> str:
         """Build the properties of the CANCEL rows of its messages."""
@@ -129,21 +144,31 @@ class _Condition:
         """True if the condition needs more than due time, number and topic."""
         return self._filter is not None
 
-    def bounds(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Compute a mask of the messages within the bounds of time and number."""
+    def bounds(self, due_ms: Int64Array | None, seq: Int64Array) -> Bools:
+        """Compute a mask of the messages within the bounds of time and number. Without due times: of number."""
         # Arrays only: this runs for each row group, and most messages are outside.
         facts = self.facts
-        inside = (seq < facts.seq) & (due_ms >= facts.from_ms) & (due_ms < facts.to_ms)
+        inside = seq < facts.seq
+        if due_ms is not None:
+            inside &= (due_ms >= facts.from_ms) & (due_ms < facts.to_ms)
         if facts.absent and inside.any():
             inside &= ~within(seq, facts.absent)
         return np.asarray(inside)
 
+    def has_effect(self, states: States) -> Bools:
+        """Compute a mask of the messages that the selection changes: a hold is neither repeated nor ended twice."""
+        if self.facts.action in ("pause", "resume"):
+            return np.asarray((states.holder < 0) == (self.facts.action == "pause"))
+        return np.ones(len(states.owner), np.bool_)
+
     def matches(self, messages: Described) -> Bools:
         """Compute a mask of the messages, all within the bounds, that meet the condition."""
         mask = np.ones(len(messages.seq), np.bool_)
+        if self.facts.to_topic:
+            mask = np.asarray(pc.not_equal(messages.topic, self.facts.to_topic))
         # First, because it costs less than the condition.
         if len(self._topics):
-            mask = np.asarray(pc.is_in(messages.topic, value_set=self._topics))
+            mask = mask & np.asarray(pc.is_in(messages.topic, value_set=self._topics))
         if self._filter is None or not mask.any():
             return mask
         return mask & np.asarray(self._filter.exact(self._as_properties(messages)))
@@ -152,22 +177,27 @@ class _Condition:
         """Add the values of OWN_NAMES to the properties, which are all that a filter knows."""
         rows = messages.rows
         assert rows is not None
-        columns = {name: _text(rows.column(name)) for name in CONDITION_COLUMNS}
         values = {
             "due_ms": lambda: pc.cast(pa.array(messages.due_ms), pa.string()),
             "topic": lambda: messages.topic,
-            "keys": lambda: columns["keys"],
-            "tag": lambda: columns["tag"],
+            "keys": lambda: _text(rows.column("keys")),
+            "tag": lambda: _text(rows.column("tag")),
             "campaign": lambda: _campaigns_of(messages.number, self.facts.campaigns),
         }
-        parts = [pc.fill_null(columns["properties"], "")]
-        for name in self._names:
-            # The last of equal names counts, so these come after the properties of the message.
-            entry = pc.binary_join_element_wise(name, values[name](), PROPERTY_NAME_END)
-            parts.append(pc.fill_null(entry, ""))
-        if len(parts) > 1:
-            columns["properties"] = pc.binary_join_element_wise(*parts, PROPERTY_END)
-        return pa.RecordBatch.from_pydict(columns)
+        return with_names(rows, {name: values[name] for name in self._names})
+
+
+def with_names(rows: pa.RecordBatch, values: Mapping[str, Callable[[], pa.Array]]) -> pa.RecordBatch:
+    """Build CONDITION_COLUMNS for a filter, in which these values are properties, too."""
+    columns = {name: _text(rows.column(name)) for name in CONDITION_COLUMNS}
+    parts = [pc.fill_null(columns["properties"], "")]
+    for name, value in values.items():
+        # The last of equal names counts, so these come after the properties of the message.
+        entry = pc.binary_join_element_wise(name, value(), PROPERTY_NAME_END)
+        parts.append(pc.fill_null(entry, ""))
+    if len(parts) > 1:
+        columns["properties"] = pc.binary_join_element_wise(*parts, PROPERTY_END)
+    return pa.RecordBatch.from_pydict(columns)
 
 
 def _text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -190,76 +220,263 @@ def _campaigns_of(number: Int64Array, campaigns: Mapping[str, Ranges]) -> pa.Arr
 # ---- all selections ------------------------------------------------------------------------------------------
 
 
-class Selected:
-    """The selections that may apply to pending messages at one time. Immutable, any thread."""
+class States(NamedTuple):
+    """The states of pending messages, as parallel columns. Indexes name selections of `Selected.names`, -1: none."""
 
-    def __init__(self, facts_by_name: Mapping[str, SelectionFacts], until: str | None = None) -> None:
-        """Combine selections. With `until`, only the events up to the acceptance of this one count."""
-        # The order of the log decides to which of two selections a message belongs.
+    owner: Int64Array  # the selection that has cancelled the message
+    holder: Int64Array  # the selection that holds the message: it is not released
+    mover: Int64Array  # the selection that has moved the message to another topic
+    due_ms: Int64Array
+    is_changed: Bools  # the message belongs to a selection that is not undone
+
+    def part(self, index: Int64Array | Bools | slice) -> States:
+        """Select some of the messages."""
+        return States(
+            self.owner[index],
+            self.holder[index],
+            self.mover[index],
+            self.due_ms[index],
+            self.is_changed[index],
+        )
+
+    def among(self, due_ms: Int64Array, index: Int64Array) -> States:
+        """Build the states of more messages, due at `due_ms`. These are at the positions `index`, others unchanged."""
+        states = _unchanged(due_ms)
+        for column, part in zip(states, self, strict=True):
+            column[index] = part
+        return states
+
+
+class Covered(NamedTuple):
+    """The messages of one selection among others, as parallel columns."""
+
+    is_member: Bools
+    before: States  # when the selection was accepted
+    after: States  # immediately after its acceptance
+
+
+class Woken:
+    """The bases of messages with a wake-up, by the version of the wake-up. 32 bytes each.
+
+    This is a cache of log and checkpoint. It is changed on the event loop, and read by any thread.
+    """
+
+    def __init__(self) -> None:
+        # Columns: version (ascending), due_ms and version of the base, due_ms of the wake-up. Rows from `count` on are
+        # free. Replaced as a whole, so that another thread always reads columns that belong together.
+        self._rows: tuple[Int64Array, int] = (np.empty((4, 0), np.int64), 0)
+        self.earlier_ms = 0  # how much earlier than its base one of them may be
+
+    def __len__(self) -> int:
+        return self._rows[1]
+
+    def add(self, version: Int64Array, base_ms: Int64Array, base: Int64Array, due_ms: Int64Array) -> None:
+        """Add wake-ups with ascending versions, later than all others."""
+        rows, count = self._rows
+        end = count + len(version)
+        if end > rows.shape[1]:
+            grown = np.empty((4, max(1_024, 2 * end)), np.int64)
+            grown[:, :count] = rows[:, :count]
+            rows = grown
+        rows[:, count:end] = version, base_ms, base, due_ms
+        self._rows = rows, end
+        self.earlier_ms = max(self.earlier_ms, int((base_ms - due_ms).max(initial=0)))
+
+    def bases(self, due_ms: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Find the due times and versions of the bases of these messages, given those of the schedule."""
+        rows, count = self._rows
+        if not count or not len(seq) or int(seq.max()) < rows[0, 0]:
+            return due_ms, seq
+        index = np.minimum(np.searchsorted(rows[0, :count], seq), count - 1)
+        is_woken = rows[0, index] == seq
+        return np.where(is_woken, rows[1, index], due_ms), np.where(is_woken, rows[2, index], seq)
+
+    def forget_before(self, due_ms: int) -> None:
+        """Remove the wake-ups that are due before `due_ms`: these versions are settled."""
+        rows, count = self._rows
+        is_kept = rows[3, :count] >= due_ms
+        if not is_kept.all():
+            kept = rows[:, :count][:, is_kept]
+            self._rows = kept, kept.shape[1]
+            self.earlier_ms = int((kept[1] - kept[3]).max(initial=0))
+
+    def copied(self) -> Int64Array:
+        """Find the columns of all wake-ups as of now. They do not change."""
+        rows, count = self._rows  # rows are only added behind, or replaced as a whole
+        return rows[:, :count]
+
+
+class Selected:
+    """The selections that may apply to pending messages at one time. Any thread. Only `woken` changes."""
+
+    def __init__(
+        self,
+        facts_by_name: Mapping[str, SelectionFacts],
+        woken: Woken | None = None,
+        keep: str | None = None,
+    ) -> None:
+        """Combine selections. Keep the one named `keep`, even if it has no effect any more."""
+        # The order of the log decides which selections a message belongs to.
         ordered = sorted(facts_by_name.items(), key=lambda entry: entry[1].seq)
-        end_seq = facts_by_name[until].seq if until is not None else LAST_MS
-        ordered = [(name, facts) for name, facts in ordered if facts.seq <= end_seq]
         accepted = [facts.seq for _, facts in ordered]
         # A selection that was undone before another one was accepted has no effect any more.
         ordered = [
             (name, facts)
             for name, facts in ordered
-            if not (0 < facts.undone_seq <= end_seq)
+            if not facts.is_undone
+            or name == keep
             or any(facts.seq < seq < facts.undone_seq for seq in accepted)
         ]
         self.names = [name for name, _ in ordered]
+        self.woken = Woken() if woken is None else woken
         self._conditions = [_Condition(facts) for _, facts in ordered]
         events = [(facts.seq, index, False) for index, (_, facts) in enumerate(ordered)]
         events += [
-            (facts.undone_seq, index, True)
-            for index, (_, facts) in enumerate(ordered)
-            if 0 < facts.undone_seq <= end_seq
+            (facts.undone_seq, index, True) for index, (_, facts) in enumerate(ordered) if facts.is_undone
         ]
         self._events = [event[1:] for event in sorted(events)]
-        # Versions from this number on belong to no selection.
+        # Versions from this number on belong to no selection, unless they are wake-ups.
         self.end_seq = max((facts.seq for _, facts in ordered), default=0)
+        actions = {facts.action for _, facts in ordered}
+        self.only_cancels = actions <= {"cancel"}
+        self._keeps_due = actions <= {"cancel", "move", "pause", "resume"}
+        shifts_ms = [facts.shift_ms for _, facts in ordered]
+        self._shifted_later_ms = sum(max(0, shift_ms) for shift_ms in shifts_ms)
+        self.shifted_earlier_ms = -sum(min(0, shift_ms) for shift_ms in shifts_ms)
 
     @property
     def is_empty(self) -> bool:
-        """True if no selection may apply, the usual case."""
-        return not self._conditions
+        """True if every message has the state that the schedule knows, the usual case."""
+        return not self._conditions and not len(self.woken)
+
+    @property
+    def later_ms(self) -> int:
+        """How much later than in the schedule a message may be due."""
+        return self._shifted_later_ms + self.woken.earlier_ms
+
+    @property
+    def earlier_ms(self) -> int:
+        """How much earlier than in the schedule a message may be due."""
+        return self.shifted_earlier_ms if self.only_shifts else LAST_MS
+
+    @property
+    def wakes(self) -> bool:
+        """True if a message may be due earlier than in the schedule."""
+        return bool(len(self.woken)) or any(
+            facts.action in ("release", "resume") or facts.shift_ms < 0 for facts in self.facts
+        )
+
+    @property
+    def only_shifts(self) -> bool:
+        """True if no message has or needs a wake-up for another reason than a shift."""
+        return not len(self.woken) and {facts.action for facts in self.facts} <= {"cancel", "shift", "move"}
 
     @cached_property
     def reads_rows(self) -> bool:
         """True if a condition needs more than due time, number and topic."""
         return any(condition.reads_rows for condition in self._conditions)
 
-    @property
+    @cached_property
+    def moves_to(self) -> frozenset[str]:
+        """The topics to which selections may have moved messages."""
+        return frozenset(facts.to_topic for facts in self.facts if facts.to_topic)
+
+    @cached_property
     def facts(self) -> list[SelectionFacts]:
         """The facts of the selections, parallel to `names`."""
         return [condition.facts for condition in self._conditions]
 
-    def may_cover(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Compute a mask of the messages that are within the bounds of a selection. Cheap: no row is read."""
+    def may_change(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
+        """Compute a mask of the messages whose state may differ from the schedule's. Cheap: no row is read."""
         mask = np.zeros(len(seq), np.bool_)
-        if len(seq) and int(seq.min()) < self.end_seq:
+        if not len(seq):
+            return mask
+        base_ms, base = self.woken.bases(due_ms, seq)
+        # Wake-ups, also if the selections that caused them are undone.
+        mask |= base != seq
+        if int(base.min()) < self.end_seq:
             for condition in self._conditions:
-                mask |= condition.bounds(due_ms, seq)
+                # A selection sees the due times that earlier selections have changed.
+                mask |= condition.bounds(base_ms if self._keeps_due else None, base)
         return mask
 
-    def owners(self, messages: Described) -> Int64Array:
-        """Find the selection to which each pending message belongs, as an index into `names`. -1: none."""
-        owner = np.full(len(messages.seq), -1, np.int64)
+    def states(self, messages: Described) -> States:
+        """Compute the state of each pending message."""
+        return self._fold(messages, None)[0]
+
+    def covered(self, messages: Described, name: str) -> tuple[States, Covered]:
+        """Compute the states, and which messages belong to the selection `name`, undone or not."""
+        states, covered = self._fold(messages, self.names.index(name))
+        assert covered is not None
+        return states, covered
+
+    def topics(self, topic: pa.Array, mover: Int64Array) -> pa.Array:
+        """Replace the topics of moved messages."""
+        for index in np.unique(mover[mover >= 0]).tolist():
+            topic = pc.if_else(pa.array(mover == index), self.facts[index].to_topic, topic)
+        return topic
+
+    def _fold(self, messages: Described, watched: int | None) -> tuple[States, Covered | None]:
+        base_ms, base = self.woken.bases(messages.due_ms, messages.seq)
+        count = len(base)
         # The producer's message has been delivered, and a cancel of the copy would lose it for its group.
         is_redelivery = pc.or_(
             pc.starts_with(messages.topic, RETRY_PREFIX), pc.starts_with(messages.topic, DLQ_PREFIX)
         )
         is_free = ~np.asarray(is_redelivery.to_numpy(zero_copy_only=False), np.bool_)
+        states, covered = _unchanged(base_ms), None
+        members = dict[int, Int64Array]()  # by selection, in the order of the log, without undone ones
         for index, is_undo in self._events:
             if is_undo:
-                owner[owner == index] = -1
+                if len(members.pop(index)):
+                    states = _unchanged(base_ms)
+                    for other, rows in members.items():
+                        _apply(states, other, self.facts[other], rows)
                 continue
-            condition = self._conditions[index]
+            condition, before = self._conditions[index], states
+            if index == watched:
+                before = states.part(np.arange(count))
             # The condition is evaluated only for messages that the selection can get.
-            chosen = np.flatnonzero((owner < 0) & is_free & condition.bounds(messages.due_ms, messages.seq))
+            is_possible = is_free & (states.owner < 0) & condition.bounds(states.due_ms, base)
+            is_possible &= condition.has_effect(states)
+            chosen = np.flatnonzero(is_possible)
             if len(chosen):
-                owner[chosen[condition.matches(part_of(messages, chosen))]] = index
-        return owner
+                topic = self.topics(messages.topic, states.mover)
+                present = messages._replace(due_ms=states.due_ms, topic=topic)
+                chosen = chosen[condition.matches(part_of(present, chosen))]
+            members[index] = chosen
+            _apply(states, index, condition.facts, chosen)
+            if index == watched:
+                is_member = np.zeros(count, np.bool_)
+                is_member[chosen] = True
+                covered = Covered(is_member, before, states.part(np.arange(count)))
+        return states, covered
+
+
+def _unchanged(due_ms: Int64Array) -> States:
+    owner, holder, mover = (np.full(len(due_ms), -1, np.int64) for _ in range(3))
+    return States(owner, holder, mover, due_ms.copy(), np.zeros(len(due_ms), np.bool_))
+
+
+def _apply(states: States, index: int, facts: SelectionFacts, rows: Int64Array) -> None:
+    """Change the states of the messages of one selection, in place."""
+    states.is_changed[rows] = True
+    due_ms = states.due_ms[rows]
+    if facts.action == "cancel":
+        states.owner[rows] = index
+    elif facts.action == "shift":
+        # Not before the acceptance. A held message may have been due before.
+        first_ms = np.minimum(due_ms, facts.at_ms) if facts.shift_ms < 0 else FIRST_MS
+        states.due_ms[rows] = np.maximum(due_ms + facts.shift_ms, first_ms)
+    elif facts.action == "pause":
+        states.holder[rows] = index
+    elif facts.action == "resume":
+        states.holder[rows] = -1
+    elif facts.action == "release":
+        states.holder[rows] = -1
+        states.due_ms[rows] = np.minimum(due_ms, facts.at_ms)
+    else:
+        states.mover[rows] = index
 
 
 def part_of(messages: Described, index: Int64Array) -> Described:
@@ -282,26 +499,38 @@ class Selections:
     def __init__(self, meta: MetaLog) -> None:
         self._table = MetaTable(meta, "selection", SelectionFacts)
         self.values: Mapping[str, SelectionFacts] = self._table.values  # by id. Always the same dict
+        self.woken = Woken()
         self._selected: Selected | None = None
         self._over: frozenset[str] = frozenset()  # all of their messages are settled
         # By id, since the start: messages that were counted as pending, and CANCEL rows.
         self._counted: dict[str, int] = {}
         self._ended: Counter[str] = Counter()
+        # Selections that do not cancel, since the start: when the last of their messages was due in the schedule, at
+        # the last count. Later events may have changed the due times of those in `_outdated`.
+        self.epoch = 0  # grows with each event that changes states
+        self.has_changed = asyncio.Event()  # set by each of them
+        self._last_ms: dict[str, int] = {}
+        self._outdated: set[str] = set()
 
     @property
     def selected(self) -> Selected:
         """The selections that may apply to pending messages now. The same object until one of them changes."""
         if self._selected is None:
-            live = {name: facts for name, facts in self._table.values.items() if name not in self._over}
-            # Most of the time there are none, and then this object is shared.
-            self._selected = Selected(live) if live else NOTHING_SELECTED
+            self._selected = Selected(self.selected_facts(), self.woken)
         return self._selected
+
+    def selected_facts(self, also: str | None = None) -> dict[str, SelectionFacts]:
+        """Build the selections that may apply to pending messages, and the one named `also`."""
+        values = self._table.values.items()
+        return {name: facts for name, facts in values if name not in self._over or name == also}
 
     @property
     def pending_rows(self) -> int:
         """The number of messages that wait for their due time to get a CANCEL row, as far as they are counted."""
         return sum(
-            max(0, rows - self._ended[name]) for name, rows in self._counted.items() if name in self.active
+            max(0, rows - self._ended[name])
+            for name, rows in self._counted.items()
+            if name in self.active and self._table.values[name].action == "cancel"
         )
 
     @property
@@ -328,11 +557,6 @@ class Selections:
         """Check whether all messages of this selection are settled."""
         return name in self._over
 
-    def with_planned(self, name: str, facts: SelectionFacts) -> dict[str, SelectionFacts]:
-        """Build the selections with one more, for a dry run."""
-        live = {known: each for known, each in self._table.values.items() if known not in self._over}
-        return {**live, name: facts}
-
     def put(self, name: str, facts: SelectionFacts) -> None:
         """Append a selection, or its new state. Raises OverLimit if there are too many."""
         changes: list[tuple[str, SelectionFacts | None]] = [(name, facts)]
@@ -342,20 +566,44 @@ class Selections:
             if oldest is None:
                 raise OverLimit(f"{limits.SELECTIONS_MAX} selections whose messages are not all due yet")
             changes.append((oldest, None))
+        before = self._table.values.get(name)
+        if before is None or before.undone_seq != facts.undone_seq or before.absent != facts.absent:
+            self._outdated.update(self._last_ms)
+            self.epoch += 1
+            self.has_changed.set()
         self._table.put(changes)
         self._selected = None
 
-    def counted(self, name: str, rows: int) -> None:
-        """Record how many messages of a selection were pending or had become due since the start."""
-        self._counted[name] = rows
+    def exclude(self, ranges: Ranges) -> None:
+        """Take the messages of these ranges of numbers out of all selections that do not cancel."""
+        for name, facts in self.selected_facts().items():
+            new = [each for each in ranges if each not in facts.absent]
+            if facts.action != "cancel" and new:
+                self.put(name, msgspec.structs.replace(facts, absent=[*facts.absent, *new]))
+
+    def counted(self, name: str, rows: int, last_ms: int) -> None:
+        """Record how many messages of a selection were pending or had become due since the start.
+
+        The last pending one is due in the schedule at `last_ms`, -1 for none.
+        """
+        self._counted[name], self._last_ms[name] = rows, last_ms
+        self._outdated.discard(name)
+
+    def is_settled(self, name: str, settled_before_ms: int) -> bool:
+        """Check whether the last count tells that all messages of a selection are settled by now."""
+        return name not in self._outdated and self._last_ms.get(name, LAST_MS) < settled_before_ms
 
     def ended_rows(self, name: str) -> int:
         """Tell how many messages of a selection got CANCEL rows since the start."""
         return self._ended[name]
 
-    def needs_count(self, name: str) -> bool:
-        """Check whether the messages of a selection were not counted since the start."""
-        return name not in self._counted
+    def needs_count(self, name: str, settled_before_ms: int) -> bool:
+        """Check whether the messages of a selection were not counted since the start, or must be counted again."""
+        if name not in self._counted:
+            return True
+        # Only when it matters, because a count reads all pending messages.
+        last_ms = self._last_ms[name]
+        return name in self._outdated and (last_ms < settled_before_ms or last_ms == LAST_MS)
 
     def recount(self) -> None:
         """Count the messages of all selections again, because others have cancelled some of them."""
@@ -378,7 +626,8 @@ class Selections:
 class Survey:
     """The pending messages of a selection. `samples` are the first of them, as (due_ms, topic, id, keys).
 
-    `hours` has the start of each hour with covered messages, the pending messages of the hour, and the covered ones.
+    `hours` has the start of each hour from or to which messages move, and its pending messages before and after.
+    `last_ms`: when the last message is due in the schedule, LAST_MS if one is held, -1 if there are none.
     """
 
     count: int
@@ -386,3 +635,4 @@ class Survey:
     last_due_ms: int
     samples: Sequence[tuple[int, str, str | None, str | None]]
     hours: Sequence[tuple[int, int, int]]
+    last_ms: int

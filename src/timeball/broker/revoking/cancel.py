@@ -22,7 +22,7 @@ scheduled message that was moved meanwhile is tried at its new due time. Each re
 progress. The answer was true at some time between call and answer. All verdicts name a scheduled message by its number,
 which never changes.
 
-A pending message that belongs to a selection (registry/selections.py) counts as cancelled by it. A cancel by name
+A pending message that a selection has cancelled (registry/selections.py) counts as cancelled. A cancel by name
 appends its CANCEL row all the same, so that an undo of the selection does not change it.
 """
 
@@ -32,10 +32,11 @@ import asyncio
 import base64
 import binascii
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -50,6 +51,7 @@ from timeball.broker.registry.topics import Topics
 from timeball.broker.revoking.scheduled_lookup import (
     CANCELLED,
     Candidate,
+    Change,
     LookupResult,
     LookUps,
     Names,
@@ -93,7 +95,7 @@ async def settle(look_ups: LookUps, names: Names, act: Act, *, ends_selected: bo
     """
     names.check()
     async with look_ups.gate.passing():
-        lookup = await look_ups.look_up(names)
+        lookup = await look_ups.look_up_present(names)
         return await settle_found(look_ups, names, lookup, act, ends_selected=ends_selected)
 
 
@@ -104,18 +106,28 @@ async def settle_found(
     verdicts, remaining = await look_ups.work_through(lookup, _divide, lookup)
     while remaining:
         # The gate keeps selections as they are until the end of this request.
-        selected = await look_ups.select(remaining)
+        changes = await look_ups.select(remaining)
+        selected = {number: change.owner for number, change in changes.items() if change.owner is not None}
         if selected:
             ended = await _settle_selected(remaining, selected, verdicts, act if ends_selected else None)
             look_ups.ended_selected(selected[number] for number in ended)
             lookup.selected.update(selected)
         # `act` decides on the event loop. So a message without a verdict was settled or moved by another request.
-        await act([c for c in remaining if c.number not in selected] if selected else remaining, verdicts)
+        await act(with_changes(remaining, changes) if changes else remaining, verdicts)
         unsettled: list[Candidate] = []
         async for candidates in in_slices(remaining):
             unsettled += [candidate for candidate in candidates if candidate.number not in verdicts]
         remaining = await recheck_unsettled(look_ups, unsettled, verdicts)
     return await look_ups.work_through(lookup, _finish, names.subjects, lookup, verdicts)
+
+
+def with_changes(candidates: Sequence[Candidate], changes: Mapping[int, Change]) -> list[Candidate]:
+    """Add to pending messages what selections have changed. Leave out those that selections have cancelled."""
+    return [
+        candidate if change is None else msgspec.structs.replace(candidate, change=change)
+        for candidate in candidates
+        if (change := changes.get(candidate.number)) is None or change.owner is None
+    ]
 
 
 async def _settle_selected(
@@ -215,7 +227,7 @@ class LoneCancels:
 
         try:
             async with self._look_ups.gate.passing():
-                lookup = await self._look_ups.look_up(names)
+                lookup = await self._look_ups.look_up_present(names)
                 if len(lookup.candidates) > SLICE_ROWS:
                     return []
                 # Also reads the rows of messages that a selection may cover.
@@ -246,7 +258,7 @@ async def cancel(
     """
     commits: deque[asyncio.Future[int]] = deque()
     # A request that is interrupted has cancelled its first slices, and may be repeated.
-    async for part in in_slices(candidates):
+    async for part in _parts(candidates, successors):
         now_ms = clock.now_ms()
         was_pending = cancel_pending(part, scheduler=scheduler).tolist()
         pending = [c for c, is_pending in zip(part, was_pending, strict=True) if is_pending]
@@ -267,6 +279,16 @@ async def cancel(
             await commits.popleft()
     for durable in commits:
         await durable
+
+
+async def _parts(
+    candidates: Sequence[Candidate], successors: Successors
+) -> AsyncIterator[Sequence[Candidate]]:
+    async for some in in_slices(candidates):
+        for each in successors.parts([candidate.number for candidate in some]):
+            if each.start:
+                await asyncio.sleep(0)
+            yield some[each]
 
 
 def cancel_pending(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> npt.NDArray[np.bool_]:
@@ -504,8 +526,12 @@ async def recall(
         raise InvalidMessage("recall handle belongs to another broker")
     # Limited to the topic, because producers of other topics may use the same id.
     names = Names(ids=[handle.unique_key], topic=topic)
+    async with look_ups.gate.passing():
+        # The topic is that of the send. A message that was moved to it has another handle.
+        lookup = await look_ups.look_up(names)
+        verdicts = await settle_found(look_ups, names, lookup, act, ends_selected=True)
     # An id may belong to several messages, if its producer used it twice. All of them must be settled.
-    for verdict in await settle(look_ups, names, act, ends_selected=True):
+    for verdict in verdicts:
         # An earlier cancel counts as success, because a recall that is repeated after a lost answer must succeed.
         if verdict.verdict not in SETTLED or _is_handed_over(verdict, drains=drains):
             raise await _explain_refusal(

@@ -18,6 +18,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, copies_by_message, copy_of
+from timeball.broker.registry.selections import reason_of
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle, settle_found
 from timeball.broker.revoking.scheduled_lookup import (
@@ -37,7 +38,7 @@ from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.answers import Content, MessagePlace, SentState, Verdict
 from timeball.model.key_hash import hash_text
-from timeball.model.message import CANCEL_REASON, CANCELLED_BY, READ_SCHEMA, Kind, decode_properties
+from timeball.model.message import BASE, CANCEL_REASON, CANCELLED_BY, READ_SCHEMA, Kind, decode_properties
 from timeball.model.send_options import EXPIRED_PREFIX
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.outcomes import Outcomes
@@ -83,9 +84,10 @@ async def find_message(
     """
     topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
+    holders: dict[int, dict[str, str]] = {}
     names.check()
     async with look_ups.gate.passing():
-        lookup = await look_ups.look_up(names)
+        lookup = await look_ups.look_up_present(names)
         log_rows = lookup.rows
 
         async def add_pending(found: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
@@ -95,13 +97,11 @@ async def find_message(
             candidates = await pending_ones(scheduling.outcomes, found)
             if len(candidates) < len(found):
                 log_rows = None  # the rows of some messages came after the look-up, or are not durable yet
-            topics.update({candidate.number: candidate.topic for candidate in candidates})
-            verdicts.update(
-                (candidate.number, Verdict("", WAITING, candidate.number, due_ms=candidate.due_ms))
-                for candidate in candidates
-            )
+            topics.update({candidate.number: candidate.shown_topic for candidate in candidates})
+            holders.update(_holders(candidates))
+            verdicts.update({c.number: _waiting(c) for c in candidates})
             # The content needs a permission that the state does not need.
-            readable = [candidate for candidate in candidates if may_read(candidate.topic)]
+            readable = [candidate for candidate in candidates if may_read(candidate.shown_topic)]
             contents.update(
                 await _contents_of(
                     readable, reader=log.reader, scheduling=scheduling, file_keys=file_keys,
@@ -131,12 +131,25 @@ async def find_message(
         state = "cancelled" if verdict.verdict == "already_cancelled" else verdict.verdict
         if number not in places:
             content = contents.get(number) if state == WAITING else None
-            cancel_properties = _cancel_properties(number, rows_by_kind, lookup)
+            cancel_properties = holders.get(number) or _cancel_properties(number, rows_by_kind, lookup)
             places[number] = MessagePlace(
                 state, number, topics.get(number), at_ms=verdict.at_ms, due_ms=verdict.due_ms, content=content,
                 by=cancel_properties.get(CANCELLED_BY), reason=cancel_properties.get(CANCEL_REASON),
             )  # fmt: skip
     return [places[number] for number in sorted(places, reverse=True)]
+
+
+def _waiting(candidate: Candidate) -> Verdict:
+    return Verdict("", WAITING, candidate.number, due_ms=candidate.shown_due_ms)
+
+
+def _holders(candidates: Sequence[Candidate]) -> dict[int, dict[str, str]]:
+    """Build the reasons of messages that selections hold, by number, as properties of a CANCEL row."""
+    return {
+        c.number: {CANCEL_REASON: f"paused by {reason_of(c.change.holder.name)}"}
+        for c in candidates
+        if c.change is not None and c.change.holder is not None
+    }
 
 
 def _cancel_properties(number: int, rows: _RowsByKind, lookup: LookupResult) -> dict[str, str]:
@@ -247,7 +260,7 @@ def _content(row: Mapping[str, Any]) -> Content:
         len(body),
         row["tag"],
         (row["keys"] or "").split(),
-        decode_properties(row["properties"] or ""),
+        {name: value for name, value in decode_properties(row["properties"] or "").items() if name != BASE},
     )
 
 
@@ -281,8 +294,8 @@ async def _states(
     due_ms = {candidate.number: candidate.due_ms for candidate in (await look_ups.look_up(names)).candidates}
 
     async def add_pending(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
-        # The message may have been rescheduled since the first lookup.
-        due_ms.update({candidate.number: candidate.due_ms for candidate in candidates})
+        # The message may have been rescheduled since the first lookup, or a selection may have shifted it.
+        due_ms.update({candidate.number: candidate.shown_due_ms for candidate in candidates})
         pending = await pending_ones(outcomes, candidates)
         verdicts.update((c.number, Verdict("", WAITING, c.number)) for c in pending)
 

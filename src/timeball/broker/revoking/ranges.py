@@ -59,8 +59,8 @@ async def cancel_ranges(
 ) -> RangesCancelled:
     """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
 
-    `only`: cancel only those that belong to these selections, with the selection as the reason. `attaching` is locked
-    during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
+    `only`: cancel only those that these selections have cancelled, with the selection as the reason. `attaching` is
+    locked during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
     """
     if not reason.isprintable():
         # Control characters separate the properties of a row, so they could end this one too early.
@@ -195,14 +195,14 @@ def _groups_to_cancel(
         return [(reason, rows)] if rows.num_rows else []
     rows = file.identities(group)
     due_ms, seq = pairs_of(rows)
-    index = np.flatnonzero(within(seq, ranges) & only.may_cover(due_ms, seq))
+    index = np.flatnonzero(within(seq, ranges) & only.may_change(due_ms, seq))
     if not len(index):
         return []
     read = file.read_group_rows(group, index, list(CONDITION_COLUMNS)).combine_chunks().to_batches()[0]
     rows = rows.take(pa.array(index))
     # A message of a bulk attach that was never moved has its number as its version.
     described = Described(due_ms[index], seq[index], seq[index], rows.column("topic").cast(pa.string()), read)
-    owner = only.owners(described)
+    owner = only.states(described).owner
     return [
         (reason_of(only.names[index]), rows.filter(pa.array(owner == index)))
         for index in np.unique(owner[owner >= 0]).tolist()

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -167,10 +167,10 @@ async def _move(
         begin += read_count
         # Keyed by version, because the rows contain the version (`seq`).
         by_version = {candidate.seq: candidate for candidate in part[:read_count]}
-        for frame in split_into_frames(rows) if rows.num_rows else ():
+        frames = split_into_frames(rows) if rows.num_rows else ()
+        for frame, moving in _parts(frames, by_version, successors):
             durable = move_frame(
-                appender, np.full(frame.num_rows, new_due_ms), frame,
-                [by_version[seq] for seq in frame.column("seq").to_pylist()], verdicts, is_duration=is_duration,
+                appender, np.full(frame.num_rows, new_due_ms), frame, moving, verdicts, is_duration=is_duration,
                 settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
                 outcomes=scheduling.outcomes, successors=successors, rates=rates,
             )  # fmt: skip
@@ -183,6 +183,16 @@ async def _move(
         await durable
 
 
+def _parts(
+    frames: Iterable[pa.RecordBatch], by_version: Mapping[int, Candidate], successors: Successors
+) -> Iterator[tuple[pa.RecordBatch, list[Candidate]]]:
+    """Divide the rows of messages, so that no part has many occurrences. Yields each part with its messages."""
+    for frame in frames:
+        moving = [by_version[seq] for seq in frame.column("seq").to_pylist()]
+        for each in successors.parts([candidate.number for candidate in moving]):
+            yield frame.slice(each.start, each.stop - each.start), moving[each]
+
+
 def _are_few(candidates: Sequence[Candidate], successors: Successors) -> bool:
     """Check whether the look-up has read these messages, and they may be moved as values."""
     # Messages of delay levels, those that return to a consumer, and occurrences of schedules have more to change.
@@ -190,6 +200,7 @@ def _are_few(candidates: Sequence[Candidate], successors: Successors) -> bool:
         len(candidates) <= FEW_ROWS
         and all(
             candidate.row is not None
+            and candidate.change is None
             and not candidate.is_level
             and not scheduled_lookup.is_on_its_way_back(candidate.topic)
             for candidate in candidates
@@ -295,7 +306,7 @@ def move_frame(
     # A past due time becomes now, so that the release does not count as late.
     due_ms = np.maximum(due_ms, now_ms)
     scheduled_rows = moved_scheduled_rows(
-        rows, [candidate.topic for candidate in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host,
+        rows, [candidate.shown_topic for candidate in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host,
         keeps_local_time=keeps_local_time,
     )  # fmt: skip
     # Topics may have been deleted since the send.
@@ -353,6 +364,13 @@ def moved_scheduled_rows(
         int(decode_properties(properties)[REAL_QUEUE]) if is_in_level else queue_id
         for properties, is_in_level, queue_id in zip(
             row_properties, in_level_queue.tolist(), rows.column("queue_id").to_pylist(), strict=True
+        )
+    ]
+    # A selection has moved these to another topic, which may have fewer queues.
+    queues = [
+        queue_id if is_in_level or topic == before else -1
+        for queue_id, is_in_level, topic, before in zip(
+            queues, in_level_queue.tolist(), topics, rows.column("topic").to_pylist(), strict=True
         )
     ]
     null_column, now_column = (

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import repeat
 from operator import itemgetter
@@ -43,7 +43,19 @@ from timeball.broker.registry.selections import (
     Selections,
 )
 from timeball.broker.revoking.drain_rows import has_drain_mark
+from timeball.broker.revoking.found_rows import (
+    COLUMNS,
+    SCHEDULED,
+    SETTLING,
+    VALUES_ROWS,
+    FoundRow,
+    found_rows,
+    rows_in_files,
+    rows_in_log,
+    scan,
+)
 from timeball.io.threads import SLICE_ROWS, in_slices, in_thread
+from timeball.log.disk_thread import ConfirmLead
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
@@ -69,18 +81,9 @@ from timeball.schedule.outcomes import Moved, Outcomes
 from timeball.table.file_keys import FileSet
 from timeball.table.key_index import TableKeys
 
-COLUMNS = [
-    "seq", "kind", "topic", "queue_offset", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq",
-    "version_seq", "from_due_ms", "properties",
-]  # fmt: skip
-# The kinds of rows that end a scheduled message.
-SETTLING = (Kind.RELEASE, Kind.CANCEL)
-# Rows of the log that become Python values at once, in about 1 ms. This holds the interpreter, so the event loop waits.
-VALUES_ROWS = 512
 SELECT_ROWS = 65_536  # messages whose rows are read at once, to evaluate the conditions of selections
 _LOOKUP_VALUES = itemgetter(*map(READ_SCHEMA.get_field_index, COLUMNS))
 _UNIQUE_KEY = READ_SCHEMA.get_field_index("unique_key")
-_SCHEDULED = int(Kind.SCHEDULED)
 CANCELLED, RELEASED = "already_cancelled", "released"
 
 
@@ -89,7 +92,8 @@ class Names:
     """The names of the scheduled messages that a caller asks for.
 
     `topic`: only scheduled messages for this topic, because producers of different topics may use the same id. `may`:
-    only scheduled messages for topics that it allows. The lookup hides all others.
+    only scheduled messages for topics that it allows. The lookup hides all others. A message that a selection has moved
+    has two topics: that of its send, and the present one (`LookUps.look_up_present`).
     """
 
     ids: Sequence[str] = ()
@@ -108,10 +112,30 @@ class Names:
         for key in self.keys:
             check_key(key)
 
+    def allows(self, topic: str) -> bool:
+        """Check whether the caller asks for messages of this topic, and may see them."""
+        return self.topic in (None, topic) and (self.may is None or self.may(topic))
+
     @property
     def subjects(self) -> list[str]:
         """The names as the answer repeats them, in the order of the request."""
         return [*self.ids, *self.keys, *map(str, self.seqs)]
+
+
+class Owner(NamedTuple):
+    """A selection to which a pending message belongs (registry/selections.py)."""
+
+    name: str
+    facts: SelectionFacts
+
+
+class Change(NamedTuple):
+    """The state of a pending message that selections have changed."""
+
+    owner: Owner | None  # the selection that has cancelled it
+    holder: Owner | None  # the selection that holds it
+    due_ms: int
+    topic: str
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -132,6 +156,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_table: bool = False  # it is in a file of the pending table
     at_seq: int | None = None
     row: ReadRow | None = None  # this row, if the look-up has read all of it
+    change: Change | None = None  # what selections have changed, if they have been asked (LookUps.select)
+
+    @property
+    def shown_topic(self) -> str:
+        """The topic to which the message will be released."""
+        return self.topic if self.change is None else self.change.topic
+
+    @property
+    def shown_due_ms(self) -> int:
+        """When the message is due, as users see it."""
+        return self.due_ms if self.change is None else self.change.due_ms
 
 
 class End(NamedTuple):
@@ -139,13 +174,6 @@ class End(NamedTuple):
 
     verdict: str
     at_ms: int | None
-
-
-class Owner(NamedTuple):
-    """The selection to which a pending message belongs (registry/selections.py)."""
-
-    name: str
-    facts: SelectionFacts
 
 
 @dataclass(slots=True)
@@ -176,28 +204,6 @@ class NameKind(IntEnum):
 
 
 Name = tuple[NameKind, str]
-
-
-class FoundRow(msgspec.Struct, frozen=True, gc=False):
-    """A row of the log or of a file that accepts, moves or ends a scheduled message.
-
-    `version`: the row that set the due time. `at_seq`: the row of the log that contains the message, if this one does.
-    """
-
-    kind: int  # of a row in a file: SCHEDULED
-    number: int
-    version: int
-    due_ms: int
-    topic: str
-    unique_key: str | None
-    keys: str | None
-    accepted_ms: int | None
-    store_ms: int  # 0 for a row in a file
-    is_level: bool  # it is in the queue of a delay level
-    in_table: bool
-    at_seq: int | None
-    properties: str | None
-    row: ReadRow | None = None  # the row of the log itself, if all of it was read
 
 
 class Search:
@@ -253,9 +259,11 @@ class Search:
             # The caller may have named the seq of a MOVED row, which is a version of another message.
             if row.number == number_by_version[row.version]:
                 self._add((NameKind.SEQ, str(row.number)), row)
-        for version, number in self._numbers_by_version().items():
+        number_by_version = self._numbers_by_version()
+        in_log = self._add_from_log(number_by_version)
+        for version, number in number_by_version.items():
             if (
-                not self._add_if_in_log(version, number)
+                version not in in_log
                 and 0 < number < self._reader.next_seq
                 and number not in self._candidates[NameKind.SEQ, str(number)]
             ):
@@ -290,7 +298,7 @@ class Search:
         for row in rows:
             for name in self._matching_names(row):
                 self._add(name, row)
-            if row.kind != _SCHEDULED:  # nearly all rows are of this kind
+            if row.kind != SCHEDULED:  # nearly all rows are of this kind
                 self._record_end(row)
                 self._record_move(row)
 
@@ -385,21 +393,50 @@ class Search:
             number_by_version[number if moved_to is None else moved_to[1]] = number
         return number_by_version
 
-    def _add_if_in_log(self, version: int, number: int) -> bool:
-        """Add row `version` of the log if it is this message.
+    def _add_from_log(self, number_by_version: Mapping[int, int]) -> set[int]:
+        """Add the messages whose newest versions are rows of the log. Return the versions that the log has."""
+        first_seq, next_seq = self._reader.first_seq, self._reader.next_seq
+        versions = sorted(version for version in number_by_version if first_seq <= version < next_seq)
+        in_log = set[int]()
+        for begin in range(0, len(versions), VALUES_ROWS):
+            part = versions[begin : begin + VALUES_ROWS]
+            values = self._reader.read_values(part)
+            if values is not None:
+                in_log |= self._add_versions(map(_LOOKUP_VALUES, values), number_by_version, values)
+                continue
+            # Large frames are read as columns, without the bodies.
+            try:
+                batches = [self._reader.read_rows(np.array(part), COLUMNS[1:])]
+            except OutOfRange:  # some were set aside for a bulk attach, and are in the table
+                batches = [
+                    rows.select(COLUMNS)
+                    for version in part
+                    for rows in self._reader.rows(version, version + 1)
+                ]
+            for batch in batches:
+                columns = (column.to_pylist() for column in batch.columns)
+                in_log |= self._add_versions(zip(*columns, strict=True), number_by_version)
+        return in_log
 
-        False if the log has only a half message or no such row.
-        """
-        if not self._reader.first_seq <= version < self._reader.next_seq:
-            return False
-        is_in_log = False
-        for rows in self._reader.rows(version, version + 1):
-            # A half message is not enough: later rows decide whether it became a scheduled message.
-            is_in_log = rows.column("kind")[0].as_py() != Kind.SCHEDULED or rows.column("due_ms")[0].is_valid
-            for row in rows_in_log(rows.select(COLUMNS)):
-                if row.kind in KINDS and row.number == number:
-                    self._add((NameKind.SEQ, str(number)), row)
-        return is_in_log
+    def _add_versions(
+        self,
+        rows: Iterable[tuple[Any, ...]],
+        number_by_version: Mapping[int, int],
+        log_rows: Iterable[ReadRow | None] = repeat(None),
+    ) -> set[int]:
+        """Add the messages among these rows, given as for `found_rows`. Return the versions that are in the log."""
+        rows = list(rows)
+        for row in found_rows(rows, log_rows):
+            if (
+                row.kind in KINDS
+                and row.at_seq is not None
+                and row.number == number_by_version.get(row.at_seq)
+            ):
+                self._add((NameKind.SEQ, str(row.number)), row)
+        # A half message is not enough: later rows decide whether it became a scheduled message.
+        return {
+            seq for seq, kind, *_, due_ms, _, _, _, _, _, _ in rows if kind != SCHEDULED or due_ms is not None
+        }
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -445,53 +482,6 @@ class Search:
         elif row.keys is not None and self._keys:
             names += [self._keys[key] for key in self._keys.keys() & row.keys.split(" ")]
         return names
-
-
-def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
-    """Yield the rows of the log (`COLUMNS`) that accept, move or end scheduled messages. Half messages are left out."""
-    return found_rows(zip(*(column.to_pylist() for column in rows.columns), strict=True))
-
-
-def found_rows(
-    rows: Iterable[tuple[Any, ...]], log_rows: Iterable[ReadRow | None] = repeat(None)
-) -> Iterator[FoundRow]:
-    """Yield the rows of `rows_in_log`. `rows` have a value for each of `COLUMNS`. `log_rows`: all values of each."""
-    for (
-        seq, kind, topic, queue_offset, unique_key, keys, due_ms, store_ms, accepted_ms, source_seq, version_seq,
-        from_due_ms, properties,
-    ), log_row in zip(rows, log_rows):  # fmt: skip
-        if due_ms is None:
-            continue
-        if kind == _SCHEDULED:
-            yield FoundRow(
-                kind, seq, seq, due_ms, topic, unique_key, keys, store_ms, store_ms, queue_offset is not None,
-                False, seq, properties, log_row,
-            )  # fmt: skip
-            continue
-        # A reschedule sets a due time, so it is a version itself. Other rows name a version.
-        version = seq if from_due_ms is not None else source_seq if version_seq is None else version_seq
-        if kind == Kind.MOVED:
-            # Only scheduled messages of delay levels have a position in a queue.
-            is_level, at_seq = queue_offset is not None, seq
-        elif kind in SETTLING:
-            # Retention may have removed the scheduled message itself, or it was never in the log (bulk).
-            is_level, at_seq = False, None
-        else:
-            continue
-        yield FoundRow(
-            kind, source_seq, version, due_ms, topic, unique_key, keys, accepted_ms, store_ms, is_level, False,
-            at_seq, properties, None if at_seq is None else log_row,
-        )  # fmt: skip
-
-
-def rows_in_files(identities: Iterable[dict[str, Any]]) -> Iterator[FoundRow]:
-    """Yield rows of files (ID_SCHEMA)."""
-    for row in identities:
-        version, number = row["seq"], row["number"]
-        yield FoundRow(
-            Kind.SCHEDULED, version if number is None else number, version, row["due_ms"], row["topic"],
-            row["unique_key"], row["keys"], row["accepted_ms"], 0, False, True, None, None,
-        )  # fmt: skip
 
 
 def read_scheduled_rows(
@@ -564,9 +554,11 @@ class LookUps:
         lookup_thread: Executor,
         file_thread: Executor,
         selections: Selections,
+        confirm_lead: ConfirmLead,
     ) -> None:
         # Public for cancel.py: an operation passes the gate, and flushes the writer before it repeats a lookup.
         self.gate, self.writer, self.outcomes = gate, writer, outcomes
+        self.confirm_lead = confirm_lead
         self._reader, self._key_index, self._hour_log = reader, key_index, hour_log
         self._file_keys = file_keys
         self._lookup_thread, self._file_thread, self._selections = lookup_thread, file_thread, selections
@@ -589,51 +581,86 @@ class LookUps:
         # In the lookup thread again, because other callers may have the same search.
         return await in_thread(self._lookup_thread, _result_with, search, names, rows)
 
-    async def select(self, candidates: Sequence[Candidate]) -> dict[int, Owner]:
-        """Find the selections to which these messages belong, by number. Only pending messages are in the result.
+    async def look_up_present(self, names: Names) -> LookupResult:
+        """Search as `look_up` does, and for pending messages that selections have moved to a topic of `names`."""
+        lookup = await self.look_up(names)
+        is_limited = names.topic is not None or names.may is not None
+        if not is_limited or not any(map(names.allows, self._selections.selected.moves_to)):
+            return lookup
+        others = (await self.look_up(replace(names, topic=None, may=None))).candidates
+        changes = await self.select(others)
+        async for part in in_slices(others):
+            lookup.candidates += [
+                each
+                for each in part
+                if (change := changes.get(each.number)) is not None
+                and names.allows(change.topic)
+                and not names.allows(each.topic)
+            ]
+        return lookup
+
+    async def select(self, candidates: Sequence[Candidate]) -> dict[int, Change]:
+        """Find what selections have changed of these messages, by number. Only pending messages are in the result.
 
         Callers that decide something hold the gate, so that no selection changes before their decision.
         """
-        selected, owners = self._selections.selected, dict[int, Owner]()
+        selected, changes = self._selections.selected, dict[int, Change]()
         if selected.is_empty:
-            return owners
-        facts = selected.facts
+            return changes
         for begin in range(0, len(candidates), SELECT_ROWS):
             part = candidates[begin : begin + SELECT_ROWS]
             # A switch to another thread and back costs more than a few messages.
             if selected.reads_rows or len(part) > SLICE_ROWS:
-                owned = await in_thread(self._file_thread, self._find_owned, selected, part)
+                changed = await in_thread(self._file_thread, self._find_changed, selected, part)
             else:
-                owned = self._find_owned(selected, part)
-            async for rows in in_slices(owned):
+                changed = self._find_changed(selected, part)
+            async for rows in in_slices(changed):
                 # A message whose release has begun is not pending.
                 pending = self.outcomes.waits(*due_version_columns([candidate for candidate, _ in rows]))
-                owners.update(
-                    (candidate.number, Owner(selected.names[owner], facts[owner]))
-                    for (candidate, owner), is_pending in zip(rows, pending.tolist(), strict=True)
+                changes.update(
+                    (candidate.number, change)
+                    for (candidate, change), is_pending in zip(rows, pending.tolist(), strict=True)
                     if is_pending
                 )
-        return owners
+        return changes
 
     def may_be_selected(self, candidates: Sequence[Candidate]) -> bool:
-        """Check whether one of these messages is within the bounds of a selection. Cheap: no row is read."""
+        """Check whether a selection may have changed one of these messages. Cheap: no row is read."""
         selected = self._selections.selected
-        return not selected.is_empty and bool(selected.may_cover(*due_version_columns(candidates)).any())
+        return not selected.is_empty and bool(selected.may_change(*due_version_columns(candidates)).any())
 
-    def _find_owned(self, selected: Selected, candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
-        """Find the messages that belong to a selection, with its index (file thread, if a condition reads rows)."""
-        may_cover = selected.may_cover(*due_version_columns(candidates)).tolist()
-        covered = [each for each, is_within in zip(candidates, may_cover, strict=True) if is_within]
-        rows = None
-        if selected.reads_rows and covered:
-            covered, rows = self._read_conditions(covered)
+    def _find_changed(
+        self, selected: Selected, candidates: Sequence[Candidate]
+    ) -> list[tuple[Candidate, Change]]:
+        """Find the messages that selections have changed (file thread, if a condition reads rows)."""
+        may_change = selected.may_change(*due_version_columns(candidates))
+        covered = [candidates[index] for index in np.flatnonzero(may_change).tolist()]
+        covered, rows = self._read_conditions(covered) if selected.reads_rows and covered else (covered, None)
         if not covered:
             return []
         due_ms, version = due_version_columns(covered)
         number = np.array([candidate.number for candidate in covered], np.int64)
         topic = pa.array([candidate.topic for candidate in covered], pa.string())
-        owner = selected.owners(Described(due_ms, version, number, topic, rows))
-        return [(covered[index], int(owner[index])) for index in np.flatnonzero(owner >= 0).tolist()]
+        states = selected.states(Described(due_ms, version, number, topic, rows))
+
+        def owner(index: int) -> Owner | None:
+            return None if index < 0 else Owner(selected.names[index], selected.facts[index])
+
+        is_changed = np.flatnonzero(states.is_changed | (states.due_ms != due_ms))
+        columns = (
+            column[is_changed].tolist()
+            for column in (states.owner, states.holder, states.mover, states.due_ms)
+        )
+        return [
+            (
+                covered[row],
+                Change(
+                    owner(cancelled), owner(held), due,
+                    covered[row].topic if mover < 0 else selected.facts[mover].to_topic,
+                ),
+            )
+            for row, cancelled, held, mover, due in zip(is_changed.tolist(), *columns, strict=True)
+        ]  # fmt: skip
 
     def ended_selected(self, owners: Iterable[Owner]) -> None:
         """Record that messages of selections were cancelled by name."""
@@ -697,6 +724,9 @@ class LookUps:
                     raise
             else:
                 if self._reader.first_seq == first_seq:
+                    # Later parts of an answer come from memory that only this leader's commits can have changed, so
+                    # they are as new as this search.
+                    await self.confirm_lead()
                     return found
 
 
@@ -727,36 +757,3 @@ def _result_with(search: Search, names: Names, rows: Sequence[FoundRow]) -> Look
     """Add the rows of a scan, and collect the result (lookup thread)."""
     search.add_rows(rows)
     return search.result(names)
-
-
-# ---- scan of the log by number -------------------------------------------------------------------------------
-# No index maps a message number to the rows that move or end it. Such an index would need an entry for each release,
-# and most scheduled messages have an id, because RocketMQ's and Timeball's clients set one. For the others the log is
-# read, from the lowest number to its end. A scan may take long, so it does not run in the broker's reader thread, for
-# which consumers wait. Rows that retention removes during the scan are missing from the result.
-
-_BATCH_ROWS = 65_536
-
-
-def scan(reader: LogReader, numbers: set[int]) -> list[FoundRow]:
-    """Read the MOVED, RELEASE and CANCEL rows of the messages with these numbers, in log order (any thread)."""
-    while True:
-        begin_seq = max(reader.first_seq, min(numbers))
-        try:
-            return _scan(reader, sorted(numbers), begin_seq)
-        except OutOfRange:
-            if reader.first_seq <= begin_seq:
-                raise
-            # Retention has removed the segment since `first_seq` was read, so the scan begins at the new one.
-
-
-def _scan(reader: LogReader, numbers: list[int], begin_seq: int) -> list[FoundRow]:
-    matches = list[FoundRow]()
-    for rows in reader.coalesced(begin_seq, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
-        # Vectorized and without bodies, because a scan may read days of log.
-        is_match = np.isin(rows.column("source_seq").fill_null(-1).to_numpy(), numbers)
-        if is_match.any():
-            matching = rows.filter(pa.array(is_match))
-            for begin in range(0, matching.num_rows, VALUES_ROWS):
-                matches += rows_in_log(matching.slice(begin, VALUES_ROWS))
-    return matches

@@ -14,7 +14,7 @@ look-ups. It has a limited number of entries, and an entry may be dropped at any
 The decision and the append are one step on the event loop. A message whose release has begun is not pending. So the
 release stands in the log before the row of the new message.
 
-A pending message that belongs to a selection (registry/selections.py) counts as cancelled. The frame of the new message
+A pending message that a selection has cancelled (registry/selections.py) is not pending. The frame of the new message
 has its CANCEL row, as at its due time. Otherwise an undo of the selection would make two messages pending.
 
 A message that a request is moving is neither at its old nor at its new due time, until the row of the move is durable.
@@ -41,9 +41,10 @@ from timeball.broker.recurring.successors import Successors
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.selections import reason_of
 from timeball.broker.registry.topics import ON_PENDING, Topics
-from timeball.broker.revoking.cancel import cancel_columns, cancel_pending
+from timeball.broker.revoking.cancel import cancel_columns, cancel_pending, with_changes
 from timeball.broker.revoking.scheduled_lookup import (
     Candidate,
+    Change,
     LookUps,
     Names,
     Owner,
@@ -201,17 +202,22 @@ class UniqueSends:
         """Decide about a send, and write its rows, durably."""
         # A resume of a campaign moves messages while it holds the gate.
         async with self._look_ups.gate.passing():
-            pending, selected = await self._find_pending(name), dict[int, Owner]()
+            pending, changes = await self._find_pending(name), dict[int, Change]()
             if self._look_ups.may_be_selected(pending):
                 # Looked up again, because the conditions of selections need the present places of their rows.
                 del self._known[name]
-                selected = await self._look_ups.select(await self._find_pending(name))
+                changes = await self._look_ups.select(await self._find_pending(name))
                 pending = await self._find_pending(name)
-            # No await from here until the append, so that the decision stays true.
-            covered = {each: selected[each.number] for each in pending if each.number in selected}
-            free = [each for each in pending if each.number not in selected]
+            free = with_changes(pending, changes)
             if free and send.on_pending != "replace":
+                await self._look_ups.confirm_lead()  # `_known` was not looked up now, and no row follows
                 return self._keep(free[-1], send.on_pending, name)
+            # No await from `_find_pending` until the append, so that the decision stays true.
+            covered = {
+                each: change.owner
+                for each in pending
+                if (change := changes.get(each.number)) is not None and change.owner is not None
+            }
             accepted, durable = self._append_traced(send.batch, send, free, covered)
             await asyncio.wait([durable])
             self._look_ups.ended_selected(covered.values())
@@ -331,7 +337,7 @@ class UniqueSends:
 
 
 def _named(candidate: Candidate) -> UniqueMessage:
-    return UniqueMessage(candidate.unique_key or "", candidate.number, candidate.due_ms)
+    return UniqueMessage(candidate.unique_key or "", candidate.number, candidate.shown_due_ms)
 
 
 def _candidates_of(name: tuple[str, str], accepted: Accepted) -> list[Candidate]:

@@ -55,15 +55,20 @@ class Selections:
         request: Selecting = await read_request(call, Selecting, self._policy, Verb.LOOK)
         from_ms, to_ms = (_ms(at) for at in (request.start, request.to))
         if not (request.where or request.topics) and from_ms is to_ms is None:
-            raise InvalidMessage("give where, topics, from or to; for all messages where TRUE")
+            raise InvalidMessage(
+                "give a condition, topics, or bounds of the due time; the condition TRUE selects all messages"
+            )
+        shift_ms = 0 if request.shift is msgspec.UNSET else time_parsing.signed_duration_ms(request.shift)
         return SelectionFacts(
-            action=request.action, seq=0, at_ms=0, where=request.where, topics=request.topics,
+            action=request.action, shift_ms=shift_ms, to_topic=request.to_topic, seq=0, at_ms=0,
+            where=request.where, topics=request.topics,
             from_ms=FIRST_MS if from_ms is None else from_ms, to_ms=LAST_MS if to_ms is None else to_ms,
         )  # fmt: skip
 
     def _show(self, name: str, facts: SelectionFacts) -> Selection:
         return Selection(
-            id=name, action=facts.action, state=self._selections.state(name),
+            id=name, action=facts.action, state=self._selections.state(name), shift_ms=facts.shift_ms,
+            to_topic=facts.to_topic or None,
             accepted=format_time(facts.at_ms), accepted_ms=facts.at_ms, by=facts.by or None,
             where=facts.where or None, topics=facts.topics,
             start=None if facts.from_ms == FIRST_MS else format_time(facts.from_ms),
@@ -90,8 +95,5 @@ def _show_survey(survey: Survey) -> DryRun:
             SelectedMessage(topic, format_time(due_ms), due_ms, message_id, (keys or "").split())
             for due_ms, topic, message_id, keys in survey.samples
         ],
-        load=[
-            HourLoad(format_time(hour_ms), before, before - covered)
-            for hour_ms, before, covered in survey.hours
-        ],
+        load=[HourLoad(format_time(hour_ms), before, after) for hour_ms, before, after in survey.hours],
     )
