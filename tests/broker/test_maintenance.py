@@ -12,13 +12,15 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import maintenance
-from timeball.broker.tables.compact import FILES_MIN
 from timeball.log import checkpoint
+from timeball.log import format as fmt
+from timeball.model import limits
 from timeball.model.config import MIB
 from timeball.model.errors import Corrupt, DiskFailed, OverLimit
 from timeball.model.key_hash import KeyRun
 from timeball.model.limits import DAY_MS, MINUTE_MS
 from timeball.table.layout import FOLDER, KEYS_FOLDER
+from timeball.table.merging import FILES_MIN
 
 
 async def left_after_a_cut(world: World) -> World:
@@ -65,6 +67,21 @@ async def test_a_snapshot_is_written_when_much_log_has_come(
     await world.checkpoint()
     last = checkpoint.last_snapshot(world.broker.log.reader.segments)
     assert last is not None and last.facts.seq == found[-1], "a start knows where the last one stands"
+
+
+@on_node()
+async def test_a_snapshot_that_fits_no_frame_does_not_prevent_the_checkpoint(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint, "SNAPSHOT_BYTES", 0)
+    await world.send("a", [FAR_MS])
+    monkeypatch.setattr(limits, "FRAME_BYTES_MAX", 2 * fmt.ALIGN + 100)
+    with caplog.at_level(logging.WARNING, "timeball.broker.maintenance"):
+        await world.checkpoint()
+    assert "no snapshot written" in caplog.text
+    assert checkpoint.last_snapshot(world.broker.log.reader.segments) is None
+    saved = checkpoint.load(world.files)
+    assert saved is not None and saved.facts.seq == world.broker.log.reader.next_seq
 
 
 @on_node()

@@ -84,6 +84,12 @@ class CycleCollection:
         )
         if grown_blocks < (IDLE_GROWTH_BLOCKS if is_idle else GROWTH_BLOCKS_MAX):
             return False
+        self.collect()
+        return True
+
+    def collect(self) -> None:
+        """Collect all garbage now."""
+        now_ns = self._monotonic_ns()
         gc.unfreeze()
         garbage_objects = gc.collect()
         gc.freeze()
@@ -92,7 +98,6 @@ class CycleCollection:
             "collected all cycles garbage_objects=%d blocks=%d ms=%d",
             garbage_objects, self._blocks, (self._monotonic_ns() - now_ns) // 1_000_000,
         )  # fmt: skip
-        return True
 
 
 # The collector belongs to the process, as Python's does.

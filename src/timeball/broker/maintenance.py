@@ -24,7 +24,7 @@ from timeball.io.threads import in_thread
 from timeball.log import checkpoint, recovery
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
-from timeball.log.queue_index import SEAL_ENTRIES
+from timeball.log.queue_index import SEAL_ENTRIES, Lengths
 from timeball.model import limits
 from timeball.model.errors import MissingFile, OverLimit, RequestError, Unavailable
 from timeball.schedule.outcomes import Settled
@@ -45,6 +45,7 @@ BURST_INTERVAL_MS = 1_000
 BURST_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
 SELECTIONS_INTERVAL_MS = 1_000
+WAKERS_PAUSE_MS = 10
 IDEMPOTENCY_INTERVAL_MS = 10_000
 SUBSCRIPTIONS_INTERVAL_MS = 1_000
 CYCLES_INTERVAL_MS = 10_000
@@ -117,6 +118,10 @@ class Maintenance:
             self._tasks = [asyncio.create_task(store_watch.update())]
         duties += self._broker.duties
         self._tasks += [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
+        # It waits for its events itself, because the messages of a selection may be due at once.
+        self._tasks.append(
+            asyncio.create_task(self._repeat(WAKERS_PAUSE_MS, self._broker.wakers.wait_and_wake))
+        )
 
     async def stop(self, *, saves: bool = True) -> None:
         """End all duties, then save the offsets and a checkpoint.
@@ -186,7 +191,10 @@ class Maintenance:
             checkpoint.log_bytes_from(self._log.reader.segments, self._snapshot_seq)
             >= checkpoint.SNAPSHOT_BYTES
         ):
-            await self.snapshot()
+            try:
+                await self.snapshot()
+            except OverLimit as error:  # the checkpoint, a file, has no limit
+                logger.warning("no snapshot written, the log is kept reason=%s", error)
         # Under the lock, because between the steps of an attach the state is inconsistent.
         async with self._broker.mover.lock:
             seq, log_from_seq = self._log.reader.next_seq, self._log_from_seq
@@ -206,7 +214,7 @@ class Maintenance:
                 self._facts(seq, settled),
                 kept=None if state is None else msgspec.to_builtins(state),
             )
-            queues, meta = self._tables.topics.indexes.flush(seq), self._tables.meta.copied()
+            queues, complete = self._tables.topics.indexes.flush(seq), self._complete(settled)
 
             # This order is required: the index, then the strategy's files, then the checkpoint that depends on both.
             def save() -> None:
@@ -216,8 +224,7 @@ class Maintenance:
                         file.sync()
                     if files:
                         self._files.sync_dir(folder)
-                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths(), meta=meta())
-                checkpoint.save(self._files, Checkpoint(complete_facts, settled.due_ms, settled.seq))
+                checkpoint.save(self._files, complete(facts, queues.lengths()))
                 recovery.save_sealed(self._files, self._log.reader.segments)
 
             try:
@@ -239,12 +246,10 @@ class Maintenance:
                 return False
             seq, settled = self._log.reader.next_seq, self._scheduling.scheduler.settled()
             facts, queues = self._facts(seq, settled), self._tables.topics.indexes.flush(seq)
-            meta = self._tables.meta.copied()
+            complete = self._complete(settled)
 
             def encode() -> pa.RecordBatch:
-                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths(), meta=meta())
-                state = Checkpoint(complete_facts, settled.due_ms, settled.seq)
-                return checkpoint.snapshot_row(state, self._clock.now_ms())
+                return checkpoint.snapshot_row(complete(facts, queues.lengths()), self._clock.now_ms())
 
             row = await in_thread(self._threads.reader, encode)
             # Rows may have been appended since `seq`, so a start reads the log from `seq` on.
@@ -257,7 +262,7 @@ class Maintenance:
     def _facts(self, seq: int, settled: Settled) -> Facts:
         """Collect the state after the rows below `seq`.
 
-        The caller adds the strategy's state, the lengths of the queues, and the values of META rows.
+        The caller adds the strategy's state. `_complete` adds the rest.
         """
         return Facts(
             seq=seq,
@@ -277,13 +282,23 @@ class Maintenance:
                 self._scheduling.outcomes.cursor.tick_ms,
                 self._scheduling.outcomes.cursor.local_index,
             ),
-            moved=self._scheduling.outcomes.moved.rows(),
             schedule=self._settings.strategy,
             files=list(self._scheduling.hour_log.pending.live_entries()),
             attach_seq=self._broker.attach_state.attach_seq,
             log_from_seq=self._log_from_seq,
             snapshot_seq=self._snapshot_seq,
         )
+
+    def _complete(self, settled: Settled) -> Callable[[Facts, Lengths], Checkpoint]:
+        """Prepare the parts that may be large, as of now. Any thread may call the result."""
+        meta, moved = self._tables.meta.copied(), self._scheduling.outcomes.moved.copied()
+        woken = self._tables.selections.woken.copied()
+
+        def complete(facts: Facts, queues: Lengths) -> Checkpoint:
+            complete_facts = msgspec.structs.replace(facts, queues=queues, meta=meta())
+            return Checkpoint(complete_facts, settled.due_ms, settled.seq, moved(), woken)
+
+        return complete
 
     async def seal_queues(self) -> None:
         """Write new entries of the queue indexes to disk if there are many.
@@ -349,7 +364,7 @@ class Maintenance:
             # call would read these rows again.
             await self._broker.mover.compact(even_without_rows=True)
             self._compacted_ms = now_ms
-        await self._broker.mover.rewrite()
+        await self._broker.mover.merge_in_background()
 
     async def apply_retention(self) -> None:
         """Remove log segments that are older than the retention, and data files whose messages are all settled."""

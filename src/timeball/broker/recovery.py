@@ -44,6 +44,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.broker.accepting.wake_ups import bases_in
 from timeball.broker.registry.campaigns import AttachState, CampaignFacts
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
@@ -120,8 +121,9 @@ def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resume
 # matter.
 
 
-# Small frames are joined up to this number of rows. Larger ones are applied as they are, without copying a body.
-BATCH_ROWS = 8_192
+# Small frames are joined up to this number of rows. Larger ones are applied as they are, without copying a body. With
+# batches of 8,192 rows, a row takes half as long again: malloc returns their memory to the system after each batch.
+BATCH_ROWS = 1_024
 # Fold after this number of new rows, or after a quarter of the kept rows if that is more. So each row moves O(1) times.
 FOLD_ROWS = 65_536
 
@@ -138,7 +140,8 @@ class Recovered:
     waiting_rows: int  # pending messages with a due time, in all locations
     redeliveries: Redeliveries
     halves: list[Half]
-    moved: list[tuple[int, int, int, int]]  # as in schedule/outcomes.py
+    moved: Int64Array  # the columns of `Moved` (schedule/outcomes.py)
+    woken: tuple[Int64Array, ...]  # the columns of `Woken` (registry/selections.py)
     levels: dict[int, cp.LevelFacts]
     snapshot_seq: int
     log_from_seq: int  # of the last snapshot: retention may have removed older rows
@@ -254,6 +257,7 @@ class Applying:
             redeliveries=replayed.redeliveries,
             halves=load(self.reader, replayed.halves, dict(facts.halves)),
             moved=replayed.moved(),
+            woken=replayed.woken(),
             levels=facts.levels,
             snapshot_seq=self.snapshot_seq,
             log_from_seq=facts.log_from_seq,
@@ -464,7 +468,9 @@ class Replayed:
         self._moved = GrowingColumns(
             4
         )  # columns: due_ms, number, version, until_ms, as in schedule/outcomes.py
-        self._moved.add(*np.array(facts.moved, np.int64).reshape(-1, 4).T)
+        self._moved.add(*start.moved)
+        self._woken = GrowingColumns(4)
+        self._woken.add(*start.woken)
         self._folded_rows = len(self)
         self.redeliveries = Redeliveries()
         self.redeliveries.restore(facts.redeliveries)
@@ -477,8 +483,8 @@ class Replayed:
         self.attaches: list[tuple[int, Attachment]] = []
 
     def __len__(self) -> int:
-        """The number of settled pairs and moves in memory."""
-        return len(self._settled) + len(self._moved)
+        """The number of settled pairs, moves and wake-ups in memory."""
+        return len(self._settled) + len(self._moved) + len(self._woken)
 
     @property
     def unfolded_rows(self) -> int:
@@ -498,7 +504,7 @@ class Replayed:
             is_move = (kinds == Kind.MOVED) & has_due_time
             new_halves = rows.column("seq").to_numpy()[(kinds == Kind.SCHEDULED) & ~has_due_time]
             if is_move.any():
-                self._replay_moves(narrow_rows.filter(pa.array(is_move)))
+                self._replay_moves(rows.select([*_NAMES, "properties"]).filter(pa.array(is_move)))
             is_end = np.isin(kinds, list(_SETTLING))
             if present & _SETTLING:
                 self._replay_ends(narrow_rows.filter(pa.array(is_end & has_due_time)))
@@ -537,6 +543,11 @@ class Replayed:
         columns = [moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")]
         # Keep every version: a request may name a message by any due time that it had.
         self._moved.add(*columns)
+        due_ms, _, version, from_due_ms = columns
+        index, base_ms, base = bases_in(moves.column("properties"))
+        # The first due time of a half message is no wake-up, whatever properties its sender has set.
+        if len(index := index[is_woken := from_due_ms[index] != NO_DUE_TIME_MS]):
+            self._woken.add(version[index], base_ms[is_woken], base[is_woken], due_ms[index])
         self._settle(columns[3], locations.versions(moves), np.zeros(moves.num_rows, np.bool_))
         # A move ends one version (subtracted in `_settle`) and begins another one. A half message has no previous
         # version, and `count_new` does not count it.
@@ -581,7 +592,14 @@ class Replayed:
             last_rows = order[np.append(begins[1:], len(order)) - 1]
             latest_due_ms = np.maximum.reduceat(np.maximum(due_ms, until_ms)[order], begins)
             self._moved.replace(due_ms[last_rows], number[last_rows], version[last_rows], latest_due_ms)
+        self._woken.replace(*self.woken())
         self._folded_rows = len(self)
+
+    def woken(self) -> tuple[Int64Array, ...]:
+        """Build the columns of the wake-ups that the mark does not cover, each once, by version."""
+        columns = np.stack(self._woken.columns())
+        columns = columns[:, columns[3] >= self.facts.settled_before_ms]
+        return tuple(columns[:, np.unique(columns[0], return_index=True)[1]])
 
     def settled(self) -> Settled:
         """Build the settled pairs: first the cancelled ones, then the released ones, each sorted by number.
@@ -602,9 +620,9 @@ class Replayed:
             late=(*facts.late, *(reserved for _, a in self.attaches for reserved in a.ranges)),
         )
 
-    def moved(self) -> list[tuple[int, int, int, int]]:
-        """List the moved messages by number, as in schedule/outcomes.py. Call `fold` before."""
-        return list(zip(*(column.tolist() for column in self._moved.columns()), strict=True))
+    def moved(self) -> Int64Array:
+        """Build the columns of the moved messages by number, as in schedule/outcomes.py. Call `fold` before."""
+        return np.stack(self._moved.columns())
 
 
 def kinds_in(kinds: npt.NDArray[np.int8]) -> set[int]:

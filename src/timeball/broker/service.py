@@ -20,6 +20,7 @@ from timeball.broker.accepting.admission import ParsedSends, as_columns
 from timeball.broker.accepting.appender import Accepted, Appender
 from timeball.broker.accepting.ingress import Ingress
 from timeball.broker.accepting.keyed_sends import KeyedSends, SourcedSends
+from timeball.broker.accepting.pacing import Pacing
 from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.accepting.waiters import Gate, Waiters
 from timeball.broker.admin.administration import Administration, GroupStates, JobReports
@@ -36,6 +37,7 @@ from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
 from timeball.broker.pending.survey import Surveys
+from timeball.broker.pending.wakers import Wakers
 from timeball.broker.pending.window_loads import WindowLoads
 from timeball.broker.pending.zone_updates import ZoneUpdates
 from timeball.broker.policy import Policy
@@ -45,7 +47,7 @@ from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.selections import Selected
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topics import ON_PENDING
+from timeball.broker.registry.topics import MAX_PER_SECOND, ON_PENDING
 from timeball.broker.revoking.cancel import Act, LoneCancels, cancel, recall, settle
 from timeball.broker.revoking.find_message import find_message, sent_states
 from timeball.broker.revoking.ranges import cancel_ranges
@@ -58,7 +60,7 @@ from timeball.broker.virtual_time import VirtualTime
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.io.files import Files
 from timeball.io.threads import Threads, in_thread
-from timeball.log.disk_thread import FileReplication
+from timeball.log.disk_thread import ConfirmLead, FileReplication
 from timeball.log.segment import starts
 from timeball.log.writer import CommitLog
 from timeball.model import limits, time_parsing
@@ -105,6 +107,7 @@ class Broker:
         threads: Threads,
         traces: Tracing | None,
         file_replication: FileReplication | None,
+        confirm_lead: ConfirmLead,
         on_failure: Callable[[BaseException], None],
         scheduled_since_watermark: int = 0,
         halves: Iterable[Half] = (),
@@ -112,13 +115,14 @@ class Broker:
         """Create the broker from the objects that node.py has recovered. They are never replaced.
 
         `on_failure` stops the broker: it is called when memory may be ahead of the files. `traces` is None if tracing
-        is off. `file_replication` is None for a broker without replicas. `scheduled_since_watermark` is the number of
-        scheduled messages in the log since the watermark, `halves` are the open half messages of transactions.
+        is off. `file_replication` is None for a broker without replicas. `confirm_lead` is called after a look-up has
+        read the state, and before its answer. `scheduled_since_watermark` is the number of scheduled messages in the
+        log since the watermark, `halves` are the open half messages of transactions.
         """
         self.settings, self.files, self.clock, self.threads = settings, files, clock, threads
         self.log, self.tables, self.redeliveries, self.attach_state = log, tables, redeliveries, attach_state
         self.scheduling, self.pending_table = scheduling, pending_table
-        self.traces, self.on_failure = traces, on_failure
+        self.traces, self.on_failure, self.confirm_lead = traces, on_failure, confirm_lead
         self.rates = Rates()
         # Requests that cancel or move scheduled messages share the gate. A resume holds it exclusively.
         self.gate = Gate()
@@ -126,6 +130,10 @@ class Broker:
         self.policy = Policy(tables.topics, tables.groups, settings, clock.clock)
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
+        self.pacing = Pacing(
+            self.waiters, clock=clock, writer=log.writer, topics=tables.topics, shown=tables.shown,
+            on_failure=on_failure,
+        )  # fmt: skip
         self.lateness = delivery.Lateness()
         self._build_schedule(scheduled_since_watermark, file_replication)
         self._build_queries()
@@ -154,7 +162,8 @@ class Broker:
             writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
             rates=self.rates, observers=[] if self.traces is None else [self.traces.released],
             successors=self.successors, selections=self.tables.selections,
-            add_scheduled=self.appender.add_scheduled,
+            add_scheduled=self.appender.add_scheduled, encode_scheduled=self.appender.encode_scheduled,
+            settings=settings,
         )  # fmt: skip
         self.ticker = Ticker(
             scheduler, clock, self.delivery.release, self.delivery.rewrite, self.delivery.indexing,
@@ -200,15 +209,17 @@ class Broker:
             gate=self.gate, writer=log.writer, reader=log.reader, key_index=log.key_index,
             hour_log=self.scheduling.hour_log, outcomes=self.scheduling.outcomes, file_keys=file_keys,
             lookup_thread=self.threads.lookup, file_thread=self.threads.files, selections=self.tables.selections,
+            confirm_lead=self.confirm_lead,
         )  # fmt: skip
         self.lone_cancels = LoneCancels(self.look_ups, self._cancel_for)
         self.snapshots = Snapshots(
             self.mover.lock, clock=clock, reader=log.reader, attach_state=self.attach_state,
             scheduling=self.scheduling, pending_table=self.pending_table, selections=self.tables.selections,
+            confirm_lead=self.confirm_lead,
         )  # fmt: skip
         self.listing = Listing(
             self.look_ups, self.policy, self.snapshots, reader=log.reader, campaigns=self.tables.campaigns,
-            scheduling=self.scheduling, file_keys=file_keys, threads=self.threads,
+            selections=self.tables.selections, scheduling=self.scheduling, file_keys=file_keys, threads=self.threads,
         )  # fmt: skip
         self.zone_updates = ZoneUpdates(
             self.policy, self.snapshots, self.look_ups, self.appender, self.successors, settings=self.settings,
@@ -217,13 +228,18 @@ class Broker:
         )  # fmt: skip
         self.forecast = Forecast(
             self.policy, self.snapshots, clock=clock, reader=log.reader, background=self.threads.background,
-            selections=self.tables.selections,
+            selections=self.tables.selections, schedules=self.tables.schedules,
         )  # fmt: skip
         surveys = Surveys(self.snapshots, reader=log.reader, background=self.threads.background)
         self.selections = SelectionChanges(
             self.policy, surveys.survey, lambda: self.campaign_changes.is_resuming or self._range_cancels > 0,
             gate=self.gate, clock=clock, writer=log.writer, tables=self.tables, attach_state=self.attach_state,
-            scheduling=self.scheduling,
+            scheduling=self.scheduling, delay_ms_max=self.settings.delay_ms_max,
+        )  # fmt: skip
+        self.wakers = Wakers(
+            self.snapshots, self.appender, self.successors, gate=self.gate, clock=clock, log=log,
+            selections=self.tables.selections, scheduling=self.scheduling, threads=self.threads,
+            host=self.settings.host,
         )  # fmt: skip
         self.window_loads = WindowLoads(self.forecast, clock=clock)
         self.job_reports = JobReports(
@@ -257,6 +273,7 @@ class Broker:
             self.appender, self.waiters, self.policy, settings=settings, clock=clock, log=log, tables=tables,
             redeliveries=self.redeliveries, threads=self.threads, rates=self.rates, on_failure=self.on_failure,
         )  # fmt: skip
+        self.delivery.on_append = self.consuming.saver.waiting
         manual = clock.clock
         self.virtual_time = (
             VirtualTime(
@@ -266,6 +283,8 @@ class Broker:
             if isinstance(manual, ManualClock)
             else None
         )  # fmt: skip
+        if self.virtual_time is not None:
+            self.virtual_time.activities.append(self.pacing)
         self.groups = GroupStates(
             self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions,
             topics=tables.topics, offsets=tables.offsets, groups=tables.groups, expired=tables.expired,
@@ -554,18 +573,24 @@ class Broker:
         queues: int | None = None,
         caller: Caller = ANONYMOUS,
         on_pending: OnPending | None = None,
+        max_per_second: int | None = None,
     ) -> None:
         """Create a topic, or add queues to it. Durable on return. Raises OutOfRange, and the errors of the policy.
 
-        `on_pending`: the rule of sends with a unique key that name none. None leaves it.
+        `on_pending`: the rule of sends with a unique key that name none. `max_per_second`: the limit of messages that
+        become visible in a second, 0 for no limit. None leaves each.
         """
+        if max_per_second is not None and not 0 <= max_per_second <= limits.TOPIC_RATE_MAX:
+            raise OutOfRange(f"max_per_second {max_per_second}: 0 (no limit) to {limits.TOPIC_RATE_MAX}")
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.admit_managed([name], caller)
         topics = self.tables.topics
-        topic = topics.ensure(name, queues or self.settings.queues_per_topic, made_by=caller.name)
+        topic = topics.ensure(name, queues, made_by=caller.name)
         if on_pending is not None:
             topics.set_attribute(topic, ON_PENDING, on_pending)
+        if max_per_second is not None:
+            topics.set_attribute(topic, MAX_PER_SECOND, str(max_per_second) if max_per_second else None)
         await self.log.writer.flushed()
 
     def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
@@ -707,6 +732,7 @@ class Broker:
             "strategy": self.settings.strategy,
             "durability": self.settings.durability,
             "waiting_messages": self.pending_messages,
+            "held_messages": sum(self.pacing.held().values()),
             "redelivery_messages": self.redeliveries.waiting_rows,
             "schedule": self.schedule_statistics() | self.pending_table.file_keys.statistics(),
             "levels": self.scheduling.levels.statistics(),

@@ -50,10 +50,12 @@ def lists(found: Recovered | Any) -> dict[str, Any]:
         "mark": (settled.before_ms, settled.before_seq, settled.late),
         "waiting": [waiting.due_ms.tolist(), waiting.seq.tolist(), waiting.row_seq.tolist()],
         "redeliveries": found.redeliveries.facts(),
+        "woken": [column.tolist() for column in found.woken],
+        "moved": found.moved.tolist(),
         **{
             name: getattr(found, name)
             for name in Recovered.__slots__
-            if name not in ("settled", "waiting", "redeliveries", "bring_up")
+            if name not in ("settled", "waiting", "redeliveries", "woken", "moved", "bring_up")
         },
     }
 
@@ -167,9 +169,9 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     assert tail.count(reader, ledger.watermark) == found.scheduled_since_watermark
     # Of those that are forgotten, all instants have passed.
     moved = Moved()
-    moved.add(plain.moved())
+    moved.restore(plain.moved())
     moved.forget_before(found.settled.before_ms)
-    assert moved.rows() == found.moved
+    assert moved.copied()().tolist() == found.moved.tolist()
 
 
 def test_these_lives_have_snapshots_amid_rows() -> None:
@@ -290,7 +292,7 @@ async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it
     assert snapshot.facts.seq + 4 <= follower.snapshot_seq
     found = follower.finish(Catalog(CrashFiles()), 0)
     assert found.waiting_rows == world.broker.scheduling.outcomes.waiting_rows == len(found.waiting) == 7
-    assert found.moved == world.broker.scheduling.outcomes.moved.rows()
+    assert found.moved.tolist() == world.broker.scheduling.outcomes.moved.copied()().tolist()
     assert sorted(found.settled.seq.tolist()) == sorted(
         world.broker.scheduling.scheduler.settled().seq.tolist()
     )

@@ -107,10 +107,10 @@ def test_moves_are_those_that_the_schedule_remembers(
     expected = Moved()
     expected.add((due_ms, number, 100 + at, from_ms) for at, (number, due_ms, from_ms) in enumerate(moves))
     found = replayed(NOTHING, *batches)
-    assert found.moved() == expected.rows()
+    assert found.moved().tolist() == expected.copied()().tolist()
     again = Moved()
-    again.add(found.moved())
-    assert again.rows() == expected.rows()
+    again.restore(found.moved())
+    assert again.copied()().tolist() == expected.copied()().tolist()
 
 
 def test_a_move_settles_the_version_before_it_and_what_waits_stays_as_many() -> None:

@@ -27,6 +27,7 @@ from tests.crash.dispatch_scenarios import bring, pass_by
 from tests.crash.lives import run
 from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
 
+from timeball.broker.recurring import successors
 from timeball.broker.recurring.rule import Rule
 from timeball.broker.recurring.successors import choose, first_after, last_until
 from timeball.broker.registry.schedules import ScheduleFacts, State
@@ -307,6 +308,72 @@ def test_many_schedules_and_messages_of_one_time(strategy: str, monkeypatch: pyt
         await world.stop()
 
     run(main())
+
+
+ENDING = {"every": "10m", "starts_at": "2023-11-14T00:00:00Z", "ends_at": "2023-11-14T22:25:00Z"}
+VARIETIES: list[dict[str, Any]] = [
+    {},
+    {"body": b"\x00\xff", "tag": "red", "keys": "a b"},
+    {"properties": {"ключ": "значение", "b": ""}},
+    {"rule": {"cron": "*/10 * * * *", "zone": "Asia/Kathmandu"}, "catch_up": "latest"},
+    {"rule": {"rrule": "DTSTART:20231114T000000\nRRULE:FREQ=MINUTELY;INTERVAL=10", "zone": "Europe/Berlin"}},
+    {"overlap": "skip", "group": "workers"},
+    {"rule": ENDING},
+    {"properties": {"TIMEBALL_EXPIRES_AFTER_MS": "1000"}},
+]
+
+
+async def lives_of_many(world: World, varieties: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Release many schedules three times, the last time late. Returns the rows of the log, and restarts."""
+    for number in range(4 * len(varieties)):
+        await put(world, f"s{number:03d}", **varieties[number % len(varieties)])
+    begin_seq = world.broker.log.reader.next_seq
+    for _ in range(2):
+        await world.advance(EVERY_MS)
+    await world.advance(EVERY_MS + 5 * SECOND_MS)
+    reader = world.broker.log.reader
+    rows = [row for _, rows in reader.frames(begin_seq, reader.next_seq) for row in rows.to_pylist()]
+    names = [f"s{number:03d}" for number in range(4 * len(varieties))]
+    before = [progress(world, name) for name in names]
+    await world.restart()
+    assert [progress(world, name) for name in names] == before, "the rows say the same as the memory"
+    return rows
+
+
+def logs_of(monkeypatch: pytest.MonkeyPatch, varieties: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    logs = list[list[dict[str, Any]]]()
+
+    async def live(world: World) -> None:
+        logs.append(await lives_of_many(world, varieties))
+
+    for few_rows in (0, 1_000):  # as columns, and row by row
+        monkeypatch.setattr(successors, "FEW_ROWS", few_rows)
+        on_node()(live)()
+    return logs
+
+
+def test_columns_and_rows_give_the_same_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_column, by_row = logs_of(monkeypatch, VARIETIES[:5])
+    assert by_column == by_row and len(by_row) == 3 * 3 * 4 * 5
+
+
+def test_columns_and_rows_agree_about_those_that_do_not_simply_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Numbers may differ, because those that do not simply continue come first.
+    varying = ("seq", "source_seq", "version_seq", "queue_id", "queue_offset", "body")
+    by_column, by_row = (
+        sorted(str({key: value for key, value in row.items() if key not in varying}) for row in log)
+        for log in logs_of(monkeypatch, VARIETIES)
+    )
+    assert by_column == by_row
+
+
+def test_a_column_of_another_value_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(successors, "_SCHEDULED_MS", successors._SCHEDULED_MS.replace("ms", "s"))
+    by_column = logs_of(monkeypatch, VARIETIES[:2])[0]
+    monkeypatch.undo()
+    assert by_column != logs_of(monkeypatch, VARIETIES[:2])[1]
 
 
 @on_node()

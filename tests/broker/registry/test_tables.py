@@ -111,7 +111,7 @@ def test_a_saved_part_is_read_as_written_until_it_is_deleted() -> None:
 
 def test_a_run_of_leases_is_an_array_and_rows_without_the_last_columns_are_read() -> None:
     """A folder has such rows when the broker is replaced: a new field goes to the end, with a default."""
-    assert msgspec.json.encode(RUN) == b'[1027,3,7,60007,8,true,false,2,9,"no"]'
+    assert msgspec.json.encode(RUN) == b'[1027,3,7,60007,8,true,false,2,9,"no",""]'
     assert msgspec.json.decode(b"[1027,3,7,60007,8]", type=LeaseRun) == LeaseRun(1027, 3, 7, 60_007, 8)
 
 

@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.waiters import Gate
 from timeball.broker.consuming.retry import SPENT
-from timeball.broker.pending.listing import Filed, Shown, TableWalk
+from timeball.broker.pending.listing import Filed, Shown, TableWalk, is_before, rows_in_log, rows_in_table
 from timeball.broker.pending.snapshot import Logged, LogTail, Snapshot, Snapshots, TopicCodes
 from timeball.broker.policy import Policy
 from timeball.broker.registry.tables import AdoptedFacts, DrainFacts, Drains, Tables
@@ -59,10 +58,8 @@ from timeball.model.errors import (
     Unavailable,
     from_code,
 )
-from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
-from timeball.schedule.delay_levels import with_original_topics
-from timeball.schedule.hour_log import as_scheduled as scheduled_of_table
-from timeball.schedule.locations import as_scheduled, with_column
+from timeball.model.message import LOG_SCHEMA, Kind, decode_properties, encode_properties, int64
+from timeball.schedule.locations import with_column
 from timeball.schedule.scheduler import Scheduling
 
 logger = logging.getLogger(__name__)
@@ -259,11 +256,11 @@ class Draining:
         shown = Shown(self._codes, None, lambda topic: True)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
         in_log, log_upto = self._tail.after(snapshot, from_position, LAST_POSITION, PAGE_ROWS)
-        in_files, files_upto = walk.after(from_position, LAST_POSITION, PAGE_ROWS, shown)
+        in_files, files_upto = walk.after(from_position, LAST_POSITION, PAGE_ROWS, shown.choose)
         # Both sources are complete up to the nearer of their ends.
         upto = min(log_upto, files_upto)
-        in_log = in_log.part(shown(in_log.topic) & _is_before(in_log, upto))
-        return _Page(walk, in_log, in_files.part(_is_before(in_files, upto)), upto)
+        in_log = in_log.part(shown(in_log.topic) & is_before(in_log, upto))
+        return _Page(walk, in_log, in_files.part(is_before(in_files, upto)), upto)
 
     async def _hand_over_all(
         self, messages: Logged | Filed, read: Callable[[Logged | Filed], pa.RecordBatch]
@@ -285,15 +282,8 @@ class Draining:
         return moved_rows
 
     def _read_from_log(self, messages: Logged | Filed) -> pa.RecordBatch:
-        """Read the complete rows (READ_SCHEMA) of messages in the log."""
         assert isinstance(messages, Logged)
-        batches = []
-        for is_level in (False, True):
-            selected = messages.part(messages.is_level == is_level)
-            if len(selected):
-                rows = self._log.reader.read_rows(selected.row_seq)
-                batches.append(as_scheduled(_without_level(with_original_topics(rows)) if is_level else rows))
-        return pa.concat_batches(batches)
+        return rows_in_log(self._log.reader, messages, _without_level)
 
     async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:
         """Hand over the messages that are still pending, in one transfer.
@@ -383,14 +373,9 @@ def _split_transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from _split_transfers(rows.slice(middle))
 
 
-def _is_before(messages: Logged | Filed, upto: PagePosition) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Check which of these messages are before a position."""
-    return np.asarray((messages.due_ms < upto[0]) | ((messages.due_ms == upto[0]) & (messages.seq < upto[1])))
-
-
 def _read_from_table(walk: TableWalk, messages: Logged | Filed) -> pa.RecordBatch:
     assert isinstance(messages, Filed)
-    return scheduled_of_table(walk.rows_of(messages, TABLE_SCHEMA.names))
+    return rows_in_table(walk, messages)
 
 
 def _without_level(rows: pa.RecordBatch) -> pa.RecordBatch:

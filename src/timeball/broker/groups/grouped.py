@@ -53,7 +53,7 @@ from timeball.model.answers import (
     SentState,
     Verdict,
 )
-from timeball.model.errors import StorageError, TimeballError, Unavailable, from_code
+from timeball.model.errors import NotLeader, StorageError, TimeballError, Unavailable, from_code
 from timeball.table.attachment import Attachment
 
 T = TypeVar("T")
@@ -285,10 +285,12 @@ class GroupedBroker(Broker):
     # -- questions of other groups ---------------------------------------------------------------------------
 
     async def answer(self, question: AnyQuestion, caller: Caller) -> GroupAnswer:
-        """Answer another group's question from this group's log alone."""
+        """Answer another group's question from this group's log alone. Raises NotLeader."""
         # A refusal is sent as an answer, because the asking group treats an HTTP error as no answer.
         try:
             return await self._answer(question, caller)
+        except NotLeader:
+            raise  # the asking group asks the next leader
         except RecallRefused as error:
             refusal = Refusal(RECALL_REFUSED, error.sentence, error.verdict, error.at_ms)
         except TimeballError as error:

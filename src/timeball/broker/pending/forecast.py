@@ -8,38 +8,45 @@ begins later.
 Counting reads only due times and topics from the table. It reads nothing of a row group that is within one bucket and
 has one topic. It reads message numbers only where some rows may be settled, and other columns only where rows may
 belong to a selection. Messages held by a paused campaign are not due and not counted.
+
+Occurrences of recurring schedules that are no messages yet are counted separately (recurring_load.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
+from timeball.broker.pending.recurring_load import RecurringCounting, TopicsOfTexts, Window
 from timeball.broker.pending.snapshot import (
     Codes,
+    DescribedPart,
     Logged,
     Snapshot,
     Snapshots,
     TopicCodes,
+    described_in_group,
+    described_in_log,
     is_shown,
-    owners_in_group,
-    owners_in_log,
     scan,
+    view_of,
 )
 from timeball.broker.policy import Policy
-from timeball.broker.registry.selections import Selected, Selections
+from timeball.broker.registry.schedule_columns import Planned
+from timeball.broker.registry.schedules import Schedules
+from timeball.broker.registry.selections import LAST_MS, Selected, Selections
 from timeball.broker.tables.memory import give_back
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
-from timeball.model.answers import BucketUnit, DueCounts
+from timeball.model.answers import BucketUnit, DueCounts, RecurringCounts
 from timeball.model.errors import OutOfRange, OverLimit, Unavailable
 from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
@@ -73,16 +80,18 @@ class _Count:
     selected: Selected  # reused until a selection changes
     pairs: Int64Array
     due: Int64Array  # number of messages of each pair
+    recurring: RecurringCounting | None
 
     @property
     def buckets(self) -> int:
         return (self.to_ms - self.from_ms) // self.width_ms
 
-    def covers(self, width_ms: int, from_ms: int, to_ms: int, now_s: float, selected: Selected) -> bool:
+    def covers(self, window: Window, now_s: float, selected: Selected, *, recurring: bool) -> bool:
         """Check whether the count has this bucket width, covers the window, and is still fresh."""
-        is_within = self.from_ms <= from_ms and to_ms <= self.to_ms
+        is_within = self.from_ms <= window.from_ms and window.to_ms <= self.to_ms
         is_fresh = now_s < self.until_s and self.selected is selected
-        return self.width_ms == width_ms and is_within and is_fresh
+        has_all = self.recurring is not None or not recurring
+        return self.width_ms == window.width_ms and is_within and is_fresh and has_all
 
 
 class Forecast:
@@ -97,10 +106,12 @@ class Forecast:
         reader: LogReader,
         background: Executor,
         selections: Selections,
+        schedules: Schedules,
     ) -> None:
         self._policy, self._snapshots, self._selections = policy, snapshots, selections
         self._clock, self._reader, self._background = clock, reader, background
-        self._codes = TopicCodes()
+        self._schedules, self._codes = schedules, TopicCodes()
+        self._topics_of_texts = TopicsOfTexts(self._codes)
         self._counts: list[_Count] = []
         self._counting = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
@@ -113,11 +124,14 @@ class Forecast:
         to_ms: int | None = None,
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
+        *,
+        recurring: bool = False,
     ) -> DueCounts:
         """Count the messages of a window, for the topics that the caller may see.
 
         The window is widened to whole buckets. Without `from_ms` it begins now, and without `to_ms` it has a default
-        length. Raise Forbidden, NotFound, OutOfRange, OverLimit.
+        length. `recurring`: count occurrences that are no messages yet, too. Raise Forbidden, NotFound, OutOfRange,
+        OverLimit.
         """
         self._policy.allow(caller, Verb.LOOK, topic=topic)
         width_ms = UNITS[by]
@@ -129,55 +143,94 @@ class Forecast:
             raise OutOfRange(
                 f"a window of {(to_ms - from_ms) // width_ms} buckets: 1 to {limits.FORECAST_BUCKETS_MAX}"
             )
-        count = self._find_fresh(width_ms, from_ms, to_ms)
+        window = Window(from_ms, to_ms, width_ms)
+        count = self._find_fresh(window, recurring=recurring)
         if count is None:
             # A separate task, because other callers wait for this count too. It continues when the first caller
             # disconnects.
-            count = await asyncio.shield(self._loop.create_task(self._count_once(width_ms, from_ms, to_ms)))
+            counting = self._count_once(window, recurring=recurring)
+            count = await asyncio.shield(self._loop.create_task(counting))
         answer = self._build_answer(count, by, from_ms, to_ms, topic, caller)
         # After the count: a topic that was deleted may still have pending messages.
         self._policy.check_known(topic, has_messages=bool(answer.topics))
         return answer
 
-    def _find_fresh(self, width_ms: int, from_ms: int, to_ms: int) -> _Count | None:
+    async def recurring(self, from_ms: int, to_ms: int, width_ms: int, caller: Caller) -> RecurringCounts:
+        """Count the occurrences that are no messages yet, for the topics that the caller may see.
+
+        The window is widened to whole buckets. Raise Forbidden, OutOfRange.
+        """
+        self._policy.allow(caller, Verb.LOOK)
+        if not from_ms < to_ms <= limits.INSTANT_MS_MAX:
+            raise OutOfRange(
+                f"a window from {from_ms} to {to_ms}: an end after its begin, before the year 10000"
+            )
+        window = Window(from_ms - from_ms % width_ms, to_ms + -to_ms % width_ms, width_ms)
+        async with self._counting:
+            counted = await self._count_recurring(self._schedules.planned(), window)
+        codes, buckets = counted.pairs // window.buckets, counted.pairs % window.buckets
+        topics = {}
+        for code in np.unique(codes).tolist():
+            if self._policy.allows(caller, Verb.LOOK, topic=self._codes.names[code]):
+                at_ms = window.from_ms + buckets[codes == code] * window.width_ms
+                topics[self._codes.names[code]] = at_ms.tolist(), counted.due[codes == code].tolist()
+        return RecurringCounts(counted.to_ms, topics)
+
+    async def _count_recurring(self, planned: Planned, window: Window) -> RecurringCounting:
+        counting = RecurringCounting(planned, window, self._topics_of_texts)
+        steps = counting.steps()
+        while await in_thread(self._background, next, steps, False):
+            pass
+        return counting
+
+    def _find_fresh(self, window: Window, *, recurring: bool) -> _Count | None:
         """Find a count that may be reused for this window."""
         now_s, selected = self._loop.time(), self._selections.selected
-        return next(
-            (count for count in self._counts if count.covers(width_ms, from_ms, to_ms, now_s, selected)), None
+        counts = (
+            count for count in self._counts if count.covers(window, now_s, selected, recurring=recurring)
         )
+        return next(counts, None)
 
-    async def _count_once(self, width_ms: int, from_ms: int, to_ms: int) -> _Count:
+    async def _count_once(self, window: Window, *, recurring: bool) -> _Count:
         """Count a window that is a little longer than the requested one. Only one count runs at a time."""
         async with self._counting:
             # Another caller may have counted while this one was waiting for the lock.
-            fresh = self._find_fresh(width_ms, from_ms, to_ms)
+            fresh = self._find_fresh(window, recurring=recurring)
             if fresh is not None:
                 return fresh
             # Windows of dashboards begin now. With spare time at the end, this count also covers the next window.
-            to_ms += max(width_ms, _SPARE_MS - _SPARE_MS % width_ms)
+            width_ms, from_ms = window.width_ms, window.from_ms
+            to_ms = window.to_ms + max(width_ms, _SPARE_MS - _SPARE_MS % width_ms)
+            window = Window(from_ms, to_ms, width_ms)
             start_s = self._loop.time()
-            snapshot, (pairs, due_counts) = await self._count_window(Window(from_ms, to_ms, width_ms))
+            snapshot, planned, (pairs, due_counts) = await self._count_window(window, recurring=recurring)
+            counted = None if planned is None else await self._count_recurring(planned, window)
             self.counts += 1
             now_s = self._loop.time()
             # Measured from the end of the count, so that a slow count is not repeated at once.
             until_s = now_s + max(FRESH_S, TIMES_ITS_COST * (now_s - start_s))
             count = _Count(
-                width_ms, from_ms, to_ms, snapshot.now_ms, until_s, snapshot.selected, pairs, due_counts
-            )
+                width_ms, from_ms, to_ms, snapshot.now_ms, until_s, snapshot.selected, pairs, due_counts,
+                counted,
+            )  # fmt: skip
             # The newest count comes first, so `_find_fresh` prefers it.
             fresh_counts = [known for known in self._counts if now_s < known.until_s]
             self._counts = [count, *fresh_counts[: COUNTS_MAX - 1]]
             return count
 
-    async def _count_window(self, window: Window) -> tuple[Snapshot, tuple[Int64Array, Int64Array]]:
+    async def _count_window(
+        self, window: Window, *, recurring: bool
+    ) -> tuple[Snapshot, Planned | None, tuple[Int64Array, Int64Array]]:
         """Count in a snapshot. Raise Unavailable if retention removed rows twice during the count."""
         for _ in range(2):
             async with self._snapshots.taken() as snapshot:
+                # At the same moment: an occurrence that becomes a message meanwhile is counted once.
+                planned = self._schedules.planned() if recurring else None
                 counting = Counting(
                     snapshot, self._codes, window, reader=self._reader, open_file=self._snapshots.open_file
                 )
                 try:
-                    return snapshot, await in_thread(self._background, counting.run)
+                    return snapshot, planned, await in_thread(self._background, counting.run)
                 except OutOfRange:
                     # A row that a selection's condition needs is gone, so its message is settled or in a file.
                     continue
@@ -186,8 +239,28 @@ class Forecast:
     def _build_answer(
         self, count: _Count, by: BucketUnit, from_ms: int, to_ms: int, topic: str | None, caller: Caller
     ) -> DueCounts:
-        topic_codes, buckets = count.pairs // count.buckets, count.pairs % count.buckets
-        begin, end = ((ms - count.from_ms) // count.width_ms for ms in (from_ms, to_ms))
+        window, recurring = Window(from_ms, to_ms, count.width_ms), count.recurring
+        occurrences: tuple[list[tuple[int, int]], dict[str, int]] = [], {}
+        if recurring is not None:
+            occurrences = self._sums(count, recurring.pairs, recurring.due, window, topic, caller)
+        return DueCounts(
+            by, from_ms, to_ms, count.counted_ms,
+            *self._sums(count, count.pairs, count.due, window, topic, caller), *occurrences,
+            to_ms if recurring is None else min(to_ms, max(from_ms, recurring.to_ms)),
+        )  # fmt: skip
+
+    def _sums(
+        self,
+        count: _Count,
+        pairs: Int64Array,
+        due: Int64Array,
+        window: Window,
+        topic: str | None,
+        caller: Caller,
+    ) -> tuple[list[tuple[int, int]], dict[str, int]]:
+        """Sum the pairs of a window by bucket and by topic, without empty ones, for the topics that are shown."""
+        topic_codes, buckets = pairs // count.buckets, pairs % count.buckets
+        begin, end = ((ms - count.from_ms) // count.width_ms for ms in (window.from_ms, window.to_ms))
         is_counted = (buckets >= begin) & (buckets < end)
         code_by_name = {}
         for code in np.unique(topic_codes[is_counted]).tolist():
@@ -196,30 +269,13 @@ class Forecast:
                 code_by_name[name] = code
         is_counted &= np.isin(topic_codes, np.array(list(code_by_name.values()), np.int64))
         # Only over the visible topics: messages of other topics are in neither sum.
-        by_bucket = np.bincount(buckets[is_counted], count.due[is_counted]).astype(np.int64)
-        by_topic = np.bincount(topic_codes[is_counted], count.due[is_counted]).astype(np.int64)
-        return DueCounts(
-            by, from_ms, to_ms, count.counted_ms,
-            [
-                (count.from_ms + bucket * count.width_ms, int(by_bucket[bucket]))
-                for bucket in np.flatnonzero(by_bucket).tolist()
-            ],
-            {name: int(by_topic[code]) for name, code in sorted(code_by_name.items())},
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A time range that is divided into buckets of equal width."""
-
-    from_ms: int
-    to_ms: int
-    width_ms: int
-
-    @property
-    def buckets(self) -> int:
-        """The number of buckets."""
-        return (self.to_ms - self.from_ms) // self.width_ms
+        by_bucket = np.bincount(buckets[is_counted], due[is_counted]).astype(np.int64)
+        by_topic = np.bincount(topic_codes[is_counted], due[is_counted]).astype(np.int64)
+        by_start = [
+            (count.from_ms + bucket * count.width_ms, int(by_bucket[bucket]))
+            for bucket in np.flatnonzero(by_bucket).tolist()
+        ]
+        return by_start, {name: int(by_topic[code]) for name, code in sorted(code_by_name.items())}
 
 
 class Counting:
@@ -241,6 +297,9 @@ class Counting:
         self._pair_count = 0
         # Sorted once, because each row group is searched in it.
         self._settled_due = np.sort(snapshot.settled.due_ms)
+        # Messages outside of the window may be due in it, because selections have changed their due times.
+        self._read_from_ms = window.from_ms - snapshot.selected.later_ms
+        self._read_to_ms = min(window.to_ms + snapshot.selected.earlier_ms, LAST_MS)
 
     def run(self) -> tuple[Int64Array, Int64Array]:
         """Count log and table. The result has the pairs of topic and bucket, ascending, and their numbers of messages.
@@ -248,10 +307,9 @@ class Counting:
         Raise OverLimit if there are too many pairs.
         """
         self._count_log(self._reader)
-        window = self._window
         for entry in self._snapshot.entries:
             # Other files have no pending scheduled message in the window.
-            if self._snapshot.first_ms(entry) < window.to_ms and entry.max_due_ms >= window.from_ms:
+            if self._snapshot.first_ms(entry) < self._read_to_ms and entry.max_due_ms >= self._read_from_ms:
                 self._count_file(self._open_file(entry))
         # Freed memory counts as the broker's until the allocators return it to the system.
         result = self._merge_pairs()
@@ -279,28 +337,40 @@ class Counting:
         selected = self._snapshot.selected
         if not selected.is_empty:
             rows = rows.part(self._snapshot.waits(rows.due_ms, rows.seq))
-            rows = rows.part(owners_in_log(selected, self._reader, rows, self._codes.names) < 0)
+            parts = described_in_log(selected, self._reader, rows, self._codes.names)
+            self._add_changed(parts, rows.due_ms, rows.seq, rows.topic)
+            return
         self._add_pending(rows.due_ms, rows.seq, rows.topic)
+
+    def _add_changed(
+        self, parts: Iterator[DescribedPart], due_ms: Int64Array, seq: Int64Array, topics: Codes
+    ) -> None:
+        """Add pending messages with the due times and topics that selections have given them."""
+        view = view_of(self._snapshot.selected, parts, due_ms, topics, self._codes)
+        is_counted = ~(view.is_cancelled | view.is_held | self._snapshot.holds.contains(due_ms, seq))
+        self._add_rows(view.due_ms[is_counted], view.topic[is_counted])
 
     # -- the table -----------------------------------------------------------------------------------------------
 
     def _count_file(self, file: DataFile) -> None:
         """Count the messages of a data file. Reads as few columns of each row group as possible."""
         window = self._window
-        for group in file.groups_between((window.from_ms, 0), (window.to_ms, 0)):
+        for group in file.groups_between((self._read_from_ms, 0), (self._read_to_ms, 0)):
             first_ms, last_ms = int(file.group_min_ms[group]), int(file.group_max_ms[group])
             # Older files have no statistics of topics, so their columns are read.
             topic_range = file.group_topics(group)
-            is_selected = file.entry.min_seq < self._snapshot.selected.end_seq
+            is_selected = not self._snapshot.selected.is_empty
             if is_selected or self._may_be_settled(first_ms, last_ms):
                 rows = file.read_group(group, ["due_ms", "seq", "topic"])
                 due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
-                row, topics = np.arange(len(seq)), self._encode_topics(rows)
-                if is_selected:
-                    row = np.flatnonzero(self._snapshot.waits(due_ms, seq))
-                    owner = owners_in_group(self._snapshot.selected, file, group, row, due_ms[row], seq[row])
-                    row = row[owner < 0]
-                self._add_pending(due_ms[row], seq[row], topics[row])
+                topics = self._encode_topics(rows)
+                if not is_selected:
+                    self._add_pending(due_ms, seq, topics)
+                    continue
+                row = np.flatnonzero(self._snapshot.waits(due_ms, seq))
+                due_ms, seq = due_ms[row], seq[row]
+                parts = described_in_group(self._snapshot.selected, file, group, row, due_ms, seq)
+                self._add_changed(parts, due_ms, seq, topics[row])
             elif topic_range is not None and topic_range[0] == topic_range[1]:
                 code = int(self._codes.encode(pa.array([topic_range[0]]))[0])
                 first_bucket, is_in_window = (

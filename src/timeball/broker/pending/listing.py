@@ -2,8 +2,9 @@
 
 Messages with the same due time are sorted by version, the order in which they got this due time. A page shows the state
 at one moment. A message that is rescheduled between two pages may be in both or in neither. Any other message is in
-exactly one page. The work for a page is bounded. So a page may have fewer messages than requested, or none, and still
-name a next page.
+exactly one page. Pages are in the order of the schedule. Selections may have changed due times. These are shown, and
+each page is sorted by them. The work for a page is bounded. So a page may have fewer messages than requested, or none,
+and still name a next page.
 
 A page merges two sources: the sorted messages of the log (`LogTail` of snapshot.py) and those of the table
 (`TableWalk`, which the drain of a group uses, too).
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,16 +25,21 @@ import pyarrow.compute as pc
 
 from timeball.broker.pending.snapshot import (
     Codes,
+    DescribedPart,
     Logged,
     LogTail,
     Snapshot,
     Snapshots,
     TopicCodes,
+    described_in_group,
+    described_in_log,
     is_shown,
-    owners_in_group,
+    view_of,
 )
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import Campaigns
+from timeball.broker.registry.selections import FIRST_MS, LAST_MS, Selected, Selections
+from timeball.broker.revoking.cancel import with_changes
 from timeball.broker.revoking.scheduled_lookup import (
     Candidate,
     LookupResult,
@@ -46,12 +52,20 @@ from timeball.io.threads import Threads, in_slices, in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
-from timeball.model.answers import PagePosition, PageRequest, PendingMessage, PendingPage
+from timeball.model.answers import (
+    FIRST_POSITION,
+    LAST_POSITION,
+    PagePosition,
+    PageRequest,
+    PendingMessage,
+    PendingPage,
+)
 from timeball.model.errors import OutOfRange, Unavailable
-from timeball.model.message import Int64Array, Kind
+from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.backlog import Bools
 from timeball.schedule.delay_levels import with_original_topics
-from timeball.schedule.locations import Columns
+from timeball.schedule.hour_log import as_scheduled as scheduled_of_table
+from timeball.schedule.locations import Columns, as_scheduled
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
@@ -77,12 +91,14 @@ class Listing:
         *,
         reader: LogReader,
         campaigns: Campaigns,
+        selections: Selections,
         scheduling: Scheduling,
         file_keys: TableKeys,
         threads: Threads,
     ) -> None:
         self._look_ups, self._policy, self._snapshots = look_ups, policy, snapshots
         self._reader, self._campaigns, self._scheduling = reader, campaigns, scheduling
+        self._selections = selections
         self._file_keys, self._threads = file_keys, threads
         self._codes = TopicCodes()
         self._tail = LogTail(reader, self._codes)
@@ -133,11 +149,20 @@ class Listing:
     def _read_page(
         self, snapshot: Snapshot, request: PageRequest, may: Callable[..., bool], ranges: CampaignRanges
     ) -> PendingPage:
-        shown = Shown(self._codes, request.topic, may)
-        walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, request.topic)
-        in_log, log_upto = self._tail.after(snapshot, request.low, request.high, LOOK_ROWS)
-        in_log = in_log.part(shown(in_log.topic))
-        in_files, files_upto = walk.after(request.low, request.high, request.rows, shown)
+        selected, shown = snapshot.selected, Shown(self._codes, request.topic, may)
+        low, high = _bounds(request, selected)
+        held = set[int]()  # versions
+        choose = _choose(request, selected, shown, self._codes, held)
+        # The statistics of files have the topics before the moves of selections.
+        topic = None if request.topic in selected.moves_to else request.topic
+        walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, topic)
+        page, log_upto = self._tail.after(snapshot, low, high, LOOK_ROWS)
+        index, log_ms, log_topic = choose(
+            page.due_ms, page.seq, page.topic,
+            lambda index: described_in_log(selected, self._reader, page.part(index), self._codes.names),
+        )  # fmt: skip
+        in_log = page.part(index)
+        in_files, files_upto = walk.after(low, high, request.rows, choose)
         upto = min(log_upto, files_upto)
         due_ms = np.concatenate((in_log.due_ms, in_files.due_ms))
         seq = np.concatenate((in_log.seq, in_files.seq))
@@ -154,8 +179,15 @@ class Listing:
         rows = [*self._read_log(in_log.part(log_rows))]
         if len(file_rows):
             rows.append(walk.rows_of(in_files.part(file_rows), _SHOWN))
-        messages = _messages(rows, ranges)
-        return PendingPage(messages, None if upto >= request.high else upto)
+        seqs = np.concatenate((in_log.seq[log_rows], in_files.seq[file_rows]))
+        shown_ms = np.concatenate((log_ms[log_rows], in_files.shown_ms[file_rows]))
+        topics = np.concatenate((log_topic[log_rows], in_files.topic[file_rows]))
+        names = [self._codes.names[code] for code in topics.tolist()]
+        in_schedule_ms = np.concatenate((in_log.due_ms[log_rows], in_files.due_ms[file_rows]))
+        held.update(seqs[snapshot.holds.contains(in_schedule_ms, seqs)].tolist())
+        shown_by_seq = dict(zip(seqs.tolist(), zip(shown_ms.tolist(), names, strict=True), strict=True))
+        messages = _messages(rows, ranges, shown_by_seq, held)
+        return PendingPage(messages, None if upto >= high else upto)
 
     def _read_log(self, logged: Logged) -> list[pa.Table]:
         """Read the columns `_SHOWN` of these rows of the log, in the form of the table's rows."""
@@ -195,10 +227,14 @@ class Listing:
         first_seqs = np.array([entry[0] for entry in ranges], np.int64)
         return first_seqs, np.array([entry[1] for entry in ranges], np.int64), [entry[2] for entry in ranges]
 
-    def _forget_later(self) -> None:
-        """Free the memory of the sorted log if no other page is read for KEPT_S seconds."""
+    def close(self) -> None:
+        """End the timer, which would keep the memory of the broker."""
         if self._forget_timer is not None:
             self._forget_timer.cancel()
+
+    def _forget_later(self) -> None:
+        """Free the memory of the sorted log if no other page is read for KEPT_S seconds."""
+        self.close()
         loop = asyncio.get_running_loop()
         self._forget_timer = loop.call_later(
             KEPT_S, lambda: loop.run_in_executor(self._threads.background, self._tail.forget)
@@ -210,19 +246,20 @@ class Listing:
         """Read a page of pending messages with this key, found by the key index."""
         # The lookup hides scheduled messages that the caller may not see, and copies on their way back to a group.
         names = Names(keys=[key], topic=request.topic, may=self._policy.visible(caller))
-        lookup = await self._look_ups.look_up(names)
-        candidates = await self._look_ups.work_through(
-            lookup, _due_between, lookup, request.low, request.high
-        )
+        lookup = await self._look_ups.look_up_present(names)
+        low, high = _bounds(request, self._selections.selected)
+        from_ms, to_ms = _window(request)
+        candidates = await self._look_ups.work_through(lookup, _due_between, lookup, low, high)
         pending = list[Candidate]()
         # Checked after the lookup on the event loop, because a release that has begun may have no row in the log yet.
         async for part in in_slices(candidates):
-            selected = await self._look_ups.select(part)
+            changes = await self._look_ups.select(part)
             are_pending = self._scheduling.outcomes.waits(*due_version_columns(part)).tolist()
+            waiting = [c for c, is_pending in zip(part, are_pending, strict=True) if is_pending]
             pending += [
                 c
-                for c, is_pending in zip(part, are_pending, strict=True)
-                if is_pending and c.number not in selected
+                for c in with_changes(waiting, changes)
+                if from_ms <= c.shown_due_ms < to_ms and names.allows(c.shown_topic)
             ]
             if len(pending) > request.rows:
                 break
@@ -240,14 +277,61 @@ class Listing:
         )
         # A message whose row has left log and table since the lookup is settled. It is left out of the page.
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
+        of_campaigns = self._scheduling.outcomes.holds.contains(*due_version_columns(chosen)).tolist()
         names = _find_campaigns(np.array([c.number for c in chosen], np.int64), ranges)
         return [
             PendingMessage(
-                c.number, c.topic, c.due_ms, c.unique_key, c.keys,
+                c.number, c.shown_topic, c.shown_due_ms, c.unique_key, c.keys,
                 by_seq[c.seq]["tag"], len(by_seq[c.seq]["body"] or b""), name,
+                is_held or (c.change is not None and c.change.holder is not None),
             )
-            for c, name in zip(chosen, names, strict=True) if c.seq in by_seq
+            for c, name, is_held in zip(chosen, names, of_campaigns, strict=True) if c.seq in by_seq
         ]  # fmt: skip
+
+
+def _window(request: PageRequest) -> tuple[int, int]:
+    """The due times that a page may show: from the first one on, and before the second."""
+    from_ms = FIRST_MS if request.from_ms is None else request.from_ms
+    return from_ms, LAST_MS if request.to_ms is None else request.to_ms
+
+
+def _bounds(request: PageRequest, selected: Selected) -> tuple[PagePosition, PagePosition]:
+    """The positions, in the order of the schedule, of all messages that the page may show."""
+    from_ms, to_ms = _window(request)
+    low = FIRST_POSITION if request.from_ms is None else (from_ms - selected.later_ms, 0)
+    low = low if request.after is None else max(low, request.after)
+    return low, min((to_ms + selected.earlier_ms, 0), LAST_POSITION)
+
+
+# Chooses those of some pending messages that a result has, from their due times, versions and topics, and a function
+# that describes some of them. Returns their indexes, and the due times and topics to show.
+Choose = Callable[
+    [Int64Array, Int64Array, Codes, Callable[[Int64Array], Iterator[DescribedPart]]],
+    tuple[Int64Array, Int64Array, Codes],
+]
+
+
+def _choose(
+    request: PageRequest, selected: Selected, shown: Shown, codes: TopicCodes, held: set[int]
+) -> Choose:
+    """Choose the messages of a page in the states that selections have given them. Adds the versions of held ones."""
+    from_ms, to_ms = _window(request)
+
+    def choose(
+        due_ms: Int64Array,
+        seq: Int64Array,
+        topic: Codes,
+        describe: Callable[[Int64Array], Iterator[DescribedPart]],
+    ) -> tuple[Int64Array, Int64Array, Codes]:
+        index, due_ms, topic = shown.choose(due_ms, seq, topic, describe, is_final=not selected.moves_to)
+        if selected.is_empty or not len(index):
+            return index, due_ms, topic
+        view = view_of(selected, describe(index), due_ms, topic, codes)
+        is_chosen = ~view.is_cancelled & (view.due_ms >= from_ms) & (view.due_ms < to_ms) & shown(view.topic)
+        held.update(seq[index[is_chosen & view.is_held]].tolist())
+        return index[is_chosen], view.due_ms[is_chosen], view.topic[is_chosen]
+
+    return choose
 
 
 def _due_between(lookup: LookupResult, begin: tuple[int, int], end: tuple[int, int]) -> list[Candidate]:
@@ -275,12 +359,29 @@ class Shown:
             self._is_shown = np.concatenate((self._is_shown, np.array(shown, np.bool_)))
         return self._is_shown[codes] if len(codes) else np.empty(0, np.bool_)
 
+    def choose(
+        self,
+        due_ms: Int64Array,
+        seq: Int64Array,
+        topic: Codes,
+        describe: Callable[[Int64Array], Iterator[DescribedPart]],
+        *,
+        is_final: bool = True,
+    ) -> tuple[Int64Array, Int64Array, Codes]:
+        """Choose messages by their topics, a `Choose`. If topics are not final yet: choose all."""
+        index = np.flatnonzero(self(topic)) if is_final else np.arange(len(seq))
+        return index, due_ms[index], topic[index]
 
-def _messages(tables: list[pa.Table], ranges: CampaignRanges) -> list[PendingMessage]:
+
+def _messages(
+    tables: list[pa.Table], ranges: CampaignRanges, shown: dict[int, tuple[int, str]], held: set[int]
+) -> list[PendingMessage]:
     rows: list[dict[str, Any]] = []
     for table in tables:
         size = pc.fill_null(pc.binary_length(table.column("body")), 0)
         rows += table.drop_columns(["body"]).append_column("size_bytes", size).to_pylist()
+    for row in rows:
+        row["due_ms"], row["topic"] = shown[row["seq"]]
     # Merge the rows of log and table.
     rows.sort(key=lambda row: (row["due_ms"], row["seq"]))
     numbers = [row["seq"] if row["number"] is None else row["number"] for row in rows]
@@ -288,7 +389,7 @@ def _messages(tables: list[pa.Table], ranges: CampaignRanges) -> list[PendingMes
     return [
         PendingMessage(
             number, row["topic"], row["due_ms"], row["unique_key"], row["keys"], row["tag"],
-            row["size_bytes"], name,
+            row["size_bytes"], name, row["seq"] in held,
         )
         for number, row, name in zip(numbers, rows, names, strict=True)
     ]  # fmt: skip
@@ -326,10 +427,11 @@ class Filed(Columns):
     file: Int64Array  # index into Snapshot.entries
     group: Int64Array
     row: Int64Array  # within its row group
+    shown_ms: Int64Array  # when it is due, as users see it
 
 
 _NONE = np.empty(0, np.int64)
-NOTHING = Filed(_NONE, _NONE, np.empty(0, np.int32), _NONE, _NONE, _NONE)
+NOTHING = Filed(_NONE, _NONE, np.empty(0, np.int32), _NONE, _NONE, _NONE, _NONE)
 
 
 class TableWalk:
@@ -346,12 +448,11 @@ class TableWalk:
         self.files: dict[int, DataFile] = {}  # the files read so far
 
     def after(
-        self, low: PagePosition, high: PagePosition, rows: int, is_topic_shown: Callable[[Codes], Bools]
+        self, low: PagePosition, high: PagePosition, rows: int, choose: Choose
     ) -> tuple[Filed, PagePosition]:
-        """Read the pending messages in [low, high), and the position up to which the result is complete.
+        """Read the chosen pending messages in [low, high), and the position up to which the result is complete.
 
         The result has more than `rows` messages, unless there are fewer or a bound of the walk is reached.
-        `is_topic_shown` maps topic codes to whether their messages count.
         """
         snapshot, parts, row_count, group_count = self._snapshot, [NOTHING], 0, 0
         # A heap of the next steps, earliest first: (first due time, file, row group). Row group -1: open the file.
@@ -377,32 +478,32 @@ class TableWalk:
                         heapq.heappush(steps, (group_first_ms, file_index, row_group))
                 continue
             group_count += 1
-            matches = self._read_group(file_index, group, low, high, is_topic_shown)
+            matches = self._read_group(file_index, group, low, high, choose)
             row_count += len(matches)
             parts.append(matches)
         return Filed.joined(parts), high
 
     def _read_group(
-        self,
-        file_index: int,
-        group: int,
-        low: PagePosition,
-        high: PagePosition,
-        is_topic_shown: Callable[[Codes], Bools],
+        self, file_index: int, group: int, low: PagePosition, high: PagePosition, choose: Choose
     ) -> Filed:
-        rows = self.files[file_index].read_group(group, ["due_ms", "seq", "topic"])
+        file = self.files[file_index]
+        rows = file.read_group(group, ["due_ms", "seq", "topic"])
         due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
-        topic = self._codes.encode(rows.column("topic").combine_chunks())
-        is_match = is_topic_shown(topic) & self._snapshot.waits(due_ms, seq)
+        is_match = self._snapshot.waits(due_ms, seq)
         is_match &= (due_ms > low[0]) | ((due_ms == low[0]) & (seq >= low[1]))
         is_match &= (due_ms < high[0]) | ((due_ms == high[0]) & (seq < high[1]))
         row = np.flatnonzero(is_match)
-        if not (selected := self._snapshot.selected).is_empty:
-            file = self.files[file_index]
-            row = row[owners_in_group(selected, file, group, row, due_ms[row], seq[row]) < 0]
-        row_count = len(row)
+        due_ms, seq = due_ms[row], seq[row]
+        topic = self._codes.encode(rows.column("topic").combine_chunks())[row]
+        index, shown_ms, topic = choose(
+            due_ms, seq, topic,
+            lambda index: described_in_group(
+                self._snapshot.selected, file, group, row[index], due_ms[index], seq[index]
+            ),
+        )  # fmt: skip
+        count = len(index)
         return Filed(
-            due_ms[row], seq[row], topic[row], np.full(row_count, file_index), np.full(row_count, group), row
+            due_ms[index], seq[index], topic, np.full(count, file_index), np.full(count, group), row[index], shown_ms
         )  # fmt: skip
 
     def rows_of(self, chosen: Filed, columns: list[str]) -> pa.Table:
@@ -424,5 +525,33 @@ class TableWalk:
         return pa.concat_tables(tables).take(pa.array(inverse))
 
 
+def is_before(messages: Logged | Filed, upto: PagePosition) -> Bools:
+    """Check which of these messages are before a position."""
+    return np.asarray((messages.due_ms < upto[0]) | ((messages.due_ms == upto[0]) & (messages.seq < upto[1])))
+
+
 def _count_before(parts: list[Filed], first_ms: int) -> int:
     return sum(int(np.searchsorted(filed.due_ms, first_ms)) for filed in parts)
+
+
+# ---- complete rows of messages --------------------------------------------------------------------------------
+
+
+def rows_in_log(
+    reader: LogReader,
+    messages: Logged,
+    convert_level: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda rows: rows,
+) -> pa.RecordBatch:
+    """Read the complete rows (READ_SCHEMA) of messages in the log. `convert_level` changes those of delay levels."""
+    batches = []
+    for is_level in (False, True):
+        selected = messages.part(messages.is_level == is_level)
+        if len(selected):
+            rows = reader.read_rows(selected.row_seq)
+            batches.append(as_scheduled(convert_level(with_original_topics(rows)) if is_level else rows))
+    return pa.concat_batches(batches)
+
+
+def rows_in_table(walk: TableWalk, messages: Filed) -> pa.RecordBatch:
+    """Read the complete rows (READ_SCHEMA) of messages in files."""
+    return scheduled_of_table(walk.rows_of(messages, TABLE_SCHEMA.names))

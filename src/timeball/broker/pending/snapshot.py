@@ -6,7 +6,7 @@
     in the table   scheduled messages in the data files
     settled        the mark of the schedule, and pairs (due time, version) that the mark does not cover
                    (schedule/outcomes.py)
-    selected       the selections, whose messages count as cancelled (registry/selections.py)
+    selected       the selections, which change the states of messages (registry/selections.py)
 
 A snapshot is taken on the event loop without an await, and between two attaches. So all belong to the same time,
 and a message that an attach moves from the log to the table is in exactly one of them.
@@ -17,7 +17,7 @@ and a message that an attach moves from the log to the table is in exactly one o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +35,7 @@ from timeball.broker.registry.selections import (
     Selections,
 )
 from timeball.io.clock import SchedulerClock
+from timeball.log.disk_thread import ConfirmLead
 from timeball.log.reader import LogReader
 from timeball.model.answers import FIRST_POSITION, LAST_POSITION, PagePosition
 from timeball.model.errors import OutOfRange
@@ -103,15 +104,16 @@ class Snapshots:
         scheduling: Scheduling,
         pending_table: PendingTable,
         selections: Selections,
+        confirm_lead: ConfirmLead,
     ) -> None:
         """Create the source of snapshots. `attaching` is locked during each change of the pending table."""
         self._attaching, self._clock, self._reader = attaching, clock, reader
         self._attach_state, self._scheduling, self._pending_table = attach_state, scheduling, pending_table
-        self._selections = selections
+        self._selections, self._confirm_lead = selections, confirm_lead
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[Snapshot]:
-        """Take a snapshot. Its files are not deleted before the end of the block."""
+        """Take a snapshot. Its files are not deleted before the end of the block. Raises NotLeader."""
         scheduling = self._scheduling
         # During a change of the table, some messages may be neither in the tail of the log nor in the listed files.
         async with self._attaching:
@@ -126,6 +128,7 @@ class Snapshots:
                 entries, self._selections.selected,
             )  # fmt: skip
         with self._pending_table.catalog.keeping(entry.path for entry in entries):
+            await self._confirm_lead()
             yield snapshot
 
     def open_file(self, entry: FileEntry) -> DataFile:
@@ -142,46 +145,75 @@ def is_shown(topic: str, requested_topic: str | None) -> bool:
     )
 
 
-# ---- messages that belong to a selection ---------------------------------------------------------------------
-# Their rows are read only for messages within the bounds of a selection.
+# ---- states of messages, as selections have changed them -----------------------------------------------------
+# Rows are read only for messages that a selection may have changed.
+
+# Some of the messages of a part, by their ascending indexes, as conditions see them.
+DescribedPart = tuple[Int64Array, Described]
 
 
-def owners_in_group(
+@dataclass(frozen=True, slots=True)
+class View(Columns):
+    """Pending messages in the states that selections have given them, as columns."""
+
+    due_ms: Int64Array
+    topic: Codes
+    is_cancelled: Bools
+    is_held: Bools
+
+
+def described_in_group(
     selected: Selected, file: DataFile, group: int, row: Int64Array, due_ms: Int64Array, seq: Int64Array
-) -> Int64Array:
-    """Find the selection of each of these pending messages in a row group (`Selected.owners`).
+) -> Iterator[DescribedPart]:
+    """Read those of these pending messages in a row group that a selection may have changed.
 
     `row`: their ascending indexes in the group. `due_ms`, `seq`: their due times and versions.
     """
     # Most row groups are outside of all bounds, and nothing more is read of them.
-    owner = np.full(len(row), -1, np.int64)
-    index = np.flatnonzero(selected.may_cover(due_ms, seq))
+    index = np.flatnonzero(selected.may_change(due_ms, seq))
     if not len(index):
-        return owner
+        return
     columns = ["topic", *(("number", *CONDITION_COLUMNS) if selected.reads_rows else ())]
     rows = file.read_group_rows(group, row[index], columns).combine_chunks().to_batches()[0]
     numbers = seq[index]  # only a condition needs the number of a message that was moved
     if selected.reads_rows:
         number = rows.column("number")
         numbers = np.where(np.asarray(number.is_valid()), number.fill_null(0).to_numpy(), numbers)
-    described = Described(due_ms[index], seq[index], numbers, _topic_texts(rows.column("topic")), rows)
-    owner[index] = selected.owners(described)
-    return owner
+    yield index, Described(due_ms[index], seq[index], numbers, _topic_texts(rows.column("topic")), rows)
 
 
-def owners_in_log(selected: Selected, reader: LogReader, rows: Logged, topics: Sequence[str]) -> Int64Array:
-    """Find the selection of each of these pending messages of the log. `topics`: the names of topic codes."""
-    owner = np.full(len(rows), -1, np.int64)
-    index = np.flatnonzero(selected.may_cover(rows.due_ms, rows.seq))
+def described_in_log(
+    selected: Selected, reader: LogReader, rows: Logged, topics: Sequence[str]
+) -> Iterator[DescribedPart]:
+    """Read those of these pending messages of the log that a selection may have changed. `topics`: by code."""
+    index = np.flatnonzero(selected.may_change(rows.due_ms, rows.seq))
     for begin in range(0, len(index), _SCAN_ROWS):
         chosen = rows.part(part := index[begin : begin + _SCAN_ROWS])
-        read = reader.read_rows(chosen.row_seq, ["kind", "source_seq", *CONDITION_COLUMNS])
-        is_moved = read.column("kind").to_numpy() == Kind.MOVED
-        # A MOVED row contains the message's number in `source_seq`.
-        number = np.where(is_moved, read.column("source_seq").fill_null(0).to_numpy(), chosen.row_seq)
         topic = pa.array(topics, pa.string()).take(pa.array(chosen.topic))
-        owner[part] = selected.owners(Described(chosen.due_ms, chosen.seq, number, topic, read))
-    return owner
+        read = number = None
+        if selected.reads_rows:
+            read = reader.read_rows(chosen.row_seq, ["kind", "source_seq", *CONDITION_COLUMNS])
+            is_moved = read.column("kind").to_numpy() == Kind.MOVED
+            # A MOVED row contains the message's number in `source_seq`.
+            number = np.where(is_moved, read.column("source_seq").fill_null(0).to_numpy(), chosen.row_seq)
+        yield (
+            part,
+            Described(chosen.due_ms, chosen.seq, chosen.seq if number is None else number, topic, read),
+        )
+
+
+def view_of(
+    selected: Selected, parts: Iterable[DescribedPart], due_ms: Int64Array, topic: Codes, codes: TopicCodes
+) -> View:
+    """Compute the states of pending messages, of which `parts` have those that may have changed."""
+    result = View(due_ms.copy(), topic.copy(), *(np.zeros(len(due_ms), np.bool_) for _ in range(2)))
+    for index, described in parts:
+        states = selected.states(described)
+        result.due_ms[index] = states.due_ms
+        result.is_cancelled[index], result.is_held[index] = states.owner >= 0, states.holder >= 0
+        for mover in np.unique(states.mover[states.mover >= 0]).tolist():
+            result.topic[index[states.mover == mover]] = codes.code(selected.facts[mover].to_topic)
+    return result
 
 
 def _topic_texts(topic: pa.Array) -> pa.Array:
@@ -211,12 +243,13 @@ class TopicCodes:
         """Convert a column of topics to their codes."""
         # A frame has only a few distinct topics. Each is looked up once.
         dictionary = topics if pa.types.is_dictionary(topics.type) else topics.dictionary_encode()
-        codes = np.array([self._code(name) for name in dictionary.dictionary.to_pylist()], dtype=np.int32)
+        codes = np.array([self.code(name) for name in dictionary.dictionary.to_pylist()], dtype=np.int32)
         return (
             codes[dictionary.indices.to_numpy(zero_copy_only=False)] if len(codes) else np.empty(0, np.int32)
         )
 
-    def _code(self, name: str) -> int:
+    def code(self, name: str) -> int:
+        """Find the code of a topic, or assign one."""
         code = self._codes.setdefault(name, len(self.names))
         if code == len(self.names):
             self.names.append(name)
@@ -317,8 +350,8 @@ class LogTail:
     ) -> tuple[Logged, PagePosition]:
         """Find the pending messages in [low, high), sorted, and the position up to which all were examined.
 
-        One call examines at most `rows` messages. It leaves out settled messages, those of selections, and those that
-        an attach has moved to the table.
+        One call examines at most `rows` messages. It leaves out settled messages, and those that an attach has moved to
+        the table.
         """
         if not self._low <= low < self._high:
             # First try to keep all messages, from the earliest due time on. If there are too many, keep those from
@@ -343,10 +376,7 @@ class LogTail:
         else:
             end_position = min(high, self._high)
         is_pending = snapshot.waits(page.due_ms, page.seq) & _is_in_log(page, snapshot)
-        page = page if is_pending.all() else page.part(is_pending)
-        if not snapshot.selected.is_empty:
-            page = page.part(owners_in_log(snapshot.selected, self._reader, page, self._codes.names) < 0)
-        return page, end_position
+        return page if is_pending.all() else page.part(is_pending), end_position
 
     def _read(self, snapshot: Snapshot) -> None:
         """Read the rows of the log since the last read, up to the end of the snapshot."""

@@ -1,5 +1,7 @@
 """Survey the pending messages of a selection: how many, the first and the last, samples, and the load by hour.
 
+Due times are those that the messages had when the selection was accepted, before its effect.
+
 A survey walks through log and table of a snapshot once, part by part, so that pages and counts of other callers, which
 need the same thread, wait for a part only. A dry run surveys a selection that
 does not exist, and each accepted selection is surveyed once after it was accepted, and once after each start.
@@ -18,15 +20,16 @@ from itertools import chain
 import numpy as np
 
 from timeball.broker.pending.snapshot import (
+    DescribedPart,
     Logged,
     Snapshot,
     Snapshots,
     TopicCodes,
-    owners_in_group,
-    owners_in_log,
+    described_in_group,
+    described_in_log,
     scan,
 )
-from timeball.broker.registry.selections import Selected, Survey
+from timeball.broker.registry.selections import LAST_MS, Selected, States, Survey
 from timeball.broker.tables.memory import give_back
 from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
@@ -42,8 +45,10 @@ _SAMPLE_COLUMNS = ["topic", "unique_key", "keys"]
 # Builds the selections of a survey from the end of the log, and names the one whose messages are counted.
 Plan = Callable[[int], tuple[Selected, str]]
 Sample = tuple[int, int, str, str | None, str | None]  # due_ms, version, topic, id, keys
-# Pending messages in the order of their due times: due times, indexes of selections, and a function that reads some.
-_Part = tuple[Int64Array, Int64Array, Callable[[Int64Array], list[Sample]]]
+# Reads some of the messages of a part, by their ascending indexes, with the given due times.
+_Read = Callable[[Int64Array, Int64Array], list[Sample]]
+# Pending messages: due times, those that a selection may have changed, and a function that reads some.
+_Part = tuple[Int64Array, Iterator[DescribedPart], _Read]
 
 
 class Surveys:
@@ -85,49 +90,62 @@ class _Walk:
     count: int = 0
     first_ms: int = -1
     last_ms: int = -1
+    until_ms: int = -1
     samples: list[Sample] = field(default_factory=list)
+    # By hour: pending messages before and after the selection, and its messages in both.
     before: Counter[int] = field(default_factory=Counter)
+    after: Counter[int] = field(default_factory=Counter)
     covered: Counter[int] = field(default_factory=Counter)
 
     def steps(self) -> Iterator[bool]:
         """Walk through log and table. Yields True after each part."""
-        index = self.selected.names.index(self.name)
         for part in chain(self._in_log(), self._in_files()):
             if part is not None:
-                self._add(*part, index)
+                self._add(*part)
             yield True
         give_back()
 
     def result(self) -> Survey:
         """Build the result, when all steps are done."""
         hours = [
-            (hour * limits.HOUR_MS, self.before[hour], self.covered[hour])
+            (hour * limits.HOUR_MS, self.before[hour], self.after[hour])
             for hour in sorted(self.covered)[:HOURS]
         ]
         samples = [(due_ms, topic, key, keys) for due_ms, _, topic, key, keys in self.samples]
-        return Survey(self.count, self.first_ms, self.last_ms, samples, hours)
+        return Survey(self.count, self.first_ms, self.last_ms, samples, hours, self.until_ms)
 
-    def _add(
-        self, due_ms: Int64Array, owner: Int64Array, read: Callable[[Int64Array], list[Sample]], index: int
-    ) -> None:
+    def _add(self, due_ms: Int64Array, parts: Iterator[DescribedPart], read: _Read) -> None:
         # Counted by hours, so that memory does not grow with the messages.
-        is_free = (owner == index) | (owner < 0)  # the messages of other selections are cancelled
-        for hour, rows in zip(*np.unique(due_ms[is_free] // limits.HOUR_MS, return_counts=True), strict=True):
-            self.before[int(hour)] += int(rows)
-        row = np.flatnonzero(owner == index)
-        if not len(row):
-            return
-        due_ms = due_ms[row]
-        for hour, rows in zip(*np.unique(due_ms // limits.HOUR_MS, return_counts=True), strict=True):
-            self.covered[int(hour)] += int(rows)
+        is_unchanged = np.ones(len(due_ms), np.bool_)
+        for index, described in parts:
+            is_unchanged[index] = False
+            states, (is_member, before, after) = self.selected.covered(described, self.name)
+            _count_hours(self.before, _released(before))
+            _count_hours(self.after, _released(after))
+            if is_member.any():
+                for one in (before, after):
+                    _count_hours(self.covered, _released(one.part(is_member)))
+                self._add_members(
+                    index[is_member], described.due_ms[is_member], states.part(is_member),
+                    before.due_ms[is_member], read,
+                )  # fmt: skip
+        for counter in (self.before, self.after):
+            _count_hours(counter, due_ms[is_unchanged])
+
+    def _add_members(
+        self, row: Int64Array, due_ms: Int64Array, states: States, before_ms: Int64Array, read: _Read
+    ) -> None:
+        """Add messages of the selection: `due_ms` in the schedule, `before_ms` before its effect."""
         self.count += len(row)
-        first_ms, last_ms = int(due_ms.min()), int(due_ms.max())
+        first_ms, last_ms = int(before_ms.min()), int(before_ms.max())
         self.first_ms = first_ms if self.first_ms < 0 else min(self.first_ms, first_ms)
         self.last_ms = max(self.last_ms, last_ms)
+        until_ms = LAST_MS if (states.holder >= 0).any() else int(np.maximum(due_ms, states.due_ms).max())
+        self.until_ms = max(self.until_ms, until_ms)
         if len(self.samples) < SAMPLES or first_ms <= self.samples[-1][0]:
-            # Both sources are sorted by due time, so the first rows of a part are enough.
-            earliest = np.sort(row[np.argsort(due_ms, kind="stable")[:SAMPLES]])
-            self.samples = heapq.nsmallest(SAMPLES, [*self.samples, *read(earliest)])
+            earliest = np.sort(np.argsort(before_ms, kind="stable")[:SAMPLES])
+            found = read(row[earliest], before_ms[earliest])
+            self.samples = heapq.nsmallest(SAMPLES, [*self.samples, *found])
 
     def _in_log(self) -> Iterator[_Part | None]:
         """Yield the messages of the log, and None between the parts of the read."""
@@ -141,17 +159,17 @@ class _Walk:
         # A message that was written again has several rows.
         rows = Logged.joined(parts).sorted()
 
-        def read(part: Logged, index: Int64Array) -> list[Sample]:
+        def read(part: Logged, index: Int64Array, due_ms: Int64Array) -> list[Sample]:
             chosen = part.part(index)
             read = self.reader.read_rows(chosen.row_seq, ["unique_key", "keys"])
             topics = [self.codes.names[code] for code in chosen.topic.tolist()]
             names = (topics, read.column("unique_key").to_pylist(), read.column("keys").to_pylist())
-            return list(zip(chosen.due_ms.tolist(), chosen.seq.tolist(), *names, strict=True))
+            return list(zip(due_ms.tolist(), chosen.seq.tolist(), *names, strict=True))
 
         for begin in range(0, len(rows), PART_ROWS):
             part = rows.part(slice(begin, begin + PART_ROWS))
-            owner = owners_in_log(self.selected, self.reader, part, self.codes.names)
-            yield part.due_ms, owner, partial(read, part)
+            parts_of = described_in_log(self.selected, self.reader, part, self.codes.names)
+            yield part.due_ms, parts_of, partial(read, part)
 
     def _in_files(self) -> Iterator[_Part]:
         for entry in self.snapshot.entries:
@@ -164,13 +182,23 @@ class _Walk:
 
                 def read(
                     index: Int64Array,
+                    due_ms: Int64Array,
                     group: int = group,
                     row: Int64Array = row,
-                    due_ms: Int64Array = due_ms,
                     seq: Int64Array = seq,
                 ) -> list[Sample]:
                     rows = file.read_group_rows(group, row[index], _SAMPLE_COLUMNS)  # noqa: B023  # called at once
                     names = (rows.column(name).to_pylist() for name in _SAMPLE_COLUMNS)
-                    return list(zip(due_ms[index].tolist(), seq[index].tolist(), *names, strict=True))
+                    return list(zip(due_ms.tolist(), seq[index].tolist(), *names, strict=True))
 
-                yield due_ms, owners_in_group(self.selected, file, group, row, due_ms, seq), read
+                yield due_ms, described_in_group(self.selected, file, group, row, due_ms, seq), read
+
+
+def _released(states: States) -> Int64Array:
+    """List the due times of the messages that are neither cancelled nor held."""
+    return states.due_ms[(states.owner < 0) & (states.holder < 0)]
+
+
+def _count_hours(counter: Counter[int], due_ms: Int64Array) -> None:
+    for hour, rows in zip(*np.unique(due_ms // limits.HOUR_MS, return_counts=True), strict=True):
+        counter[int(hour)] += int(rows)

@@ -19,7 +19,6 @@ own tzdata.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -47,18 +46,14 @@ from timeball.broker.registry.zones import (
     Zones,
     ZoneUpdate,
     ZoneUse,
-    zone_of_rule,
 )
+from timeball.broker.revoking.found_rows import COLUMNS, FoundRow, rows_in_files, rows_in_log
 from timeball.broker.revoking.reschedule import move_frame, read_slice
 from timeball.broker.revoking.scheduled_lookup import (
-    COLUMNS,
     Candidate,
-    FoundRow,
     LookUps,
     Names,
     read_scheduled_rows,
-    rows_in_files,
-    rows_in_log,
 )
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import SLICE_ROWS, Threads, in_thread
@@ -69,7 +64,7 @@ from timeball.model.access import Caller, Verb
 from timeball.model.answers import LAST_POSITION
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidDelay, OverLimit
-from timeball.model.message import decode_properties
+from timeball.model.message import Int64Array, decode_properties
 from timeball.model.time_parsing import LOCAL_TIME, local_due_ms, rules_hash, stored_local_time
 from timeball.schedule.locations import KINDS
 from timeball.schedule.scheduler import Scheduling
@@ -79,7 +74,8 @@ from timeball.table.key_index import TableKeys
 logger = logging.getLogger(__name__)
 
 REASON = "zone rules"  # in the CANCEL row of an occurrence that has moved
-_SCHEDULES_AT_ONCE = 64  # whose bodies fit into a frame
+_SCHEDULES_AT_ONCE = 1_024  # in one search
+_OCCURRENCES_AT_ONCE = 64  # whose bodies fit into a frame
 _LOG_ROWS = 65_536
 
 
@@ -152,8 +148,9 @@ class ZoneUpdates:
 
         `may_be_mixed`: an interrupted update has moved some messages, perhaps by the rules of a third version.
         """
-        names = self._names_by_zone()
-        hashes = {zone: rules_hash(zone) for zone in {*facts.zones, *names}}
+        slots = self._schedules.slots_by_zone()
+        slots.pop(UTC, None)
+        hashes = {zone: rules_hash(zone) for zone in {*facts.zones, *slots}}
         # Schedules of former versions of Timeball are in no recorded zone. Their zones count as changed, and a schedule
         # whose time is right does not move.
         changed = {
@@ -162,9 +159,9 @@ class ZoneUpdates:
             if may_be_mixed or zone not in facts.zones or facts.zones[zone].rules != rules
         }
         # Schedules first, because a look-up by number finds them without a search of the table.
-        for zone in sorted(changed & names.keys()):
-            for begin in range(0, len(names[zone]), _SCHEDULES_AT_ONCE):
-                await self._move_schedules(zone, names[zone][begin : begin + _SCHEDULES_AT_ONCE], report)
+        for zone in sorted(changed & slots.keys()):
+            for begin in range(0, len(slots[zone]), _SCHEDULES_AT_ONCE):
+                await self._move_schedules(zone, slots[zone][begin : begin + _SCHEDULES_AT_ONCE], report)
         zones = {
             zone for zone in changed if zone in facts.zones and facts.zones[zone].until_ms and hashes[zone]
         }
@@ -174,7 +171,7 @@ class ZoneUpdates:
                 found = self._find(snapshot, zones)
                 while (part := await in_thread(self._threads.background, next, found, None)) is not None:
                     await self._move_messages(part, report)
-        await self._finish(hashes, names.keys(), report)
+        await self._finish(hashes, slots.keys(), report)
         logger.info(
             "due times moved tzdata=%s former=%s messages=%d schedules=%d", time_parsing.VERSION,
             facts.tzdata or "unknown", *report.totals(),
@@ -203,23 +200,12 @@ class ZoneUpdates:
 
     # -- schedules -----------------------------------------------------------------------------------------------
 
-    def _names_by_zone(self) -> dict[str, list[str]]:
-        """List the names of the schedules with a pending occurrence, by the zone of their rules."""
-        names = defaultdict[str, list[str]](list)
-        occurrences = self._schedules.occurrences
-        slots = occurrences.slots(occurrences.all())
-        for begin in range(0, len(slots), _SCHEDULES_AT_ONCE):
-            for name, facts, *_ in self._schedules.at(slots[begin : begin + _SCHEDULES_AT_ONCE]):
-                names[zone_of_rule(facts.rule)].append(name)
-        names.pop(UTC, None)
-        return names
-
-    async def _move_schedules(self, zone: str, names: Sequence[str], report: _Report) -> None:
-        """Move the pending occurrences of these schedules, as far as their times have changed."""
+    async def _move_schedules(self, zone: str, slots: Int64Array, report: _Report) -> None:
+        """Move the pending occurrences of the schedules in these slots, as far as their times have changed."""
         # The pending message has the local time that its schedule had chosen. The rule can no longer tell it, because
         # it follows the new rules of its zone now.
-        numbers = [self._schedules.get(name)[1].number for name in names]
-        lookup = await self._look_ups.look_up(Names(seqs=numbers))
+        schedules = self._schedules.at(slots)
+        lookup = await self._look_ups.look_up(Names(seqs=[each.progress.number for each in schedules]))
         selected = await self._look_ups.select(lookup.candidates)
         rows = await in_thread(
             self._threads.files, read_scheduled_rows, self._log.reader, self._file_keys,
@@ -229,8 +215,7 @@ class ZoneUpdates:
         locals_ = {number: decode_properties(text or "").get(OCCURRENCE, "") for number, text in texts}
         now_ms = self._clock.now_ms()
         moved = []
-        for name in names:
-            facts, progress = self._schedules.get(name)
+        for name, facts, progress, _ in schedules:
             try:
                 after_ms = Rule.from_text(facts.rule_text).resumes_after_ms(
                     locals_[progress.number], progress.after_ms
@@ -244,12 +229,15 @@ class ZoneUpdates:
                 continue
             # Compared without the catch-up, which decides about missed occurrences when they are handed out.
             if first is not None and first.due_ms != progress.due_ms:
-                owner = selected.get(progress.number)
+                change = selected.get(progress.number)
+                if change is not None and change.owner is None:
+                    continue  # another selection has set its time. The schedule goes on with the new rules
+                owner = None if change is None else change.owner
                 reason = REASON if owner is None else reason_of(owner.name)
                 after_ms = after_ms if owner is None else first.due_ms
                 moved.append((following(name, facts, progress, after_ms, now_ms), progress, reason))
-        if moved:
-            await self._append(zone, moved, now_ms, report)
+        for begin in range(0, len(moved), _OCCURRENCES_AT_ONCE):
+            await self._append(zone, moved[begin : begin + _OCCURRENCES_AT_ONCE], now_ms, report)
 
     async def _append(
         self, zone: str, moved: Sequence[tuple[Next, Progress, str]], now_ms: int, report: _Report

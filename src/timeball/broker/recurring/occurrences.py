@@ -20,8 +20,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
+import numpy as np
+
 from timeball.broker.recurring.exclusions import ExcludedDays
 from timeball.broker.recurring.local_times import DAY_S, LocalTimes, instant_text, local_text
+from timeball.model.message import Int64Array
 from timeball.model.time_parsing import Zone, local_us
 
 _SECOND_US = 1_000_000
@@ -45,6 +48,9 @@ class Timetable(Protocol):
 
     def occurrences(self, after_ms: int, until_ms: int, limit: int) -> list[Occurrence]:
         """Compute the first occurrences later than `after_ms` and not later than `until_ms`, at most `limit`."""
+
+    def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
+        """Compute the instants of these occurrences, in ms since 1970."""
 
     def ending_after(self, count: int) -> Timetable:
         """Build a timetable of the first `count` occurrences."""
@@ -103,6 +109,9 @@ class ClockTimetable:
                 at_s = max(at_s, next_s - DAY_S)
         return found
 
+    def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
+        return np.array([each.due_ms for each in self.occurrences(after_ms, until_ms, limit)], np.int64)
+
     def ending_after(self, count: int) -> ClockTimetable:
         first = self.occurrences(-1, self.ends_ms, count)
         return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
@@ -142,6 +151,13 @@ class IntervalTimetable:
             found.append(Occurrence(due_ms, instant_text(due_ms)))
             due_ms += self.interval_ms
         return found
+
+    def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
+        if self.excluded.days:
+            return np.array([each.due_ms for each in self.occurrences(after_ms, until_ms, limit)], np.int64)
+        first_ms = self._at_or_after(max(after_ms + 1, self.starts_ms, 0))
+        count = (min(until_ms, self.ends_ms) - first_ms) // self.interval_ms + 1
+        return first_ms + np.arange(max(0, min(count, limit)), dtype=np.int64) * self.interval_ms
 
     def ending_after(self, count: int) -> IntervalTimetable:
         first = self.occurrences(-1, self.ends_ms, count)

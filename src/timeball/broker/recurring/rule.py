@@ -51,7 +51,8 @@ from timeball.broker.recurring.occurrences import (
 )
 from timeball.broker.recurring.rrule_rule import parse_rrule
 from timeball.model import limits
-from timeball.model.errors import InvalidDelay
+from timeball.model.errors import UNDECODABLE, InvalidDelay
+from timeball.model.message import Int64Array
 from timeball.model.time_parsing import Zone, delay_ms, instant_ms, load_zone
 from timeball.model.values import shown, valid
 
@@ -110,6 +111,10 @@ class Rule:
         """Compute the first occurrences later than `from_ms` and not later than `until_ms`, at most `limit`."""
         return self._timetable.occurrences(from_ms, until_ms, limit)
 
+    def instants(self, from_ms: int, until_ms: int, limit: int) -> Int64Array:
+        """Compute the instants (ms since 1970) of the occurrences of `between`."""
+        return self._timetable.instants(from_ms, until_ms, limit)
+
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
         """Find a time (ms) after which the first occurrence is the one at this local time.
 
@@ -123,7 +128,7 @@ class Rule:
 def _rule(text: str) -> Rule:
     try:
         given = msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except UNDECODABLE:
         raise InvalidDelay(f"rule: {shown(text)} is not a JSON object") from None
     spec = _read(given)
     return Rule(_text(spec), _timetable(spec))

@@ -20,20 +20,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball.broker.recurring.kept_results import kept
 from timeball.broker.recurring.rule import Occurrence, Rule
-from timeball.broker.registry.meta import Change
 from timeball.broker.registry.schedules import (
     OCCURRENCE,
     SCHEDULE,
     SCHEDULED_MS,
     Entry,
+    Many,
     Progress,
     ScheduleFacts,
     Schedules,
@@ -61,6 +63,7 @@ logger = logging.getLogger(__name__)
 MISSED, OVERLAP = "missed", "overlap"
 
 COSTLY_CHARACTERS = 256
+OCCURRENCES_AT_ONCE = 16  # in a part: a rule that was not evaluated before takes 0.1 ms or more
 FEW_ROWS = 64  # for more rows, columns cost less
 
 _SCHEDULE = f"{SCHEDULE}{PROPERTY_NAME_END}"
@@ -262,26 +265,46 @@ class Continuation:
 
     def __init__(
         self,
-        build: Callable[[int, Positions | None], tuple[pa.RecordBatch, Change]],
+        build: Callable[[int, Positions | None], tuple[pa.RecordBatch, Callable[[], None]]],
         cancelled: dict[int, str] | None = None,
         occurrences: int = 1,
     ) -> None:
         """`build` makes the result of `rows`. `occurrences` is the number of schedules that continue."""
         self._build, self.cancelled, self.occurrences = build, cancelled or {}, occurrences
-        self._change: Change | None = None
+        self._keep: Callable[[], None] | None = None
 
     def rows(self, first_seq: int, positions: Positions | None = None) -> pa.RecordBatch:
         """Build the rows (LOG_SCHEMA), of which the first one gets the number `first_seq`.
 
         `positions`: the queues and offsets of the messages of the hand-out.
         """
-        rows, self._change = self._build(first_seq, positions)
+        rows, self._keep = self._build(first_seq, positions)
         return rows
 
     def keep(self) -> None:
         """Change the schedules in memory. Call it after the append of `rows`, which may be refused."""
-        assert self._change is not None, "the rows are built first"
-        self._change.keep()
+        assert self._keep is not None, "the rows are built first"
+        self._keep()
+
+
+class _Plain(NamedTuple):
+    """Schedules whose pending occurrences are released, and that continue.
+
+    The next occurrence of each is the one in `nexts` at its `code`.
+    """
+
+    schedules: Many
+    code: Int64Array
+    nexts: list[Occurrence]
+
+
+_NONE = Occurrence(0, "")
+
+
+def _compute_ahead(rule: str, due_ms: int) -> None:
+    """Let a thread compute what follows an occurrence of a costly rule. `first_after` keeps it for the next release."""
+    if is_costly(rule):
+        asyncio.get_running_loop().run_in_executor(None, compute, rule, due_ms)
 
 
 class Successors:
@@ -302,6 +325,14 @@ class Successors:
         """Check whether any of these messages is the pending occurrence of a schedule."""
         return self.occurrences.has_any(numbers)
 
+    def parts(self, numbers: Int64Array | Sequence[int]) -> list[slice]:
+        """Divide messages into parts, between which the caller lets other tasks run: each occurrence needs its rule."""
+        starts = [0]
+        if self.has_any(numbers):
+            indexes = np.flatnonzero(self.occurrences.slots(np.asarray(numbers, np.int64)) >= 0)
+            starts += indexes[OCCURRENCES_AT_ONCE::OCCURRENCES_AT_ONCE].tolist()
+        return [slice(*ends) for ends in pairwise([*starts, len(numbers)])]
+
     def after_release(
         self, numbers: Int64Array, now_ms: int, is_cancelled: Bools, is_expired: Bools
     ) -> Continuation:
@@ -313,6 +344,9 @@ class Successors:
         # All at once: a look-up each would take as long as the rest.
         slots = self.occurrences.slots(numbers)
         indexes = np.flatnonzero(slots >= 0)
+        many = None
+        if len(indexes) > FEW_ROWS:
+            many, indexes = self._plain(slots, indexes, now_ms, is_cancelled | is_expired)
         cancelled, nexts = dict[int, str](), list[Next]()
         decisions = dict[tuple[int, int], Decision]()  # of all schedules with equal rules, by plan and time
         schedules = zip(
@@ -347,7 +381,78 @@ class Successors:
                 state, due_ms, runs=before.runs + 1, last_due_ms=due_ms, last_ms=now_ms, error=error
             )
             nexts.append(Next(name, facts, progress, occurrence, slot=slot, release_index=index))
-        return self.continuation(nexts, now_ms, cancelled)
+        if many is None:
+            return self.continuation(nexts, now_ms, cancelled)
+
+        def build(first_seq: int, positions: Positions | None) -> tuple[pa.RecordBatch, Callable[[], None]]:
+            if not nexts:
+                return self._build_plain(many, first_seq, now_ms)
+            rows, keep = self._build(nexts, first_seq, positions, now_ms)
+            plain_rows, keep_plain = self._build_plain(many, first_seq + rows.num_rows, now_ms)
+
+            def keep_all() -> None:
+                keep()
+                keep_plain()
+
+            return pa.concat_batches([rows, plain_rows]), keep_all
+
+        return Continuation(build, cancelled, len(nexts) + len(many.schedules.slots))
+
+    def _plain(
+        self, slots: Int64Array, indexes: Int64Array, now_ms: int, is_ended: Bools
+    ) -> tuple[_Plain | None, Int64Array]:
+        """Separate the schedules that are released and continue, as nearly all do. Returns them, and the other indexes.
+
+        `is_ended` marks the messages that are cancelled or expired.
+        """
+        schedules = self._schedules.many_at(slots[indexes])
+        codes, codes_by_rule = list[int](), dict[tuple[int, int], int]()
+        nexts, continues = list[Occurrence](), list[bool]()
+        # Decided once for all schedules with equal rules, by plan and time.
+        for at, rule in enumerate(zip(schedules.plan, schedules.due_ms.tolist(), strict=True)):
+            if (found := codes_by_rule.get(rule)) is None:
+                found = codes_by_rule[rule] = len(nexts)
+                facts = self._schedules.facts_of(rule[0], schedules.templates[at])
+                decision = decide_hand_out(facts, rule[1], now_ms)
+                continues.append(not (facts.group or decision.is_missed or decision.occurrence is None))
+                nexts.append(decision.occurrence or _NONE)
+                if continues[-1]:
+                    _compute_ahead(facts.rule_text, nexts[-1].due_ms)
+            codes.append(found)
+        code = np.array(codes, np.int64)
+        is_plain = np.array(continues)[code] & ~is_ended[indexes]
+        is_plain &= ~self._schedules.has_rest(schedules.slots)
+        if not is_plain.any():
+            return None, indexes
+        if is_plain.all():
+            return _Plain(schedules, code, nexts), indexes[:0]
+        chosen = np.flatnonzero(is_plain)
+        return _Plain(schedules.at(chosen), code[chosen], nexts), indexes[~is_plain]
+
+    def _build_plain(
+        self, plain: _Plain, first_seq: int, now_ms: int
+    ) -> tuple[pa.RecordBatch, Callable[[], None]]:
+        """Build the rows of `_build` as columns."""
+        schedules, names = plain.schedules, pa.array(plain.schedules.names)
+        due_ms = np.array([each.due_ms for each in plain.nexts])[plain.code]
+        local = pa.array([each.local for each in plain.nexts]).take(pa.array(plain.code))
+        due_text, templates = pc.cast(pa.array(due_ms), pa.string()), schedules.templates
+        # As in `occurrence_properties`.
+        begin = [
+            encode_properties(each.properties) + _SCHEDULE if each.properties else _SCHEDULE
+            for each in templates
+        ]
+        properties = pc.binary_join_element_wise(
+            pa.array(begin), names, _OCCURRENCE, local, _SCHEDULED_MS, due_text, PROPERTY_END, ""
+        )
+        scheduled_rows = build_rows(
+            len(templates), kind=int(Kind.SCHEDULED), topic=[each.topic for each in templates],
+            tag=[each.tag for each in templates], keys=[each.keys for each in templates],
+            unique_key=pc.binary_join_element_wise(names, due_text, "."), body=[each.body for each in templates],
+            properties=properties, due_ms=due_ms, **self._shared(now_ms),
+        )  # fmt: skip
+        progress_rows, keep = self._schedules.released(schedules, due_ms, first_seq, now_ms)
+        return pa.concat_batches([self._backlog.encode_for_log(scheduled_rows, now_ms), progress_rows]), keep
 
     def after_end(self, numbers: Sequence[int], now_ms: int) -> Continuation | None:
         """Continue the schedules whose pending occurrences are among these messages, which a request ends or moves.
@@ -380,7 +485,7 @@ class Successors:
 
     def _build(
         self, nexts: Sequence[Next], first_seq: int, positions: Positions | None, now_ms: int
-    ) -> tuple[pa.RecordBatch, Change]:
+    ) -> tuple[pa.RecordBatch, Callable[[], None]]:
         """Build the SCHEDULED rows of the next occurrences and the META rows of their schedules."""
         scheduled, entries, last = list[tuple[str, ScheduleFacts, Occurrence]](), list[Entry](), None
         for name, facts, progress, occurrence, is_put, slot, release_index in nexts:
@@ -392,10 +497,8 @@ class Successors:
                 scheduled.append((name, facts, occurrence))
                 # `first_after` keeps the result for the next release. Schedules with equal rules share one occurrence
                 # object, so one computation is enough for neighbours.
-                if occurrence is not last and is_costly(facts.rule_text):
-                    asyncio.get_running_loop().run_in_executor(
-                        None, compute, facts.rule_text, occurrence.due_ms
-                    )
+                if occurrence is not last:
+                    _compute_ahead(facts.rule_text, occurrence.due_ms)
                 last = occurrence
             # Only then, because a position makes the META row of each release longer.
             if facts.group and release_index >= 0 and positions is not None:
@@ -406,10 +509,17 @@ class Successors:
             entries.append(Entry(name, progress, facts if is_put else None, slot))
         change = self._schedules.changed(entries)
         if not scheduled:
-            return change.rows, change
+            return change.rows, change.keep
         # No check of the backlog's capacity, because a schedule must not end when a slot of the wheel is full.
         scheduled_rows = self._backlog.encode_for_log(self._scheduled_rows(scheduled, now_ms), now_ms)
-        return pa.concat_batches([scheduled_rows, change.rows]), change
+        return pa.concat_batches([scheduled_rows, change.rows]), change.keep
+
+    def _shared(self, now_ms: int) -> dict[str, Any]:
+        """List the values that all occurrences have, by column."""
+        return {
+            "queue_id": -1, "born_ms": now_ms, "born_host": self._host, "store_ms": now_ms, "store_host": self._host,
+            "flag": 0, "sys_flag": 0, "reconsume_times": 0,
+        }  # fmt: skip
 
     def _scheduled_rows(
         self, scheduled: Sequence[tuple[str, ScheduleFacts, Occurrence]], now_ms: int
@@ -427,10 +537,7 @@ class Successors:
             ],
             "due_ms": [occurrence.due_ms for _, _, occurrence in scheduled],
         }
-        shared: dict[str, Any] = {
-            "queue_id": -1, "born_ms": now_ms, "born_host": self._host, "store_ms": now_ms, "store_host": self._host,
-            "flag": 0, "sys_flag": 0, "reconsume_times": 0,
-        }  # fmt: skip
+        shared = self._shared(now_ms)
         if len(scheduled) > FEW_ROWS:
             return build_rows(len(scheduled), kind=int(Kind.SCHEDULED), **columns, **shared)
         # As columns, one row would take as long as sixty.

@@ -6,6 +6,7 @@
     mode/<topic>@<group>               RequestMode              groups.py
     offsets/<group>@<topic>            {queue: offset}          groups.py
     leases/<group>@<topic>@<queue>@<part>   SavedPart           tables.py
+    shown/<topic>                      {queue: offset}          tables.py
     campaign/<id>                      CampaignFacts            campaigns.py
     selection/<id>                     SelectionFacts           selections.py
     push/<name>                        PushSubscription         push_subscriptions.py

@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -243,6 +244,20 @@ class Names:
             self._order = array("I", sorted(self._order, key=self._name_of))
 
 
+class Planned(NamedTuple):
+    """Which texts and plans the slots had at one time, and when their pending occurrences are due.
+
+    `texts` and `plans` may grow meanwhile, but known entries do not change.
+    """
+
+    texts: Texts
+    plans: Texts
+    state: npt.NDArray[np.int8]
+    text: UintArray
+    plan: UintArray
+    due_ms: Int64Array
+
+
 class ScheduleColumns:
     """The schedules of a broker. A schedule is found by its slot, which stays the same as long as it exists.
 
@@ -301,16 +316,19 @@ class ScheduleColumns:
         return list(zip(np.frombuffer(self.state, np.int8)[slots].tolist(), *columns, strict=True))
 
     def set_progress(
-        self, slots: Sequence[int], rows: Sequence[Sequence[int]], rests: Sequence[bytes]
+        self,
+        slots: Sequence[int] | Int64Array,
+        rows: Sequence[Sequence[int]] | Int64Array,
+        rests: Sequence[bytes],
     ) -> None:
-        """Change the progress of some schedules. Rows as in `progress`. New numbers ascend."""
+        """Change the progress of some schedules. Rows as in `progress`. New numbers ascend. No `rests`: as before."""
         # Releases change a thousand schedules at once, and a recovery one at a time.
         if len(slots) <= _FEW:
             for slot, row in zip(slots, rows, strict=True):
                 self._set_row(slot, row)
         else:
             self._set_rows(np.array(slots, np.int64), np.array(rows, np.int64))
-        for slot, rest in zip(slots, rests, strict=True):
+        for slot, rest in zip(slots, rests, strict=True) if len(rests) else ():
             if rest:
                 self.rest[slot] = rest
             elif self.rest:
@@ -347,6 +365,13 @@ class ScheduleColumns:
             self.names.remove(name)
             self._free.append(slot)
             self._sweep()
+
+    def planned(self) -> Planned:
+        """Copy the columns that tell what is to come. Another thread may read the result."""
+        # Copies, because an array cannot grow while numpy has a view of it. 17 bytes each, so it takes milliseconds
+        # for a million.
+        columns = (self.state, self.text, self.plan, self.ints["due_ms"])
+        return Planned(self.texts, self.plans, *(np.array(column) for column in columns))
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 

@@ -18,14 +18,17 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball.broker.registry.meta import Change, MetaLog, Values
-from timeball.broker.registry.schedule_columns import Numbers, ScheduleColumns
+from timeball.broker.registry.schedule_columns import INT_COLUMNS, Numbers, Planned, ScheduleColumns
 from timeball.broker.registry.topics import check_name
+from timeball.broker.registry.zones import zone_of_rule
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
-from timeball.model.message import Int64Array
+from timeball.model.message import Int64Array, Kind, build_rows
 from timeball.model.time_parsing import LOCAL_TIME
 from timeball.model.values import CatchUp, Overlap
 
@@ -114,7 +117,7 @@ class _Plan(msgspec.Struct, array_like=True):
     group: str
 
 
-class _Template(msgspec.Struct, array_like=True):
+class Template(msgspec.Struct, array_like=True):
     """The message of a schedule."""
 
     topic: str
@@ -122,6 +125,12 @@ class _Template(msgspec.Struct, array_like=True):
     tag: str | None
     keys: str | None
     properties: dict[str, str]
+
+
+class _Topic(msgspec.Struct, array_like=True):
+    """The beginning of a template. The rest is not decoded."""
+
+    topic: str
 
 
 class _Rest(msgspec.Struct, array_like=True):
@@ -137,24 +146,36 @@ _decode_facts = msgspec.json.Decoder(ScheduleFacts).decode
 _decode_progress = msgspec.json.Decoder(Progress).decode
 _decode_part = msgspec.json.Decoder(bytes).decode
 _decode_plan = msgspec.msgpack.Decoder(_Plan).decode
-_decode_template = msgspec.msgpack.Decoder(_Template).decode
+_decode_template = msgspec.msgpack.Decoder(Template).decode
 _decode_rest = msgspec.msgpack.Decoder(_Rest).decode
+_decode_topic = msgspec.msgpack.Decoder(_Topic).decode
 _encode_json, _encode = msgspec.json.Encoder().encode, msgspec.msgpack.Encoder().encode
 _NO_POSITION = b",-1,-1]"
 
 
 _STATES = tuple(State)
+Bools = npt.NDArray[np.bool_]
 
 
 def _encoded(facts: ScheduleFacts) -> tuple[bytes, bytes]:
     """Encode facts for the columns: template and plan."""
-    template = _Template(facts.topic, facts.body, facts.tag, facts.keys, facts.properties)
+    template = Template(facts.topic, facts.body, facts.tag, facts.keys, facts.properties)
     plan = _Plan(bytes(facts.rule), facts.catch_up, facts.catch_up_within_ms, facts.group)
     return _encode(template), _encode(plan)
 
 
-def _facts(plan_text: bytes, template_text: bytes) -> ScheduleFacts:
-    plan, template = _decode_plan(plan_text), _decode_template(template_text)
+def topic_of(text: bytes) -> str:
+    """Read the topic in a text of the columns."""
+    return _decode_topic(text.partition(b"\0")[2]).topic
+
+
+def rule_of(plan: bytes) -> str:
+    """Read the canonical JSON form of the rule in a plan of the columns."""
+    return _decode_plan(plan).rule.decode()
+
+
+def _facts(plan_text: bytes, template: Template) -> ScheduleFacts:
+    plan = _decode_plan(plan_text)
     return ScheduleFacts(
         rule=msgspec.Raw(plan.rule), topic=template.topic, body=template.body, tag=template.tag,
         keys=template.keys, properties=template.properties, catch_up=plan.catch_up,
@@ -188,6 +209,24 @@ class Stored(NamedTuple):
     facts: ScheduleFacts
     progress: Progress
     plan: int
+
+
+class Many(NamedTuple):
+    """Many schedules, as parallel columns."""
+
+    slots: Int64Array
+    names: list[str]
+    plan: list[int]  # as in `Stored`
+    templates: list[Template]
+    due_ms: Int64Array  # of the pending occurrences
+    runs: Int64Array
+
+    def at(self, index: Int64Array) -> Many:
+        """Select those at some indexes."""
+        names, plan, templates = (
+            [column[at] for at in index.tolist()] for column in (self.names, self.plan, self.templates)
+        )
+        return Many(self.slots[index], names, plan, templates, self.due_ms[index], self.runs[index])
 
 
 class Schedules:
@@ -227,6 +266,10 @@ class Schedules:
             raise NotFound(f"no schedule {name[: limits.GROUP_BYTES_MAX]!r}")
         return found
 
+    def planned(self) -> Planned:
+        """Copy what tells the later occurrences of all schedules (`topic_of`, `rule_of`). For another thread."""
+        return self._columns.planned()
+
     def name_of(self, number: int) -> str:
         """Return the name of the schedule whose pending occurrence has this number."""
         slot = self.occurrences.slot(number)
@@ -245,7 +288,7 @@ class Schedules:
             # The bytes are the key, because decoding them takes longer than a look-up.
             facts = known.get((plan, template))
             if facts is None:
-                facts = known[plan, template] = _facts(columns.plans[plan], template)
+                facts = known[plan, template] = _facts(columns.plans[plan], _decode_template(template))
             progress = Progress(_STATES[state], after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms)
             # Few schedules have these values, so they are no columns.
             if rest := columns.rest.get(slot):
@@ -255,6 +298,71 @@ class Schedules:
                 )
             found.append(Stored(name.decode(), facts, progress, plan))
         return found
+
+    def slots_by_zone(self) -> dict[str, Int64Array]:
+        """Return the slots of the schedules with a pending occurrence, by the zone of their rules."""
+        columns = self._columns
+        slots = self.occurrences.slots(self.occurrences.all())
+        plans, index_of = np.unique(np.array(columns.plan)[slots], return_inverse=True)
+        zones = np.array([zone_of_rule(_decode_plan(columns.plans[plan]).rule) for plan in plans], object)
+        order = zones[index_of]
+        return {zone: slots[order == zone] for zone in set(zones.tolist())}
+
+    def many_at(self, slots: Int64Array) -> Many:
+        """Return the schedules in some slots, as columns."""
+        columns, known = self._columns, dict[bytes, Template]()
+        names, templates = list[str](), list[Template]()
+        for text in columns.texts.taken(np.frombuffer(columns.text, np.uint32)[slots]).to_pylist():
+            name, _, encoded = text.partition(b"\0")
+            template = known.get(encoded)
+            if template is None:
+                template = known[encoded] = _decode_template(encoded)
+            names.append(name.decode())
+            templates.append(template)
+        due_ms, runs = (np.frombuffer(columns.ints[name], np.int64)[slots] for name in ("due_ms", "runs"))
+        plan = np.frombuffer(columns.plan, np.uint32)[slots].tolist()
+        return Many(slots, names, plan, templates, due_ms, runs)
+
+    def facts_of(self, plan: int, template: Template) -> ScheduleFacts:
+        """Build the facts of a schedule from its plan and its template."""
+        plan_text = self._columns.plans[plan]
+        return _facts(plan_text, template)
+
+    def has_rest(self, slots: Int64Array) -> Bools:
+        """Compute a mask of the schedules with values that are no columns: an error, or a queue position."""
+        rest = self._columns.rest
+        return np.array([slot in rest for slot in slots.tolist()] if rest else np.zeros(len(slots)), np.bool_)
+
+    def released(
+        self, many: Many, due_ms: Int64Array, first_seq: int, now_ms: int
+    ) -> tuple[pa.RecordBatch, Callable[[], None]]:
+        """Build the rows for schedules whose pending occurrences are released, and the change in memory.
+
+        The next ones, with the numbers from `first_seq` on, are due at `due_ms`. None of them has a rest (`has_rest`).
+        """
+        count = len(many.slots)
+        after, number, due, runs = (
+            pc.cast(pa.array(column), pa.string())
+            for column in (many.due_ms, first_seq + np.arange(count), due_ms, many.runs + 1)
+        )
+        # The JSON of `encode_progress`.
+        value = pc.binary_join_element_wise(
+            "[0,", after, ",", number, ",", due, f",{now_ms},", runs, ",", after, f',{now_ms},""]', ""
+        )
+        rows = build_rows(
+            count, kind=int(Kind.META), unique_key=pc.binary_join_element_wise(_PROGRESS, pa.array(many.names), "/"),
+            body=value.cast(pa.binary()), store_ms=self._meta.now_ms(),
+        )  # fmt: skip
+
+        def keep() -> None:
+            progress = np.empty((count, 1 + len(INT_COLUMNS)), np.int64)
+            progress[:, 0], progress[:, 4], progress[:, 7] = State.ACTIVE, now_ms, now_ms
+            progress[:, 1] = progress[:, 6] = many.due_ms
+            progress[:, 2], progress[:, 3] = first_seq + np.arange(count), due_ms
+            progress[:, 5] = many.runs + 1
+            self._columns.set_progress(many.slots, progress, ())
+
+        return rows, keep
 
     def names_after(self, name: str) -> Iterator[str]:
         """Yield the names after this one, in order."""

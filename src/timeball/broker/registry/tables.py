@@ -125,6 +125,7 @@ class LeaseRun(msgspec.Struct, array_like=True):
     times: int = 0
     nacked_ms: int | None = None
     nack_reason: str = ""
+    key: str = ""  # of which a leased position has a slot (consuming/key_limits.py)
 
 
 class SavedPart(msgspec.Struct):
@@ -182,6 +183,8 @@ class Tables:
         self.leases = MetaTable(
             meta, "leases", SavedPart
         )  # open leases of all groups (consuming/lease_saver.py)
+        # Of each topic with a limit: how far consumers see its queues (accepting/pacing.py).
+        self.shown = MetaTable(meta, "shown", dict[int, int])
         self.campaigns = Campaigns(meta)
         self.selections = Selections(meta)
         self.idempotency_keys = IdempotencyKeys(meta)
