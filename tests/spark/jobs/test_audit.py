@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
-import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as f
+from deltalake import DeltaTable, write_deltalake
+from pyspark.sql import SparkSession
 from tests.broker.on_node import batch
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.spark.traffic import commit_half, send, send_due_now, visible
@@ -22,72 +23,141 @@ from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.cli.sql import count_waiting
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
+from timeball.model.errors import OutOfRange
 from timeball.model.limits import HOUR_MS, MINUTE_MS, SECOND_MS
-from timeball.model.message import SCHEDULE_TOPIC
+from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs import audit, ledger
-from timeball.spark.run.session import SparkEngine
+from timeball.spark.jobs import audit, audit_snapshot, ledger
+from timeball.spark.jobs.audit_engines import AuditEngine, DuckDbEngine, Reads, SparkAuditEngine
+from timeball.spark.jobs.marked import InProcessEngine
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling
+from timeball.spark.views import audit_sql
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+SPARK = pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.timeout(600)])
+EVENTS = pa.schema([audit_sql.EVENTS.field(name) for name in audit_sql.EVENT_COLUMNS])
+FAR_MS = 1 << 50
+Forged = dict[str, str | pa.Table]  # relation -> the rows in its place, or a query for them
+# seq, event, due_ms, at_ms, from_due_ms. An event `waiting` is a stored row.
+Event = tuple[int, str, int | None, int] | tuple[int, str, int | None, int, int]
 
-SCHEMA = (
-    "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint, from_due_ms bigint, "
-    "event_seq bigint"
-)
-SCOPE = audit.Scope(since=1, first=1, end=100, ledger_end=50, watermark=20, version=3, now_ms=10_000)
-QUEUES = "topic string, queue_id int, queue_offset bigint"
-
-Event = (
-    tuple[int, str, int | None, int] | tuple[int, str, int | None, int, int]
-)  # seq, event, due_ms, at_ms, from_due_ms
-
-ACCEPTED: list[Event] = [(1, "accepted", 500, 1), (2, "accepted", 500, 1), (3, "accepted", 20_000, 1)]
-SETTLED: list[Event] = [(1, "released", 500, 501), (2, "cancelled", None, 400)]
-WAITING: list[Event] = [(3, "waiting", 20_000, 0)]
+ACCEPTED: list[Event] = [(1, "accepted", 500, 1), (2, "accepted", 500, 1), (3, "accepted", FAR_MS, 1)]
+SETTLED: list[Event] = [(1, "released", 500, 501), (2, "cancelled", 500, 400)]
+WAITING: list[Event] = [(3, "waiting", FAR_MS, 0)]
 BALANCED = ACCEPTED + SETTLED + WAITING
 
 
-def judge(
-    spark: SparkSession, events: list[Event], queues: list[tuple[str, int, int | None]]
+@pytest.fixture(params=["duckdb", SPARK])
+def session(request: pytest.FixtureRequest) -> SparkSession | None:
+    """The engine of an audit: None is DuckDB."""
+    return request.getfixturevalue("spark") if request.param == "spark" else None
+
+
+class ForgedRows:
+    """An engine that reads other rows than there are."""
+
+    def __init__(self, engine: AuditEngine, forged: Forged) -> None:
+        self._engine, self._forged = engine, forged
+        self.dialect, self.relation = engine.dialect, engine.relation
+        self.register, self.query, self.keep = engine.register, engine.query, engine.keep
+
+    def __enter__(self) -> Self:
+        self._engine.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.__exit__()
+
+    def read(self, reads: Reads) -> None:
+        """Read what there is, then replace the forged relations."""
+        self._engine.read(reads)
+        for name, rows in self._forged.items():
+            if isinstance(rows, str):
+                rows = self._engine.query(rows.format(rows=self.relation(name)))
+            self._engine.register(name, rows)
+
+
+def audit_forged(
+    session: SparkSession | None,
+    endpoint: str,
+    forged: Forged,
+    *,
+    full: bool = True,
+    ledger_uri: str | None = None,
 ) -> audit.AuditReport:
+    engine = DuckDbEngine() if session is None else SparkAuditEngine(session, "forged")
+    with ForgedRows(engine, forged) as reading:
+        return audit.Audit(reading, endpoint, ledger_uri, 1_000, full=full).run()
+
+
+def judge(
+    session: SparkSession | None,
+    node: RunningNode,
+    events: list[Event],
+    queues: list[tuple[str, int, int]] | None = None,
+) -> audit.AuditReport:
+    """Audit these events and stored rows, and queue positions, in place of those of a node without messages."""
     rows = [
-        (seq, event, "t", f"u{seq}", due, at, from_due[0] if from_due else None, i)
+        dict(
+            zip(
+                EVENTS.names,
+                (event, seq, due, at, i, *(from_due or [None]), None, "t", f"u{seq}"),
+                strict=True,
+            )
+        )
         for i, (seq, event, due, at, *from_due) in enumerate(events, 1)
+        if event != "waiting"
     ]
-    judged = audit.judge(spark.createDataFrame(rows, SCHEMA), SCOPE.now_ms, 1000)
-    return audit.balance(judged, audit.gaps(spark.createDataFrame(queues, QUEUES)), SCOPE)
+    filed = [
+        {"seq": seq, "due_ms": due, "topic": "t", "unique_key": f"u{seq}"}
+        for seq, event, due, *_ in events
+        if event == "waiting"
+    ]
+    placed = [dict(zip(audit_sql.PLACED_COLUMNS, position, strict=True)) for position in queues or []]
+    return audit_forged(
+        session,
+        node.endpoint,
+        {
+            "events": pa.Table.from_pylist(rows, EVENTS),
+            "filed": pa.Table.from_pylist(filed, audit_sql.FILED),
+            "logged": audit_sql.LOGGED.empty_table(),
+            "placed": pa.Table.from_pylist(placed, audit_sql.PLACED),
+        },
+    )
 
 
-@pytest.mark.smoke
-def test_audit_balances_after_all_kinds_of_events(spark: SparkSession) -> None:
-    report = judge(spark, BALANCED, [("t", 0, 4), ("t", 0, 5), ("t", 1, 0)])
-    assert report.ok
+def test_audit_balances_after_all_kinds_of_events(session: SparkSession | None, node: RunningNode) -> None:
+    report = judge(session, node, BALANCED, [("t", 0, 4), ("t", 0, 5), ("t", 1, 0)])
+    assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (3, 1, 1, 1)
-    assert (report.lost, report.early, report.duplicate, report.unknown, report.overdue) == (0, 0, 0, 0, 0)
+    assert [getattr(report, breach) for breach in (*audit.BREACHES, "overdue")] == [0] * 6
     assert report.offenders == {}
 
 
-@pytest.mark.parametrize(
-    ("events", "breach", "seq"),
-    [
-        (ACCEPTED + SETTLED, "lost", 3),
-        ([*BALANCED[:3], (1, "released", 500, 499), *BALANCED[4:]], "early", 1),
-        # The release claims another instant than the one that was accepted.
-        ([*BALANCED[:3], (1, "released", 498, 499), *BALANCED[4:]], "early", 1),
-        ([*BALANCED, (1, "released", 500, 502)], "duplicate", 1),
-        ([*BALANCED, (1, "cancelled", None, 300)], "duplicate", 1),
-        ([*BALANCED, (3, "accepted", 20_000, 2)], "duplicate", 3),
-        ([*BALANCED, (9, "released", 500, 502)], "unknown", 9),
-        ([*BALANCED, (9, "waiting", 20_000, 0)], "unknown", 9),
-    ],
-)
+BREACHES: list[tuple[list[Event], str, int]] = [
+    (ACCEPTED + SETTLED, "lost", 3),
+    ([*BALANCED[:3], (1, "released", 500, 499), *BALANCED[4:]], "early", 1),
+    # The release claims another instant than the one that was accepted.
+    ([*BALANCED[:3], (1, "released", 498, 499), *BALANCED[4:]], "early", 1),
+    ([*BALANCED[:3], (1, "released", 501, 502), *BALANCED[4:]], "changed", 1),
+    ([*BALANCED[:-1], (3, "waiting", FAR_MS + 1, 0)], "changed", 3),
+    ([*BALANCED, (1, "released", 500, 502)], "duplicate", 1),
+    ([*BALANCED, (1, "cancelled", 500, 300)], "duplicate", 1),
+    ([*BALANCED, (3, "accepted", FAR_MS, 2)], "duplicate", 3),
+    ([*BALANCED, (3, "waiting", FAR_MS, 0)], "duplicate", 3),
+    # All events of a message twice: as many begin as end.
+    ([*BALANCED, (1, "accepted", 500, 1), (1, "released", 500, 501)], "duplicate", 1),
+    ([*BALANCED, (9, "released", 500, 502)], "unknown", 9),
+    ([*BALANCED, (9, "waiting", FAR_MS, 0)], "unknown", 9),
+]
+
+
+@pytest.mark.parametrize(("events", "breach", "seq"), BREACHES)
 def test_each_breach_is_found_and_shown(
-    spark: SparkSession, events: list[Event], breach: str, seq: int
+    session: SparkSession | None, node: RunningNode, events: list[Event], breach: str, seq: int
 ) -> None:
-    report = judge(spark, events, [])
+    report = judge(session, node, events)
     assert not report.ok
     assert getattr(report, breach) == 1
     assert [row["seq"] for row in report.offenders[breach]] == [seq]
@@ -105,15 +175,15 @@ def test_each_breach_is_found_and_shown(
     ],
 )
 def test_release_before_the_shifted_due_time_is_early(
-    spark: SparkSession, release: Event, is_early: bool
+    node: RunningNode, release: Event, is_early: bool
 ) -> None:
-    report = judge(spark, [(1, "accepted", 500, 50), release], [])
+    report = judge(None, node, [(1, "accepted", 500, 50), release])
     assert (report.early, report.ok) == (int(is_early), not is_early)
-    moved: list[Event] = [(1, "accepted", 9_000, 50), (1, "moved", 500, 60), release]
-    assert judge(spark, moved, []).early == int(is_early)
+    moved: list[Event] = [(1, "accepted", 9_000, 50), (1, "moved", 500, 60, 9_000), release]
+    assert judge(None, node, moved).early == int(is_early)
 
 
-def test_durations_balance_when_the_clock_is_set_back(spark: SparkSession, tmp_path: Path) -> None:
+def test_durations_balance_when_the_clock_is_set_back(tmp_path: Path) -> None:
     """A relative delay and a level end when their time has passed, an hour before the instants in their rows."""
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node:
@@ -121,15 +191,12 @@ def test_durations_balance_when_the_clock_is_set_back(spark: SparkSession, tmp_p
         send_levels(node, 5)
         clock.step_wall(-HOUR_MS)
         node.run(move_on(node, clock, 65))
-        extend_ledger(spark, node)
-        report = audit.run(spark, node.endpoint)
+        extend_ledger(node)
+        report = audit.run(None, node.endpoint)
         assert report.ok and report.released == 3 and counts(report) == (3, 0, 0, 0), report
         # The control: the same events, one of which names no instant that was promised.
-        scope, history = audit.read_scope_and_events(spark, node.endpoint, None)
-        named = f.when(f.col("seq") > 2, f.col("from_due_ms"))
-        assert history.where("from_due_ms is not null").count() == 3
-        forged = audit.judge(history.withColumn("from_due_ms", named), scope.now_ms, 1000)
-        report = audit.balance(forged, audit.queue_gaps(spark, node.endpoint, scope), scope)
+        forged = "select * replace (case when first_seq > 2 then from_due_ms end as from_due_ms) from {rows}"
+        report = audit_forged(None, node.endpoint, {"events": forged})
         assert (report.ok, report.early) == (False, 1)
 
 
@@ -147,32 +214,28 @@ def send_levels(node: RunningNode, *levels: int) -> list[int]:
     return list(range(first_seq, first_seq + len(levels)))
 
 
-def test_scheduled_messages_of_delay_levels_balance(
-    spark: SparkSession, node: RunningNode, broker: Endpoint
-) -> None:
+def test_scheduled_messages_of_delay_levels_balance(node: RunningNode) -> None:
     seqs = send_levels(node, 1, 18, 18, 17, 1)
     with node.client() as ball:
         assert [verdict.verdict for verdict in ball.cancel(ids=["level2"])] == ["cancelled"]
         eventually(lambda: visible(ball, "orders") == 2, "the first level is over")
     node.run(node.broker.compact())
     send_due_now(node.endpoint, 5)
-    report = audit.run(spark, node.endpoint)
+    report = audit.run(None, node.endpoint)
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (10, 7, 1, 2)
-    uri = sibling(broker.status().table.uri, "ledger")
-    ledger.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
-    report = audit.run(spark, node.endpoint)
-    assert report.ok and report.pending == 2, report
-    rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
-    assert [rows[seq].topic for seq in (seqs[0], seqs[2], seqs[1])] == ["orders", "orders", SCHEDULE_TOPIC]
+    extend_ledger(node)
+    report = audit.run(None, node.endpoint)
+    assert report.ok and report.pending == 2 and report.scope.begin > 1, report
+    assert audit.run(None, node.endpoint, full=True).pending == 2
     # The control: a scheduled message of a level that nobody has any more is lost.
-    scope, history = audit.read_scope_and_events(spark, node.endpoint, None)
-    forged = audit.read_pending(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
-    judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
-    assert audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope).lost == 1
+    for full in (True, False):
+        forged = {"logged": f"select * from {{rows}} where seq <> {seqs[3]}"}
+        report = audit_forged(None, node.endpoint, forged, full=full)
+        assert report.lost == 1 and report.offenders["lost"][0]["seq"] == seqs[3]
 
 
-def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_moved_scheduled_messages_balance(node: RunningNode, broker: Endpoint) -> None:
     """A message that is moved is accepted once and settled once, wherever it lay and however often it moves."""
     send(node.endpoint, 10)
     node.run(node.broker.compact())
@@ -187,7 +250,7 @@ def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode
 
     move([2, 3, tail, bulk_seq], 10**7)
     node.run(node.broker.compact())
-    extend_ledger(spark, node)
+    extend_ledger(node)
     move([2, tail, bulk_seq + 1], 0)
     assert [v.verdict for v in node.run(node.broker.cancel(seqs=[3, bulk_seq]))] == ["cancelled"] * 2
     assert [v.verdict for v in node.run(node.broker.reschedule(ids=["level1"], delay_ms=0))] == [
@@ -195,14 +258,14 @@ def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode
     ]
     with node.client() as ball:
         eventually(lambda: visible(ball, "orders") + visible(ball, "bulk") == 4, "four have come")
-    report = audit.run(spark, node.endpoint)
+    report = audit.run(None, node.endpoint)
     assert report.ok, report
     sent, cancelled, came = 10 + 2 + 4 + 2, 2, 4
     assert (report.accepted, report.cancelled, report.released) == (sent, cancelled, came)
     assert report.pending == sent - cancelled - came
 
 
-def test_half_messages_balance(spark: SparkSession, node: RunningNode) -> None:
+def test_half_messages_balance(node: RunningNode) -> None:
     """A half message that is committed with a delay counts as accepted from the commit on, under its own number."""
     soon = [commit_half(node, **delay) for delay in ({"delay_ms": 1}, {"delay_level": 1})]
     later = [
@@ -213,16 +276,14 @@ def test_half_messages_balance(spark: SparkSession, node: RunningNode) -> None:
     assert [v.verdict for v in node.run(node.broker.cancel(seqs=[later[0], later[3]]))] == ["cancelled"] * 2
     reported = node.run(node.broker.reschedule(seqs=[later[1], later[4]], delay_ms=10**6))
     assert [v.verdict for v in reported] == ["rescheduled"] * 2
-    extend_ledger(spark, node)
+    extend_ledger(node)
     with node.client() as ball:
         eventually(lambda: visible(ball, "orders") == len(soon), "they are released")
-    report = audit.run(spark, node.endpoint)
+    report = audit.run(None, node.endpoint)
     assert report.ok and counts(report) == (9, 2, 5, 0), report
-    rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
-    assert {*soon, *later} <= rows.keys() and rows[soon[0]].released_ms is not None
 
 
-def test_messages_that_are_given_back_with_a_delay_balance(spark: SparkSession, node: RunningNode) -> None:
+def test_messages_that_are_given_back_with_a_delay_balance(node: RunningNode) -> None:
     """They are scheduled messages. Leases, acknowledgements and messages that come back at once are not."""
     verbs = node.broker.consuming
 
@@ -241,11 +302,11 @@ def test_messages_that_are_given_back_with_a_delay_balance(spark: SparkSession, 
     receive(2, invisible_ms=1)
     with node.client() as ball:
         eventually(lambda: visible(ball, "%RETRY%g_plain") == 3, "three are here again")
-    extend_ledger(spark, node)
+    extend_ledger(node)
     node.run(node.broker.compact())
     repeated = receive(1)
     assert len(repeated) == 1 and all(node.run(verbs.acknowledge([*repeated, held[0]])))
-    report = audit.run(spark, node.endpoint)
+    report = audit.run(None, node.endpoint)
     assert report.ok, report
     sent, delayed, came = 10, 2, 1
     assert (report.accepted, report.cancelled, report.released) == (sent + delayed, 0, came)
@@ -259,56 +320,54 @@ def small(tmp_path: Path) -> Iterator[RunningNode]:
         yield running
 
 
-def extend_ledger(spark: SparkSession, node: RunningNode) -> None:
+def extend_ledger(node: RunningNode, to_seq: int | None = None) -> str:
+    """Extend the ledger beside the pending table, by default to the end of the log. Returns its URI."""
     with Endpoint(node.endpoint) as broker:
         status = broker.status()
-    ledger.extend(
-        SparkEngine(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq
-    )
+    uri = sibling(status.table.uri, "ledger")
+    ledger.extend(InProcessEngine(), node.endpoint, uri, to_seq or status.log.durable_seq)
+    return uri
 
 
 def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
     return report.accepted, report.cancelled, report.pending, report.lost
 
 
-def test_rewritten_messages_are_accepted_once_and_pending_once(
-    spark: SparkSession, small: RunningNode
-) -> None:
+def test_rewritten_messages_are_accepted_once_and_pending_once(small: RunningNode) -> None:
     send(small.endpoint, 10)
     places = write_again(small, 2, 3, 4)
     assert [verdict.verdict for verdict in small.run(small.broker.cancel(seqs=[3]))] == ["cancelled"]
     write_again(small, places[0])
-    report = audit.run(spark, small.endpoint)
+    report = audit.run(None, small.endpoint)
     assert report.ok and counts(report) == (10, 1, 9, 0), report
     fill_segment(small)
-    extend_ledger(spark, small)
+    extend_ledger(small)
     write_again(small, 2, 4, 5, 6, 7, 8, 9, 10)
     assert let_go(small) > 10
     # The tenth was not written again: its row is gone, and so is it.
-    report = audit.run(spark, small.endpoint)
+    report = audit.run(None, small.endpoint)
     assert not report.ok and counts(report) == (10, 1, 8, 1), report
     assert [row["seq"] for row in report.offenders["lost"]] == [11]
 
 
-def test_messages_whose_first_rows_are_removed_balance(spark: SparkSession, small: RunningNode) -> None:
+def test_messages_whose_first_rows_are_removed_balance(small: RunningNode) -> None:
     send(small.endpoint, 10)
     with Endpoint(small.endpoint) as broker:
         bulk(small, broker, 5, 10**9)
     fill_segment(small)
-    extend_ledger(spark, small)
+    extend_ledger(small)
     write_again(small, *range(2, 12))
     let_go(small)
-    report = audit.run(spark, small.endpoint)
+    report = audit.run(None, small.endpoint)
     assert report.ok and counts(report) == (15, 0, 15, 0), report
     assert report.unknown == 0 and report.scope.first > 10
     # The control: the same log without the row that one of them was moved to.
-    scope, history = audit.read_scope_and_events(spark, small.endpoint, None)
-    forged = audit.read_pending(spark, small.endpoint, scope).where("seq != 7")
-    judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
-    report = audit.balance(judged, audit.queue_gaps(spark, small.endpoint, scope), scope)
-    assert not report.ok and report.lost == 1
+    forged = {"logged": "select * from {rows} where source_seq is null or source_seq <> 7"}
+    for full in (True, False):
+        report = audit_forged(None, small.endpoint, forged, full=full)
+        assert not report.ok and report.lost == 1
     # Without a ledger nothing is known of what retention has let go: neither accepted nor unknown.
-    report = audit.run(spark, small.endpoint, ledger_uri=str(small.settings.data / "elsewhere"))
+    report = audit.run(None, small.endpoint, ledger_uri=str(small.settings.data / "elsewhere"), full=True)
     assert report.ok and counts(report) == (0, 0, 0, 0), report
 
 
@@ -330,9 +389,7 @@ def let_segments_go(node: RunningNode) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
-def test_messages_moved_by_other_strategies_balance(
-    spark: SparkSession, tmp_path: Path, schedule: str
-) -> None:
+def test_messages_moved_by_other_strategies_balance(tmp_path: Path, schedule: str) -> None:
     """A ring of a minute and a level of a minute are over, and what they held in the beginning is gone."""
     clock = ManualClock()
     settings = {
@@ -346,16 +403,16 @@ def test_messages_moved_by_other_strategies_balance(
         for after_ms in (30 * SECOND_MS, 100 * SECOND_MS):
             send_at(ball, [clock.wall + after_ms] * 10)
         fill_segment(node)
-        extend_ledger(spark, node)
+        extend_ledger(node)
         node.run(move_on(node, clock, 75))
         # A roll or a hop comes some moments behind the look that settles.
         eventually(lambda: let_segments_go(node) > 20, "the first segment goes")
-        report = audit.run(spark, node.endpoint)
+        report = audit.run(None, node.endpoint)
         assert report.ok and counts(report) == (20, 0, 10, 0), report
         assert report.released == 10 and report.scope.first > 20
         assert count_waiting(node.endpoint).tail_rows == 10
         node.run(move_on(node, clock, 30))
-        report = audit.run(spark, node.endpoint)
+        report = audit.run(None, node.endpoint)
         assert report.ok and report.released == 20 and counts(report) == (20, 0, 0, 0), report
 
 
@@ -365,26 +422,32 @@ def send_at(ball: Timeball, due_ms: list[int]) -> None:
 
 @pytest.mark.parametrize("looks", [1, 3])
 def test_rows_removed_by_retention_during_the_audit_are_not_lost(
-    spark: SparkSession, small: RunningNode, monkeypatch: pytest.MonkeyPatch, looks: int
+    small: RunningNode, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
-    """Written again behind the end of the scope, and its older row let go; with one look it is missed."""
+    """Written again behind the end of the scope, and its older row let go; with one look there is no report."""
     send(small.endpoint, 1)
     fill_segment(small)
-    extend_ledger(spark, small)
-    waiting = audit.read_pending
+    extend_ledger(small)
+    read, is_first = DuckDbEngine.read, [True]
 
-    def meanwhile(spark: SparkSession, endpoint: str, scope: audit.Scope) -> DataFrame:
-        if scope.first == 1:
+    def meanwhile(engine: DuckDbEngine, reads: Reads) -> None:
+        if is_first.pop() if is_first else False:
             write_again(small, 2)  # 1 is the row of the topic
             let_go(small)
-        return waiting(spark, endpoint, scope)
+        read(engine, reads)
 
-    monkeypatch.setattr(audit, "read_pending", meanwhile)
+    monkeypatch.setattr(DuckDbEngine, "read", meanwhile)
     monkeypatch.setattr(audit, "AUDITS_MAX", looks)
-    report = audit.run(spark, small.endpoint)
-    assert counts(report) == ((1, 0, 1, 0) if looks > 1 else (1, 0, 0, 1)), report
+    if looks == 1:
+        with pytest.raises(OutOfRange):
+            audit.run(None, small.endpoint)
+        return
+    report = audit.run(None, small.endpoint)
+    assert counts(report) == (1, 0, 1, 0), report
 
 
+@pytest.mark.spark
+@pytest.mark.timeout(600)
 def test_an_audit_of_few_rows_has_few_tasks(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 100)
     context, partitions = spark.sparkContext, "spark.sql.shuffle.partitions"
@@ -403,20 +466,18 @@ def test_an_audit_of_few_rows_has_few_tasks(spark: SparkSession, node: RunningNo
     assert len(tasks) >= 4 and max(tasks) < 10 and sum(tasks) <= 20
 
 
-def test_overdue_messages_are_reported_and_are_no_breach(spark: SparkSession) -> None:
-    report = judge(spark, [(1, "accepted", 500, 1), (1, "waiting", 500, 0)], [])
+def test_overdue_messages_are_reported_and_are_no_breach(node: RunningNode) -> None:
+    report = judge(None, node, [(1, "accepted", 500, 1), (1, "waiting", 500, 0)])
     assert report.ok
     assert report.overdue == 1
     assert report.offenders["overdue"][0]["due_ms"] == 500
 
 
-@pytest.mark.parametrize(
-    "positions", [[("t", 0, 1), ("t", 0, 3)], [("t", 0, 1), ("t", 0, 1)], [("t", 0, 1), ("t", 0, None)]]
-)
+@pytest.mark.parametrize("positions", [[("t", 0, 1), ("t", 0, 3)], [("t", 0, 1), ("t", 0, 1)]])
 def test_queue_with_gap_or_repeated_position_is_reported(
-    spark: SparkSession, positions: list[tuple[str, int, int | None]]
+    session: SparkSession | None, node: RunningNode, positions: list[tuple[str, int, int]]
 ) -> None:
-    report = judge(spark, BALANCED, positions)
+    report = judge(session, node, BALANCED, positions)
     assert not report.ok
     assert report.queue_gaps == 1
 
@@ -429,7 +490,7 @@ def bulk(node: RunningNode, broker: Endpoint, rows: int, ahead_ms: int) -> None:
 
 
 def test_a_real_broker_balances_at_every_stage(
-    spark: SparkSession, node: RunningNode, broker: Endpoint
+    session: SparkSession | None, node: RunningNode, broker: Endpoint
 ) -> None:
     send_due_now(node.endpoint, 5)
     send(node.endpoint, 100)
@@ -437,34 +498,254 @@ def test_a_real_broker_balances_at_every_stage(
         ball.send("plain", b"at once")
         ball.cancel(ball.send("orders", b"x", after="1d").id)
     bulk(node, broker, 40, 10**9)
-    report = audit.run(spark, node.endpoint)  # no ledger yet, nothing compacted
-    assert report.ok, report
+    report = audit.run(session, node.endpoint)  # no ledger yet, nothing compacted
+    assert report.ok and report.full_because == "there is no snapshot of a balanced audit", report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (146, 5, 1, 140)
-    uri = sibling(broker.status().table.uri, "ledger")
-    ledger.extend(SparkEngine(spark), node.endpoint, uri, 60)
+    extend_ledger(node, 60)
     node.run(node.broker.compact())
     send(node.endpoint, 10)
-    report = audit.run(spark, node.endpoint)  # part in the ledger, part in the log; part compacted
-    assert report.ok, report
+    report = audit.run(
+        session, node.endpoint, full=True
+    )  # part in the ledger, part in the log; part compacted
+    assert report.ok and report.full_because == "", report
     assert (report.accepted, report.pending, report.scope.ledger_end) == (156, 150, 60)
+    bulk(node, broker, 30, 10**9)
+    send_due_now(node.endpoint, 5)
+    extend_ledger(node)
+    since = audit.run(session, node.endpoint)
+    assert since.ok and since.scope.begin == report.scope.end, since
+    assert (since.accepted, since.pending, since.released) == (191, 180, 10)
+    whole = audit.run(session, node.endpoint, full=True)
+    assert {name: getattr(whole, name) for name in audit.COUNTS} == {
+        name: getattr(since, name) for name in audit.COUNTS
+    }
 
 
-def test_file_removed_from_the_table_is_detected(
-    spark: SparkSession, node: RunningNode, broker: Endpoint
+# ---- differences in the tables --------------------------------------------------------------------------------
+
+
+def change_filed_row(uri: str, seq: int, change: Callable[[pa.Table, int], pa.Table]) -> None:
+    """Write the data file with this row anew, changed. The Delta log does not know of it."""
+    for path in map(Path, DeltaTable(uri).file_uris()):
+        rows = pq.read_table(path, schema=TABLE_SCHEMA, partitioning=None)
+        index = rows.column("seq").to_pylist()
+        if seq in index:
+            pq.write_table(change(rows, index.index(seq)), path)
+            return
+    raise AssertionError(f"no file has the row {seq}")
+
+
+def lost(rows: pa.Table, at: int) -> pa.Table:
+    return pa.concat_tables([rows[:at], rows[at + 1 :]])
+
+
+def doubled(rows: pa.Table, at: int) -> pa.Table:
+    return pa.concat_tables([rows, rows[at : at + 1]])
+
+
+def changed(rows: pa.Table, at: int) -> pa.Table:
+    due = rows.column("due_ms").to_pylist()
+    due[at] += 1
+    return rows.set_column(rows.schema.get_field_index("due_ms"), "due_ms", pa.array(due, pa.int64()))
+
+
+def change_ledger(uri: str, fault: str) -> tuple[str, int]:
+    """Change events of the last released message, or of the newest one. Returns the breach and the message."""
+    table = DeltaTable(uri)
+    events = table.to_pyarrow_table()
+    is_released = pc.equal(events.column("event"), "released")
+    released = pc.max(events.filter(is_released).column("first_seq")).as_py()
+    of_one = f"first_seq = {released} and event"
+    if fault == "early":
+        table.update({"at_ms": "due_ms - 1"}, predicate=f"{of_one} = 'released'")
+        return "early", released
+    if fault == "unknown":
+        table.delete(f"{of_one} = 'accepted'")
+        return "unknown", released
+    write_deltalake(table, events.filter(pc.equal(events.column("first_seq"), released)), mode="append")
+    return "duplicate", released
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("fault", ["lost", "doubled", "changed", "early", "unknown", "recorded twice"])
+def test_a_difference_in_a_table_is_found_in_full_and_since_the_last_audit(
+    session: SparkSession | None, node: RunningNode, broker: Endpoint, fault: str, full: bool
 ) -> None:
+    """A row of the pending table, or an event since the last balanced audit, is changed."""
+    send(node.endpoint, 100)
+    node.run(node.broker.compact())
+    extend_ledger(node)
+    assert audit.run(session, node.endpoint).ok
+    table = broker.status().table.uri
+    snapshot = Path(audit_snapshot.snapshot_uri(table))
+    first = snapshot.read_bytes()
+    send(node.endpoint, 60)
+    send_due_now(node.endpoint, 3)
+    node.run(node.broker.compact())
+    uri = extend_ledger(node)
+    assert audit.run(session, node.endpoint, full=full).ok  # without the fault
+    snapshot.write_bytes(first)
+    rows = {"lost": lost, "doubled": doubled, "changed": changed}
+    if fault in rows:
+        change_filed_row(table, 50, rows[fault])
+        breach, seq = {"doubled": "duplicate"}.get(fault, fault), 50
+    else:
+        breach, seq = change_ledger(uri, fault)
+    report = audit.run(session, node.endpoint, full=full)
+    assert not report.ok and getattr(report, breach) == 1, report
+    assert [row["seq"] for row in report.offenders[breach]] == [seq]
+    assert report.full_because == ""
+    assert snapshot.read_bytes() == first  # only a balanced audit replaces it
+
+
+def test_file_removed_from_the_table_is_detected(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
     write_again(node, *range(2, 52))
     node.run(
         node.broker.compact()
     )  # also what moved a scheduled message is behind the watermark now, and no witness
-    assert audit.run(spark, node.endpoint).ok
+    assert audit.run(None, node.endpoint).ok
     table = DeltaTable(broker.status().table.uri)
     before = table.version()
     table.delete("seq % 2 = 0")
-    scope, history = audit.read_scope_and_events(spark, node.endpoint, None)
-    assert scope.version == before  # the broker's own version: what others commit is not what it serves from
-    forged = audit.read_pending(spark, node.endpoint, msgspec.structs.replace(scope, version=before + 1))
-    judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
-    report = audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope)
+    forged = {"filed": "select * from {rows} where seq % 2 = 1"}
+    report = audit_forged(None, node.endpoint, forged)
+    assert (
+        report.scope.version == before
+    )  # the broker's own version: what others commit is not what it serves from
     assert not report.ok
     assert report.lost == len(report.offenders["lost"]) == 50
+
+
+# ---- the snapshot of the last audit ---------------------------------------------------------------------------
+
+
+DAMAGED = "the snapshot of the last balanced audit is damaged"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (None, "there is no snapshot of a balanced audit"),
+        (
+            lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
+            "the snapshot of the last balanced audit is damaged",
+        ),
+        (lambda data: data[:-7], DAMAGED),
+        (lambda data: b"", DAMAGED),
+    ],
+)
+def test_without_a_whole_snapshot_the_audit_is_full_and_says_why(
+    node: RunningNode, broker: Endpoint, damage: Callable[[bytes], bytes] | None, reason: str
+) -> None:
+    send(node.endpoint, 10)
+    assert audit.run(None, node.endpoint).ok
+    snapshot = Path(audit_snapshot.snapshot_uri(broker.status().table.uri))
+    if damage is None:
+        snapshot.unlink()
+    else:
+        snapshot.write_bytes(damage(snapshot.read_bytes()))
+    report = audit.run(None, node.endpoint)
+    assert report.ok and report.scope.begin == report.scope.since and report.full_because == reason, report
+    assert audit.run(None, node.endpoint).full_because == ""
+
+
+def test_a_snapshot_of_another_log_is_not_used(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:
+    """One of a longer log, and one of a log with other messages at that place."""
+    with running_node(tmp_path / "other", compact_rows=0) as other:
+        send(other.endpoint, 5)
+        assert audit.run(None, other.endpoint).ok
+        with Endpoint(other.endpoint) as connection:
+            copy = Path(audit_snapshot.snapshot_uri(connection.status().table.uri)).read_bytes()
+    snapshot = Path(audit_snapshot.snapshot_uri(broker.status().table.uri))
+    snapshot.parent.mkdir(exist_ok=True)
+    for _ in range(2):
+        snapshot.write_bytes(copy)
+        report = audit.run(None, node.endpoint)
+        assert (
+            report.ok and report.full_because == "the snapshot of the last balanced audit is of another log"
+        )
+        with node.client() as ball:
+            ball.send_many([{"topic": "plain", "body": b"x"}] * 20)
+
+
+def test_a_snapshot_that_does_not_fit_is_not_used(node: RunningNode, broker: Endpoint) -> None:
+    """It knows a pending message that the log does not have."""
+    send(node.endpoint, 5)
+    assert audit.run(None, node.endpoint).ok
+    uri = audit_snapshot.snapshot_uri(broker.status().table.uri)
+    snapshot = audit_snapshot.read_snapshot(uri)
+    snapshot.open_bits[0] |= 1 << 40
+    audit_snapshot.write_snapshot(uri, snapshot)
+    report = audit.run(None, node.endpoint)
+    assert (
+        report.ok and report.full_because == "the snapshot of the last balanced audit does not fit to the log"
+    )
+
+
+def test_an_older_ledger_without_reasons_balances(session: SparkSession | None, node: RunningNode) -> None:
+    send(node.endpoint, 10)
+    with node.client() as ball:
+        for _ in range(2):
+            ball.send("orders", b"x", after="1h", unique_key="order-17", on_pending="replace")
+    table = DeltaTable(extend_ledger(node))
+    older = table.to_pyarrow_table().drop_columns(["reason"])
+    write_deltalake(table, older, mode="overwrite", schema_mode="overwrite")
+    report = audit.run(session, node.endpoint)
+    assert report.ok and (report.cancelled, report.replaced, report.pending) == (1, 0, 11), report
+
+
+# ---- messages that end otherwise than by a release ------------------------------------------------------------
+
+
+def test_every_end_of_a_message_is_counted_once(tmp_path: Path) -> None:
+    """Expired, replaced, cancelled by selection, undone, missed, and occurrences of recurring schedules."""
+    clock = ManualClock()
+    with running_node(tmp_path / "data", clock, compact_rows=0) as node, node.client() as ball:
+        for _ in range(3):
+            ball.send("orders", b"x", after="1h", unique_key="order-17", on_pending="replace")
+        chosen = [ball.send("news", b"x", after="30s").id for _ in range(4)]
+        ball.send("other", b"x", after="30s")
+        ball.selections.cancel(topics=["news"])
+        undone = ball.selections.cancel(topics=["other"])
+        eventually(lambda: ball.selections.get(undone.id).count == 1, "it has been counted")
+        ball.selections.undo(undone.id)
+        ball.schedules.put("tick", {"every": "10s"}, topic="ticks", body="x")
+        ball.cancel(ball.send("orders", b"x", after="1d").id)
+        first = audit.run(None, node.endpoint)
+        assert first.ok and (first.replaced, first.undone, first.occurrences) == (2, 1, 1), first
+        node.run(move_on(node, clock, 40))
+        report = audit.run(None, node.endpoint)
+        assert report.ok and report.scope.begin == first.scope.end, report
+        assert (report.selected, report.undone, report.replaced, report.cancelled) == (len(chosen), 1, 2, 1)
+        assert report.occurrences == report.released  # one is pending; `other` was released
+        ball.send("late", b"x", after="10s", expires_in="1s")
+        ball.send("late", b"x", after="10s", expires_in="1s", on_expiry="move")
+        clock.advance(HOUR_MS // 2)  # the broker was not awake: two expire, and an occurrence is missed
+        node.run(move_on(node, clock, 10))
+        extend_ledger(node)
+        for full in (False, True):
+            report = audit.run(None, node.endpoint, full=full)
+            assert report.ok and (report.expired, report.missed) == (2, 1), report
+            assert report.full_because == ""
+
+
+def test_messages_that_selections_change_are_in_one_state(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with running_node(tmp_path / "data", clock, compact_rows=0) as node, node.client() as ball:
+        for topic in ("shifted", "moved", "held", "freed", "undone"):
+            for after in ("30s", "2h"):
+                ball.send(topic, b"x", after=after)
+        node.run(node.broker.compact())
+        ball.selections.shift("3h", topics=["shifted"])
+        ball.selections.move("elsewhere", topics=["moved"])
+        ball.selections.pause(topics=["held"])
+        ball.selections.release(topics=["freed"])
+        ball.selections.undo(ball.selections.shift("1h", topics=["undone"]).id)
+        node.run(node.broker.wakers.wake())
+        node.run(move_on(node, clock, 40))
+        for _ in range(2):
+            report = audit.run(None, node.endpoint, full=True)
+            assert report.ok, report
+            assert (report.accepted, report.released, report.pending, report.selected) == (10, 4, 6, 0)
+            node.run(node.broker.compact())

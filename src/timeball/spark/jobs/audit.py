@@ -1,56 +1,78 @@
-"""The job `audit` checks that every accepted scheduled message was released, was cancelled, or is still pending.
+"""The job `audit` checks that each accepted message is in exactly one state.
 
-    accepted = released + cancelled + expired + pending
+    accepted = released + cancelled + expired + replaced + selected + missed + pending
 
-The audit compares three independent sources: the ledger (past events), the log after the ledger's end (newer events),
-and the pending messages, which are in the pending table, in the log's tail, and in rows of delay levels. Let E be the
-end of the log. The audit covers the events of the rows since <= seq < E. A message is *settled* when it is released or
-cancelled.
+It compares three independent sources: the ledger (past events), the log after the ledger's end (newer events), and the
+rows that are stored for pending messages, in the pending table, in the log's tail, and for delay levels. Let E be the
+end of the log. The audit counts events of the rows since <= seq < E, and reads one version of the table, that of E.
 
-    lost        accepted, not settled, and not among the pending messages, in its first row or in one that moved it
+    lost        accepted, not ended, and not stored, in its first row or in one that moved it
     early       released before its due time. A message whose delay follows elapsed time gets a new due time when the
                 clock is set. Its release row contains that shifted due time, which counts here, and the original
                 one
-    duplicate   accepted or settled more than once
-    unknown     settled or pending, but never accepted
+    duplicate   accepted, ended or stored more than once
+    unknown     ended or stored, but never accepted
+    changed     stored or released with another due time than the log gave it. The log does not have the due times of
+                a bulk write, so of these messages only those that were rescheduled are compared
     queue_gaps  positions of a queue that are missing or used twice, in the kept part of the log
-    overdue     not settled although due more than `overdue_ms` ago. Not a breach, because the broker may have been down
+    overdue     pending although due more than `overdue_ms` ago. Not a breach, because the broker may have been down
+
+An audit begins where the last balanced one ended (audit_snapshot.py): it reads newer events, and all stored rows. A
+full audit reads all events. Both first compare sets of messages, by group of numbers (views/audit_sql.py). Groups that
+differ, or have overdue messages, are then judged message by message, from all events. So the report names each message
+with a difference. The same SQL runs on DuckDB and on Spark (audit_engines.py).
 
 In a cluster, each group is audited separately, because a message never leaves its group. Then the counts are added.
 
-The broker works during an audit, so the order of reading matters: first the version of the table, then E. A message
-that is no longer in that version of the table was settled earlier, so the row that settles it is before E. A message
-with several rows (in the table and in the tail, or a scheduled message and the rows that moved it) counts once. During
-the audit, the broker may write a message again after E, and retention may remove its older row. The message would then
-look lost, so the audit runs again.
+The broker works during an audit. It may write a message again after E, and retention may remove its older row. The
+message would then look lost, so the audit runs again.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pyspark import StorageLevel
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as f
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake import DeltaTable
 
-from timeball.model.errors import NotFound, OutOfRange
-from timeball.model.message import SCHEDULE_TOPIC, Kind
+from timeball.model.answers import Status
+from timeball.model.errors import Corrupt, NotFound, OutOfRange, StorageError
+from timeball.model.message import Int64Array, Kind, int64
 from timeball.spark.endpoint import GROUP, Endpoint, group_table_uri, read_groups
 from timeball.spark.jobs import ledger
-from timeball.spark.source.spark_api import described, shuffled_by_size, spark_errors
-from timeball.spark.table_store import default_table_uri, open_table
+from timeball.spark.jobs.audit_engines import AuditEngine, DuckDbEngine, Reads, SparkAuditEngine
+from timeball.spark.jobs.audit_snapshot import (
+    Balanced,
+    Facts,
+    read_snapshot,
+    snapshot_uri,
+    write_snapshot,
+)
+from timeball.spark.log_events import EVENT_SCHEMA, attach_events
+from timeball.spark.table_store import as_dataset, default_table_uri, open_table
+from timeball.spark.views import audit_sql
+from timeball.spark.views.audit_sql import BULK_SCHEMA, ENDED_SCHEMA, EVENT_COUNTS, AuditTexts
 from timeball.spark.views.snapshot import status_with_all_attaches
-from timeball.spark.views.spark_views import read_events
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 LOG = logging.getLogger("timeball.spark")
 
 OVERDUE_MS = 10_000
 OFFENDERS_MAX = 100
-BREACHES = ("lost", "early", "duplicate", "unknown")
-COUNTS = ("accepted", "released", "cancelled", "expired", "pending", "overdue", "queue_gaps", *BREACHES)
+OUTCOMES = ("released", "cancelled", "expired", "replaced", "selected", "missed", "pending")
+BREACHES = ("lost", "early", "duplicate", "unknown", "changed")
+COUNTS = ("accepted", "occurrences", "moved", "undone", *OUTCOMES, "overdue", "queue_gaps", *BREACHES)
 AUDITS_MAX = 3  # repeats are needed if retention removes a segment during the audit
+SELECTION_KEY = "selection/"  # of META rows
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,11 +85,14 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
     watermark: int  # the tail of the log begins here
     version: int  # of the pending table
     now_ms: int
+    begin: int = 0  # earlier events were counted by the last balanced audit
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The balance of an audit. Counts are scheduled messages, except `queue_gaps`: queues, at most OFFENDERS_MAX.
 
+    `occurrences`: accepted messages of recurring schedules. `moved`: changes of due times. `undone`: messages of
+    selections that were undone, in the kept log. `full_because`: the reason of a full audit, if none was asked for.
     `offenders`: breach -> up to OFFENDERS_MAX rows. Also contains overdue messages. `groups`: the report of each group,
     if there are several. Then `scope` is None in the sum.
     """
@@ -78,30 +103,49 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     released: int
     cancelled: int
     expired: int
+    replaced: int = 0
+    selected: int = 0
+    missed: int = 0
     pending: int
+    occurrences: int = 0
+    moved: int = 0
+    undone: int = 0
     lost: int
     early: int
     duplicate: int
     unknown: int
+    changed: int = 0
     overdue: int
     queue_gaps: int
+    full_because: str = ""
     offenders: dict[str, list[dict[str, Any]]]
     groups: dict[str, AuditReport] = {}
 
 
 def run(
-    spark: SparkSession, endpoint: str, *, ledger_uri: str | None = None, overdue_ms: int = OVERDUE_MS
+    spark: SparkSession | None,
+    endpoint: str,
+    *,
+    ledger_uri: str | None = None,
+    overdue_ms: int = OVERDUE_MS,
+    full: bool = False,
 ) -> AuditReport:
-    """Audit all groups at `endpoint`. Without a ledger, the audit covers only the kept part of the log.
+    """Audit all groups at `endpoint`, on Spark, or with `spark` None on DuckDB in this process.
 
-    `ledger_uri`: with `{group}` in it if there are several groups, by default beside the pending table. Raises
-    OutOfRange if retention has removed rows of the log that the ledger does not have.
+    Without a ledger, the audit covers only the kept part of the log. `ledger_uri`: with `{group}` in it if there are
+    several groups, by default beside the pending table. `full`: read all events. Raises OutOfRange if retention has
+    removed rows of the log that the ledger does not have.
     """
     groups = read_groups(endpoint)
     reports = {}
     for group in groups:
         uri = group_table_uri("--ledger", ledger_uri, group.name, len(groups))
-        reports[group.name] = _audit(spark, group.endpoint, uri, overdue_ms)
+        engine: AuditEngine = (
+            DuckDbEngine() if spark is None else SparkAuditEngine(spark, f"audit of {group.endpoint}")
+        )
+        with engine:
+            audit = Audit(engine, group.endpoint, uri, overdue_ms, full=full)
+            reports[group.name] = _repeat_while_retention_runs(audit)
     return reports[groups[0].name] if len(groups) == 1 else add_up(reports)
 
 
@@ -121,226 +165,388 @@ def add_up(groups: dict[str, AuditReport]) -> AuditReport:
     )
 
 
-def _audit(spark: SparkSession, endpoint: str, ledger_uri: str | None, overdue_ms: int) -> AuditReport:
+def _repeat_while_retention_runs(audit: Audit) -> AuditReport:
     """Audit one group. Repeats the audit if retention may have removed rows that it still had to read."""
     for tries_left in reversed(range(AUDITS_MAX)):
         try:
-            with spark_errors(), described(spark, f"audit of {endpoint}"):
-                report = _audit_once(spark, endpoint, ledger_uri, overdue_ms)
+            report = audit.run()
         except OutOfRange as error:
             if not tries_left:
                 raise
             LOG.info("auditing again job=audit reason=%s", error)
             continue
-        if (
-            not report.lost
-            or not tries_left
-            or report.scope is None
-            or not _has_retention_removed_rows(endpoint, report.scope)
-        ):
+        if not report.lost or not tries_left or not audit.has_retention_removed_rows():
             break
         LOG.info("auditing again, retention may have removed their rows job=audit lost=%d", report.lost)
     return report
 
 
-def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
-    """Read all events and pending messages of one group, and judge them."""
-    scope, events = read_scope_and_events(spark, endpoint, uri)
-    all_events = events.unionByName(read_pending(spark, endpoint, scope), allowMissingColumns=True)
-    judged = judge(all_events.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
-    # Spark plans a DataFrame when `persist` is called. So `persist` is inside the block that sets the number of shuffle
-    # partitions.
-    with shuffled_by_size(spark, scope.end - scope.since):
-        judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+# ---- one group ------------------------------------------------------------------------------------------------
+
+
+class _MisfitError(Exception):
+    """The snapshot does not fit to the log. The text is the reason of a full audit."""
+
+
+class Audit:
+    """The audit of one group, on one engine."""
+
+    def __init__(
+        self, engine: AuditEngine, endpoint: str, ledger_uri: str | None, overdue_ms: int, *, full: bool
+    ) -> None:
+        """`full`: do not begin with the last balanced audit."""
+        self.endpoint = endpoint
+        self._engine, self._ledger_uri, self._overdue_ms, self._is_full = engine, ledger_uri, overdue_ms, full
+
+    def run(self) -> AuditReport:
+        """Read the bounds of the audit, and audit once: from the last balanced audit on, or else in full."""
+        with Endpoint(self.endpoint) as broker:
+            # One status has the version of the table and the end of the log that belong together.
+            self._status = status_with_all_attaches(broker)
+        self._ledger, self._scope = read_scope(self._status, self._ledger_uri)
+        uri = snapshot_uri(self._status.table.uri)
+        if self._is_full:
+            return self._audit(uri, None)
         try:
-            return balance(judged, queue_gaps(spark, endpoint, scope), scope)
-        finally:
-            judged.unpersist()
+            balanced = self._fitting(read_snapshot(uri))
+        except (NotFound, Corrupt, StorageError, _MisfitError) as error:
+            return self._audit(uri, None, str(error))
+        try:
+            return self._audit(uri, balanced)
+        except _MisfitError as error:
+            return self._audit(uri, None, str(error))
+
+    def has_retention_removed_rows(self) -> bool:
+        """Check whether retention has removed rows of the log since the audit read its bounds."""
+        with Endpoint(self.endpoint) as broker:
+            return broker.status().log.first_seq > self._scope.first
+
+    def _fitting(self, balanced: Balanced) -> Balanced:
+        """Check that the snapshot is of this log, and that the events since then are kept. Raises _MisfitError."""
+        facts = balanced.facts
+        if facts.end > self._scope.end or self._stored_at(facts.end - 1) not in (None, facts.end_ms):
+            raise _MisfitError("the snapshot of the last balanced audit is of another log")
+        if facts.end < self._scope.since:
+            raise _MisfitError("events since the last balanced audit are no longer kept")
+        return balanced
+
+    def _stored_at(self, seq: int) -> int | None:
+        """Read the time at which a row of the log was stored. None if the log does not have the row any more."""
+        if seq < self._scope.first:
+            return None
+        with Endpoint(self.endpoint) as broker:
+            for batch in broker.read_log(seq, seq + 1, columns=["store_ms"]):
+                return int(batch.column(0)[0].as_py())
+        return None
+
+    def _audit(self, uri: str, balanced: Balanced | None, full_because: str = "") -> AuditReport:
+        status, engine = self._status, self._engine
+        scope = self._scope
+        if balanced is not None:
+            scope = msgspec.structs.replace(scope, since=balanced.facts.since, begin=balanced.facts.end)
+        else:
+            scope = msgspec.structs.replace(scope, begin=scope.since)
+        texts = AuditTexts(
+            engine.dialect,
+            engine.relation,
+            since=scope.since,
+            settled_ms=status.settled_before_ms,
+            overdue_before_ms=status.now_ms - self._overdue_ms,
+        )
+        engine.read(self._reads(scope, balanced))
+        engine.register("kept", ENDED_SCHEMA.empty_table() if balanced is None else balanced.ended)
+        bulk, undone = self._read_spans(scope.begin)
+        sums = compare(engine.query(texts.events()), engine.query(texts.rows()), bulk, scope.since, balanced)
+        counts = sums.counts
+        counts["undone"] += undone
+        queues, gaps = self._check_queues(texts, scope, balanced)
+        offenders, breaches = self._judge(texts, scope, sums, balanced)
+        if gaps:
+            offenders["queue_gaps"] = gaps
+        counts["pending"] = sums.pending
+        is_even = counts["accepted"] == sum(counts[name] for name in OUTCOMES)
+        is_even = is_even and not gaps and not any(breaches[name] for name in BREACHES)
+        numbers: dict[str, Any] = {name: counts[name] for name in COUNTS if name in counts}
+        if is_even:
+            self._write_snapshot(uri, texts, scope, sums, queues)
+        return AuditReport(
+            ok=is_even,
+            scope=scope,
+            offenders=offenders,
+            full_because=full_because,
+            queue_gaps=len(gaps),
+            **(numbers | breaches),
+        )
+
+    def _write_snapshot(
+        self, uri: str, texts: AuditTexts, scope: Scope, sums: Sums, queues: dict[str, dict[int, int]]
+    ) -> None:
+        facts = Facts(
+            since=scope.since,
+            end=scope.end,
+            end_ms=self._stored_at(scope.end - 1),
+            counts=sums.counts,
+            queues=queues,
+            level_begin=self._level_begin(texts, scope),
+        )
+        write_snapshot(uri, sums.balanced(facts, self._engine.query(texts.ended()).cast(ENDED_SCHEMA)))
+
+    # ---- the sources ----
+
+    def _reads(self, scope: Scope, balanced: Balanced | None, begin: int | None = None) -> Reads:
+        """Choose the parts of log and table to read. `begin`: the first row whose events are read."""
+        begin = scope.begin if begin is None else begin
+        first, end = scope.first, scope.end
+        # If nothing is compacted, the tail is the whole log. Messages of delay levels have a position in a queue and
+        # may be anywhere in the log.
+        level_begin = first if balanced is None else max(first, balanced.facts.level_begin)
+        fresh_begin = max(begin, min(scope.ledger_end, end))
+        return Reads(
+            endpoint=self.endpoint,
+            table_uri=self._status.table.uri,
+            table_version=scope.version,
+            ledger=self._ledger,
+            events=(begin, min(scope.ledger_end, end)),
+            fresh_events=(fresh_begin, end),
+            tail=(min(max(scope.watermark, first), end), end),
+            levels=(min(level_begin, end), end),
+            placed=(min(max(begin, first), end), end),
+        )
+
+    def _level_begin(self, texts: AuditTexts, scope: Scope) -> int:
+        """Find the first row of the log that may wait for a delay level after this audit."""
+        [row] = self._engine.query(texts.first_of_level()).to_pylist()
+        return scope.end if row["seq"] is None else int(row["seq"])
+
+    def _read_spans(self, begin: int) -> tuple[pa.Table, int]:
+        """Read the ranges of bulk writes from row `begin` on: first_seq, rows, event_seq. And the messages undone."""
+        scope, columns = self._scope, ["first_seq", "rows", "event_seq"]
+        tables = [EVENT_SCHEMA.empty_table().select(columns)]
+        if self._ledger is not None:
+            is_range = ds.field("rows") > 1  # only bulk writes have events of several messages
+            is_inside = (ds.field("event_seq") >= begin) & (ds.field("event_seq") < scope.end)
+            tables.append(
+                as_dataset(self._ledger, EVENT_SCHEMA).to_table(columns, filter=is_range & is_inside)
+            )
+        fresh_begin = max(begin, scope.ledger_end)
+        undone: dict[str, int] = {}
+        if (low := max(begin, scope.first)) < scope.end:
+            with Endpoint(self.endpoint) as broker:
+                names = ["seq", "kind", "store_ms", "unique_key", "body"]
+                for batch in broker.read_log(low, scope.end, [Kind.TABLE, Kind.META], columns=names):
+                    kind, seq = (np.asarray(batch.column(name)) for name in ("kind", "seq"))
+                    ranges = batch.filter(pa.array((kind == int(Kind.TABLE)) & (seq >= fresh_begin)))
+                    events = pa.Table.from_pylist(list(attach_events(ranges)), EVENT_SCHEMA)
+                    tables.append(events.filter(ds.field("rows") > 1).select(columns))
+                    _find_undone(batch, low, undone)
+        return pa.concat_tables(tables), sum(undone.values())
+
+    # ---- the judgement ----
+
+    def _judge(
+        self, texts: AuditTexts, scope: Scope, sums: Sums, balanced: Balanced | None
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, int]]:
+        """Judge the messages of suspect groups one by one. Returns examples and the number of each breach."""
+        names = (*BREACHES, "overdue")
+        suspects = sums.groups[sums.is_suspect]
+        if not len(suspects):
+            return {}, dict.fromkeys(names, 0)
+        engine = self._engine
+        if balanced is not None and self._scope.since > scope.since:
+            raise _MisfitError("events before the last balanced audit are no longer kept")
+        if balanced is not None:  # a full audit has read all events
+            none = (scope.end, scope.end)
+            engine.read(replace(self._reads(scope, None, scope.since), placed=none))
+        engine.register("suspects", pa.table({"grp": suspects}))
+        bulk, _ = self._read_spans(scope.since)
+        engine.register("bulk", _numbers_of(bulk, suspects, scope.since))
+        engine.keep("judged", texts.judged())
+        [counts] = engine.query(texts.count(names)).to_pylist()
+        sums.replace_suspects(engine.query(texts.open()))
+        if balanced is not None and not any(counts[name] for name in BREACHES) and sums.is_misfit:
+            raise _MisfitError("the snapshot of the last balanced audit does not fit to the log")
+        offenders = {
+            name: engine.query(texts.offenders(name, OFFENDERS_MAX)).to_pylist()
+            for name in names
+            if counts[name]
+        }
+        return offenders, counts
+
+    def _check_queues(
+        self, texts: AuditTexts, scope: Scope, balanced: Balanced | None
+    ) -> tuple[dict[str, dict[int, int]], list[dict[str, Any]]]:
+        """Check the positions of all queues. Returns the next position of each queue, and queues with gaps."""
+        queues = {} if balanced is None else balanced.facts.queues
+        ends, is_even = {topic: dict(offsets) for topic, offsets in queues.items()}, True
+        for row in self._engine.query(texts.queues()).to_pylist():
+            topic, queue = row.pop("topic"), row.pop("queue_id")
+            begin = queues.get(topic, {}).get(queue, row["first"])
+            is_even &= begin == row["first"] and audit_sql.are_consecutive(**row)
+            ends.setdefault(topic, {})[queue] = row["last"] + 1
+        if is_even:
+            return ends, []
+        if balanced is not None:
+            self._engine.read(self._reads(scope, None, scope.since))
+        gaps = self._engine.query(f"{texts.gaps()} LIMIT {OFFENDERS_MAX}").to_pylist()
+        return ends, gaps
 
 
-def _has_retention_removed_rows(endpoint: str, scope: Scope) -> bool:
-    """Check whether retention has removed rows of the log since the audit read its bounds."""
-    with Endpoint(endpoint) as broker:
-        return broker.status().log.first_seq > scope.first
+def read_scope(status: Status, ledger_uri: str | None) -> tuple[DeltaTable | None, Scope]:
+    """Open the ledger, and compute the bounds of a full audit.
 
-
-# ---- the sources ------------------------------------------------------------------------------------------
-
-
-def read_scope_and_events(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
-    """Read the scope of the audit, and all events in it: one row per message and event, with the column `seq`."""
-    with Endpoint(endpoint) as broker:
-        status = status_with_all_attaches(broker)
-        end = broker.status()
+    Raises OutOfRange if neither ledger nor log has some events.
+    """
+    log = status.log
     scope = Scope(
-        since=end.log.first_seq,
-        first=end.log.first_seq,
-        end=end.log.durable_seq,
-        ledger_end=end.log.first_seq,
+        since=log.first_seq,
+        first=log.first_seq,
+        end=log.durable_seq,
+        ledger_end=log.first_seq,
         watermark=status.watermark,
         version=status.table.version,
-        now_ms=end.now_ms,
+        now_ms=status.now_ms,
     )
-    recorded = None
     try:
-        table = open_table(uri or default_table_uri(ledger.NAME, end.table.uri, end))
-        since, ledger_end = ledger.bounds(table)
-        scope = msgspec.structs.replace(scope, since=since, ledger_end=ledger_end)
-        recorded = ledger.read_ledger(spark, table)
+        table = open_table(ledger_uri or default_table_uri(ledger.NAME, status.table.uri, status))
     except NotFound:
         LOG.info("no ledger, only the log is audited job=audit since_seq=%d", scope.since)
-    if scope.ledger_end < end.log.first_seq:
+        return None, scope
+    since, ledger_end = ledger.bounds(table)
+    if ledger_end < log.first_seq:
         raise OutOfRange(
-            f"the ledger ends at row {scope.ledger_end}, the log begins at {end.log.first_seq}: events are lost"
+            f"the ledger ends at row {ledger_end}, the log begins at {log.first_seq}: events are lost"
         )
-    fresh = read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
-    history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
-    history = history.where("rows > 0")  # without the starts of the broker, which concern no message
-    seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
-    return scope, history.select(
-        seq, "event", "topic", "unique_key", "due_ms", "at_ms", "event_seq", "from_due_ms"
-    )
+    return table, msgspec.structs.replace(scope, since=since, ledger_end=ledger_end)
 
 
-def read_pending(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Read the pending messages as events 'waiting'. A message with several rows occurs several times.
-
-    They are the rows of the table, the SCHEDULED rows of the tail, and its MOVED rows, under the number of the message
-    that they move. Messages of delay levels have a position in a queue and may be anywhere in the log. Retention keeps
-    their rows until they are settled.
-    """
-    columns = "seq,due_ms,topic,unique_key"
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    source = source.option("read", "pending").option("version", str(scope.version))
-    table = source.option("columns", f"{columns},number").load().withColumn("event_seq", f.col("seq"))
-    table = table.withColumn("seq", f.coalesce("number", "seq")).drop("number")
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
-    # If nothing is compacted, the tail is the whole log. Retention may have removed its first rows since, so "first".
-    begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
-    source = (
-        source.option("kinds", "scheduled,moved").option("placed", "false").option("from_seq", str(begin))
-    )
-    tail = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
-    source = source.option("kinds", "scheduled,moved").option("placed", "true")
-    levels = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
-    return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
+def _find_undone(batch: pa.RecordBatch, begin: int, undone: dict[str, int]) -> None:
+    """Add the selections among these META rows that were undone at row `begin` or later, with their messages."""
+    rows = batch.filter(pc.fill_null(pc.starts_with(batch.column("unique_key"), SELECTION_KEY), False))
+    for key, body in zip(rows.column("unique_key").to_pylist(), rows.column("body").to_pylist(), strict=True):
+        facts = msgspec.json.decode(body) if body else {}
+        if (facts.get("undone_seq") or 0) >= begin:
+            undone[key] = facts.get("count") or 0
 
 
-def _by_number(rows: DataFrame) -> DataFrame:
-    """Set `seq` of SCHEDULED and MOVED rows to the number of their message. Leaves out half messages."""
-    number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
-    rows = rows.withColumn("event_seq", f.col("seq")).withColumn("seq", number)
-    return rows.drop("kind", "source_seq").where("due_ms is not null")
+def _numbers_of(ranges: pa.Table, groups: Int64Array, since: int) -> pa.Table:
+    """List the numbers of these ranges that are in the groups, in BULK_SCHEMA."""
+    parts = [BULK_SCHEMA.empty_table()]
+    for first, rows, event_seq in zip(*(column.to_pylist() for column in ranges.columns), strict=True):
+        low, high = np.searchsorted(groups, [first - audit_sql.GROUP_NUMBERS + 1, first + rows])
+        numbers = (groups[low:high, None] + np.arange(audit_sql.GROUP_NUMBERS)).ravel()
+        numbers = numbers[(numbers >= max(first, since)) & (numbers < first + rows)]
+        parts.append(pa.table([numbers, np.full(len(numbers), event_seq)], schema=BULK_SCHEMA))
+    return pa.concat_tables(parts)
 
 
-def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Find the queues with missing or repeated positions in the kept log. Returns the columns of `gaps`."""
-    source = spark.read.format("timeball").option("endpoint", endpoint)
-    source = source.option("placed", "true")
-    source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
-    return gaps(source.load())
+# ---- sets of messages, by group -------------------------------------------------------------------------------
 
 
-def gaps(visible: DataFrame) -> DataFrame:
-    """Reduce `visible` (topic, queue_id, queue_offset) to the queues whose positions are not consecutive and unique.
+@dataclass
+class Sums:
+    """The pending messages by group of numbers: as a set, and the sum of the hashes of their due times.
 
-    Columns: topic, queue_id, first, last, and the numbers of positions `missing`, `twice` and `unplaced` (null).
-    """
-    uses = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
-    queues = uses.groupBy("topic", "queue_id").agg(
-        f.min("queue_offset").alias("first"),
-        f.max("queue_offset").alias("last"),
-        (f.max("queue_offset") - f.min("queue_offset") + 1 - f.count("queue_offset")).alias("missing"),
-        f.sum(f.col("times") - 1).alias("twice"),
-        f.sum(f.when(f.col("queue_offset").isNull(), f.col("times")).otherwise(0)).alias("unplaced"),
-    )
-    return queues.where("missing > 0 or twice > 0 or unplaced > 0")
-
-
-# ---- the judgement ----------------------------------------------------------------------------------------
-
-
-def judge(events: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
-    """Combine the events of each message into one row, with counts of its events and a flag for each breach.
-
-    `events`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms,
-    event_seq (the row of the log that records the event), and from_due_ms. A row 'waiting' that is older than the last
-    move of its message does not count, because its due time is out of date.
+    All arrays have one entry for each group. Those of suspect groups are exact only after `replace_suspects`.
     """
 
-    def times(event: str) -> Column:
-        return f.count(f.when(f.col("event") == event, 1)).alias(event)
+    groups: Int64Array
+    open_bits: Int64Array
+    due_sums: Int64Array
+    is_suspect: npt.NDArray[np.bool_]
+    counts: dict[str, int] = field(default_factory=dict)
+    is_misfit: bool = False
 
-    def newest(event: str) -> Column:
-        return f.max(f.when(f.col("event") == event, f.col("event_seq")))
+    @property
+    def pending(self) -> int:
+        """The number of pending messages."""
+        return int(np.bitwise_count(self.open_bits).sum())
 
-    # The due time that was set last. It is not taken from the release, because the release is checked against it.
-    moved_to = f.max_by("due_ms", f.when(f.col("event") == "moved", f.col("event_seq")))
-    latest_due_ms = f.coalesce(
-        f.when(newest("moved").isNotNull(), moved_to),
-        f.max(f.when(f.col("event") != "released", f.col("due_ms"))),
-    )
-    is_waiting = f.coalesce(newest("waiting") >= f.coalesce(newest("moved"), f.lit(0)), f.lit(False))
-    messages = events.groupBy("seq").agg(
-        times("accepted"),
-        times("released"),
-        times("cancelled"),
-        is_waiting.cast("int").alias("waiting"),
-        # The rows of a message with a delay level are in SCHEDULE_TOPIC. Only its release has the real topic.
-        f.coalesce(f.max(f.when(f.col("topic") != SCHEDULE_TOPIC, f.col("topic"))), f.max("topic")).alias(
-            "topic"
-        ),
-        f.max("unique_key").alias("unique_key"),
-        f.coalesce(latest_due_ms, f.max("due_ms")).alias("due_ms"),
-        f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),
-        f.min(f.when(f.col("event") == "released", f.col("due_ms"))).alias("shifted_ms"),
-        f.min(f.when(f.col("event") == "released", f.col("from_due_ms"))).alias("from_due_ms"),
-    )
-    settled = f.col("released") + f.col("cancelled")
-    open_ = (f.col("accepted") > 0) & (settled == 0)
-    # A shifted due time counts only if the release shifted it from the due time that the other sources have.
-    is_shifted = f.col("from_due_ms") == f.col("due_ms")
-    due_ms = f.when(is_shifted, f.col("shifted_ms")).otherwise(f.col("due_ms"))
-    return messages.select(
-        "*",
-        (open_ & (f.col("waiting") == 0)).alias("lost"),
-        f.coalesce(f.col("released_ms") < due_ms, f.lit(False)).alias("early"),
-        ((settled > 1) | (f.col("accepted") > 1)).alias("duplicate"),
-        (f.col("accepted") == 0).alias("unknown"),
-        (open_ & (f.col("waiting") > 0)).alias("pending"),
-        f.coalesce(open_ & (f.col("due_ms") < now_ms - overdue_ms), f.lit(False)).alias("overdue"),
-    )
+    def replace_suspects(self, rows: pa.Table) -> None:
+        """Replace the sums of suspect groups by those of their pending messages, one by one."""
+        expected = self.open_bits[self.is_suspect].copy()
+        self.open_bits[self.is_suspect] = self.due_sums[self.is_suspect] = 0
+        at = np.searchsorted(self.groups, _values(rows, "grp"))
+        self.open_bits[at], self.due_sums[at] = _values(rows, "stored_bits"), _values(rows, "stored_due_sum")
+        self.is_misfit = bool((expected != self.open_bits[self.is_suspect]).any())
+
+    def balanced(self, facts: Facts, ended: pa.Table) -> Balanced:
+        """Build the snapshot of these sums."""
+        some = self.open_bits != 0
+        return Balanced(facts, self.groups[some], self.open_bits[some], self.due_sums[some], ended)
 
 
-def balance(judged: DataFrame, uneven_queues: DataFrame, scope: Scope) -> AuditReport:
-    """Count the messages by outcome and breach, and fetch up to OFFENDERS_MAX rows of each breach.
+def compare(events: pa.Table, rows: pa.Table, bulk: pa.Table, since: int, balanced: Balanced | None) -> Sums:
+    """Compare the messages that events say are pending with those that are stored.
 
-    `judged`: the result of `judge`. `uneven_queues`: the result of `gaps`.
+    `events` and `rows` are the results of AuditTexts. `bulk`: ranges of numbers (first_seq, rows) that bulk writes have
+    accepted, in addition to `events`.
     """
-
-    def count(condition: Column) -> Column:
-        return f.count(f.when(condition, 1))
-
-    known = f.col("accepted") > 0
-    counts = {
-        "accepted": count(known),
-        "released": count(known & (f.col("released") > 0)),
-        "cancelled": count(known & (f.col("released") == 0) & (f.col("cancelled") > 0)),
-        **{name: count(f.col(name)) for name in ("pending", "overdue", *BREACHES)},
-    }
-    totals = judged.agg(*[column.alias(name) for name, column in counts.items()]).collect()[0].asDict()
-    offenders = {
-        name: [row.asDict() for row in judged.where(f.col(name)).limit(OFFENDERS_MAX).collect()]
-        for name in (*BREACHES, "overdue")
-        if totals[name]
-    }
-    queue_offenders = [row.asDict() for row in uneven_queues.limit(OFFENDERS_MAX).collect()]
-    if queue_offenders:
-        offenders["queue_gaps"] = queue_offenders
-    settled = totals["released"] + totals["cancelled"]
-    ok = not any(totals[name] for name in BREACHES) and not queue_offenders
-    ok = ok and totals["accepted"] == settled + totals["pending"]
-    return AuditReport(
-        ok=ok, scope=scope, expired=0, queue_gaps=len(queue_offenders), offenders=offenders, **totals
+    ranges = [
+        audit_sql.bits_of_range(max(first, since), rows - max(0, since - first))
+        for first, rows in zip(
+            bulk.column("first_seq").to_pylist(), bulk.column("rows").to_pylist(), strict=True
+        )
+        if first + rows > since
+    ]
+    none = np.zeros(0, np.int64)
+    old = (none, none, none) if balanced is None else (balanced.groups, balanced.open_bits, balanced.due_sums)
+    groups = np.unique(
+        np.concatenate(
+            (_values(events, "grp"), _values(rows, "grp"), old[0], *(touched for touched, _ in ranges))
+        )
     )
+    spread = _Spread(groups)
+    accepted, told = spread.of(events, "accepted_bits"), spread.of(events, "due_sum")
+    stored, stored_due = spread.of(rows, "stored_bits"), spread.of(rows, "stored_due_sum")
+    ended, before = spread.of(events, "ended_bits"), spread.put(old[0], old[1])
+    # A message that occurs twice makes the sum of bits differ from the set.
+    is_suspect = spread.of(events, "accepted_sum") != accepted
+    is_suspect |= (spread.of(events, "ended_sum") != ended) | (spread.of(rows, "stored_sum") != stored)
+    is_suspect |= (spread.of(events, "early_count") > 0) | ((accepted & before) != 0)
+    all_bulk = np.zeros(len(groups), np.int64)
+    for touched, bits in ranges:
+        at = np.searchsorted(groups, touched)
+        is_suspect[at] |= (all_bulk[at] & bits) != 0
+        all_bulk[at] |= bits
+    is_suspect |= (all_bulk & (accepted | before)) != 0
+    known = accepted | before | all_bulk
+    open_bits = known & ~ended
+    is_suspect |= ((ended & ~known) != 0) | (open_bits != stored)
+    # The log does not have the due times of a bulk write.
+    is_suspect |= (spread.put(old[0], old[2]) + told != stored_due) & (known != all_bulk)
+    totals = {name: int(_values(events, f"{name}_count").sum()) for name in EVENT_COUNTS}
+    return Sums(groups, open_bits, stored_due, is_suspect, _counts(totals, ranges, balanced))
+
+
+def _counts(
+    totals: dict[str, int], ranges: list[tuple[Int64Array, Int64Array]], balanced: Balanced | None
+) -> dict[str, int]:
+    """Add the counts of new events to those of the last balanced audit."""
+    ended, _ = totals.pop("ended"), totals.pop("early")
+    totals["accepted"] += sum(int(np.bitwise_count(bits).sum()) for _, bits in ranges)
+    totals["cancelled"] = ended - sum(totals[name] for name in OUTCOMES if name in totals)
+    counts = totals | {"undone": 0}
+    before = {} if balanced is None else balanced.facts.counts
+    return {name: value + before.get(name, 0) for name, value in counts.items()}
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Puts the values of some groups at the indexes of these groups among all. Other groups have 0."""
+
+    groups: Int64Array
+
+    def of(self, table: pa.Table, name: str) -> Int64Array:
+        """Spread a column of a table with the column `grp`."""
+        return self.put(_values(table, "grp"), _values(table, name))
+
+    def put(self, groups: Int64Array, values: Int64Array) -> Int64Array:
+        """Spread the values of these distinct groups."""
+        result = np.zeros(len(self.groups), np.int64)
+        result[np.searchsorted(self.groups, groups)] = values
+        return result
+
+
+def _values(table: pa.Table, name: str) -> Int64Array:
+    column = table.column(name).combine_chunks()
+    return int64(column.fill_null(0).cast(pa.int64()) if column.null_count else column.cast(pa.int64()))
