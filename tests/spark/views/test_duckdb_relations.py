@@ -46,14 +46,15 @@ def test_every_view_has_the_rows_of_all_groups_and_says_which(tmp_path: Path) ->
                 ("g2", "cancelled", 1), ("g2", "released", 2), ("g2", "waiting", 3),
             ]  # fmt: skip
             assert count("ledger")["g1"] >= 9 and count("log")["g2"] > 5
-            assert count("pending_table") == {}
+            for view in ("pending_table", "schedules", "selections"):
+                assert count(view) == {}
             assert session.due_load().total == 8
             version = session.version
             assert version.table is None and isinstance(version.groups, dict)
             assert set(version.groups) == {"g1", "g2"} and version.groups["g2"].log_end > 5
             with pytest.raises(NotFound, match="pending table of group g1; 'timeball pipeline run archive'"):
                 session.run("select * from archive")
-            assert len(VIEWS) == 6, "all were asked"
+            assert len(VIEWS) == 8, "all were asked"
 
         with SqlSession(f"{groups.endpoint}#g2") as session:
             answer = session.run("select count(*) as n from pending")

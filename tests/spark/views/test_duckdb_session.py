@@ -115,7 +115,10 @@ def test_an_older_version(story: RunningNode) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("select * from nowhere", "views: pending, pending_table, ledger, archive, log, scheduled"),
+        (
+            "select * from nowhere",
+            "views: pending, pending_table, ledger, archive, log, schedules, selections, scheduled",
+        ),
         ("select nosuch from pending", 'column "nosuch" not found'),
         ("selct 1", "syntax error"),
         ("", "0 statements"),

@@ -39,7 +39,7 @@ from timeball.spark.table_store import (
     files_dataset,
     table_files,
 )
-from timeball.spark.views import view_sql
+from timeball.spark.views import broker_state, view_sql
 from timeball.spark.views.due_histogram import Load, count_due
 from timeball.spark.views.snapshot import Snapshot, Version, all_versions, check_version
 
@@ -69,8 +69,10 @@ def view_columns() -> dict[str, list[str]]:
         "ledger_events": EVENT_SCHEMA,
         "archive_rows": ARCHIVE_SCHEMA,
         "log_rows": READ_SCHEMA,
+        "schedule_rows": broker_state.SCHEDULE_SCHEMA,
+        "selection_rows": broker_state.SELECTION_SCHEMA,
     }
-    with tempfile.TemporaryDirectory() as scratch, _open_database(Path(scratch), MEMORY_BYTES) as database:
+    with tempfile.TemporaryDirectory() as scratch, open_database(Path(scratch), MEMORY_BYTES) as database:
         for base, schema in bases.items():
             database.register(base, schema.empty_table())
         texts = view_sql.definitions("duckdb", {base: schema.names for base, schema in bases.items()})
@@ -105,7 +107,7 @@ class SqlSession:
         session_options = SessionOptions(columns, due, log_rows)
         with ExitStack() as resources:
             scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
-            self._database = resources.enter_context(_open_database(scratch, memory_bytes))
+            self._database = resources.enter_context(open_database(scratch, memory_bytes))
             self._worker = resources.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
             broker = resources.enter_context(Endpoint(endpoint, patience_s=0))
             groups = [Group("", endpoint)] if snapshot else groups_of(broker.status(), endpoint)
@@ -218,7 +220,7 @@ class SqlSession:
         }
 
 
-def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:
+def open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:
     """Open an empty database in memory, without access to files or the network."""
     database = duckdb.connect(
         ":memory:",
@@ -278,6 +280,8 @@ class Relations:
             "ledger_events": self._make_ledger_events,
             "archive_rows": self._make_archive_rows,
             "log_rows": self._make_log_rows,
+            "schedule_rows": self._make_schedule_rows,
+            "selection_rows": self._make_selection_rows,
         }
 
     def name(self, relation: str) -> str:
@@ -314,7 +318,20 @@ class Relations:
         for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows"):
             self._fetch(name, shot.watermark)
         columns = self._options.scheduled_columns
-        self._make_view("waiting_rows", view_sql.pending_sql(shot, columns, due, relation=self.name))
+        text = view_sql.pending_sql(shot, columns, due, relation=self.name, effect=self._make_effect())
+        self._make_view("waiting_rows", text)
+
+    def _make_effect(self) -> str:
+        """Make the SQL function for the effect of bulk operations. Returns its name, or "" if there are none."""
+        if not self.snapshot.selections:
+            return ""
+        name = self.name("effect_of_selections")
+        types = ["BIGINT"] * 3 + ["VARCHAR"] * (len(broker_state.ARGUMENTS) - 3)
+        self._database.create_function(  # type: ignore[call-overload]  # the stubs lack Arrow functions
+            name, broker_state.effect_of(self.snapshot.selections), types,
+            broker_state.EFFECT_SQL["duckdb"], type="arrow", null_handling="special",
+        )  # fmt: skip
+        return name
 
     def _fetch(self, name: str, marked_seq: int) -> None:
         """Make a relation of view_sql.LOG_RELATIONS, from the log's first row on, or else from `marked_seq` on."""
@@ -377,6 +394,14 @@ class Relations:
         self._register("archive_table", as_dataset(table, ARCHIVE_SCHEMA))
         rows = f"select * from {self.name('archive_table')} where seq < {self.snapshot.end_seq}"
         self._make_view("archive_rows", rows)
+
+    def _make_schedule_rows(self) -> None:
+        rows = broker_state.schedule_rows(self._broker.schedules())
+        self._write_relation("schedule_rows", broker_state.SCHEDULE_SCHEMA, rows)
+
+    def _make_selection_rows(self) -> None:
+        rows = broker_state.selection_rows(self._broker.selections())
+        self._write_relation("selection_rows", broker_state.SELECTION_SCHEMA, [rows])
 
     def _make_log_rows(self) -> None:
         begin, end = self.snapshot.log_range(self.snapshot.end_seq - self._options.log_rows)

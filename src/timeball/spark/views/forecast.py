@@ -2,6 +2,7 @@
 
     check      compare an older forecast with the actual releases
     load       read the load of a file of rows that may be sent later
+    recurring  build the load of the recurring schedules
     report     the curve of a load and its peaks
     model      compute how late messages are when consumers of a fixed rate process a load
     spread     build a planned load
@@ -41,6 +42,7 @@ from timeball.spark.views.due_histogram import (
     Unit,
     from_cells,
     from_due_ms,
+    merge,
     share_of_difference,
 )
 from timeball.spark.views.snapshot import Snapshot
@@ -86,6 +88,26 @@ class Report(msgspec.Struct, frozen=True):
 def version_at(uri: str, time_ms: int) -> int:
     """Find the version of the pending table that was current at `time_ms`. Raises NotFound if no version is so old."""
     return int(load_version_at(open_version(uri), time_ms).version())
+
+
+# ---- recurring schedules --------------------------------------------------------------------------------------
+
+
+def recurring_load(
+    broker: Endpoint, from_ms: int, until_ms: int, *, width_s: int = 1, by_topic: bool = False
+) -> tuple[Load, int]:
+    """Count the occurrences of recurring schedules that are no messages yet, in cells of `width_s`, by the broker.
+
+    Returns the load, and the time (ms) up to which they are counted: earlier than `until_ms` if there are too many.
+    """
+    width_ms = width_s * SECOND_MS
+    counts = broker.occurrences(from_ms - from_ms % width_ms, until_ms + -until_ms % width_ms, width_ms)
+    loads = [Load()]
+    for name, (starts_ms, rows) in counts.topics.items():
+        second, zeros = np.array(starts_ms, np.int64) // SECOND_MS, np.zeros(len(rows), np.int64)
+        topics = (name,) if by_topic else (ALL_TOPICS,)
+        loads.append(from_cells(topics, zeros, second, np.array(rows, np.int64), width_s))
+    return merge(loads), min(until_ms, counts.to_ms)
 
 
 # ---- comparing a forecast with the releases -------------------------------------------------------------------

@@ -36,6 +36,7 @@ from timeball.model.errors import NotFound, RequestError, Unavailable
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import default_table_uri, open_table, open_version
+from timeball.spark.views.broker_state import effective_selections
 from timeball.table import attachment as att
 
 # Application id of the broker's mark in its Delta table. The mark is the number of the TABLE row that made the version.
@@ -93,9 +94,11 @@ class Snapshot:
     watermark: int  # the tail begins at this row
     due_from_ms: int  # messages due earlier are settled, except those of delay levels
     only_cancels: bool = False  # no message of the snapshot can be released yet, so RELEASE rows are not read
+    upcoming: bool = False  # only messages with a due time to come: not those that a bulk operation holds
     is_whole: bool = True
     # Ranges that paused campaigns hold back now: (first_seq, end_seq, due from from_ms on). Empty for older versions.
     held: tuple[tuple[int, int, int], ...] = ()
+    selections: bytes = b""  # the bulk operations that may cover pending messages (broker_state.py)
 
     @classmethod
     def pin(
@@ -115,9 +118,17 @@ class Snapshot:
         uri = table_uri or status.table.uri
         if version is not None:  # the newest, too: a version number must always give the same snapshot
             then, is_whole = status_of_version(broker, status, uri, version)
-            return cls.of(then, uri, then.now_ms + 1, only_cancels=True, is_whole=is_whole)
-        due_from_ms = status.now_ms + 1 if upcoming else status.settled_before_ms
-        return replace(cls.of(status, uri, due_from_ms, only_cancels=upcoming), held=paused_ranges(broker))
+            shot = cls.of(then, uri, then.now_ms + 1, only_cancels=True, is_whole=is_whole)
+        else:
+            due_from_ms = status.now_ms + 1 if upcoming else status.settled_before_ms
+            shot = replace(
+                cls.of(status, uri, due_from_ms, only_cancels=upcoming), held=paused_ranges(broker)
+            )
+        # After the status, so that none of those before its end is missing.
+        selections = effective_selections(
+            broker.selections(), shot.end_seq, shot.due_from_ms, is_now=version is None
+        )
+        return replace(shot, selections=selections, upcoming=upcoming)
 
     @classmethod
     def of(

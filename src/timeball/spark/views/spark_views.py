@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import functions as f
 
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint, Group, read_groups
@@ -26,7 +28,7 @@ from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_I
 from timeball.spark.source.spark_api import described, spark_errors, spark_schema, union_groups
 from timeball.spark.source.table_reader import read_delta
 from timeball.spark.table_store import ANY_DUE_TIME, Due
-from timeball.spark.views import view_sql
+from timeball.spark.views import broker_state, view_sql
 from timeball.spark.views.due_histogram import Load, count_due
 from timeball.spark.views.snapshot import Snapshot, Version, all_versions, check_version
 
@@ -71,8 +73,23 @@ def pending_in_snapshot(
     frames["waiting_table_rows"] = _table(spark, endpoint, shot, [*columns, "number"])
     is_small_log = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
     hint = "/*+ BROADCAST(gone) */" if is_small_log else ""
-    text = view_sql.pending_sql(shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint)
+    effect = _register_effect(spark, shot.selections)
+    text = view_sql.pending_sql(
+        shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint, effect=effect
+    )
     return _run(spark, text, frames)
+
+
+def _register_effect(spark: SparkSession, selections: bytes) -> str:
+    """Register the SQL function for the effect of bulk operations. Returns its name, or "" if there are none."""
+    if not selections:
+        return ""
+    function = f.arrow_udf(  # type: ignore[attr-defined]  # the stubs lack it
+        broker_state.effect_of(selections), broker_state.EFFECT_SQL["spark"]
+    )
+    # A plan has the function itself, so another snapshot may use the name again.
+    spark.udf.register("timeball_effect", function)
+    return "timeball_effect"
 
 
 def due_load(
@@ -96,7 +113,7 @@ def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
 def register(
     spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
 ) -> Version:
-    """Make the temporary views pending, pending_table, scheduled, ledger, log, and archive if there is one.
+    """Make the temporary views: all of view_sql.VIEWS, `archive` only if there is one.
 
     `prefix` is prepended to their names. `keep`: Spark reads pending messages and events only once, and caches them in
     memory or on disk for many queries. `spark.catalog.clearCache()` frees this cache. Returns the version of the views.
@@ -124,6 +141,7 @@ def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[st
         "table_rows": _table(spark, endpoint, shot, TABLE_SCHEMA.names),
         "ledger_events": events,
         "log_rows": _source(spark, endpoint, shot, 0).load(),
+        **_state_of_broker(spark, endpoint),
     }
     version = msgspec.structs.replace(shot.describe_version(), ledger=ledger_version)
     archive_table = shot.open_ledger_or_archive("archive")
@@ -133,6 +151,19 @@ def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[st
         )
         version = msgspec.structs.replace(version, archive=int(archive_table.version()))
     return frames, version
+
+
+def _state_of_broker(spark: SparkSession, endpoint: str) -> dict[str, DataFrame]:
+    with Endpoint(endpoint) as broker:
+        schedules = pa.Table.from_batches(
+            broker_state.schedule_rows(broker.schedules()), broker_state.SCHEDULE_SCHEMA
+        )
+        selections = pa.Table.from_batches([broker_state.selection_rows(broker.selections())])
+    return {
+        # Spark 4.2 drops rows behind an empty chunk.
+        "schedule_rows": spark.createDataFrame(schedules.combine_chunks()),
+        "selection_rows": spark.createDataFrame(selections),
+    }
 
 
 def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> dict[str, DataFrame]:

@@ -4,14 +4,17 @@ An engine supplies the relations of LOG_RELATIONS and of the tables. The texts b
 the SQL dialects differ, `_SPELLINGS` or a macro contains both forms. So a query gives the same result on both engines.
 
     view            one row for
-    pending         a pending scheduled message, with its place: table, tail or level (snapshot.py); messages of paused
-                    campaigns are left out
+    pending         a pending scheduled message, with its place: table, tail or level (snapshot.py), and the due time
+                    and topic that bulk operations have given it. Messages of paused campaigns and those that bulk
+                    operations cancelled are left out
     pending_table   a row of the pending table, settled (released or cancelled) or not
     ledger          an event: accepted, moved, released, cancelled, started
     scheduled       a scheduled message, from acceptance to its end, and why it was late, as far back as ledger or log
                     reach
     archive         a row of the log that the archive job has stored
     log             a row of the kept log (DuckDB: only of its end)
+    schedules       a recurring schedule, as it is now
+    selections      a bulk operation, as it is now
 
 Each column of milliseconds since 1970 has a twin of type timestamp, in UTC: due_ms and due, accepted_ms and accepted.
 
@@ -39,6 +42,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from timeball.model.message import (
+    BASE,
     PROPERTY_END,
     PROPERTY_NAME_END,
     READ_SCHEMA,
@@ -47,12 +51,14 @@ from timeball.model.message import (
     Kind,
 )
 from timeball.spark.table_store import ANY_DUE_TIME, Due
+from timeball.spark.views.broker_state import ARGUMENTS, reach_ms
 from timeball.spark.views.snapshot import Snapshot
 
 Engine = Literal["spark", "duckdb"]
 # A relation's name -> its form in a SQL text. Spark takes DataFrames in the form {name}.
 Relation = Callable[[str], str]
 
+LAST_MS = (1 << 63) - 1
 SPARK_RELATION: Relation = "{{{}}}".format
 
 
@@ -72,7 +78,7 @@ class LogRelation:
 # In the views, `seq` is the number of a scheduled message: the sequence number of its first row. A message that was
 # moved has this number as `number` in the table, where its `seq` is the row that set its due time.
 PENDING_COLUMNS = tuple(name for name in TABLE_SCHEMA.names if name != "number")
-_WAITING = ("seq", "kind", "source_seq", "store_ms", *PENDING_COLUMNS[1:])
+_WAITING = ("seq", "kind", "source_seq", "version_seq", "from_due_ms", "store_ms", *PENDING_COLUMNS[1:])
 LOG_RELATIONS = {
     "settled_rows": LogRelation((Kind.RELEASE, Kind.CANCEL), ("kind", "source_seq"), "first"),
     "moved_rows": LogRelation((Kind.MOVED,), ("seq", "source_seq", "from_due_ms"), "first"),
@@ -94,6 +100,8 @@ BASES = {
     "ledger": "ledger_events",
     "archive": "archive_rows",
     "log": "log_rows",
+    "schedules": "schedule_rows",
+    "selections": "selection_rows",
 }
 VIEWS = (*BASES, "scheduled")
 NEEDS = {**{view: (base,) for view, base in BASES.items()}, "scheduled": ("ledger_events", "waiting_rows")}
@@ -114,7 +122,7 @@ def base_relations_of(names: Iterable[str]) -> list[str]:
 
 # If a scheduled message was written again, only its newest row counts, in the tail or in the table. `moves` leaves out
 # moves before the watermark that kept the due time, because the table has these messages under the row that set their
-# due time.
+# due time. `version` is the row that set the due time.
 #
 # Each subquery is referenced only once. DuckDB would materialise a subquery with two references, and then read all
 # columns, even bodies, for a query that only counts.
@@ -135,27 +143,43 @@ moved AS (
     SELECT seq, max(row_seq) AS newest_seq FROM moves GROUP BY seq
 ),
 tail AS (
-    SELECT {tail_columns}, seq AS row_seq FROM {tail_rows}
+    SELECT {tail_columns}, seq AS row_seq, {version} AS version FROM {tail_rows}
 ),
 filed AS (
-    SELECT {table_columns}, seq AS row_seq FROM {waiting_table_rows}
+    SELECT {table_columns}, seq AS row_seq, seq AS version FROM {waiting_table_rows}
 ),
 leveled AS (
-    SELECT {level_columns}, seq AS row_seq FROM {level_rows}
+    SELECT {level_columns}, seq AS row_seq, {version} AS version FROM {level_rows}
 ),
 placed AS (
-    SELECT {columns}, row_seq, 'table' AS place FROM filed WHERE due_ms >= {low} AND due_ms < {high}{not_held}
+    SELECT {columns}, row_seq, version, 'table' AS place FROM filed WHERE due_ms >= {low} AND due_ms < {high}{not_held}
     UNION ALL
-    SELECT {columns}, row_seq, 'tail' AS place FROM tail WHERE due_ms >= {low} AND due_ms < {high}
+    SELECT {columns}, row_seq, version, 'tail' AS place FROM tail WHERE due_ms >= {low} AND due_ms < {high}
     UNION ALL
-    SELECT {columns}, row_seq, 'level' AS place FROM leveled WHERE due_ms >= {level_low} AND due_ms < {high}
+    SELECT {columns}, row_seq, version, 'level' AS place FROM leveled WHERE due_ms >= {level_low} AND due_ms < {high}
 ),
 newest AS (
-    SELECT /*+ BROADCAST(moved) */ {columns}, place
+    SELECT /*+ BROADCAST(moved) */ {columns}, version, place
     FROM placed LEFT JOIN moved USING (seq) WHERE coalesce(newest_seq, row_seq) = row_seq
 )
-SELECT {hint} {columns}, place FROM newest ANTI JOIN gone USING (seq)
+SELECT {hint} {columns}, {kept} FROM newest ANTI JOIN gone USING (seq)
 """
+# The same after bulk operations, which may change the due time and the topic of a message.
+_SELECTED_TEXT = """
+SELECT {columns}, place FROM (SELECT *, {effect}({arguments}) AS effect FROM ({waiting}))
+WHERE effect IS NOT NULL AND effect.due_ms >= {low} AND effect.due_ms < {high}{not_held}
+"""
+_SELECTED_COLUMNS = {
+    "due_ms": "effect.due_ms AS due_ms",
+    "topic": "effect.topic AS topic",
+    # The last property of a wake-up is the broker's own.
+    "properties": f"regexp_replace(properties, '{BASE}{PROPERTY_NAME_END}[^{PROPERTY_END}]*{PROPERTY_END}$', '')"
+    " AS properties",
+}
+_VERSION = (
+    f"CASE WHEN kind = {int(Kind.MOVED)} AND from_due_ms IS NULL"
+    " THEN coalesce(version_seq, source_seq) ELSE seq END"
+)
 _LEVEL_PROPERTIES = (
     f"REAL_TOPIC{PROPERTY_NAME_END}([^{PROPERTY_END}]+){PROPERTY_END}"
     f"REAL_QID{PROPERTY_NAME_END}(-?[0-9]+){PROPERTY_END}$"
@@ -189,18 +213,21 @@ def pending_sql(
     *,
     relation: Relation = str,
     hint: str = "",
+    effect: str = "",
 ) -> str:
     """Build the query for the messages that are pending and due within `due`.
 
     The result has `columns`, a part of PENDING_COLUMNS, and `place`. The query reads the relations WAITING_RELATIONS.
-    `waiting_table_rows` needs only the files with due times within `clip_to_snapshot(shot, due)`.
+    `waiting_table_rows` needs only the files with due times within `clip_to_snapshot(shot, due)`. `effect`: the name
+    of the SQL function for the effect of bulk operations (broker_state.effect_of), if the snapshot has some.
     """
     low, high = clip_to_snapshot(shot, due)
     # A message of a delay level can be pending although its due time is before `due_from_ms`: after the clock was set
     # back, levels still wait for their duration. So the snapshot's lower bound does not apply to levels.
-    level_low = low if shot.only_cancels else (due[0] or 0)
+    level_low = low if shot.only_cancels else max(0, (due[0] or 0) - reach_ms(shot.selections))
     settling = [Kind.CANCEL] if shot.only_cancels else [Kind.RELEASE, Kind.CANCEL]
-    return _WAITING_TEXT.format(
+    high = LAST_MS if high is None else high
+    text = _WAITING_TEXT.format(
         **{name: relation(name) for name in WAITING_RELATIONS},
         settling=", ".join(str(int(kind)) for kind in settling),
         log_begin=min(shot.first_seq, shot.end_seq),
@@ -208,13 +235,24 @@ def pending_sql(
         table_columns=", ".join(_TABLE_COLUMNS.get(name, name) for name in columns),
         tail_columns=", ".join(_TAIL_COLUMNS.get(name, name) for name in columns),
         level_columns=", ".join(_LEVEL_COLUMNS.get(name, name) for name in columns),
+        version=_VERSION,
+        kept="version, place" if effect else "place",
         watermark=shot.watermark,
         not_held=_not_paused_condition(shot),
         low=low,
-        high=(1 << 63) - 1 if high is None else high,
+        high=high,
         level_low=level_low,
         hint=hint,
     )
+    if not effect:
+        return text
+    return _SELECTED_TEXT.format(
+        columns=", ".join(_SELECTED_COLUMNS.get(name, name) for name in columns),
+        effect=effect, arguments=", ".join(ARGUMENTS), waiting=text,
+        low=max(due[0] or 0, shot.due_from_ms if shot.upcoming else 0),
+        high=LAST_MS if due[1] is None else due[1],
+        not_held=" AND NOT effect.is_held" if shot.upcoming else "",
+    )  # fmt: skip
 
 
 def _not_paused_condition(shot: Snapshot) -> str:
@@ -226,12 +264,13 @@ def _not_paused_condition(shot: Snapshot) -> str:
 
 
 def clip_to_snapshot(shot: Snapshot, due: Due) -> tuple[int, int | None]:
-    """Restrict due times to those from which messages of the snapshot may be pending.
+    """Compute the due times of the rows of messages that may be pending in the snapshot and due within `due`.
 
-    None as upper end means no bound.
+    Bulk operations may have given the messages other due times. None as upper end means no bound.
     """
-    low, high = due
-    return shot.due_from_ms if low is None else max(low, shot.due_from_ms), high
+    (low, high), reach = due, reach_ms(shot.selections)
+    low = shot.due_from_ms if low is None else max(low - reach, shot.due_from_ms)
+    return low, None if high is None else min(high + reach, LAST_MS)
 
 
 # ---- one row per scheduled message --------------------------------------------------------------------------
@@ -344,6 +383,13 @@ _TIMESTAMP_TWINS = {
     "store_ms": "stored",
     "released_ms": "released",
     "cancelled_ms": "cancelled",
+    "next_due_ms": "next_due",
+    "last_due_ms": "last_due",
+    "first_due_ms": "first_due",
+    "last_ms": "last_run",
+    "due_from_ms": "due_from",
+    "due_to_ms": "due_to",
+    "undone_ms": "undone",
 }
 
 DUCKDB_MACROS = ("create macro timestamp_millis(ms) as epoch_ms(ms) at time zone 'UTC'",)
