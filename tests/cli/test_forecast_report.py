@@ -11,6 +11,7 @@ import pytest
 from tests.cli.forecast_days import EIGHT_MS, EXTRA, NINE_MS, NO_EXTRA, TEN_MS, answered, asked, counted
 from tests.cli.forecast_days import NO_EXTRA as NONE
 from tests.cli.unreachable import NO_FLIGHT
+from tests.edges.http.client import client_of
 from tests.node_fixture import running_node
 from tests.spark.traffic import send
 from tests.spark.two_groups import two_groups
@@ -101,6 +102,32 @@ def test_counts_within_the_window_now_or_at_a_version(tmp_path: Path) -> None:
         assert (made.version, made.load.total) == (2, 15)
         with pytest.raises(NotFound, match="no version so old"):
             count(node.endpoint, None, Window(timestamp_ms=1_000))
+
+
+def test_later_times_of_schedules_are_counted_up_to_the_end_of_the_window(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", http_port=0) as node, client_of(node) as client:
+        rule = {"every": "1h"}
+        for name, topic in (("one", "orders"), ("two", "mail")):
+            client.ask("PUT", f"/v1/schedules/{name}", {"rule": rule, "topic": topic, "body": "x"})
+        assert count(node.endpoint, None, Window()).recurring_until_ms is None  # they have no end
+        window = Window(end=Moment(DAY_MS, is_relative=True))
+        found = count(node.endpoint, None, window, by_topic=True)
+        # 24 times in a day, and the first one of each is a message already.
+        assert (found.load.total, found.recurring.total) == (2, 46)
+        document = answer(found, asked(rates={"*": 10}), NO_EXTRA).document
+        assert (document.waiting, document.recurring, document.load.rows) == (2, 46, 48)
+        assert document.what_if and document.what_if.queues["*"].rows == 48
+        assert any(line.startswith("2 due from") and ", 46 recurring;" in line for line in describe(document))
+        only = answer(found, asked(topics=["mail"]), NO_EXTRA).document
+        assert (only.waiting, only.recurring, list(only.load.topics)) == (1, 23, ["mail"])
+        assert count(node.endpoint, None, window).recurring.topics == ("",)
+
+
+def test_times_that_are_not_counted_are_said() -> None:
+    due = (None, TEN_MS)
+    cut = replace(counted(due), recurring=counted().load, recurring_until_ms=NINE_MS)
+    said = list(describe(answer(cut, asked(), NO_EXTRA).document))
+    assert "recurring schedules have too many times: counted until 2030-01-31T09:00:00Z" in said
 
 
 def test_a_broker_that_is_not_there_is_told_at_once() -> None:

@@ -72,7 +72,8 @@ def test_a_long_answer_is_cut_and_says_so(node: RunningNode) -> None:
 def test_without_a_query_the_views_are_shown() -> None:
     done = run_here("sql")
     shown = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert list(shown) == ["pending", "pending_table", "ledger", "archive", "log", "scheduled"]
+    tables = ["pending", "pending_table", "ledger", "archive", "log", "schedules", "selections"]
+    assert list(shown) == [*tables, "scheduled"]
     assert "due_ms" in shown["pending"] and ", due," in shown["pending"]
     found = json.loads(run_here("sql", "--json").stdout)["views"]
     assert {"seq", "state", "cause", "released"} <= set(found["scheduled"])

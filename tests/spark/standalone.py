@@ -2,7 +2,7 @@
 
 With root each has a network namespace, and each worker a mount namespace in which the broker's data folder is empty but
 for the folders that are shared, as a mount of NFS would have it: so nothing but Flight and these folders is common.
-Without root all of it runs on the loopback, with everything shared. The broker and the driver run outside.
+Without root all of it runs on addresses of the loopback, with everything shared. The broker and the driver run outside.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import json
 import os
 import subprocess
 import sys
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,8 +20,8 @@ import psutil
 import pyspark
 from tests.cli.processes import environment
 from tests.cluster.namespaces import HERE, Network, network
-from tests.node_fixture import eventually
-from tests.spark.test_kill_spark import kill_tree
+from tests.java_options import java_options
+from tests.spark.test_kill_spark import eventually, kill_tree
 
 from timeball.spark.run.session import java_home
 
@@ -30,7 +29,8 @@ SPARK_HOME = Path(pyspark.__file__).parent
 MASTER, WORKERS = "m", "xy"
 SHARED = ("pending", "ledger", "archive", "rejects")
 DEPLOY = "org.apache.spark.deploy"
-EXECUTOR = "CoarseGrainedExecutorBackend"
+EXECUTOR, DRIVER = "CoarseGrainedExecutorBackend", "DriverWrapper"
+LOOPBACK = {HERE: "127.0.0.1", MASTER: "127.0.0.1", "x": "127.0.0.2", "y": "127.0.0.3"}
 # In a mount namespace: hide the data folder, and put back what is shared.
 HIDE = """
 set -e
@@ -41,6 +41,16 @@ exec "$@"
 """
 
 
+EXECUTORS = {
+    "spark.driver.memory": "512m",
+    "spark.executor.memory": "512m",
+    "spark.executor.cores": "1",
+    "spark.cores.max": "2",
+    "spark.executor.extraJavaOptions": f"{java_options()} -XX:+UseSerialGC",
+    "spark.ui.enabled": "false",
+}
+
+
 class Standalone:
     """A running cluster. `shared`: the part of the broker's data folder `data` that workers see."""
 
@@ -49,19 +59,12 @@ class Standalone:
         self.here = self._address(HERE)
         self.master = f"spark://{self._address(MASTER)}:{7077 if net else 17077}"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        self._port = 18080
+        self._port, self._rest_port = 18080, 16066
         self._log = open(folder / "daemons.log", "ab")  # noqa: SIM115 - closed with the cluster
 
     def conf(self) -> dict[str, str]:
-        """Build the settings of a driver: small executors, and an address that they reach."""
-        return {
-            "spark.driver.host": self.here,
-            "spark.driver.bindAddress": self.here,
-            "spark.driver.memory": "512m",
-            "spark.executor.memory": "512m",
-            "spark.executor.cores": "1",
-            "spark.ui.enabled": "false",
-        }
+        """Build the settings of a driver outside: a small executor on each worker, and an address that they reach."""
+        return {**EXECUTORS, "spark.driver.host": self.here, "spark.driver.bindAddress": self.here}
 
     def start(self) -> None:
         """Start the cluster. Returns when the master knows both workers."""
@@ -71,13 +74,20 @@ class Standalone:
             ["--host", self._address(MASTER), "--port", self.master.rpartition(":")[2]],
             self._port,
         )
-        for number, name in enumerate(WORKERS, 1):
-            hidden = [] if self._net is None else ["unshare", "-m", "sh", "-c", HIDE, "sh"]
-            words = ["--host", self._address(name), "--cores", "1", "--memory", "1g"]
-            words += ["--work-dir", str(self._folder / name), self.master]
-            self.workers[name] = self._daemon(
-                name, f"{DEPLOY}.worker.Worker", words, self._port + number, hidden
-            )
+        for name in WORKERS:
+            self.start_worker(name)
+        self.wait_for_workers()
+
+    def start_worker(self, name: str) -> None:
+        """Start a worker. It has room for a driver and three executors, as the other worker may be lost."""
+        hidden = [] if self._net is None else ["unshare", "-m", "sh", "-c", HIDE, "sh"]
+        words = ["--host", self._address(name), "--cores", "4", "--memory", "3g"]
+        words += ["--work-dir", str(self._folder / name), self.master]
+        port = self._port + 1 + WORKERS.index(name)
+        self.workers[name] = self._daemon(name, f"{DEPLOY}.worker.Worker", words, port, hidden)
+
+    def wait_for_workers(self) -> None:
+        """Wait until the master knows both workers."""
         eventually(lambda: self._alive() == len(WORKERS), "the master knows both workers")
 
     def stop(self) -> None:
@@ -87,17 +97,62 @@ class Standalone:
             process.wait()
         self._log.close()
 
-    def executors(self) -> list[psutil.Process]:
-        """List the running executors of all applications."""
-        result = []
-        for worker in self.workers.values():
-            for process in descendants(worker.pid):
-                try:
-                    if EXECUTOR in " ".join(process.cmdline()):
-                        result.append(process)
-                except psutil.NoSuchProcess:
-                    continue  # it ended while we looked
-        return result
+    def executors(self, app: str = "") -> list[psutil.Process]:
+        """List the running executors of an application, by default of all."""
+        return [
+            process
+            for name in self.workers
+            for process, command in self._processes(name)
+            if EXECUTOR in command and app in command
+        ]
+
+    def drivers(self) -> dict[str, psutil.Process]:
+        """List the running drivers that were submitted to the master, by the worker on which they run."""
+        return {
+            name: process
+            for name in self.workers
+            for process, command in self._processes(name)
+            if DRIVER in command
+        }
+
+    def submit(self, script: Path, *words: str, conf: Mapping[str, str]) -> None:
+        """Let the master run a Python driver on a worker, and run it again there or on another one if it is lost.
+
+        spark-submit cannot: it refuses `--deploy-mode cluster` for Python. The master's REST server runs spark-submit
+        itself on a worker.
+        """
+        properties = {
+            "spark.app.name": script.stem,
+            "spark.driver.memory": "512m",
+            "spark.driver.cores": "1",
+            "spark.driver.extraJavaOptions": f"{java_options()} -XX:+UseSerialGC",
+            "spark.driver.supervise": "true",
+        }
+        settings = {**EXECUTORS, **conf}
+        options = [word for pair in settings.items() for word in ("--conf", "=".join(pair))]
+        request = {
+            "action": "CreateSubmissionRequest",
+            "appResource": "",
+            "mainClass": f"{DEPLOY}.SparkSubmit",
+            "appArgs": ["--master", self.master, *options, str(script), *words],
+            "clientSparkVersion": pyspark.__version__,
+            "environmentVariables": {},
+            "sparkProperties": properties,
+        }
+        address = f"http://{self._address(MASTER)}:{self._rest_port}/v1/submissions/create"
+        headers = {"Content-Type": "application/json;charset=UTF-8"}
+        call = urllib.request.Request(address, json.dumps(request).encode(), headers)
+        with urllib.request.urlopen(call, timeout=60) as answer:
+            document = json.load(answer)
+        assert document["success"], document
+
+    def _processes(self, name: str) -> Iterator[tuple[psutil.Process, str]]:
+        """Yield the processes of a worker with their command lines."""
+        for process in descendants(self.workers[name].pid):
+            try:
+                yield process, " ".join(process.cmdline())
+            except psutil.NoSuchProcess:
+                continue  # it ended while we looked
 
     def environment(self) -> dict[str, str]:
         """Build the environment of a daemon or a driver."""
@@ -106,20 +161,25 @@ class Standalone:
             SPARK_HOME=str(SPARK_HOME),
             PYSPARK_PYTHON=sys.executable,
             SPARK_DAEMON_MEMORY="256m",
-            SPARK_DAEMON_JAVA_OPTS="-XX:+UseSerialGC",
+            SPARK_DAEMON_JAVA_OPTS=f"{java_options()} -XX:+UseSerialGC",
+            SPARK_MASTER_OPTS=f"-Dspark.master.rest.enabled=true -Dspark.master.rest.port={self._rest_port}",
             SHARED=" ".join(self._shared),
             DATA=str(self._data),
         )
 
     def _address(self, name: str) -> str:
-        return "127.0.0.1" if self._net is None else self._net.addresses[name]
+        return LOOPBACK[name] if self._net is None else self._net.addresses[name]
 
     def _daemon(
         self, name: str, main: str, words: Sequence[str], port: int, hidden: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
         inside = [] if self._net is None else self._net.within(name)
         command = [*inside, *hidden, str(SPARK_HOME / "bin/spark-class"), main, "--webui-port", str(port)]
-        env = {**self.environment(), "KEPT": str(self._folder / f"kept-{name}")}
+        env = {
+            **self.environment(),
+            "KEPT": str(self._folder / f"kept-{name}"),
+            "SPARK_LOCAL_IP": self._address(name),
+        }
         return subprocess.Popen([*command, *words], env=env, stdout=self._log, stderr=self._log)
 
     def _alive(self) -> int:
@@ -127,8 +187,8 @@ class Standalone:
             page = f"http://{self._address(MASTER)}:{self._port}/json/"
             with urllib.request.urlopen(page, timeout=5) as answer:
                 return int(json.load(answer)["aliveworkers"])
-        except (urllib.error.URLError, OSError):
-            return 0  # it is starting
+        except (OSError, ValueError):
+            return 0  # it is starting, and may answer with a page that is no JSON
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -7,7 +7,7 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.spark.traffic import log_rows, send
 
-from timeball.model.message import NO_DUE_TIME_MS, Kind
+from timeball.model.message import NO_DUE_TIME_MS, Kind, encode_properties
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.log_events import EVENT_SCHEMA, attach_events, derive_events, read_events, read_spans
 from timeball.table.attachment import Attachment, Reservation, encode
@@ -57,7 +57,7 @@ def test_release_event_has_position_and_lateness() -> None:
         {
             "event": "released", "first_seq": 5, "rows": 1, "topic": "t", "unique_key": None, "due_ms": 1_000,
             "at_ms": 1_007, "lateness_ms": 7, "queue_id": 2, "queue_offset": 9, "attempt": 2, "event_seq": 1,
-            "from_due_ms": None,
+            "from_due_ms": None, "reason": None,
         }
     ]  # fmt: skip
 
@@ -65,9 +65,10 @@ def test_release_event_has_position_and_lateness() -> None:
 def test_shifted_release_event_has_the_original_due_time() -> None:
     rows = log_rows(Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, from_due_ms=9_000)
     assert [(event["due_ms"], event["from_due_ms"]) for event in events(rows)] == [(1_000, 9_000)]
-    # A move has another meaning of this column.
-    rows = log_rows(Kind.MOVED, 1, topic="t", due_ms=1_000, store_ms=7, source_seq=5, from_due_ms=9_000)
-    assert [(event["due_ms"], event["from_due_ms"]) for event in events(rows)] == [(1_000, None)]
+    # A move has the due time before it, and a half message that is accepted has none.
+    for from_due_ms, former_ms in ((9_000, 9_000), (NO_DUE_TIME_MS, None)):
+        rows = log_rows(Kind.MOVED, 1, topic="t", due_ms=1_000, store_ms=7, from_due_ms=from_due_ms)
+        assert [(event["due_ms"], event["from_due_ms"]) for event in events(rows)] == [(1_000, former_ms)]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,32 @@ def test_accepted_and_cancelled_events_have_no_lateness_and_position() -> None:
         (result,) = events(rows)
         assert (result["event"], result["first_seq"], result["at_ms"]) == (event, number, 2_000)
         assert result["lateness_ms"] is result["queue_id"] is result["queue_offset"] is None
+
+
+def test_a_cancel_has_its_reason() -> None:
+    properties = [
+        {"REASON": "expired", "BY": "anna"},
+        {"BY": "b", "REASON": "selection s1"},
+        {"XREASON": "x"},
+        {},
+    ]
+    texts = [encode_properties(each) for each in properties]
+    rows = log_rows(Kind.CANCEL, 5, due_ms=1_000, store_ms=7, properties=pa.array([*texts, None]))
+    assert [event["reason"] for event in events(rows)] == ["expired", "selection s1", None, None, None]
+    # The properties of other messages are their own.
+    rows = log_rows(Kind.RELEASE, 2, due_ms=1_000, store_ms=7, topic="t", properties=pa.array(texts[:2]))
+    assert [event["reason"] for event in events(rows)] == [None, None]
+
+
+def test_a_release_into_the_topic_of_expired_messages_and_an_occurrence_are_marked() -> None:
+    topics = pa.array(["%EXPIRED%t", "t", "t%EXPIRED%"])
+    rows = log_rows(Kind.RELEASE, 3, due_ms=1_000, store_ms=7, topic=topics)
+    assert [event["reason"] for event in events(rows)] == ["expired", None, None]
+    keys = pa.array(["daily.1000", "daily.1001", "1000", "a.b.1000", ".1000", None, "daily.", "daily.1000x"])
+    for kind, marked in ((Kind.SCHEDULED, ["occurrence"]), (Kind.RELEASE, [None])):
+        rows = log_rows(kind, 8, due_ms=1_000, store_ms=7, topic="t", unique_key=keys)
+        found = [event["reason"] for event in events(rows)]
+        assert found == [*marked, None, None, None, *marked, None, None, None]
 
 
 def test_read_events_yields_all_events_of_a_range(node: RunningNode, broker: Endpoint) -> None:

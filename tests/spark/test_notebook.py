@@ -24,6 +24,8 @@ def test_every_cell_of_the_notebook_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     send_due_now(node.endpoint, 5)
+    with node.client() as ball:
+        ball.schedules.put("hourly", {"every": "1h"}, topic="reminders-hourly", body="x")
     monkeypatch.setenv("TIMEBALL_FLIGHT", node.endpoint)
     # The session of all tests in the place of one of its own, which would be stopped at the end.
     monkeypatch.setattr(session, "build_session", lambda **_: spark)
@@ -37,6 +39,9 @@ def test_every_cell_of_the_notebook_runs(
             )
     said = capsys.readouterr().out
     assert (
-        "reminders-letter" in said and "accepted 10,005 = released 5 + cancelled 0 + pending 10,000" in said
+        "reminders-letter" in said and "accepted 10,006 = released 5 + cancelled 0 + pending 10,001" in said
     )
-    assert names["picture"].axes[0].lines[0].get_ydata().sum() == 10_000
+    pending, recurring = names["picture"].axes[0].lines
+    # One occurrence of the next 36 hours is a message already.
+    assert (pending.get_ydata().sum(), recurring.get_ydata().sum()) == (10_001, 35)
+    assert "hourly" in said

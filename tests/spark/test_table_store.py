@@ -26,6 +26,7 @@ from timeball.spark.table_store import (
     table_schema,
     write_file,
 )
+from timeball.table import layout
 
 NOW_MS = 1_800_000_000_000
 
@@ -38,7 +39,8 @@ def test_files_are_written_below_the_table_and_removed_again(tmp_path: Path) -> 
     assert list((tmp_path / "bucket=x").iterdir()) == []
 
 
-def test_rows_become_readable_files(tmp_path: Path) -> None:
+def test_rows_become_readable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
     due = [NOW_MS + 3_600_000 * i for i in range(5)]
     given = pa.table({"topic": ["t"] * 5, "body": ["b"] * 5, "due_ms": due})
     rows = scheduled_writer.numbered(scheduled_writer.to_table_columns(given, NOW_MS), 1)

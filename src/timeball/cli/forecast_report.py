@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from timeball.spark.views.forecast import (
     check,
     queues,
     rate_needed,
+    recurring_load,
     released_since,
     report,
     serve,
@@ -55,7 +56,8 @@ class CountedLoad:
 
     `came`: the messages released since, and the time up to which they were counted. `held`: by paused campaign, the
     number of messages that would be pending if it were resumed. `versions`: the version of each group if there are
-    several, in which case `version` is None.
+    several, in which case `version` is None. `recurring`: later occurrences of recurring schedules, counted up to
+    `recurring_until_ms`.
     """
 
     now_ms: int
@@ -66,6 +68,8 @@ class CountedLoad:
     came: tuple[Load, int] | None = None
     held: dict[str, int] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
+    recurring: Load = field(default_factory=Load)
+    recurring_until_ms: int | None = None
 
 
 Count = Callable[[str, Snapshot, Due, bool], Load]  # endpoint, snapshot, due, by_topic
@@ -94,6 +98,7 @@ def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
         return single
     counts = list(groups.values())
     released = [counted.came for counted in counts if counted.came is not None]
+    recurring_ends = [each.recurring_until_ms for each in counts if each.recurring_until_ms is not None]
     held: dict[str, int] = {}
     for counted in counts:
         for campaign, rows in counted.held.items():
@@ -109,6 +114,8 @@ def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
         else None,
         held,
         {name: counted.version for name, counted in groups.items() if counted.version is not None},
+        merge(counted.recurring for counted in counts),
+        min(recurring_ends, default=None),
     )
 
 
@@ -124,7 +131,17 @@ def _count_group(endpoint: str, window: Window, count_load: Count, by_topic: boo
         # A pause is known for the present only: an older version may have been made before it.
         is_present = window.version is None and window.timestamp_ms is None
         paused = held(broker) if is_present else {}
-    return CountedLoad(snapshot.now_ms, snapshot.version, snapshot.is_whole, due, load, released, paused)
+        counted = CountedLoad(
+            snapshot.now_ms, snapshot.version, snapshot.is_whole, due, load, released, paused
+        )
+        # Without an end, most schedules have no last occurrence.
+        if not is_present or due[1] is None:
+            return counted
+        begin_ms = max(snapshot.now_ms, due[0] or 0)
+        recurring, until_ms = recurring_load(
+            broker, begin_ms, due[1], width_s=load.width_s, by_topic=by_topic
+        )
+    return replace(counted, recurring=recurring, recurring_until_ms=until_ms)
 
 
 @contextmanager
@@ -158,10 +175,11 @@ def _open_engine(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
 class Forecast(msgspec.Struct, kw_only=True, frozen=True):
     """The document that --json prints. Times are in milliseconds since 1970: `from_ms <= due_ms < until_ms`.
 
-    `waiting` and `extra` are rows within the window, and `load` contains both. `extra_outside`: extra rows outside of
-    the window. `held`: by paused campaign, the messages that wait for its resume, which no other figure includes.
-    `is_whole` is False when the log no longer has the whole tail of an older version. `versions`: the version of each
-    group if there are several.
+    `waiting`, `recurring` and `extra` are rows within the window, and `load` contains them. `recurring`: occurrences of
+    recurring schedules that are no messages yet, up to `recurring_until_ms` (None: not counted). `extra_outside`: extra
+    rows outside of the window. `held`: by paused campaign, the messages that wait for its resume, which no other figure
+    includes. `is_whole` is False when the log no longer has the whole tail of an older version. `versions`: the version
+    of each group if there are several.
     """
 
     now_ms: int
@@ -170,6 +188,8 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
     from_ms: int
     until_ms: int | None
     waiting: int
+    recurring: int
+    recurring_until_ms: int | None
     extra: int
     extra_outside: int
     held: dict[str, int]
@@ -189,6 +209,7 @@ class Answer:
 
     document: Forecast
     load: Load
+    recurring: Load
     extra: Load | None
     came: Load | None
     queues: dict[str, Queue]
@@ -205,13 +226,17 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
     """Build the answer: filter the load by topic, add the extra load within the window, and compute all figures."""
     from_ms = counted.now_ms if counted.due[0] is None else counted.due[0]
     until_ms = counted.due[1]
-    load = counted.load.select_topics(request.topics) if request.topics else counted.load
+    load, recurring = (
+        each.select_topics(request.topics) if request.topics else each
+        for each in (counted.load, counted.recurring)
+    )
+    coming = merge([load, recurring]) if recurring.total else load
     whole_extra = None if extra.is_none else extra.load(counted.now_ms)
     extra_in_window = None
     if whole_extra is not None:
         until_s = None if until_ms is None else -(-until_ms // SECOND_MS)
         extra_in_window = whole_extra.between(from_ms // SECOND_MS, until_s)
-    total = load if extra_in_window is None else merge([load, extra_in_window])
+    total = coming if extra_in_window is None else merge([coming, extra_in_window])
     begin_s = from_ms // SECOND_MS
 
     def what_if(rows: Load) -> WhatIf | None:
@@ -233,23 +258,30 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
         from_ms=from_ms,
         until_ms=until_ms,
         waiting=load.total,
+        recurring=recurring.total,
+        recurring_until_ms=counted.recurring_until_ms,
         extra=0 if extra_in_window is None else extra_in_window.total,
         extra_outside=0
         if whole_extra is None or extra_in_window is None
         else whole_extra.total - extra_in_window.total,
         held=counted.held,
         load=report(total, Unit(request.by), peaks=request.peaks, by_topic=request.by_topic),
-        what_if=what_if(load),
+        what_if=what_if(coming),
         what_if_extra=None if extra_in_window is None else what_if(total),
         within_ms=request.within_ms,
-        rate_needed=needed(load),
+        rate_needed=needed(coming),
         rate_needed_extra=None if extra_in_window is None else needed(total),
         check=None
         if released is None or counted.came is None
         else check(load, released, (from_ms, until_ms), counted.came[1]),
     )
     return Answer(
-        document, load, extra_in_window, released, queues(total, request.rates, request.backlog, begin_s)
+        document,
+        load,
+        recurring,
+        extra_in_window,
+        released,
+        queues(total, request.rates, request.backlog, begin_s),
     )
 
 
@@ -265,6 +297,8 @@ def describe(forecast: Forecast) -> Iterator[str]:
     yield _summary(forecast)
     if not forecast.is_whole:
         yield "the log no longer has all of its tail of then: the counts are of the table and of the rest of the tail"
+    if forecast.recurring_until_ms is not None and forecast.recurring_until_ms < (forecast.until_ms or 0):
+        yield f"recurring schedules have too many times: counted until {instant(forecast.recurring_until_ms)}"
     if forecast.extra_outside:
         yield f"{forecast.extra_outside:,} extra rows are due outside of this window, and are not counted"
     if forecast.held:
@@ -298,9 +332,10 @@ def _bars(forecast: Forecast) -> dict[str, int]:
 
 def _summary(forecast: Forecast) -> str:
     until = "" if forecast.until_ms is None else f" until {instant(forecast.until_ms)}"
+    recurring = f", {forecast.recurring:,} recurring" if forecast.recurring else ""
     extra = f", {forecast.extra:,} extra" if forecast.extra else ""
     return (
-        f"{forecast.waiting:,} due from {instant(forecast.from_ms)}{until}{extra}; "
+        f"{forecast.waiting:,} due from {instant(forecast.from_ms)}{until}{recurring}{extra}; "
         f"{show_version(forecast)}, as of {instant(forecast.now_ms)}"
     )
 
@@ -445,6 +480,9 @@ def _draw_load(answer: Answer, axes: Any) -> None:
     unit = _unit(answer)
     loads = _largest_topics(answer.load) if document.load.topics else {"waiting": answer.load}
     styles = [{"color": COLOURS[index % len(COLOURS)]} for index in range(len(loads))]
+    if answer.recurring.total:
+        loads["recurring"] = answer.recurring
+        styles.append({"color": COLOURS[-1], "hatch": "\\\\"})
     if answer.extra is not None:
         loads["extra"] = answer.extra
         styles.append({"color": EXTRA, "hatch": "//"})
@@ -467,7 +505,8 @@ def _draw_load(answer: Answer, axes: Any) -> None:
     if answer.came is not None:
         highest = max(highest, _draw_released(answer.came, unit, axes))
     axes.set_ylabel(f"Messages due, a {unit}")
-    axes.set_title(f"{document.waiting + document.extra:,} messages, as of {show_version(document)}")
+    rows = document.waiting + document.recurring + document.extra
+    axes.set_title(f"{rows:,} messages, as of {show_version(document)}")
     if highest:
         axes.set_ylim(0, highest * 1.25)
         axes.legend(loc="upper right", ncols=3, frameon=False)
@@ -488,7 +527,7 @@ def _draw_released(released: Load, unit: Unit, axes: Any) -> int:
 
 def _unit(answer: Answer) -> Unit:
     """Choose the unit of the bars: the document's, or a coarser one if that gives more than BARS_DRAWN_MAX bars."""
-    total = merge([answer.load, *([] if answer.extra is None else [answer.extra])])
+    total = merge([answer.load, answer.recurring, *([] if answer.extra is None else [answer.extra])])
     unit = Unit(answer.document.load.by)
     return (
         unit

@@ -7,19 +7,22 @@ Each job writes a small status file beside its checkpoint every few seconds. `pi
 asks the broker for the end of its log, so it needs no Spark. A job without a new file for a while is shown as silent:
 the job or its machine was killed.
 
-`timeball audit` checks that every accepted message is accounted for. A batch job on Spark (spark/jobs/audit.py) reads
-the ledger, the pending table and the log. It compares the number of accepted messages with the numbers of released,
-cancelled, expired and pending ones. This module prints its report, and turns its verdict into the exit code.
+`timeball audit` checks that every accepted message is in one state. A batch job on Spark or DuckDB
+(spark/jobs/audit.py) reads the ledger, the pending table and the log. This module prints its report, draws it, and
+turns its verdict into the exit code.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -288,6 +291,10 @@ OFFENDERS_SHOWN = 10
 @spark_options
 def audit(
     spark: SparkOptions = SPARK_AS_IT_IS,
+    no_spark: NoSparkOption = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read all events, not only those since the last balanced audit.")
+    ] = False,
     ledger: Annotated[
         str | None,
         typer.Option(
@@ -296,30 +303,42 @@ def audit(
             help="The ledger's table, {group} for a group's name; by default beside the pending table.",
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Draw the balance (.svg, .png or .pdf)."),
+    ] = None,
     endpoint: FlightEndpointOption = DEFAULT_FLIGHT,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that accepted = released + cancelled + expired + pending, message by message.
+    """Check that each accepted message is in one state: released, cancelled, pending, …
 
-    In a cluster, the command checks each group and adds up the counts.
+    The audit reads the events since the last audit that balanced, or with
+    --full all of them. It runs on Spark, or with --no-spark on DuckDB in the
+    command's process. In a cluster, it checks each group and adds up the counts.
 
-    Exit code 1: the counts do not balance. The report then names the messages
-    concerned.
+    Exit code 1: there are differences. The report then names the messages
+    concerned. Exit codes from 2 on: the audit could not run.
 
     \b
     Examples:
       timeball audit
+      timeball audit --no-spark --picture audit.svg
       timeball audit --json | jq .ok
       timeball audit --master spark://head:7077 --endpoint grpc://broker:7400
     """
-    from timeball.cli.spark import spark_session
+    from timeball.cli.spark import load_runner, spark_session
 
+    load_runner(with_spark=not no_spark)
+    if picture is not None:
+        from timeball.cli.forecast_report import check_picture
+
+        check_picture(picture)
     reach(endpoint)
-    with spark_session(spark, "timeball-audit") as session:
+    with nullcontext() if no_spark else spark_session(spark, "timeball-audit") as session:
         from timeball.spark.jobs import audit as job
         from timeball.spark.run.runner import Board, default_folder
 
-        report = job.run(session, endpoint, ledger_uri=ledger)
+        report = job.run(session, endpoint, ledger_uri=ledger, full=full)
         # The status file gets the counts alone: the lists of messages may be long, and are printed below.
         groups = {
             name: msgspec.structs.replace(group_report, offenders={})
@@ -327,6 +346,8 @@ def audit(
         }
         counts = msgspec.structs.replace(report, offenders={}, groups=groups)
         Board(default_folder(endpoint)).write_audit(msgspec.json.encode(counts))
+    if picture is not None:
+        draw_balance(report, picture)
     show(report, describe_audit(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(ExitCode.CHECK_FAILED)
@@ -334,6 +355,9 @@ def audit(
 
 def describe_audit(report: AuditReport) -> Iterator[str]:
     """Yield the report for people: the balance, each breach with some of its messages, and the verdict."""
+    for name, group_report in report.groups.items() or [("", report)]:
+        if group_report.full_because:
+            yield f"full audit{' of group ' if name else ''}{name}: {group_report.full_because}"
     for name, group_report in report.groups.items():
         yield f"group {name}: {balance(group_report)}{'' if group_report.ok else ', IT DOES NOT BALANCE'}"
     yield f"{'all groups: ' if report.groups else ''}{balance(report)}"
@@ -352,7 +376,39 @@ def describe_audit(report: AuditReport) -> Iterator[str]:
 
 def balance(report: AuditReport) -> str:
     """Format the audit's equation with its numbers."""
-    return (
-        f"accepted {report.accepted:,} = released {report.released:,} + cancelled {report.cancelled:,} "
-        f"+ expired {report.expired:,} + pending {report.pending:,}"
+    return f"accepted {report.accepted:,} = " + " + ".join(
+        f"{name} {number:,}" for name, number in _outcomes(report).items()
     )
+
+
+def _outcomes(report: AuditReport) -> dict[str, int]:
+    from timeball.spark.jobs.audit import OUTCOMES
+
+    return {name: getattr(report, name) for name in OUTCOMES}
+
+
+def draw_balance(report: AuditReport, file: Path) -> None:
+    """Write a picture of the balance to the file: a flow from the accepted messages to each outcome."""
+    from matplotlib.figure import Figure
+
+    from timeball.cli.forecast_report import COLOURS
+
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_axis_off()
+    outcomes = {name: number for name, number in _outcomes(report).items() if number}
+    outcomes |= {"difference": abs(report.accepted - sum(outcomes.values()))}
+    outcomes = {name: number for name, number in outcomes.items() if number}
+    total, gap = max(sum(outcomes.values()), 1), 0.12  # `gap` keeps the names of small outcomes apart
+    curve = [(3 - 2 * x / 40) * (x / 40) ** 2 for x in range(41)]
+    left = right = 0.0
+    for (name, number), colour in zip(outcomes.items(), itertools.cycle(COLOURS)):
+        share = number / total
+        low = [left + (right - left) * y for y in curve]
+        axes.fill_between([x / 40 for x in range(41)], low, [y + share for y in low], color=colour, alpha=0.6)
+        axes.text(1.02, right + share / 2, f"{name} {number:,}", va="center")
+        left, right = left + share, right + share + gap
+    axes.text(-0.02, 0.5, f"accepted {report.accepted:,}", va="center", ha="right")
+    axes.set_title("balanced" if report.ok else "NOT BALANCED", loc="left")
+    axes.set_xlim(-0.5, 1.5)
+    figure.savefig(file)

@@ -147,6 +147,26 @@ class Endpoint:
         body = wire.Starts(from_seq=from_seq, to_seq=to_seq)
         return self._calls.action("starts", body, dict[str, list[answers.Start]])["starts"]
 
+    def occurrences(self, from_ms: int, to_ms: int, width_ms: int) -> answers.RecurringCounts:
+        """Count the occurrences of recurring schedules that are no messages yet, by topic and interval."""
+        body = wire.Occurrences(from_ms=from_ms, to_ms=to_ms, width_ms=width_ms)
+        return self._calls.action("occurrences", body, answers.RecurringCounts)
+
+    def schedules(self) -> Iterator[answers.RecurringSchedule]:
+        """Yield the recurring schedules by name."""
+        next_page: str | None = ""
+        while next_page is not None:
+            body = wire.Schedules(page=next_page)
+            page = self._calls.action("schedules", body, answers.RecurringSchedules)
+            yield from page.schedules
+            next_page = page.next_page
+
+    def selections(self) -> list[dict[str, Any]]:
+        """Read the bulk operations: the id, the state and the facts of each, the newest last."""
+        return self._calls.action("selections", wire.Selections(), dict[str, list[dict[str, Any]]])[
+            "selections"
+        ]
+
     def lease_dispatcher(self, lease_ms: int) -> None:
         """Announce to the broker that a dispatcher delivers due messages for the next `lease_ms`. 0 ends the lease."""
         self._calls.action("dispatcher", wire.DispatcherLease(lease_ms=lease_ms), dict[str, Any])

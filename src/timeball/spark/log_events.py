@@ -12,6 +12,9 @@
 A half message (of a RocketMQ transaction) has no due time, so it is not a scheduled message yet. Its first move gives
 it one, and counts as its acceptance. A row that ends a half message and has no due time is no event. A move that keeps
 the due time, because the message was only written again, is no event.
+
+The column `reason`: of a cancel, the reason in its row. OCCURRENCE for an accepted occurrence of a recurring schedule,
+and EXPIRED for a release into the topic of expired messages. Otherwise null.
 """
 
 from __future__ import annotations
@@ -22,12 +25,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.model.message import NO_DUE_TIME_MS, READ_SCHEMA, Kind
+from timeball.model.answers import REPLACED as REPLACED
+from timeball.model.message import (
+    CANCEL_REASON,
+    NO_DUE_TIME_MS,
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    READ_SCHEMA,
+    Kind,
+)
+from timeball.model.send_options import EXPIRED_PREFIX
 from timeball.spark.endpoint import Endpoint, after_last_seq, retrying_read
 from timeball.table import attachment as att
 
 # Application id of the ledger's mark in its Delta table: the row of the log up to which it has events.
 LEDGER_APP_ID = "timeball-ledger"
+# Values of `reason` that the broker writes. A selection's id follows SELECTION.
+OCCURRENCE, EXPIRED, SELECTION, MISSED = "occurrence", "expired", "selection ", ("missed", "overlap")
 EVENT_SCHEMA = pa.schema(
     [
         ("event", pa.string()),
@@ -42,8 +56,9 @@ EVENT_SCHEMA = pa.schema(
         ("queue_offset", pa.int64()),
         ("attempt", pa.int32()),  # reconsume_times + 1
         ("event_seq", pa.int64()),  # the row of the log that records the event
-        # For a release: the original due time, if a clock step has shifted it to due_ms. Otherwise null.
+        # moved: the due time before. released: the original due time, if a clock step has shifted it to due_ms.
         ("from_due_ms", pa.int64()),
+        ("reason", pa.string()),
     ]
 )
 
@@ -55,9 +70,12 @@ ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 _KINDS = (Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE, Kind.CANCEL)
 _COLUMNS = (
     "seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
-    "reconsume_times", "from_due_ms", "accepted_ms",
+    "reconsume_times", "from_due_ms", "accepted_ms", "properties",
 )  # fmt: skip
 _EVENTS = pa.array(["accepted", "moved", "released", "cancelled"])
+_ACCEPTED, _RELEASED, _CANCELLED = 0, 2, 3  # indexes in _EVENTS
+# The reason in the properties of a CANCEL row.
+_REASON = f"(?:^|{PROPERTY_END}){CANCEL_REASON}{PROPERTY_NAME_END}(?P<reason>[^{PROPERTY_END}]*)"
 
 
 def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
@@ -67,6 +85,11 @@ def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.Rec
     """
     spans = read_spans(broker, from_seq, to_seq)
     yield from (batch for batch in spans.to_batches() if batch.num_rows)
+    yield from read_row_events(broker, from_seq, to_seq)
+
+
+def read_row_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
+    """Yield the events of the rows from_seq <= seq < to_seq of the log that concern one message each."""
 
     def read(begin: int) -> Iterator[pa.RecordBatch]:
         return broker.read_log(begin, to_seq, _KINDS, columns=_COLUMNS)
@@ -100,8 +123,9 @@ def derive_events(rows: pa.RecordBatch) -> pa.RecordBatch:
     begin_ms = pc.max_element_wise(rows.column("due_ms"), rows.column("accepted_ms"))
     lateness_ms = pc.max_element_wise(pc.subtract(rows.column("store_ms"), begin_ms), 0)
     attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
+    events = pa.array(event_index)
     columns = {
-        "event": _EVENTS.take(pa.array(event_index)),
+        "event": _EVENTS.take(events),
         "first_seq": pc.if_else(
             pc.equal(kind, int(Kind.SCHEDULED)), rows.column("seq"), rows.column("source_seq")
         ),
@@ -112,10 +136,32 @@ def derive_events(rows: pa.RecordBatch) -> pa.RecordBatch:
         "queue_offset": pc.if_else(released, rows.column("queue_offset"), null),
         "attempt": attempt.cast(pa.int32()),
         "event_seq": rows.column("seq"),
-        "from_due_ms": pc.if_else(released, from_due_ms, null),
+        "from_due_ms": pc.if_else(pc.equal(events, _ACCEPTED), null, from_due_ms),
+        "reason": _reasons(rows, events),
     }
     event_columns = [columns[name] if name in columns else rows.column(name) for name in EVENT_SCHEMA.names]
     return pa.RecordBatch.from_arrays(event_columns, schema=EVENT_SCHEMA)
+
+
+def _reasons(rows: pa.RecordBatch, events: pa.Array) -> pa.Array:
+    """Compute the column `reason`. `events`: the index in _EVENTS of each row."""
+    reasons: pa.Array = pa.nulls(rows.num_rows, pa.string())
+    accepted, released, cancelled = (pc.equal(events, index) for index in (_ACCEPTED, _RELEASED, _CANCELLED))
+    # The id of an occurrence is the name of its schedule, without a dot, then a dot and its due time.
+    keys = rows.column("unique_key")
+    may_be_occurrence = pc.and_(accepted, pc.fill_null(pc.match_substring(keys, "."), False))
+    if pc.any(may_be_occurrence).as_py():
+        parts = pc.split_pattern(keys.filter(may_be_occurrence), ".", max_splits=1)
+        due = rows.column("due_ms").filter(may_be_occurrence).cast(pa.string())
+        is_occurrence = pc.equal(pc.list_element(parts, 1), due)
+        marks = pc.if_else(is_occurrence, pa.scalar(OCCURRENCE), pa.scalar(None, pa.string()))
+        reasons = pc.replace_with_mask(reasons, may_be_occurrence, marks)
+    is_moved = pc.and_(released, pc.fill_null(pc.starts_with(rows.column("topic"), EXPIRED_PREFIX), False))
+    reasons = pc.if_else(is_moved, pa.scalar(EXPIRED), reasons)
+    if pc.any(cancelled).as_py():
+        found = pc.extract_regex(rows.column("properties").filter(cancelled), _REASON)
+        reasons = pc.replace_with_mask(reasons, cancelled, pc.struct_field(found, "reason"))
+    return reasons
 
 
 def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:

@@ -16,6 +16,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import compact
 from timeball.spark.jobs.marked import Engine, InProcessEngine, Piece, Result
 from timeball.spark.run.session import SparkEngine
+from timeball.table import layout
 
 
 def drain(engine: Engine, node: RunningNode, **options: str) -> None:
@@ -94,7 +95,10 @@ def test_an_epoch_without_scheduled_messages_moves_the_watermark(node: RunningNo
     assert len(attached_seqs(broker)) == 10
 
 
-def test_a_failed_task_leaves_no_files(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:
+def test_a_failed_task_leaves_no_files(
+    node: RunningNode, broker: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
     send(node.endpoint, 50)  # due on three days or more: as many buckets
     whole = compact.write_piece(node.endpoint, str(tmp_path / "whole"), (1, 51))
     buckets = [entry.bucket for entry in whole]

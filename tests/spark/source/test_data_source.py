@@ -58,12 +58,21 @@ def test_kinds_and_ranges_are_read_by_option_and_by_filter(spark: SparkSession, 
     assert read(spark, node, topic="no.such").count() == 0
 
 
+@pytest.mark.parametrize("what", ["log", "queue", "pending"])
 @pytest.mark.spark
-def test_filters_on_seq_narrow_what_is_planned(spark: SparkSession, node: RunningNode) -> None:
-    send(node.endpoint, 1000)
-    narrow = read(spark, node, rows_per_partition=100).where("seq between 101 and 200")
-    assert narrow.rdd.getNumPartitions() == 1
-    assert narrow.count() == 100
+def test_a_filter_of_one_scan_takes_no_rows_from_another(
+    spark: SparkSession, node: RunningNode, what: str
+) -> None:
+    """All scans of a DataFrame share one plan in Spark, those of one query and those of later queries."""
+    send(node.endpoint, 50)
+    send_due_now(node.endpoint, 10)
+    node.run(node.broker.compact())
+    frame = read(spark, node, read=what, **({"topic": "orders"} if what == "queue" else {})).select("seq")
+    seqs = sorted(row.seq for row in frame.collect())
+    low, high = frame.where(f"seq < {seqs[4]}"), frame.where(f"seq >= {seqs[4]}")
+    assert low.count() == 4 and frame.count() == len(seqs)
+    assert low.union(high).count() == high.union(low).count() == len(seqs)
+    assert low.union(frame).count() == 4 + len(seqs)
 
 
 @pytest.mark.spark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -64,6 +65,19 @@ def test_allowed_columns_are_accepted() -> None:
         schema("topic string,body binary,due timestamp,properties map,keys string")
     )
     scheduled_writer.check_columns(schema("body string,topic string,due_ms bigint,keys list"))
+
+
+def test_the_page_names_the_types_of_each_column() -> None:
+    page = (Path(__file__).parents[3] / "docs/pipeline/data-source.md").read_text()
+    lines = (
+        page.partition("| column | types | meaning |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines]
+    types = {name: tuple(kinds.split(", ")) for names, kinds in rows for name in names.split(", ")}
+    accepted = scheduled_writer._SPARK_TYPES
+    assert {name: set(kinds) for name, kinds in types.items()} == {
+        name: set(kinds) for name, kinds in accepted.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from timeball.spark.source.data_source import TimeballDataSource
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, ScheduledWriter, Written
 from timeball.spark.source.spark_api import spark_errors, spark_schema
+from timeball.table import layout
 
 
 def later(broker: Endpoint) -> int:
@@ -139,6 +140,7 @@ def test_too_many_files_are_refused_and_removed(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sink.limits, "ATTACH_FILES_MAX", 1)
+    monkeypatch.setattr(layout, "FILE_ROWS", 1)
     due = later(broker)
     done = task(node, {"topic": ["t"] * 2, "body": ["b"] * 2, "due_ms": [due, due + 9 * DAY_MS]})
     with pytest.raises(OverLimit, match="2 files in one write"):

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 from tests.node_fixture import RunningNode
 from tests.spark.traffic import send
 
@@ -17,7 +16,6 @@ from timeball.model.errors import NotFound, SetupError
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.source.options import read_options
-from timeball.spark.source.spark_api import Bounds, RowFilter
 from timeball.spark.source.table_reader import (
     Slice,
     TablePart,
@@ -25,7 +23,6 @@ from timeball.spark.source.table_reader import (
     cast_batch,
     cut_file,
     divide_among_tasks,
-    may_hold,
     read_slice,
     row_groups_of,
 )
@@ -71,21 +68,15 @@ def test_row_groups_are_read_where_they_begin(file: str) -> None:
     assert row_groups_of(footer, Slice(file, 15, None, 25)) == [2, 3]
 
 
-def test_row_groups_without_matching_rows_are_skipped(file: str) -> None:
-    footer = pq.read_metadata(file)
-    late = RowFilter((("due_ms", Bounds(low=25)),))
-    assert [may_hold(footer, group, late) for group in range(4)] == [False, False, True, True]
-    assert all(may_hold(footer, group, RowFilter((), frozenset(["even"]))) for group in range(4))
-
-
 def test_slice_filters_rows_and_completes_columns(file: str) -> None:
     schema = pa.schema([("queue", pa.int32()), ("topic", pa.string())])
-    rows = RowFilter((("due_ms", Bounds(low=25)),), frozenset(["even"]))
-    (batch, *more) = read_slice(Slice(file, 0, None, 40), schema, rows)
+    (batch, *more) = read_slice(Slice(file, 0, None, 40), schema, "even")
     result = pa.Table.from_batches([batch, *more])
     assert result.schema == schema
-    assert result.to_pydict() == {"queue": [None] * 7, "topic": ["even"] * 7}
-    assert list(read_slice(Slice(file, 0, None, 40), schema, RowFilter((("due_ms", Bounds(low=99)),)))) == []
+    assert result.to_pydict() == {"queue": [None] * 20, "topic": ["even"] * 20}
+    due = pa.schema([("due_ms", pa.int64())])
+    assert pa.Table.from_batches(read_slice(Slice(file, 20, None, 20), due, "odd"))["due_ms"][0].as_py() == 21
+    assert list(read_slice(Slice(file, 0, None, 40), schema, "neither")) == []
 
 
 def test_types_are_those_declared() -> None:
@@ -93,10 +84,8 @@ def test_types_are_those_declared() -> None:
     assert cast_batch(batch, SCHEMA).schema == SCHEMA
 
 
-def reader(node: RunningNode, filters: list[Filter], **options: str) -> TableReader:
-    result = TableReader(read_options({"endpoint": node.endpoint, "read": "pending", **options}))
-    assert list(result.pushFilters(filters)) == filters
-    return result
+def reader(node: RunningNode, **options: str) -> TableReader:
+    return TableReader(read_options({"endpoint": node.endpoint, "read": "pending", **options}))
 
 
 def rows_of(chosen: TableReader) -> pa.Table:
@@ -104,19 +93,13 @@ def rows_of(chosen: TableReader) -> pa.Table:
     return pa.Table.from_batches(batches, TABLE_SCHEMA)
 
 
-def test_files_rows_and_topics_of_the_pending_table(node: RunningNode, broker: Endpoint) -> None:
+def test_rows_and_topics_of_the_pending_table(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 300, topic="orders")
     send(node.endpoint, 300, topic="cards")
     node.run(node.broker.compact())
-    due = sorted(rows_of(reader(node, [])).column("due_ms").to_pylist())
-    assert len(due) == 600
-    early = reader(node, [LessThan(("due_ms",), due[60])])
-    assert sum(len(part.slices) for part in early.partitions() if isinstance(part, TablePart)) < sum(
-        len(part.slices) for part in reader(node, []).partitions() if isinstance(part, TablePart)
-    )
-    assert rows_of(early).num_rows == len([each for each in due if each < due[60]])
-    assert rows_of(reader(node, [EqualTo(("topic",), "cards")])).num_rows == 300
-    assert rows_of(reader(node, [GreaterThanOrEqual(("seq",), 302)], topic="orders")).num_rows == 0
+    assert rows_of(reader(node)).num_rows == 600
+    assert rows_of(reader(node, topic="cards")).num_rows == 300
+    assert rows_of(reader(node, topic="others")).num_rows == 0
 
 
 def test_time_before_the_table_and_deleted_file_raise_not_found(node: RunningNode, broker: Endpoint) -> None:
@@ -128,7 +111,7 @@ def test_time_before_the_table_and_deleted_file_raise_not_found(node: RunningNod
     assert load_version_at(open_table(uri), 4_000_000_000_000).version() == broker.status().table.version
     deleted = TablePart([Slice(f"{uri}/bucket=2020-01/no.parquet", 0, None, 1)])
     with pytest.raises(NotFound, match=r"no\.parquet is gone: this version of the table has been swept"):
-        list(reader(node, []).read(deleted))
+        list(reader(node).read(deleted))
 
 
 def test_a_column_of_the_ledger_is_checked_once_it_is_known() -> None:

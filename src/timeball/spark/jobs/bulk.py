@@ -462,10 +462,13 @@ _NUMBER = r"\A-?\d+\z"
 _DATE, _TIME_OF_DAY = r"\d{4}-\d\d?-\d\d?", r"[T ]\d\d?:\d\d(:\d\d([.]\d{1,9})?)?"
 _LOCAL = rf"\A{_DATE}({_TIME_OF_DAY})?\z"
 _WITH_OFFSET = rf"\A{_DATE}{_TIME_OF_DAY} ?([Zz]|UTC|[+-]\d\d(:?\d\d)?)\z"
+# Spark reads a time of day without seconds, but not with an offset behind it.
+_NO_SECONDS = rf"\A({_DATE}[T ]\d\d?:\d\d)( ?[ZzU+-])"
 # A text with digits after the microseconds that are not all zero. Spark ignores them.
 _DIGITS_BELOW_MICROS = r"[.]\d{6}\d*[1-9]"
 _BAD_FORM = "_bad_form_of_"  # prefix of columns that mark values in a bad form
 _AS_JSON = ("struct", "array", "map")
+_NO_TEXT = ("binary", "geometry", "geography")
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
@@ -568,10 +571,10 @@ def _column(name: str) -> Column:
 
 
 def _text(frame: DataFrame, name: str) -> Column:
-    """Make a text column. Raises InvalidMessage for a binary column."""
+    """Make a text column. Raises InvalidMessage for a type that Spark does not convert to text, and for bytes."""
     kind = _kind(frame.schema, name)
-    if kind == "binary":
-        raise InvalidMessage(f"column {name}: binary, wanted text")
+    if kind.startswith(_NO_TEXT):
+        raise InvalidMessage(f"column {name}: {kind}, wanted text")
     return _column(name) if kind == "string" else _column(name).cast("string")
 
 
@@ -590,8 +593,7 @@ def _body(frame: DataFrame, columns: Columns) -> Column:
     kind = _kind(frame.schema, columns.body)
     if kind in ("string", "binary"):
         return _column(columns.body)
-    column = _column(columns.body)
-    return f.to_json(column) if kind.startswith(_AS_JSON) else column.cast("string")
+    return f.to_json(_column(columns.body)) if kind.startswith(_AS_JSON) else _text(frame, columns.body)
 
 
 def _properties(frame: DataFrame, name: str) -> Column:
@@ -658,7 +660,8 @@ def _due_ms(frame: DataFrame, columns: Columns) -> Column:
     has_finer_digits = text.rlike(_DIGITS_BELOW_MICROS).cast("int")
     wall_clock = f.when(text.rlike(_LOCAL), text.try_cast("timestamp_ntz"))
     wall_clock = wall_clock + f.make_dt_interval(secs=has_finer_digits / 1_000_000)
-    timestamp = f.when(text.rlike(_WITH_OFFSET), text.try_cast("timestamp"))
+    with_seconds = f.regexp_replace(text, _NO_SECONDS, "$1:00$2")
+    timestamp = f.when(text.rlike(_WITH_OFFSET), with_seconds.try_cast("timestamp"))
     timestamp = timestamp + f.make_dt_interval(secs=has_finer_digits / 1_000_000)
     milliseconds = f.when(text.rlike(_NUMBER), text.try_cast("bigint"))
     return f.coalesce(milliseconds, _up_to_ms(timestamp), _in_zone(wall_clock, columns.zone))

@@ -47,8 +47,6 @@ from timeball.spark.source.spark_api import described, spark_errors
 LOG = logging.getLogger("timeball.spark")
 LOCAL_MASTER = "local[2]"
 COMMON = {
-    # Without it, Spark refuses a reader that accepts filters.
-    "spark.sql.python.filterPushdown.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.ui.showConsoleProgress": "false",
@@ -155,7 +153,6 @@ def close(spark: SparkSession) -> None:
 
 def register(spark: SparkSession) -> None:
     """Register Timeball's formats in any session, so that `spark.read.format("timeball")` works."""
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(TimeballDataSource)
     spark.dataSource.register(DeltaDataSource)
     spark.dataSource.register(DueDataSource)

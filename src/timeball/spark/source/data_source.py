@@ -8,17 +8,16 @@
 
 Executors fetch rows as Arrow batches, over Flight or from the table's files, so rows enter the JVM column by column.
 Spark has no column pruning for Python sources. To fetch only some columns, give a schema of these columns, or the
-option `columns`. Filter pushdown reduces the number of fetched rows. Spark applies every filter again, so pushdown may
-keep too many rows, but never too few.
+option `columns`. Filters of a query do not reduce the fetched rows (spark_api.py says why), but options do.
 
-    read     batch   stream   rows                                        filters pushed down on
-    log      yes     yes      READ_SCHEMA                                 seq, kind, topic, due_ms
-    queue    yes     yes      READ_SCHEMA, of one topic                   queue_id, queue_offset, seq, due_ms
-    pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
-    ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
-    events   yes     -        EVENT_SCHEMA, of rows of the log            none
-    history  yes     -        HISTORY_SCHEMA: versions of the table       -
-    ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
+    read     batch   stream   rows
+    log      yes     yes      READ_SCHEMA
+    queue    yes     yes      READ_SCHEMA, of one topic
+    pending  yes     -        TABLE_SCHEMA, of one version of the table
+    ledger   yes     -        EVENT_SCHEMA, of one version of it
+    events   yes     -        EVENT_SCHEMA, of rows of the log
+    history  yes     -        HISTORY_SCHEMA: versions of the table
+    ranges   yes     yes      (from_seq, to_seq): pieces of the log
 
 In a cluster, all groups are read, each from its own leader. The column `group`, if the option `columns` names it,
 contains each row's group. Schemas do not depend on the number of groups, so a stream continues when a group is added.

@@ -1,6 +1,6 @@
 """Read the log as a batch or as a stream: rows from_seq <= seq < to_seq in even partitions, fetched over Flight.
 
-    read=log      the rows; the broker filters kinds and columns, the task filters topics and due times in Arrow
+    read=log      the rows; the broker filters kinds and columns, the task filters the topic in Arrow
     read=events   the events of scheduled messages in these rows (log_events.py)
     read=ranges   (from_seq, to_seq) of each partition, for writers that fetch the rows themselves
 
@@ -21,12 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 
 from timeball.io.clock import Clock
@@ -36,19 +34,7 @@ from timeball.model.message import READ_SCHEMA
 from timeball.spark.endpoint import GROUP, Endpoint, Group, after_last_seq, group_statuses, retrying_read
 from timeball.spark.log_events import read_events
 from timeball.spark.source.options import GROUP_FIELD, ReadOptions, divide_rows, split_range
-from timeball.spark.source.spark_api import (
-    OPEN,
-    Offset,
-    PacedStream,
-    RowFilter,
-    allowed_kinds,
-    check_groups_exist,
-    filter_bounds,
-    row_filter,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist, select_topic
 
 
 @dataclass
@@ -97,7 +83,7 @@ def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
         raise OutOfRange(f"to_seq {to_seq}: the log ends at {status.log.durable_seq}")
 
 
-def read_part(options: ReadOptions, part: LogPart, condition: RowFilter) -> Iterator[pa.RecordBatch]:
+def read_part(options: ReadOptions, part: LogPart) -> Iterator[pa.RecordBatch]:
     """Read one piece: the requested rows, with the requested columns."""
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
@@ -109,7 +95,7 @@ def read_part(options: ReadOptions, part: LogPart, condition: RowFilter) -> Iter
                 yield select(batch, options, part.group)
         return
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
-        columns = columns_to_fetch(options, condition)
+        columns = columns_to_fetch(options)
 
         def read(begin: int) -> Iterator[pa.RecordBatch]:
             return endpoint.read_log(
@@ -117,16 +103,16 @@ def read_part(options: ReadOptions, part: LogPart, condition: RowFilter) -> Iter
             )
 
         for batch in retrying_read(endpoint, read, part.from_seq, after_last_seq):
-            selected = condition.apply(batch)
+            selected = select_topic(batch, options.topic)
             if selected.num_rows:
                 yield apply_options(selected, options, part.group)
 
 
-def columns_to_fetch(options: ReadOptions, condition: RowFilter) -> list[str] | None:
-    """List the columns to fetch: the requested columns, and those that the filters use. None means all columns."""
+def columns_to_fetch(options: ReadOptions) -> list[str] | None:
+    """List the columns to fetch: the requested columns, and those that the options use. None means all columns."""
     if options.columns is None:
         return None
-    names = {"seq", *options.columns, *condition.columns}
+    names = {"seq", *options.columns} | ({"topic"} if options.topic is not None else set())
     if options.body_kinds is not None and "body" in names:
         names.add("kind")
     return [name for name in READ_SCHEMA.names if name in names]
@@ -169,18 +155,6 @@ class LogReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
-        self.seqs = OPEN
-        self._condition = row_filter((), options.topic, []) if options.read == "log" else RowFilter()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Narrow the range, the kinds and the rows. Returns every filter, so that Spark applies them again."""
-        if self.options.read == "log":
-            self.seqs = filter_bounds(filters, "seq")
-            self._condition = row_filter(("due_ms",), self.options.topic, filters)
-            self.options = msgspec.structs.replace(
-                self.options, kinds=allowed_kinds(self.options.kinds, filters)
-            )
-        return filters
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: check the range of each group and cut it into pieces."""
@@ -192,20 +166,14 @@ class LogReader(DataSourceReader):
             begin = start_seq(options.from_seq, status, "first")
             end = status.log.durable_seq if options.to_seq is None else options.to_seq
             check_kept(begin, end, status)
-            spans.append((group, *self.seqs.clip(begin, end)))
-        if options.kinds == ():
-            return []
+            spans.append((group, begin, end))
         total = sum(max(0, end - begin) for _, begin, end in spans)
         return [part for group, low, high in spans for part in log_parts(low, high, options, group, total)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
         # If the plan has no partitions, Spark still calls this once, with None.
-        return (
-            read_part(self.options, partition, self._condition)
-            if isinstance(partition, LogPart)
-            else iter(())
-        )
+        return read_part(self.options, partition) if isinstance(partition, LogPart) else iter(())
 
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
@@ -219,8 +187,6 @@ class LogStream(PacedStream):
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)
-        # Spark pushes no filters into a stream, so only the option `topic` filters rows.
-        self._condition = RowFilter() if options.read == "ranges" else row_filter((), options.topic, [])
         self._final_seqs: Seqs | None = None
         self._latest_seqs: Seqs | None = None
 
@@ -278,11 +244,7 @@ class LogStream(PacedStream):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
-        return (
-            read_part(self.options, partition, self._condition)
-            if isinstance(partition, LogPart)
-            else iter(())
-        )
+        return read_part(self.options, partition) if isinstance(partition, LogPart) else iter(())
 
 
 def check_within_log(begin: Seqs, durable: Seqs) -> None:

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 
 from timeball.io.clock import Clock
@@ -28,18 +27,7 @@ from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.endpoint import Endpoint, Group, after_rows, read_groups, retrying_read
 from timeball.spark.source.log_reader import apply_options, piece_rows
 from timeball.spark.source.options import Offsets, ReadOptions, divide_rows, split_range
-from timeball.spark.source.spark_api import (
-    OPEN,
-    Offset,
-    PacedStream,
-    RowFilter,
-    check_groups_exist,
-    filter_bounds,
-    row_filter,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist
 
 KeptOffsets = dict[int, tuple[int, int]]  # queue -> (first kept offset, next offset)
 GroupQueue = tuple[str, int]  # (group, queue)
@@ -168,7 +156,7 @@ def queue_parts(
     ]
 
 
-def read_queue_part(options: ReadOptions, part: QueuePart, condition: RowFilter) -> Iterator[pa.RecordBatch]:
+def read_queue_part(options: ReadOptions, part: QueuePart) -> Iterator[pa.RecordBatch]:
     """Read one piece: the requested rows, with the requested columns."""
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         topic = options.topic or ""
@@ -177,9 +165,8 @@ def read_queue_part(options: ReadOptions, part: QueuePart, condition: RowFilter)
             return endpoint.read_queue(topic, part.queue_id, begin, part.to_offset)
 
         for batch in retrying_read(endpoint, read, part.from_offset, after_rows):
-            selected = condition.apply(batch)
-            if selected.num_rows:
-                yield apply_options(selected, options, part.group)
+            if batch.num_rows:
+                yield apply_options(batch, options, part.group)
 
 
 class QueueReader(DataSourceReader):
@@ -187,14 +174,6 @@ class QueueReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
-        self._condition = RowFilter()
-        self.queue = self.offset = OPEN
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Narrow queues, offsets and rows. Returns every filter, so that Spark applies them again."""
-        self.queue, self.offset = filter_bounds(filters, "queue_id"), filter_bounds(filters, "queue_offset")
-        self._condition = row_filter(("seq", "due_ms"), None, filters)
-        return filters
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: resolve the offsets of each queue and cut the queues into pieces."""
@@ -210,14 +189,13 @@ class QueueReader(DataSourceReader):
             low = offsets_at("from_offset", options.from_offset, kept)
             high = offsets_at("to_offset", options.to_offset, kept)
             for queue in kept:
-                if self.queue.may_hold(queue, queue):
-                    begin[name, queue], end[name, queue] = self.offset.clip(low[queue], high[queue])
+                begin[name, queue], end[name, queue] = low[queue], high[queue]
         return queue_parts(begin, end, options, groups)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
         if isinstance(partition, QueuePart):
-            yield from read_queue_part(self.options, partition, self._condition)
+            yield from read_queue_part(self.options, partition)
 
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
@@ -291,7 +269,7 @@ class QueueStream(PacedStream):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
         if isinstance(partition, QueuePart):
-            yield from read_queue_part(self.options, partition, RowFilter())
+            yield from read_queue_part(self.options, partition)
 
     def _read_kept_offsets(self) -> tuple[list[Group], dict[str, KeptOffsets]]:
         """Read the current groups, and the kept offsets of the topic in each group that has it."""

@@ -1,4 +1,4 @@
-"""Adapters to PySpark: schemas, settings of jobs, base classes of stream readers, pushdown of filters, and errors.
+"""Adapters to PySpark: schemas, settings of jobs, base classes of stream readers, and errors.
 
 Spark compares the types of an Arrow batch with the declared schema exactly. At run time it refuses a dictionary, a
 `string_view`, or a field declared as not null. So `_TYPES` has only six types, and every field may be null.
@@ -7,7 +7,7 @@ Spark compares the types of an Arrow batch with the declared schema exactly. At 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -19,16 +19,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.datasource import (
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSourceStreamReader
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -159,10 +150,9 @@ def check_groups_exist(names: Iterable[str], groups: Collection[str]) -> None:
             )
 
 
-# ---- filters --------------------------------------------------------------------------------------------------
-# Spark offers a list of filters that all must hold. Each filter either reduces the rows to fetch (pushdown) or is
-# ignored. Spark applies all filters again, so an ignored filter only costs time. Fetched rows outside the bounds are
-# removed in Arrow, before they reach the JVM. All functions are pure.
+# ---- rows of a read -------------------------------------------------------------------------------------------
+# No reader has `pushFilters`. All scans of a DataFrame share one plan in Spark, and the filters of the scan that is
+# planned last are in it. So the other scans of a query, and later queries, would lack rows.
 
 
 @dataclass(frozen=True)
@@ -178,109 +168,14 @@ class Bounds:
         is_below = self.low is not None and highest is not None and highest < self.low
         return not (is_above or is_below)
 
-    def clip(self, begin: int, end: int) -> tuple[int, int]:
-        """Cut the half-open range begin <= value < end to the bounds."""
-        begin = begin if self.low is None else max(begin, self.low)
-        return begin, end if self.high is None else min(end, self.high + 1)
 
-    def holds(self, column: pa.Array) -> pa.Array:
-        """Build the mask of the values within the bounds. A null is outside."""
-        inside = column.is_valid()
-        if self.low is not None:
-            inside = pc.and_(inside, pc.fill_null(pc.greater_equal(column, self.low), False))
-        if self.high is not None:
-            inside = pc.and_(inside, pc.fill_null(pc.less_equal(column, self.high), False))
-        return inside
-
-
-OPEN = Bounds()
-
-
-@dataclass(frozen=True)
-class RowFilter:
-    """The condition on the rows of a read: within all `ranges` (column, bounds), and in `topics` (None: all topics)."""
-
-    ranges: tuple[tuple[str, Bounds], ...] = ()
-    topics: frozenset[str] | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns that the condition uses."""
-        return [name for name, _ in self.ranges] + ([] if self.topics is None else ["topic"])
-
-    def range(self, column: str) -> Bounds:
-        """Get the bounds of a column."""
-        return dict(self.ranges).get(column, OPEN)
-
-    def apply(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Filter a batch to the rows that meet the condition."""
-        masks = [limits.holds(batch.column(name)) for name, limits in self.ranges]
-        if self.topics is not None:
-            masks.append(pc.is_in(batch.column("topic"), pa.array(sorted(self.topics), pa.string())))
-        for mask in masks[1:]:
-            masks[0] = pc.and_(masks[0], mask)
-        # Often all rows meet the condition. A filter would copy all of them.
-        return batch if not masks or pc.all(masks[0]).as_py() else batch.filter(masks[0])
-
-
-def row_filter(columns: Sequence[str], topic: str | None, filters: Sequence[Filter]) -> RowFilter:
-    """Combine the option `topic` and the filters into one condition. `columns`: the integer columns to bound."""
-    ranges = ((name, filter_bounds(filters, name)) for name in columns)
-    return RowFilter(tuple(pair for pair in ranges if pair[1] != OPEN), allowed_topics(topic, filters))
-
-
-def filter_bounds(filters: Sequence[Filter], column: str) -> Bounds:
-    """Intersect all filters on an integer column. Other filters are ignored."""
-    low: list[int] = []
-    high: list[int] = []
-    for spark_filter in filters:
-        if getattr(spark_filter, "attribute", None) != (column,) or not _is_integer(
-            getattr(spark_filter, "value", None)
-        ):
-            continue
-        if isinstance(spark_filter, EqualTo):
-            low.append(spark_filter.value)
-            high.append(spark_filter.value)
-        elif isinstance(spark_filter, GreaterThan):
-            low.append(spark_filter.value + 1)
-        elif isinstance(spark_filter, GreaterThanOrEqual):
-            low.append(spark_filter.value)
-        elif isinstance(spark_filter, LessThan):
-            high.append(spark_filter.value - 1)
-        elif isinstance(spark_filter, LessThanOrEqual):
-            high.append(spark_filter.value)
-    return Bounds(max(low, default=None), min(high, default=None))
-
-
-def allowed_kinds(allowed: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[int, ...] | None:
-    """Intersect the option `kinds` (None: all kinds) and the filters."""
-    for values in _allowed_values(filters, "kind"):
-        listed = tuple(v for v in values if isinstance(v, int))
-        allowed = listed if allowed is None else tuple(k for k in allowed if k in listed)
-    return allowed
-
-
-def allowed_topics(option: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
-    """Intersect the option `topic` (None: all topics) and the filters. Returns None for all topics."""
-    allowed = None if option is None else frozenset([option])
-    for values in _allowed_values(filters, "topic"):
-        listed = frozenset(value for value in values if isinstance(value, str))
-        allowed = listed if allowed is None else allowed & listed
-    return allowed
-
-
-def _allowed_values(filters: Sequence[Filter], name: str) -> Iterator[tuple[object, ...]]:
-    """Yield the allowed values of each filter on a column by equality or by a list."""
-    for spark_filter in filters:
-        if getattr(spark_filter, "attribute", None) == (name,):
-            if isinstance(spark_filter, EqualTo):
-                yield (spark_filter.value,)
-            elif isinstance(spark_filter, In):
-                yield tuple(spark_filter.value)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def select_topic(batch: pa.RecordBatch, topic: str | None) -> pa.RecordBatch:
+    """Select the rows of a topic, with None all rows."""
+    if topic is None:
+        return batch
+    mask = pc.fill_null(pc.equal(batch.column("topic"), topic), False)
+    # Often all rows have the topic. A filter would copy all of them.
+    return batch if pc.all(mask).as_py() else batch.filter(mask)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------
@@ -305,6 +200,12 @@ _KNOWN_FAILURES: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
         SetupError,
         r"an executor has no \1: set PYSPARK_PYTHON, or --conf spark.pyspark.python=…, to the Python there that has "
         "the packages, for example ./environment/bin/python of a packed one.",
+    ),
+    (
+        re.compile(r"Python worker (?:failed )?to connect back"),
+        Unavailable,
+        "a Python worker did not start in time: free CPU and memory on its machine, check that its Python starts there "
+        "(PYSPARK_PYTHON) and that nothing blocks its loopback, and repeat the command.",
     ),
     (
         re.compile(r"PYTHON_VERSION_MISMATCH\D*(\d+\.\d+)\D*(\d+\.\d+)", re.DOTALL),

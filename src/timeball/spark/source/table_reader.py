@@ -1,7 +1,6 @@
 """Read one version of the pending table or the ledger.
 
-The Delta log lists the files, and tasks open them by URI. A filter is applied at three levels, from coarse to fine: to
-files by the statistics in the Delta log, to row groups by the statistics in the files' footers, to rows in Arrow.
+The Delta log lists the files, and tasks open them by URI. The option `topic` is applied to rows in Arrow.
 
     read=pending   TABLE_SCHEMA; settled (released or cancelled) messages remain until their file is rewritten
     read=ledger    EVENT_SCHEMA; columns that an older ledger does not have are null
@@ -18,13 +17,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.model import storage_uris
 from timeball.model.answers import Status
@@ -32,17 +31,12 @@ from timeball.model.errors import NotFound, SetupError, StorageError
 from timeball.spark.endpoint import GROUP, PLACEHOLDER, Group, group_statuses, group_table_uri
 from timeball.spark.source.log_reader import piece_rows
 from timeball.spark.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema
-from timeball.spark.source.spark_api import Bounds, RowFilter, row_filter, spark_schema
+from timeball.spark.source.spark_api import select_topic, spark_schema
 from timeball.spark.table_store import dataset_of, default_table_uri, load_version_at, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 BATCH_ROWS = 65_536
 NAMED_TASKS_MAX = 64  # tasks of a FilesReader
-# Value of `read` -> integer columns whose filters are pushed down.
-PUSHED_COLUMNS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms", "at_ms", "event_seq")}
 
 
 @dataclass(frozen=True)
@@ -71,18 +65,10 @@ class TableReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
-        self._condition = row_filter(PUSHED_COLUMNS[options.read], options.topic, [])
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Narrow the files to open and the rows. Returns every filter, so that Spark applies them again."""
-        self._condition = row_filter(PUSHED_COLUMNS[self.options.read], self.options.topic, filters)
-        return filters
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: divide the files of each group's table among tasks."""
-        files_by_group = [
-            (group, table_files(table, self._condition)) for group, table in tables_of(self.options)
-        ]
+        files_by_group = [(group, table_files(table)) for group, table in tables_of(self.options)]
         rows = piece_rows(sum(rows for _, files in files_by_group for _, rows in files), self.options)
         return [
             TablePart(part.slices, group)
@@ -97,7 +83,7 @@ class TableReader(DataSourceReader):
         schema = arrow_schema(self.options)
         for piece in partition.slices:
             try:
-                for batch in read_slice(piece, schema, self._condition):
+                for batch in read_slice(piece, schema, self.options.topic):
                     yield fill_group_column(batch, partition.group)
             except FileNotFoundError as error:
                 raise NotFound(
@@ -236,24 +222,14 @@ class FilesReader(DataSourceReader):
                 raise StorageError(f"cannot read {uri}: {error}") from error
 
 
-def table_files(table: DeltaTable, condition: RowFilter) -> list[tuple[str, int]]:
-    """List (URI, number of rows) of the files that may contain requested rows, by the statistics in the Delta log."""
+def table_files(table: DeltaTable) -> list[tuple[str, int]]:
+    """List (URI, number of rows) of the files."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if not actions.num_rows:
         return []
     base = table.table_uri.rstrip("/")
-    may_match = [True] * actions.num_rows
-    for name, limits in condition.ranges:
-        low, high = (_values(actions, f"{side}.{name}") for side in ("min", "max"))
-        may_match = [k and limits.may_hold(a, b) for k, a, b in zip(may_match, low, high, strict=True)]
     paths, counts = actions.column("path").to_pylist(), actions.column("num_records").to_pylist()
-    return [
-        (f"{base}/{path}", count or 0) for path, count, k in zip(paths, counts, may_match, strict=True) if k
-    ]
-
-
-def _values(actions: pa.Table, name: str) -> list[Any]:
-    return actions.column(name).to_pylist() if name in actions.column_names else [None] * actions.num_rows
+    return [(f"{base}/{path}", count or 0) for path, count in zip(paths, counts, strict=True)]
 
 
 def divide_among_tasks(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
@@ -283,24 +259,17 @@ def cut_file(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
     return [Slice(uri, begin, end, (rows if end is None else end) - begin) for begin, end in zip(cuts, ends)]
 
 
-def read_slice(file_slice: Slice, schema: pa.Schema, condition: RowFilter) -> Iterator[pa.RecordBatch]:
-    """Read the requested rows of a slice, in `schema`."""
+def read_slice(file_slice: Slice, schema: pa.Schema, topic: str | None) -> Iterator[pa.RecordBatch]:
+    """Read the rows of a slice, with `topic` only those of this topic, in `schema`."""
     files, path = storage_uris.arrow(file_slice.uri)
     with files.open_input_file(path) as source:
         file = pq.ParquetFile(source)
         stored_columns = set(file.schema_arrow.names)
-        names = [
-            name for name in dict.fromkeys([*schema.names, *condition.columns]) if name in stored_columns
-        ]
-        groups = [
-            group
-            for group in row_groups_of(file.metadata, file_slice)
-            if may_hold(file.metadata, group, condition)
-        ]
-        if not groups:
-            return
+        needed = schema.names if topic is None else dict.fromkeys([*schema.names, "topic"])
+        names = [name for name in needed if name in stored_columns]
+        groups = row_groups_of(file.metadata, file_slice)
         for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=names):
-            selected = condition.apply(batch)
+            selected = select_topic(batch, topic)
             if selected.num_rows:
                 yield cast_batch(selected, schema)
 
@@ -313,22 +282,6 @@ def row_groups_of(footer: Any, file_slice: Slice) -> list[int]:
             groups.append(group)
         row += footer.row_group(group).num_rows
     return groups
-
-
-def may_hold(footer: Any, row_group: int, condition: RowFilter) -> bool:
-    """Check by the statistics in the Parquet footer whether a row group may contain a requested row.
-
-    It may if there are no statistics.
-    """
-    if not condition.ranges:
-        return True
-    for index in range(footer.num_columns):
-        column = footer.row_group(row_group).column(index)
-        limits: Bounds = condition.range(column.path_in_schema)
-        known = column.statistics if column.is_stats_set else None
-        if known is not None and known.has_min_max and not limits.may_hold(known.min, known.max):
-            return False
-    return True
 
 
 def cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
