@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import math
 import time
-from datetime import datetime
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 HOSTILE = "<img src=x onerror=\"alert(1)\"><script>alert('2')</script>\u202e\u0000\u001b[2J{{7*7}}javascript:alert(3)"
@@ -54,6 +55,15 @@ class BusyBroker:
                 return 200, {"dead_letters": [self.dead_letter(n) for n in range(7)]}
             case "GET", "campaigns":
                 return 200, {"campaigns": [self.campaign(n) for n in range(4)]}
+            case "GET", "schedules":
+                return 200, {
+                    "schedules": [self.schedule(n) for n in range(4)],
+                    "next_page": self.text("weekly"),
+                }
+            case "POST", "preview":
+                return 200, {"times": list(self.quarters())}
+            case "GET", "selections":
+                return 200, {"selections": [self.selection(n) for n in range(3)]}
             case "GET", "subscriptions":
                 return 200, {"subscriptions": [self.subscription(n) for n in range(4)]}
             case "GET", "jobs":
@@ -169,6 +179,32 @@ class BusyBroker:
             "url": "https://hooks.example/" + (self.texts or "orders"), "in_flight_max": 16, "rate_per_s": None,
             "timeout": "15s", "state": state, "in_flight": (3, 1, 0, 0)[n], "delivered": 81_311 // (n + 1),
             "failed": 40 * n, "failures_in_row": 12 if state == "failing" else 0, "last_failure": failure,
+        }  # fmt: skip
+
+    def schedule(self, n: int) -> dict[str, Any]:
+        state, due_ms = ("active", "active", "paused", "failed")[n], now_ms() + 700_000 * (n + 1)
+        pending = {"id": f"daily-{n}.{due_ms}", "due": "", "due_ms": due_ms, "local": "2030-01-31T09:00:00"}
+        return {
+            "name": self.text(("daily", "weekly", "nightly", "former")[n]), "state": state,
+            "topic": self.text("reports"), "rule": {"cron": self.text("0 9 * * 1-5"), "zone": "Europe/Berlin"},
+            **self.body, "keys": [], "properties": {}, "catch_up": "latest", "catch_up_within": "1d", "runs": 812 * n,
+            **({"next": pending} if state == "active" else {}),
+            **({"error": self.text("no such zone")} if state == "failed" else {}),
+        }  # fmt: skip
+
+    def quarters(self) -> Iterator[dict[str, Any]]:
+        """The times of some days around now, as every rule has them here, in every zone."""
+        first_ms = now_ms() // 86_400_000 * 86_400_000 - 86_400_000
+        for due_ms in range(first_ms, first_ms + 4 * 86_400_000, 900_000):
+            local = datetime.fromtimestamp(due_ms / 1_000, UTC).replace(tzinfo=None).isoformat()
+            yield {"due": "", "due_ms": due_ms, "local": local}
+
+    def selection(self, n: int) -> dict[str, Any]:
+        return {
+            "id": str(4_711 + n), "action": "cancel", "state": ("over", "undone", "active")[n],
+            "where": self.text("region = 'eu'"), "topics": [self.text("orders")], "by": self.text("root"),
+            "accepted": "", "accepted_ms": now_ms() - 900_000 * (3 - n), "from": "2030-01-31T09:00:00Z",
+            "first_due": "2030-01-31T09:00:00Z", "last_due": "2030-02-01T09:00:00Z", "count": 81_311,
         }  # fmt: skip
 
     def job(self, n: int) -> dict[str, Any]:

@@ -24,6 +24,8 @@ PAGES = {
     "punctual": "Punctual",
     "coming": "Coming",
     "waiting": "Waiting",
+    "schedules": "Schedules",
+    "bulk": "Bulk operations",
     "groups": "Groups",
     "dead-letters": "Dead letters",
     "push": "Push",

@@ -46,6 +46,8 @@ def busy_node(data: Path, scheduled: int = 20_000) -> Iterator[RunningNode]:
         fall_behind(client)
         give_up(client)
         campaigns(node, client)
+        recur(client)
+        select(client)
         report(node)
         subscribe(client, receiver)
         join(node)
@@ -155,6 +157,35 @@ def campaigns(node: RunningNode, client: Client) -> None:
     for name, verb in (("win-back", "pause"), ("tariffs", "cancel")):
         changed = client.ask("POST", f"/v1/campaigns/{name}/{verb}", {})
         assert changed.status == 200, changed
+
+
+def recur(client: Client) -> None:
+    """Create schedules in several states, some of which are due often."""
+    rules: dict[str, dict[str, object]] = {
+        "daily-report": {"cron": "0 9 * * *", "zone": "Europe/Berlin"},
+        "invoices": {
+            "rrule": "DTSTART:20260131T180000\nRRULE:FREQ=MONTHLY;BYMONTHDAY=-1",
+            "zone": "Europe/Berlin",
+        },
+        "nightly-backup": {"cron": "30 2 * * *", "zone": "America/New_York"},
+        "ping": {"every": "15m"},
+        "reminders": {"cron": "0,30 8-18 * * *", "zone": "Europe/Berlin", "exclude": ["2030-12-25"]},
+        "tokyo-open": {"cron": "0 9 * * 1-5", "zone": "Asia/Tokyo"},
+    }
+    for name, rule in rules.items():
+        wanted = {"rule": rule, "topic": "reminders", "json": {"do": name}}
+        assert client.ask("PUT", f"/v1/schedules/{name}", wanted).status == 201
+    assert client.ask("POST", "/v1/schedules/tokyo-open/pause").status == 200
+
+
+def select(client: Client) -> None:
+    """Cancel some messages by a condition, and undo one of two operations."""
+    for where in ("tag = 'asia' AND campaign IS NULL", "tag = 'us'"):
+        accepted = client.ask(
+            "POST", "/v1/selections", {"action": "cancel", "topics": ["invoices"], "where": where}
+        )
+        assert accepted.status == 201, accepted
+    assert client.ask("POST", f"/v1/selections/{accepted.value['id']}/undo").status == 200
 
 
 def report(node: RunningNode) -> None:

@@ -70,6 +70,9 @@ def test_dialogs_of_a_busy_broker(tabs: Callable[..., Tab], axe: str) -> None:
             ("push", "New subscription"),
             ("push", "Delete"),
             ("campaigns", "Pause"),
+            ("schedules", "New schedule"),
+            ("schedules", "Run now"),
+            ("bulk", "Undo"),
         ):
             page = tab.open(name)
             page.get_by_role("button", name=opener).first.click()

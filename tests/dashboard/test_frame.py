@@ -140,6 +140,8 @@ def test_an_account_that_may_only_look_has_no_buttons(tabs: Callable[..., Tab]) 
             ("dead-letters", "All of this group"),
             ("campaigns", "Pause"),
             ("push", "Delete"),
+            ("schedules", "Delete"),
+            ("bulk", "Undo"),
         ):
             page = tab.open(name)
             expect(page.locator("tbody tr").first).to_be_visible()

@@ -46,7 +46,7 @@ export function confirm({ title, about = [], note = '', fields = [], label, isDa
   const form = el('form', { novalidate: true, onsubmit: submit }, facts(about), note ? el('p', {}, note) : null, ...fields,
     verdict, el('div', { class: 'actions' }, keep, go));
   const node = dialog(title, form);
-  (form.querySelector('input, select') ?? keep).focus();
+  (form.querySelector('input, select, textarea') ?? keep).focus();
 
   async function submit(event) {
     event.preventDefault();
@@ -67,7 +67,7 @@ export function confirm({ title, about = [], note = '', fields = [], label, isDa
       // Another try may go better: a field may be put right.
       go.disabled = false;
     } else {
-      for (const field of form.querySelectorAll('input, select')) field.disabled = true;
+      for (const field of form.querySelectorAll('input, select, textarea')) field.disabled = true;
       show(go, false);
       node.isKept = shown !== undefined;
       if (shown) verdict.after(shown);

@@ -118,17 +118,21 @@ class Coming {
     this.fromMs = found.from_ms;
     const n = Math.max(1, Math.round((found.to_ms - found.from_ms) / size));
     this.buckets = new Array(n).fill(0);
-    for (const bucket of found.buckets) {
-      const at = Math.floor((bucket.from_ms - found.from_ms) / size);
-      if (at >= 0 && at < n) this.buckets[at] += bucket.due;
+    let recurring = 0;
+    for (const { from_ms: ms, due, recurring: more = 0 } of found.buckets) {
+      const at = Math.floor((ms - found.from_ms) / size);
+      if (at >= 0 && at < n) this.buckets[at] += due + more;
+      recurring += more;
     }
     const sum = this.buckets.reduce((a, b) => a + b, 0);
     show(this.nothing, sum === 0);
     show(this.content, sum > 0);
     write(this.chartTitle, `Due by the ${found.by}, ${instant(found.from_ms)} to ${instant(found.to_ms)}`);
-    this.due.show(count(sum), `${span(found.to_ms - found.from_ms)} from ${instant(found.from_ms)}`);
+    const until = found.recurring_to_ms === undefined ? '' : `, counted until ${instant(found.recurring_to_ms)}`;
+    this.due.show(count(sum), `${span(found.to_ms - found.from_ms)} from ${instant(found.from_ms)}`
+      + (recurring || until ? `; ${count(recurring)} by schedules${until}` : ''));
     this.showPeaks(found.by, sum);
-    this.showTopics(found.topics ?? {});
+    this.showTopics(found.topics ?? {}, found.recurring ?? {});
     this.draw();
     this.drawSpeed();
   }
@@ -149,8 +153,9 @@ class Coming {
     });
   }
 
-  showTopics(topics) {
-    const rows = Object.entries(topics).map(([label, n]) => ({ label, n })).sort((a, b) => b.n - a.n || (a.label < b.label ? -1 : 1));
+  showTopics(topics, recurring) {
+    const names = Object.keys({ ...topics, ...recurring });
+    const rows = names.map(label => ({ label, n: (topics[label] ?? 0) + (recurring[label] ?? 0) })).sort((a, b) => b.n - a.n || (a.label < b.label ? -1 : 1));
     offer(this.topics, rows.map(({ label }) => label));
     this.ofTopics.show(rows.slice(0, TOPICS), row => count(row.n));
   }

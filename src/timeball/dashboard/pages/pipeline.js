@@ -16,8 +16,8 @@ const SILENT_MS = 20_000; // a job that lives says so every five seconds
 const LIVES = new Set(['starting', 'running', 'waiting']);
 const TONES = { running: 'good', waiting: 'good', failed: 'bad', silent: 'warn' };
 // Every message that was accepted is in one of these; the others are faults, and are nought.
-const SIDES = ['released', 'cancelled', 'expired', 'pending'];
-const FAULTS = ['lost', 'early', 'duplicate', 'unknown', 'overdue', 'queue_gaps'];
+const SIDES = ['released', 'cancelled', 'expired', 'replaced', 'selected', 'missed', 'pending'];
+const FAULTS = ['lost', 'early', 'duplicate', 'unknown', 'changed', 'overdue', 'queue_gaps'];
 
 export const pipeline = {
   id: 'pipeline',
@@ -96,7 +96,7 @@ function balance(audit) {
   return [verdict, facts([
     ['Audited', atMs === undefined ? '' : instant(atMs)],
     ['Accepted', count(audit.accepted)],
-    ...SIDES.map(side => [side[0].toUpperCase() + side.slice(1), count(audit[side])]),
+    ...SIDES.map(side => [side[0].toUpperCase() + side.slice(1), count(audit[side] ?? 0)]),
     ['Difference', count(audit.accepted - sum)],
     ...FAULTS.map(name => [name.replace('_', ' '), audit[name] === undefined ? '' : count(audit[name])]),
   ])];

@@ -170,7 +170,7 @@ function showDue(cell, row) {
   const [when, away] = cell.children;
   write(when, row.due_ms === undefined ? '–' : instant(row.due_ms));
   const isWaiting = row.state === undefined || row.state === 'waiting';
-  write(away, isWaiting ? distance(row.due_ms, broker.nowMs()) : row.state);
+  write(away, row.held ? 'held' : isWaiting ? distance(row.due_ms, broker.nowMs()) : row.state);
   set(away, 'class', isWaiting ? 'away' : `away state ${STATES[row.state] ?? ''}`);
 }
 
