@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import islice
+
 import pytest
 
 from timeball import NotLeader, OverLimit, RequestError, Unavailable
@@ -9,6 +12,7 @@ from timeball.client import attempts
 from timeball.client.attempts import Attempts, Lost, NotNow, NotSent, OpenRead, refusal, split_endpoints
 from timeball.client.network import run
 from timeball.io.clock import ManualClock
+from timeball.model.errors import Corrupt, DiskFailed, MissingFile, StorageError, TimeballError
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +44,14 @@ def calls(*nodes: str) -> Attempts:
 def test_a_call_that_was_not_executed_is_retried_at_the_next_node() -> None:
     there = calls("a", "b")
     broker = Broker(there, NotSent("1"), NotNow("2"))
-    assert run(there.with_retries(broker, 30_000, retry_on=NotNow)) == ["a", "b", "a"]
+    assert run(there.with_retries(broker, 30_000, is_repeatable=False)) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("error", [Lost("x"), Unavailable("x"), OverLimit("x"), RequestError("x")])
 def test_a_call_that_may_have_been_executed_is_reported(error: Exception) -> None:
     there = calls()
     with pytest.raises(type(error)):
-        run(there.with_retries(Broker(there, error), 30_000, retry_on=NotNow))
+        run(there.with_retries(Broker(there, error), 30_000, is_repeatable=False))
 
 
 def test_repeatable_calls_are_retried_after_a_lost_answer() -> None:
@@ -55,10 +59,39 @@ def test_repeatable_calls_are_retried_after_a_lost_answer() -> None:
     assert run(there.with_retries(Broker(there, Lost("x"), Unavailable("x")), 30_000)) == ["a"] * 3
 
 
+@pytest.mark.parametrize("error", [StorageError("x"), DiskFailed("x"), NotLeader("x"), Lost("x")])
+def test_a_repeatable_call_is_made_at_another_node_after_a_failure_of_one(error: TimeballError) -> None:
+    there = calls("a", "b")
+    assert run(there.with_retries(Broker(there, error), 30_000)) == ["a", "b"]
+    there = calls("a", "b")
+    with pytest.raises(type(error)):
+        run(there.with_retries(Broker(there, error), 30_000, is_repeatable=False))
+
+
+@pytest.mark.parametrize("error", [Corrupt("x"), MissingFile("x"), OverLimit("x")])
+def test_an_error_that_other_nodes_would_have_too_is_reported(error: TimeballError) -> None:
+    there = calls("a", "b")
+    with pytest.raises(type(error)):
+        run(there.with_retries(Broker(there, error), 30_000))
+
+
+def test_a_failed_disk_of_the_only_node_is_reported() -> None:
+    there = calls()
+    with pytest.raises(StorageError):
+        run(there.with_retries(Broker(there, StorageError("x")), 30_000))
+
+
+def test_after_a_failed_disk_the_next_call_asks_another_node() -> None:
+    there = calls("a", "b")
+    with pytest.raises(DiskFailed):
+        run(there.with_retries(Broker(there, DiskFailed("x")), 30_000, is_repeatable=False))
+    assert there.endpoint == "b"
+
+
 def test_after_a_node_that_does_not_lead_the_next_call_asks_another() -> None:
     there = calls("a", "b")
     with pytest.raises(NotLeader):
-        run(there.with_retries(Broker(there, NotLeader("x")), 30_000, retry_on=NotNow))
+        run(there.with_retries(Broker(there, NotLeader("x")), 30_000, is_repeatable=False))
     assert there.endpoint == "b"
 
 
@@ -68,6 +101,13 @@ def test_attempts_share_the_time_of_the_call() -> None:
     with pytest.raises(NotSent, match="2"):
         run(there.with_retries(broker, 30_000))
     assert broker.left_s == [30.0, 10.0]
+
+
+def test_pauses_leave_the_generator_of_the_program_alone() -> None:
+    there, before = calls(), random.getstate()
+    pauses_s = [pause_s for pause_s, _ in islice(there._patient_pauses(3600), 8)]
+    assert len(set(pauses_s)) == 8
+    assert random.getstate() == before
 
 
 def test_a_closed_client_says_so() -> None:

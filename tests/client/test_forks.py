@@ -9,6 +9,7 @@ import pytest
 from tests.cli.processes import environment
 from tests.docs_pages import ROOT
 from tests.node_fixture import RunningNode, running_node
+from tests.rounds import rounds
 
 from timeball.client.dialing import FORKED
 
@@ -62,7 +63,9 @@ def test_over_http_every_call_works_behind_a_fork(node: RunningNode, case: str, 
     ("how", "processes"),
     [
         ("fork", 10),
-        pytest.param("fork", 1_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(
+            "fork", rounds(300, 1_000), marks=[pytest.mark.slow, pytest.mark.siege, pytest.mark.timeout(900)]
+        ),
         pytest.param("mp-fork", 100, marks=pytest.mark.slow),
         pytest.param("spawn", 10, marks=pytest.mark.slow),
         pytest.param("forkserver", 20, marks=pytest.mark.slow),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from timeball import Conflict, InvalidMessage, InvalidName, TimeballError
+from timeball import Conflict, InvalidMessage, InvalidName, OutOfRange, TimeballError
 from timeball.client.attempts import Lost, NotNow
 from timeball.client.http_codec import (
     Receiving,
@@ -16,6 +16,7 @@ from timeball.client.http_codec import (
     error_of,
     path,
     receive_target,
+    resolve_dead_letters,
     send_request,
 )
 from timeball.client.http_connection import Reply
@@ -29,6 +30,12 @@ def test_names_and_parameters_are_escaped() -> None:
     for wrong in ("", "a/b", "a b", ".."):
         with pytest.raises(InvalidName):
             path("topics", wrong, "ack")
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf")])
+def test_a_rate_that_json_cannot_tell_is_refused(rate: float) -> None:
+    with pytest.raises(OutOfRange, match="in a second"):
+        resolve_dead_letters("g", "resend", None, rate=rate)
 
 
 def test_a_receive_and_a_stream_name_what_they_want() -> None:

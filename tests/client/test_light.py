@@ -139,6 +139,7 @@ NEED = {
     "dump": (["dump", "--data", "DATA/own"], "broker"),
     "pending": (["pending"], "broker"),
     "sql": (["sql", "select 1"], "broker"),
+    "table": (["table"], "broker"),
     "forecast": (["forecast"], "broker"),
     "campaign": (["campaign", "status", "none"], "broker"),
     "pipeline": (["pipeline", "run", "compact"], "spark"),

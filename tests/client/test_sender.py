@@ -12,6 +12,7 @@ from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
+from timeball.client import attempts
 from timeball.client.attempts import Lost, NotNow
 from timeball.client.sender import wait_for_ack
 from timeball.model.answers import SendAck
@@ -276,6 +277,43 @@ def test_a_broker_alone_that_stops_is_told(node: RunningNode) -> None:
         try:
             with pytest.raises(NotNow, match="stopping"):
                 ball.send_many(numbered(1), topic="there")
+        finally:
+            node.broker.log.writer._closing = False
+
+
+class Refusals:
+    """True so many times."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __bool__(self) -> bool:
+        self.count -= 1
+        return self.count >= 0
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_an_error_of_earlier_rows_ends_the_call_also_when_the_stream_broke(node: RunningNode) -> None:
+    """All attempts with the first batch are refused. The second one would be accepted."""
+    schema, refusals = pa.schema([("body", pa.binary())]), Refusals(2 + len(attempts.RETRY_PAUSES_S))
+    with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint) as ball:
+        ball.send_many(pa.table({"body": [b"0"]}), topic="cut")
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            count = refusals.count
+            node.broker.log.writer._closing = refusals  # type: ignore[assignment]
+            yield pa.record_batch([[b"1"]], schema=schema)
+            eventually(lambda: refusals.count < count, "it is refused")
+            proxy.cut()
+            eventually(
+                lambda: all(thread.name != "timeball-acks" for thread in threading.enumerate()), "it broke"
+            )
+            yield pa.record_batch([[b"2"]], schema=schema)
+
+        rows = pa.RecordBatchReader.from_batches(schema, batches())
+        try:
+            with pytest.raises(NotNow, match="rows 0 to 0"):
+                ball.send_many(rows, topic="cut", batch_rows=1, retry=True)
         finally:
             node.broker.log.writer._closing = False
 

@@ -94,6 +94,20 @@ def test_cancel_wants_one_way_of_naming(ball: Timeball) -> None:
         ball.cancel("a", key="b")  # type: ignore[call-overload]
 
 
+def test_one_text_is_no_list_of_texts(columns: Timeball) -> None:
+    rule = {"every": "1h"}
+    for call in (
+        lambda: columns.schedules.put("texts", rule, topic="abc", body="x", keys="abc"),
+        lambda: columns.cancel(ids="abc"),
+        lambda: columns.reschedule(ids="abc", after="1h"),
+        lambda: columns.resend_dead_letters("abc", "abc"),
+        lambda: columns.delete_dead_letters("abc", "abc"),
+        lambda: columns.read_log(1, 2, columns="seq"),
+    ):
+        with pytest.raises(InvalidMessage, match=r"give a list, as in \w+=\['(abc|seq)'\]"):
+            call()
+
+
 def test_reschedule_by_id_ids_and_key(ball: Timeball) -> None:
     one = ball.send("moves", "x", after="1h", keys="order-2")
     two = ball.send("moves", "y", after="1h", keys=["order-2", "another"])

@@ -165,6 +165,11 @@ class AsyncSelections:
         self._driven = selections
 
     cancel = _as_awaitable(Selections.cancel)
+    shift = _as_awaitable(Selections.shift)
+    pause = _as_awaitable(Selections.pause)
+    resume = _as_awaitable(Selections.resume)
+    release = _as_awaitable(Selections.release)
+    move = _as_awaitable(Selections.move)
     dry_run = _as_awaitable(Selections.dry_run)
     undo = _as_awaitable(Selections.undo)
     get = _as_awaitable(Selections.get)
@@ -261,6 +266,7 @@ class AsyncTimeball:
     dead_letters = _as_awaitable(Timeball.dead_letters)
     resend_dead_letters = _as_awaitable(Timeball.resend_dead_letters)
     delete_dead_letters = _as_awaitable(Timeball.delete_dead_letters)
+    limit_group = _as_awaitable(Timeball.limit_group)
     create_topic = _as_awaitable(Timeball.create_topic)
     queues = _as_awaitable(Timeball.queues)
     reserve = _in_thread(Timeball.reserve)

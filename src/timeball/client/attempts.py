@@ -1,9 +1,10 @@
 """Attempts of a call: the nodes to try, the pauses between attempts, and the outcomes that allow another attempt.
 
 The time limit of a call includes its retries. If no broker answers (it may be restarting), a call is tried again a few
-times if it is safe to repeat: it changes nothing, or the broker recognizes the repetition. Any other call is tried
-again only if it was not carried out: it was never sent, or the broker answered that it does nothing at the moment (for
-example during a hand-over). After a lost answer the client cannot know whether the broker carried out the call.
+times if it is safe to repeat: it changes nothing, or the broker recognizes the repetition. If the disk of a node has
+failed, the next node is asked. Any other call is tried again only if it was not carried out: it was never sent, or the
+broker answered that it does nothing at the moment (for example during a hand-over). After a lost answer the client
+cannot know whether the broker carried out the call.
 
     NotSent    no broker has received the call
     NotNow     the broker has refused it, and did nothing. NotSent is one case of it
@@ -23,7 +24,15 @@ from typing import TypeVar
 
 from timeball.client.network import BLOCKING, Network
 from timeball.io.clock import Clock, SystemClock
-from timeball.model.errors import NotLeader, RequestError, TimeballError, Unavailable, from_code
+from timeball.model.errors import (
+    DiskFailed,
+    NotLeader,
+    RequestError,
+    StorageError,
+    TimeballError,
+    Unavailable,
+    from_code,
+)
 
 # The pause before each attempt after the first. A broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
@@ -36,6 +45,9 @@ CLUSTER_PAUSES_S = (
     1.0,
 )  # 5 s in total: another node leads within two or three seconds
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
+
+# Codes of a node whose log has stopped: another node of the cluster leads soon.
+FAILED_DISK = frozenset({StorageError.code, DiskFailed.code})
 
 T = TypeVar("T")
 
@@ -162,6 +174,8 @@ class Attempts:
         import random
 
         logger = logging.getLogger(__name__)
+        # A program that has seeded the common generator keeps its numbers, and forked processes get different ones.
+        chance = random.SystemRandom()
         give_up_ns, longest_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
         may_retry, pause_s = patience_s > 0, 0.0
         while True:
@@ -173,9 +187,15 @@ class Attempts:
             )
             self._rotate_endpoints()
             # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
-            pause_s = longest_s * random.uniform(0.5, 1.0)
+            pause_s = longest_s * chance.uniform(0.5, 1.0)
             longest_s = min(2 * longest_s, PATIENT_PAUSES_S[1])
             may_retry = self._clock.monotonic_ns() + int(pause_s * 1e9) < give_up_ns
+
+    def may_repeat(self, error: TimeballError, *, is_repeatable: bool) -> bool:
+        """Check whether a call may be made again after this error. `is_repeatable`: it may be carried out twice."""
+        if not is_repeatable:
+            return isinstance(error, NotNow)
+        return isinstance(error, Unavailable) or (error.code in FAILED_DISK and len(self._endpoints) > 1)
 
     async def pause(self, seconds: float) -> None:
         """Wait before an attempt. Raises Unavailable if the client is closed meanwhile."""
@@ -187,14 +207,15 @@ class Attempts:
         call: Callable[[float], Awaitable[T]],
         timeout_ms: int,
         *,
-        retry_on: type[Unavailable] = Unavailable,
+        is_repeatable: bool = True,
     ) -> T:
-        """Make a call until it succeeds, or raises another error than `retry_on`, or its attempts or time end.
+        """Make a call until it succeeds, or its attempts or time end, or after an error it may not be repeated.
 
         `call` receives the time that is left, in seconds. Returns its result, or raises its last error.
         """
         end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
-        remaining_s, failure = timeout_ms / 1000, None
+        remaining_s = timeout_ms / 1000
+        failure: TimeballError | None = None
         for pause_s, may_retry in self.pauses():
             await self.pause(pause_s)
             if failure is not None and self._patience_s is None:
@@ -204,9 +225,9 @@ class Attempts:
             self.check()
             try:
                 return await call(remaining_s)
-            except Unavailable as error:
-                if not (may_retry and isinstance(error, retry_on)):
-                    if isinstance(error, NotLeader):
+            except TimeballError as error:
+                if not (may_retry and self.may_repeat(error, is_repeatable=is_repeatable)):
+                    if isinstance(error, NotLeader) or error.code in FAILED_DISK:
                         self._rotate_endpoints()
                     raise
                 failure = error

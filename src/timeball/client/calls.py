@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.client.attempts import Attempts, NotNow, NotSent, refusal, split_endpoints
+from timeball.client.attempts import Attempts, NotSent, refusal, split_endpoints
 from timeball.client.credentials import Credentials
 from timeball.client.dialing import check_process, dial, is_inherited
 from timeball.client.network import run
@@ -125,10 +125,8 @@ class Calls(Attempts):
                 results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
             return msgspec.json.decode(results[0], type=answer)
 
-        timeout_ms = timeout_ms or self.timeout_ms
-        if verb in REPEATABLE or self._patience_s is not None:
-            return run(self.with_retries(attempt, timeout_ms))
-        return run(self.with_retries(attempt, timeout_ms, retry_on=NotNow))
+        is_repeatable = verb in REPEATABLE or self._patience_s is not None
+        return run(self.with_retries(attempt, timeout_ms or self.timeout_ms, is_repeatable=is_repeatable))
 
     def rows(self, ticket: wire.Ticket, wait_ms: int = 0) -> pa.RecordBatch:
         """Read all rows of a ticket into a batch in READ_SCHEMA. `wait_ms` is added to the time limit."""

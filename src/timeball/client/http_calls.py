@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from timeball.client.attempts import Attempts, Lost, NotNow, OpenRead, split_endpoints
+from timeball.client.attempts import Attempts, Lost, OpenRead, split_endpoints
 from timeball.client.credentials import Credentials, credentials
 from timeball.client.http_codec import (
     Operation,
@@ -32,7 +32,7 @@ from timeball.client.http_codec import (
 from timeball.client.http_connection import Connection, Reply, Request, node_of
 from timeball.client.network import BLOCKING, Network, driven
 from timeball.io.clock import Clock
-from timeball.model.errors import RequestError, TimeballError, Unavailable
+from timeball.model.errors import RequestError, TimeballError
 
 if TYPE_CHECKING:
     import ssl
@@ -162,9 +162,10 @@ class HttpCalls(Attempts):
             return decoded(decode, reply.body, endpoint, is_read=request.method == "GET")
 
         is_repeatable |= self._patience_s is not None
-        retry_on: type[Unavailable] = Unavailable if is_repeatable else NotNow
         async with self.network.slot() if open_read is None else nullcontext():
-            return await self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
+            return await self.with_retries(
+                attempt, timeout_ms or self.timeout_ms, is_repeatable=is_repeatable
+            )
 
     ask = driven(ask_async)
 

@@ -6,6 +6,7 @@ answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -32,7 +33,14 @@ from timeball.model.answers import (
     SentState,
     Verdict,
 )
-from timeball.model.errors import AlreadyPending, InvalidMessage, InvalidName, NotFound, TimeballError
+from timeball.model.errors import (
+    AlreadyPending,
+    InvalidMessage,
+    InvalidName,
+    NotFound,
+    OutOfRange,
+    TimeballError,
+)
 from timeball.model.send_options import OnPending
 from timeball.model.values import decode_properties, shown
 
@@ -54,6 +62,13 @@ def path(*names: str, **query: str | int | None) -> str:
     target = "/v1/" + "/".join(quote(name, safe="") for name in names)
     given = {name: value for name, value in query.items() if value is not None}
     return f"{target}?{urlencode(given, quote_via=quote)}" if given else target
+
+
+def listed(argument: str, texts: Iterable[str]) -> list[str]:
+    """List the texts of an argument. Raises InvalidMessage for a single one, whose letters would be taken for texts."""
+    if isinstance(texts, str):
+        raise InvalidMessage(f"{argument}={shown(texts)}: give a list, as in {argument}=[{shown(texts)}]")
+    return [*texts]
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------
@@ -397,10 +412,12 @@ def no_result(data: bytes) -> None:
     msgspec.json.decode(data)
 
 
-def create_topic(topic: str, queues: int, on_pending: OnPending | None = None) -> Operation[None]:
-    """Create a topic, or add queues to one that has fewer. `on_pending`: see http_api.TopicMade."""
-    request = Request("PUT", path("topics", topic), encode(http_api.TopicMade(queues, on_pending)), JSON)
-    return Operation(request, no_result)
+def create_topic(
+    topic: str, queues: int | None, on_pending: OnPending | None = None, max_per_second: int | None = None
+) -> Operation[None]:
+    """Create a topic, or add queues to one that has fewer. For the others, see http_api.TopicMade."""
+    made = http_api.TopicMade(queues, on_pending, max_per_second)
+    return Operation(Request("PUT", path("topics", topic), encode(made), JSON), no_result)
 
 
 def read_queues(topic: str) -> Operation[dict[int, QueueRange]]:
@@ -426,6 +443,12 @@ def commit_offsets(topic: str, group: str, offsets: dict[int, int]) -> Operation
 def read_group(group: str) -> Operation[list[GroupState]]:
     """Read the lags, leases and dead letters of one group."""
     return _read(path("groups", group), lambda data: [msgspec.json.decode(data, type=GroupState)])
+
+
+def limit_group(group: str, max_per_key: int) -> Operation[None]:
+    """Set the limits of a group, see http_api.GroupLimits."""
+    request = Request("PUT", path("groups", group), encode(http_api.GroupLimits(max_per_key)), JSON)
+    return Operation(request, no_result)
 
 
 def list_groups(after: str | None) -> Operation[Page[GroupState]]:
@@ -462,12 +485,19 @@ def resolve_dead_letters(
     handles: list[str] | None,
     after: str | None = None,
     rate: float | None = None,
+    where: str = "",
 ) -> Operation[Resolved]:
-    """Resend or delete the dead letters with these handles, or all of the group. `after`, `rate`: of a resend."""
+    """Resend or delete the dead letters with these handles, or all of the group. The last three are of a resend.
+
+    Raises OutOfRange.
+    """
+    # In JSON it would be null, which means no rate: all at once.
+    if rate is not None and not math.isfinite(rate):
+        raise OutOfRange(f"rate {rate}: {limits.RESEND_RATE_MIN} to {limits.RESEND_RATE_MAX} in a second")
 
     def decode(data: bytes) -> Resolved:
         dealt = msgspec.json.decode(data, type=http_api.DealtMany)
         return Resolved(dealt.count, [each.verdict != "not_found" for each in dealt.results])
 
-    body = http_api.Resolving(handles, handles is None, after, rate)
+    body = http_api.Resolving(handles, handles is None, after, rate, where)
     return _post(path("groups", group, "dead-letters", verb), body, decode)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from timeball.client.http_codec import JSON, Operation, Page, encode, path
+from timeball.client.http_codec import JSON, Operation, Page, encode, listed, path
 from timeball.client.http_connection import Request
 from timeball.model.http_api import (
     History,
@@ -73,7 +73,7 @@ class Schedules:
         """
         text, data = (body, None) if isinstance(body, str) else (None, body)
         wanted = SchedulePut(
-            rule=dict(rule), topic=topic, body=text, base64=data, tag=tag, keys=[*keys],
+            rule=dict(rule), topic=topic, body=text, base64=data, tag=tag, keys=listed("keys", keys),
             properties=dict(properties or {}), catch_up=catch_up, catch_up_within=catch_up_within,
             overlap=overlap, group=group,
         )  # fmt: skip

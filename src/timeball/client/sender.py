@@ -14,14 +14,14 @@ from concurrent.futures import Future
 import msgspec
 import pyarrow as pa
 
-from timeball.client.attempts import Lost, NotNow, NotSent
+from timeball.client.attempts import Lost
 from timeball.client.calls import Calls
 from timeball.client.exchange import SendExchange
 from timeball.client.outgoing import Columns, batches
 from timeball.client.receipts import IfSettled, Outcomes, SendKeys, SendSummary
 from timeball.io.clock import Clock
 from timeball.model.answers import SendAck
-from timeball.model.errors import TimeballError, Unavailable
+from timeball.model.errors import TimeballError
 from timeball.model.rules import past_due
 
 
@@ -76,7 +76,7 @@ class _SendMany:
         self._window = window  # the largest number of batches without an answer
         self._has_failed = False  # an error ends the call: only collect the outcomes of batches under way
         self._keys = SendKeys(if_settled, is_used=retry)
-        self._retry_on = Unavailable if retry else NotNow
+        self._is_repeatable = retry
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None  # of the open stream
         # (first row, batch, answer, its stream), in the order of the rows
@@ -136,16 +136,20 @@ class _SendMany:
             self._exchange = None
         self._schema = batch.schema
         for may_retry in self._calls.attempts():
+            if self._exchange is None or not self._exchange.alive:
+                # Batches on the broken stream may have no answer. `_handle_oldest` records or retries them, and its
+                # error ends the call.
+                self._handle_all()
             try:
-                if self._exchange is None or not self._exchange.alive:
-                    # Batches on the broken stream may have no answer. `_handle_oldest` records or retries them.
-                    self._handle_all()
                 exchange = self._open(batch.schema)
                 return exchange.submit(batch, _encode_key(self._keys, batch)), exchange
-            except NotSent:
-                if not may_retry:
+            except TimeballError as error:
+                if not (may_retry and self._may_repeat(error)):
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _may_repeat(self, error: TimeballError) -> bool:
+        return self._calls.may_repeat(error, is_repeatable=self._is_repeatable)
 
     def _send_again(self, batch: pa.RecordBatch) -> SendAck:
         """Send a batch again until it has a final answer. Raises the error of the last attempt."""
@@ -155,8 +159,8 @@ class _SendMany:
                 exchange = self._open(batch.schema)
                 future = exchange.submit(batch, _encode_key(self._keys, batch))
                 return wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
-            except self._retry_on:
-                if not may_retry:
+            except TimeballError as error:
+                if not (may_retry and self._may_repeat(error)):
                     raise
                 self._abandon(exchange)
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -182,7 +186,9 @@ class _SendMany:
         try:
             try:
                 ack = wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
-            except self._retry_on:
+            except TimeballError as error:
+                if not self._may_repeat(error):
+                    raise
                 self._abandon(exchange)
                 ack = self._send_again(batch)
         except TimeballError as error:

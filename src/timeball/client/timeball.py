@@ -426,7 +426,7 @@ class Timeball(Reader):
                 return (await calls.run_async(operation([id], [])))[0]
             if key is not None:
                 return await calls.run_async(operation([], [key]))
-            all_ids, verdicts = list(ids or ()), list[Verdict]()
+            all_ids, verdicts = http_codec.listed("ids", ids or ()), list[Verdict]()
             for begin in range(0, len(all_ids), limits.CANCELS_PER_REQUEST_MAX):
                 chunk = all_ids[begin : begin + limits.CANCELS_PER_REQUEST_MAX]
                 part = await calls.run_async(operation(chunk, []))
@@ -473,7 +473,7 @@ class Timeball(Reader):
                 from_seq=from_seq,
                 to_seq=to_seq,
                 kinds=None if kinds is None else [int(kind) for kind in kinds],
-                columns=None if columns is None else list(columns),
+                columns=None if columns is None else http_codec.listed("columns", columns),
                 coalesce_rows=coalesce_rows,
             )
         )
@@ -559,6 +559,7 @@ class Timeball(Reader):
         *,
         after: After | None = None,
         rate: float | None = None,
+        where: str = "",
     ) -> Resolved:
         """Deliver dead letters to their group again, with their attempts counted from 0. Durable on return.
 
@@ -568,14 +569,16 @@ class Timeball(Reader):
                 that are left.
             after: The delay until the first one is delivered. The default is none.
             rate: How many are delivered in a second. The default is all at once.
+            where: An SQL condition, such as "attempts > 3 AND topic = 'orders'". Only dead letters that meet it are
+                resent.
 
         Returns:
             The number of dead letters that were resent, and for each given handle whether the dead letter was found.
         """
-        handles = None if dead_letters is None else [*dead_letters]
+        handles = None if dead_letters is None else http_codec.listed("dead_letters", dead_letters)
         after_text = None if after is None else f"{delay_ms(after)}ms"
         return self._operations.run(
-            http_codec.resolve_dead_letters(group, "resend", handles, after_text, rate)
+            http_codec.resolve_dead_letters(group, "resend", handles, after_text, rate, where)
         )
 
     def delete_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
@@ -589,23 +592,45 @@ class Timeball(Reader):
         Returns:
             The number of dead letters that were deleted, and for each given handle whether the dead letter was found.
         """
-        handles = None if dead_letters is None else [*dead_letters]
+        handles = None if dead_letters is None else http_codec.listed("dead_letters", dead_letters)
         return self._operations.run(http_codec.resolve_dead_letters(group, "delete", handles))
 
-    def create_topic(self, topic: str, queues: int = 8, *, on_pending: OnPending | None = None) -> None:
+    def limit_group(self, group: str, *, max_per_key: int) -> None:
+        """Limit the messages with the same key that members of a consumer group may hold at a time. Durable on return.
+
+        Args:
+            group: The name. The group is created if it does not exist.
+            max_per_key: The limit, up to 10,000. With 1, the messages of a key are handled one after another. 0 for no
+                limit.
+
+        Raises:
+            OutOfRange: The limit is too large.
+        """
+        return self._operations.run(http_codec.limit_group(group, max_per_key))
+
+    def create_topic(
+        self,
+        topic: str,
+        queues: int | None = 8,
+        *,
+        on_pending: OnPending | None = None,
+        max_per_second: int | None = None,
+    ) -> None:
         """Create a topic, or add queues to one that has fewer. Durable on return.
 
         Unless the broker is configured otherwise, the first send to a topic creates it too.
 
         Args:
             topic: The name, 1 to 127 characters.
-            queues: The number of queues, from 1 to 1,024.
+            queues: The number of queues, from 1 to 1,024. None for those that it has, or the broker's setting.
             on_pending: The rule for sends with a unique key that name none. Without it, the topic keeps its rule.
+            max_per_second: The most messages that become visible to consumers in a second. 0 for no limit. Without it,
+                the topic keeps its limit.
 
         Raises:
             InvalidName: The topic may not have this name.
         """
-        return self._operations.run(http_codec.create_topic(topic, queues, on_pending))
+        return self._operations.run(http_codec.create_topic(topic, queues, on_pending, max_per_second))
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
@@ -624,7 +649,7 @@ class Timeball(Reader):
 
     @property
     def selections(self) -> Selections:
-        """Bulk operations on the pending messages that meet a condition: cancel, dry_run, undo, get, all.
+        """Bulk operations on the pending messages that meet a condition.
 
         Raises:
             RequestError: The client has no address of HTTP.

@@ -283,11 +283,11 @@ class Transport(virtual.Transport):
     # ---- names ------------------------------------------------------------------------------------------
 
     def topic(self, queue: str) -> str:
-        """The topic of a durable queue."""
+        """Return the topic of a durable queue."""
         return self._prefix + messages.topic_name(queue)
 
     def exchange_topic(self, exchange: str) -> str:
-        """The topic of an exchange. "" is the default exchange, whose routing keys are queues."""
+        """Return the topic of an exchange. The default exchange has an empty name."""
         return f"{self._prefix}exchange-{messages.topic_name(exchange or 'default')}"
 
     # ---- publish and administer -------------------------------------------------------------------------
