@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
 
@@ -95,6 +96,24 @@ class Load:
                 self.cancelled |= {v.subject: v.verdict for v in ball.cancel(ids=wanted)}
         if self.rounds % 3 == 2:
             ball.compact()
+
+
+def test_a_backup_ends_while_rows_are_written_faster_than_it_reads(
+    data: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each look behind the last whole frame, more whole frames are there."""
+    with running_node(data) as node, node.client() as ball:
+        before = ball.send("load", "before")
+
+        def look(buffer: pa.Buffer, end: int, next_seq: int) -> object:
+            ball.send("load", "behind the last frame")
+            ball.send("load", "and states that it is on disk")
+            return find_later_proof(buffer, end, next_seq)
+
+        find_later_proof = backup.find_later_proof
+        monkeypatch.setattr(backup, "find_later_proof", look)
+        made = backed_up(data, copy)
+    assert made.row > before.seq
 
 
 def test_a_backup_under_load_has_all_that_was_acknowledged_before_it_once(data: Path, copy: Path) -> None:

@@ -456,6 +456,14 @@ def test_a_selection_bounds_segments_numbers_and_kinds(files: CrashFiles) -> Non
     assert seqs(files, Selection(kinds=frozenset([int(Kind.CANCEL)]))) == []
 
 
+def test_a_summary_counts_the_columns_of_the_checkpoint(files: CrashFiles) -> None:
+    two, three = (np.ones((4, rows), np.int64) for rows in (2, 3))
+    cp.save(files, cp.Checkpoint(cp.Facts(seq=2), np.ones(1, np.int64), np.ones(1, np.int64), two, three))
+    shown = summarise(FolderDump(files), Selection()).document()["checkpoint"]
+    assert (shown["settled_rows"], shown["moved_rows"], shown["woken_rows"]) == (1, 2, 3)
+    assert "moved" not in shown
+
+
 def test_a_summary_counts_what_is_wanted(files: CrashFiles) -> None:
     whole, part = (summarise(FolderDump(files), Selection(to_seq=end)) for end in (None, 2))
     assert sum(segment.rows for segment in whole.segments) == len(seqs(files, Selection()))

@@ -29,7 +29,7 @@ from timeball.io.clock import Clock
 from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
-from timeball.log.recovery import find_later_proof
+from timeball.log.recovery import find_later_proof, last_written
 from timeball.log.segment import FOLDER as LOG
 from timeball.log.segment import SUFFIX, segment_name
 from timeball.model.errors import Corrupt, NotFound, SetupError
@@ -282,6 +282,7 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
     """
     for _ in range(ATTEMPTS_MAX):
         fault = "nothing behind it"
+        written = last_written(segment.buffer, segment.end)
         try:
             while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
                 if frame.first_seq != segment.next_seq:
@@ -291,8 +292,11 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
                 segment.end, segment.next_seq = frame.end, frame.next_seq
         except Corrupt as error:
             fault = str(error)
-        if until_seq is None and find_later_proof(segment.buffer, segment.end, segment.next_seq) is None:
-            # The bytes after the last whole frame belong to a commit that is being written or was never acknowledged.
+        # Later bytes prove nothing if the broker has written them during this look. Else they belong to a commit that
+        # is being written or was never acknowledged, unless a frame among them proves the contrary.
+        if until_seq is None and (
+            segment.end >= written or find_later_proof(segment.buffer, segment.end, segment.next_seq) is None
+        ):
             return
         if until_seq == segment.next_seq:
             return

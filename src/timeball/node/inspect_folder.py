@@ -523,7 +523,9 @@ def _checkpoint_fields(folder: FolderDump) -> dict[str, Any] | None:
     for name in ("files", "meta"):
         facts[name] = len(facts[name] or ())
     shown: dict[str, Any] = msgspec.to_builtins(facts)
-    return {**shown, "settled_rows": len(folder.checkpoint.settled_seq)}
+    moved_rows, woken_rows = (table.shape[1] for table in (folder.checkpoint.moved, folder.checkpoint.woken))
+    settled_rows = len(folder.checkpoint.settled_seq)
+    return {**shown, "settled_rows": settled_rows, "moved_rows": moved_rows, "woken_rows": woken_rows}
 
 
 def _queue_ranges(folder: FolderDump) -> list[dict[str, Any]]:
