@@ -13,7 +13,7 @@ from timeball.cli.main import COMMANDS as ALL
 GROUPS = {"pipeline", "campaign", "dead-letters", "cluster", "schedules", "selections", "import"}
 OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "drain", "force")
 OF_SCHEDULES = ("put", "preview", "list", "show", "history", "pause", "resume", "run", "delete")
-OF_SELECTIONS = ("cancel", "undo", "list", "show")
+OF_SELECTIONS = ("cancel", "shift", "pause", "resume", "release", "move", "undo", "list", "show")
 COMMANDS = sorted(set(ALL) - GROUPS)
 NOWHERE = "http://127.0.0.1:1"  # a port that nothing may listen on
 NO_FLIGHT = "grpc://127.0.0.1:1"
@@ -37,7 +37,7 @@ def test_the_commands_are_those_of_the_design() -> None:
             "get",
         ),
         *("topics", "groups", "pending", "audit", "dump", "bench", "status", "zones"),
-        *("bulk", "replay", "forecast", "sql"),
+        *("bulk", "replay", "forecast", "sql", "table"),
     }
     assert set(ALL) >= GROUPS
 

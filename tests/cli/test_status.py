@@ -237,3 +237,15 @@ def test_those_named_are_sent_again_and_the_others_deleted(endpoint: str) -> Non
 def test_resend_without_exactly_one_of_names_and_all_is_refused(endpoint: str, which: list[str]) -> None:
     refused = run_here("dead-letters", "resend", "again", *which, "--endpoint", endpoint)
     assert refused.returncode == 2 and "--all" in refused.stderr
+
+
+def test_limits_of_a_topic_and_of_a_group_are_set(endpoint: str) -> None:
+    with Timeball(endpoint) as ball:
+        ball.create_topic("limited-here", 3)
+        shown = run_here("topics", "limited-here", "--max-per-second", "50", "--json", "--endpoint", endpoint)
+        assert [json.loads(line)["queue"] for line in shown.stdout.splitlines()] == [0, 1, 2]
+        shown = run_here("groups", "limited-here", "--max-per-key", "2", "--json", "--endpoint", endpoint)
+        assert json.loads(shown.stdout)["max_per_key"] == 2
+        assert ball.groups("limited-here")[0].max_per_key == 2
+    for command in (("topics", "--max-per-second", "5"), ("groups", "--max-per-key", "5")):
+        assert "name it" in run_here(*command, "--endpoint", endpoint).stderr

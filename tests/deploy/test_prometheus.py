@@ -52,9 +52,11 @@ def expressions() -> Iterator[tuple[str, str]]:
 def families(text: str) -> dict[str, set[str]]:
     """Return the metrics of docs/metrics.md with their labels, as Prometheus names their series."""
     found: dict[str, set[str]] = {}
-    for name, kind, labels in re.findall(r"^\| `(timeball_\w+)` \| (\w+) \| ([\w, ]*) ?\|", text, re.M):
-        own = {label.strip() for label in labels.split(",") if label.strip()}
-        if kind == "histogram":
+    for row in re.findall(r"^\| `timeball_.*$", text, re.M):
+        cells = re.fullmatch(r"\| `(\w+)(?:\{([\w,]+)\})?` \| ([^|]+) \|", row)
+        assert cells, row
+        name, own = cells[1], set(filter(None, (cells[2] or "").split(",")))
+        if cells[3].startswith("histogram: "):
             found |= {f"{name}_bucket": own | {"le"}, f"{name}_sum": own, f"{name}_count": own}
         else:
             found[name] = own

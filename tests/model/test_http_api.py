@@ -16,6 +16,7 @@ REQUESTS = {
     http_api.CancellingMany: {"ids": ["a"]},
     http_api.ReschedulingMany: {"ids": ["a"], "after": "5s"},
     http_api.TopicMade: {"queues": 8},
+    http_api.GroupLimits: {"max_per_key": 1},
     http_api.Committing: {"offsets": {"0": 3}},
     http_api.Resolving: {"all": True},
 }

@@ -206,9 +206,14 @@ def test_a_value_is_repeated_as_arrow_does(value: str | bytes | int, kind: pa.Da
         repeated(1 << 40, pa.int32(), count)
 
 
-@given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=20))
+@given(
+    values=st.lists(st.integers(-3, 3), min_size=1, max_size=20)
+    | st.lists(st.sampled_from([0, 7, 32_767]), min_size=300, max_size=310)
+    | st.lists(st.sampled_from([0, -1, 32_768, 1 << 40]), min_size=300, max_size=310)
+)
 def test_groups_hold_every_position_once_in_order(values: list[int]) -> None:
     groups = alike(np.array(values, dtype=np.int64))
+    assert [values[group[0]] for group in groups] == sorted(set(values))
     assert sorted(at for group in groups for at in group.tolist()) == list(range(len(values)))
     for group in groups:
         assert len({values[at] for at in group}) == 1

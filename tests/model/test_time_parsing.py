@@ -21,7 +21,7 @@ from tests.local_time_oracle import (
 
 from timeball.model import limits, time_parsing
 from timeball.model.errors import InvalidDelay
-from timeball.model.time_parsing import delay_ms, due_ms, when
+from timeball.model.time_parsing import delay_ms, due_ms, signed_duration_ms, when
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,12 @@ def test_a_delay_is_converted_to_milliseconds(after: object, ms: int) -> None:
 def test_an_invalid_delay_is_refused_with_a_reason(after: object, reason: str) -> None:
     with pytest.raises(InvalidDelay, match=reason):
         delay_ms(after)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by", [3600, 1.5, None, float("nan"), "--5m", "", "-"])
+def test_a_shift_needs_a_unit_and_one_sign(by: object) -> None:
+    with pytest.raises(InvalidDelay):
+        signed_duration_ms(by)  # type: ignore[arg-type]
 
 
 @given(st.timedeltas(timedelta(0), timedelta(days=3_000)))

@@ -19,6 +19,11 @@ REQUESTS = {
     "campaigns": st.builds(wire.Campaigns, campaign=st.none() | NAMES),
     "campaign": st.builds(wire.ChangeCampaign, campaign=NAMES, change=st.sampled_from(["pause", "resume"])),
     "starts": st.builds(wire.Starts, from_seq=NUMBERS, to_seq=NUMBERS),
+    "occurrences": st.builds(
+        wire.Occurrences, from_ms=NUMBERS, to_ms=NUMBERS, width_ms=st.integers(1_000, 86_400_000)
+    ),
+    "schedules": st.builds(wire.Schedules, page=NAMES),
+    "selections": st.just(wire.Selections()),
     "reserve": st.builds(wire.Reserve, rows=st.integers(1, 2**40)),
     "compactor": st.builds(wire.Lease, lease_ms=st.integers(0, 1_000)),
     "source_positions": st.builds(wire.SourcePositions, source=st.text("aZ0._-", min_size=1, max_size=8)),

@@ -51,6 +51,7 @@ SECTIONS = {
         "groups",
         "dead-letters",
         "pending",
+        "table",
         "sql",
         "forecast",
         "status",

@@ -156,7 +156,7 @@ NoSparkOption = Annotated[
         "--no-spark",
         envvar="TIMEBALL_NO_SPARK",
         show_envvar=False,
-        help="Do the work of ledger and archive in one process, without Java: same files.",
+        help="Do the work in one process, without Java: same files and reports.",
     ),
 ]
 CLUSTER_NAMES = [

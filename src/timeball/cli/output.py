@@ -13,6 +13,7 @@ Only this file turns an error into a sentence and an exit code:
     4   set-up: a package that is not installed, port in use, no Java, data folder of a newer format, not ours, or
         in use
     5   storage: disk full, over a limit, corrupt bytes, a failed write
+    6   of `cluster status`: etcd does not answer, but the group's leader serves
     70  a fault in Timeball itself (TIMEBALL_DEBUG=1 shows where)
     130 interrupted
 
@@ -143,6 +144,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 3
     SETUP = 4
     STORAGE = 5
+    ETCD_LOST = 6
     FAULT = 70
     INTERRUPTED = 130
 

@@ -387,8 +387,8 @@ def runner() -> asyncio.Runner:
 
 
 # ---- one replica ----------------------------------------------------------------------------------------------
-# A process that has lost the lead, or whose disk has failed once, replaces itself by a new process with the same
-# process id (execv). The new process starts with empty memory and reads the log from the disk.
+# When a node has lost the lead, another node starts in the same process, and reads the log from the disk. If the first
+# one cannot be ended in order, the process replaces itself by a new one with the same process id (execv).
 
 
 def run_replica(settings: Settings, as_json: bool) -> None:
@@ -406,10 +406,29 @@ def run_replica(settings: Settings, as_json: bool) -> None:
 
 
 async def _run_replica(settings: Settings, as_json: bool) -> None:
+    from timeball.broker.cycle_collection import CYCLES
+
+    systemd, has_run = Systemd(), False
+    watchdog = asyncio.create_task(systemd.run_watchdog())
+    try:
+        while await _run_node(settings, as_json, systemd):
+            has_run = True
+            CYCLES.collect()  # the memory of the node that has ended
+    except SetupError as error:
+        if not has_run:
+            raise
+        logger.warning("not started again in this process reason=%s", error)
+        _restart_process()
+    finally:
+        watchdog.cancel()
+
+
+async def _run_node(settings: Settings, as_json: bool, systemd: Systemd) -> bool:
+    """Run a node. Returns whether another one must follow in this process. Raises StorageError and SetupError."""
     from timeball import __version__
     from timeball.node.replicated_node import ReplicatedNode
 
-    systemd, node = Systemd(), ReplicatedNode(settings)
+    node = ReplicatedNode(settings)
     await node.start()
     replica = node.thread.state.rules.replica
     if as_json:
@@ -422,18 +441,19 @@ async def _run_replica(settings: Settings, as_json: bool) -> None:
             f"timeball {__version__}, cluster {settings.cluster}, group {settings.group}: replica {replica}"
         )
     systemd.ready(f"replica {replica} of group {settings.group}")
-    watchdog = asyncio.create_task(systemd.run_watchdog())
     announcing = asyncio.create_task(_announce_leading(node, as_json))
     try:
         cause = await node.run_until_signal()
         if isinstance(cause, StorageError | SetupError):
             raise cause
-        if cause is not None:
+        if cause is None:
+            return False
+        logger.warning("begins anew reason=%r", cause)
+        if not await node.abandon(cause):
             # Restart without a shutdown: the pending work of threads and sockets belongs to the run that is over.
-            logger.warning("begins anew reason=%r", cause)
             _restart_process()
+        return True
     finally:
-        watchdog.cancel()
         announcing.cancel()
 
 

@@ -219,6 +219,15 @@ def topics(
     topic: Annotated[
         str | None, typer.Argument(metavar="[TOPIC]", help="Only this topic, queue by queue.")
     ] = None,
+    max_per_second: Annotated[
+        int | None,
+        typer.Option(
+            "--max-per-second",
+            metavar="N",
+            min=0,
+            help="First let at most N messages of TOPIC become visible in a second. 0: no limit.",
+        ),
+    ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -231,9 +240,14 @@ def topics(
     Examples:
       timeball topics
       timeball topics orders
+      timeball topics orders --max-per-second 50
       timeball topics --json | jq -r .topic
     """
+    if max_per_second is not None and topic is None:
+        raise RequestError("--max-per-second concerns one topic: name it")
     with connect(endpoint) as client:
+        if topic is not None and max_per_second is not None:
+            client.create_topic(topic, None, max_per_second=max_per_second)
         if topic is not None:
             queues: list[dict[str, object]] = [
                 {"topic": topic, "queue": queue_id, "min": range_.min, "max": range_.max}
@@ -275,6 +289,15 @@ def groups(
     group: Annotated[
         str | None, typer.Argument(metavar="[GROUP]", help="Only this group, topic by topic.")
     ] = None,
+    max_per_key: Annotated[
+        int | None,
+        typer.Option(
+            "--max-per-key",
+            metavar="N",
+            min=0,
+            help="First let members of GROUP hold at most N messages with the same key. 0: no limit.",
+        ),
+    ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -288,9 +311,14 @@ def groups(
     Examples:
       timeball groups
       timeball groups billing
+      timeball groups billing --max-per-key 1
       timeball groups --json | jq -r 'select(.dead_letters > 0).group'
     """
+    if max_per_key is not None and group is None:
+        raise RequestError("--max-per-key concerns one group: name it")
     with connect(endpoint) as client:
+        if group is not None and max_per_key is not None:
+            client.limit_group(group, max_per_key=max_per_key)
         states = client.groups(group)
     if as_json:
         for state in states:
@@ -402,6 +430,9 @@ def resend(
     rate: Annotated[
         float | None, typer.Option("--rate", metavar="NUMBER", help="Deliver this many in a second.")
     ] = None,
+    where: Annotated[
+        str, typer.Option("--where", metavar="SQL", help="Only those that meet this SQL condition.")
+    ] = "",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -413,11 +444,12 @@ def resend(
     Examples:
       timeball dead-letters resend billing --all
       timeball dead-letters resend billing --all --after 10m --rate 20
+      timeball dead-letters resend billing --all --where "topic = 'orders' AND attempts > 3"
       timeball dead-letters list billing --json | jq -r .dead_letter | xargs timeball dead-letters resend billing
     """
     selected = _select_names(names, all_left=all_left)
     with connect(endpoint) as client:
-        resolved = client.resend_dead_letters(group, selected, after=after, rate=rate)
+        resolved = client.resend_dead_letters(group, selected, after=after, rate=rate, where=where)
         _report(resolved, "sent again", as_json=as_json)
 
 

@@ -77,6 +77,10 @@ class Edges:
         self._closing = [asyncio.create_task(edge.close()) for edge in edges]
         shut_down_all(ports)
 
+    async def wait_aborted(self) -> None:
+        """Wait for the end of `abort`."""
+        await asyncio.gather(*self._closing)
+
     @property
     def ports(self) -> dict[str, int]:
         """The ports of the edges by name, -1 for an edge that does not listen."""

@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from timeball.model.errors import Forbidden, SetupError, Unauthorized
+from timeball.model.errors import UNDECODABLE, Forbidden, SetupError, Unauthorized
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX
 from timeball.model.send_options import EXPIRED_PREFIX
 
@@ -107,7 +107,7 @@ def parse(data: bytes, path: str) -> Accounts:
     try:
         access_file = msgspec.toml.decode(data, type=_AccessFile)
     # The decoder raises ValueError for text that is not UTF-8.
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         # `from None`, because the cause may contain the line with the secret.
         raise SetupError(f"--access-file {path}: {error}") from None
     accounts: dict[str, Account] = {}

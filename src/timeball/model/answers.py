@@ -171,7 +171,7 @@ class MessagePlace(msgspec.Struct, frozen=True):
     content    set for a waiting or visible message, if the caller may receive from its topic
     groups     set for a visible message: its state in each group as which the caller may consume
     by         the account that cancelled the message
-    reason     the reason that this account gave, if any
+    reason     the reason that this account gave, if any, or the selection that holds a waiting message
     """
 
     state: str
@@ -212,7 +212,10 @@ class Conflict(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """A consumer group: the sums of its topics, its unresolved dead letters, and its maximum number of attempts."""
+    """A consumer group: the sums of its topics, its unresolved dead letters, and its maximum number of attempts.
+
+    Its members may hold `max_per_key` messages with the same key. None for no limit.
+    """
 
     group: str
     lag: int
@@ -225,6 +228,7 @@ class GroupState(msgspec.Struct, frozen=True):
     expired: int = 0
     expired_dead_letters: int = 0
     conflicts: list[Conflict] = []
+    max_per_key: int | None = None
 
 
 class GroupPage(msgspec.Struct, frozen=True):
@@ -419,6 +423,7 @@ class PendingMessage(NamedTuple):
     tag: str | None
     size_bytes: int  # of the body
     campaign: str | None  # id of the campaign that attached it
+    is_held: bool = False  # by a selection or a paused campaign
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,9 +458,10 @@ class PendingPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DueCounts:
-    """The answer of a forecast: messages per bucket, as (begin of the bucket in ms, number), and per topic.
+    """The answer of a forecast, per bucket and per topic. Empty buckets and topics are left out.
 
-    Empty buckets are left out.
+    A bucket is its begin in ms and a number. `recurring`: occurrences of recurring schedules that are no messages yet,
+    up to `recurring_to_ms`. `buckets` and `topics` do not contain them.
     """
 
     by: BucketUnit  # the width of a bucket
@@ -464,3 +470,41 @@ class DueCounts:
     counted_ms: int  # time of the count, which may be some seconds old
     buckets: list[tuple[int, int]]
     topics: dict[str, int]
+    recurring: list[tuple[int, int]]
+    recurring_topics: dict[str, int]
+    recurring_to_ms: int
+
+
+class RecurringSchedule(msgspec.Struct, frozen=True, kw_only=True):
+    """A recurring schedule and its progress. `rule`: JSON. `next_due_ms`: of the pending occurrence, if there is one.
+
+    `runs`: messages of the rule so far. `last_due_ms`, `last_ms`: the due time and the release of the last of them.
+    """
+
+    name: str
+    state: str
+    topic: str
+    rule: str
+    zone: str
+    next_due_ms: int | None
+    runs: int
+    last_due_ms: int | None
+    last_ms: int | None
+    error: str | None
+
+
+class RecurringSchedules(msgspec.Struct, frozen=True):
+    """A page of recurring schedules, by name. `next_page` is None on the last page."""
+
+    schedules: list[RecurringSchedule]
+    next_page: str | None
+
+
+class RecurringCounts(msgspec.Struct, frozen=True):
+    """The occurrences of recurring schedules that are no messages yet, by topic, counted up to `to_ms`.
+
+    Two parallel columns for each topic: the begin of each interval that is not empty, and the number of occurrences.
+    """
+
+    to_ms: int
+    topics: dict[str, tuple[list[int], list[int]]]

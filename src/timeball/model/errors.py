@@ -36,6 +36,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import msgspec
+
+# Errors of msgspec's decoders for bytes from outside: no JSON, another type, not UTF-8, or nested too deeply.
+UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+LEADS_NO_MORE = "this node leads no more; ask again, another one answers soon"  # of a NotLeader
+
 
 class TimeballError(Exception):
     """Base of all errors raised on purpose.

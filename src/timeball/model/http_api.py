@@ -276,23 +276,36 @@ class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
     """A topic to create. An existing topic keeps its queues or gains some.
 
     Without `queues`, the broker's setting applies. `on_pending` is the rule for sends with a unique key that name none.
+    At most `max_per_second` messages of the topic become visible in a second, 0 for no limit.
     """
 
     queues: int | None = None
     on_pending: OnPending | None = None
+    max_per_second: int | None = None
 
 
-class TopicQueues(msgspec.Struct):
-    """A topic, and the offsets that each of its queues keeps, by its number."""
+class TopicQueues(msgspec.Struct, omit_defaults=True):
+    """A topic, and the offsets that each of its queues keeps, by its number.
+
+    `held` is the number of messages that wait for `max_per_second`, and are not among these offsets yet.
+    """
 
     topic: str
     queues: dict[int, QueueRange]
+    max_per_second: int | None = None
+    held: int = 0
 
 
 class Committing(msgspec.Struct, forbid_unknown_fields=True):
     """The next offset of each queue, by its number, at which a group goes on."""
 
     offsets: dict[int, int]
+
+
+class GroupLimits(msgspec.Struct, forbid_unknown_fields=True):
+    """How many messages with the same key the members of a group may hold at a time. 0 for no limit."""
+
+    max_per_key: int
 
 
 class GroupOffsets(msgspec.Struct):
@@ -340,12 +353,14 @@ class Resolving(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Dead letters to resend or to delete: those in `dead_letters`, or all of the group.
 
     A resend delivers the first one after `after`, and then `rate` in a second. Without these, it delivers all at once.
+    With `where`, it resends only those that meet this SQL condition.
     """
 
     dead_letters: list[str] | None = None
     all: bool = False
     after: str | None = None
     rate: float | None = None
+    where: str = ""
 
 
 class Dealt(msgspec.Struct):
@@ -365,13 +380,19 @@ class DealtMany(msgspec.Struct):
 # ---- selections ----------------------------------------------------------------------------------------------
 
 
+Action = Literal["cancel", "shift", "pause", "resume", "release", "move"]
+
+
 class Selecting(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The pending messages to select: those that meet the condition `where` (SQL-92), of these topics, due in a window.
 
-    At least one of the four is needed. Without `topics` only an administrator may select.
+    At least one of the four is needed. Without `topics` only an administrator may select. `shift` is a duration, as in
+    "2h" or "-30m", for the action shift alone, and `to_topic` the topic for move alone.
     """
 
-    action: Literal["cancel"]
+    action: Action
+    shift: str | msgspec.UnsetType = msgspec.UNSET
+    to_topic: str = ""
     where: str = ""
     topics: list[str] = []
     start: At | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="from")
@@ -379,14 +400,17 @@ class Selecting(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A selection. `state` is active, undone or over (all of its messages were due).
+    """A selection. `state` is active, undone or over (all of its messages have ended).
 
-    `count`, `first_due` and `last_due` describe the covered messages. They follow within seconds after the acceptance.
+    `count`, `first_due` and `last_due` describe the covered messages before its effect. They follow within seconds
+    after the acceptance.
     """
 
     id: str
-    action: str
+    action: Action
     state: str
+    shift_ms: int = 0
+    to_topic: str | None = None
     accepted: str
     accepted_ms: int
     by: str | None = None

@@ -174,6 +174,9 @@ CANCELLED_BY = "BY"  # the account that cancelled the message, if an access file
 # property (broker/revoking/drain_rows.py).
 HANDED_TO = "HANDED_TO"
 
+# A property of the MOVED row of a wake-up: due time and version of the message's base (broker/registry/selections.py).
+BASE = "TIMEBALL_BASE"
+
 PRIORITY, LITE_TOPIC = "_SYS_MSG_PRIORITY_", "__LITE_TOPIC"  # properties of RocketMQ 5.5
 # Properties of a message that returns to its group: the group, and the topic that its consumers see.
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
@@ -309,9 +312,12 @@ def alike(values: Int64Array) -> list[Int64Array]:
     """Group the row numbers of equal values. Returns an ascending array per distinct value, by ascending value."""
     if len(values) == 1:
         return [np.zeros(1, dtype=np.int64)]
+    keys: npt.NDArray[np.int64 | np.int16] = values
+    if len(values) > SMALL_ROWS and values.min() >= 0 and values.max() < 1 << 15:
+        keys = values.astype(np.int16)  # numpy sorts these by radix, three to ten times as fast
     # The sort is stable, because the order of a queue's rows becomes the order of their offsets.
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
     cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(values)]
     return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]

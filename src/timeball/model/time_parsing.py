@@ -207,6 +207,20 @@ def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30
     return math.ceil(total)
 
 
+def signed_duration_ms(by: timedelta | str) -> int:
+    """Convert a duration that may be negative to ms. Raises InvalidDelay.
+
+    >>> signed_duration_ms("-30m")
+    -1800000
+    """
+    if isinstance(by, timedelta):
+        return math.ceil(by / timedelta(milliseconds=1))
+    if not isinstance(by, str):
+        raise InvalidDelay(f"{_shortened(by)}: a timedelta, or text such as '30m' or '-30m'")
+    text = by.strip()
+    return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+
+
 def instant_ms(text: str) -> int:
     """Convert RFC 3339 with a time zone, or a whole number of ms, to ms since 1970. Raises InvalidDelay."""
     stripped = text.strip()

@@ -134,6 +134,24 @@ class Starts(Request, frozen=True):
     to_seq: Int64 = INT64_MAX
 
 
+class Occurrences(Request, frozen=True):
+    """occurrences: count the occurrences of recurring schedules that are no messages yet, by topic and interval."""
+
+    from_ms: Int64
+    to_ms: Int64
+    width_ms: Annotated[int, Meta(ge=limits.SECOND_MS, le=limits.DAY_MS)]
+
+
+class Schedules(Request, frozen=True):
+    """schedules: list recurring schedules whose names come after `page`."""
+
+    page: Annotated[str, Meta(max_length=limits.GROUP_BYTES_MAX)] = ""
+
+
+class Selections(Request, frozen=True):
+    """selections: list the bulk operations, with all that decides which messages they cover."""
+
+
 class Reserve(Request, frozen=True):
     """reserve: reserve this many sequence numbers."""
 

@@ -75,6 +75,8 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
     leader: str  # the leader that this node knows of, or ""
     epoch: int = 0  # the epoch in which it leads or is a candidate
     promised: int = 0  # the replica obeys no leader of an epoch below this
+    generation: int = 0  # of the newest set of replicas that it knows, 0 if it knows none
+    members: tuple[str, ...] = ()  # this set
     log_seq: int = 0  # the number after the last row in its log
     committed_seq: int = 0  # the number after the last committed row
     applied_seq: int = 0  # the number after the last applied row

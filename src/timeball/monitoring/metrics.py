@@ -295,6 +295,11 @@ class Metrics:
             self._broker.redeliveries.counts(),
             may_see,
         )
+        held = GaugeMetricFamily(
+            "timeball_held_messages", "Messages that wait for their topic's limit.", labels=["topic"]
+        )
+        held_rows = {(topic,): rows for topic, rows in self._broker.pacing.held().items()}
+        yield _largest(held, held_rows, may_see.topic)
         expired, letters = groups.expired()
         unread = CounterMetricFamily(
             "timeball_expired_unread_messages",

@@ -131,6 +131,7 @@ def test_the_caller_is_checked_before_a_message_is_received(node: RunningNode, m
 # ---- every verb ---------------------------------------------------------------------------------------------
 
 BODIES: dict[str, Any] = {
+    "occurrences": {"from_ms": 0, "to_ms": 60_000, "width_ms": 1_000},
     "queues": {"topic": "orders"},
     "cancel_range": {"ranges": [[1 << 40, 1]]},
     "reserve": {"rows": 1},

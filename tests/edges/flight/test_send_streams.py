@@ -122,6 +122,7 @@ def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
             with pytest.raises(flight.FlightServerError) as caught:
                 streams[-2][1].read_chunk()
             assert caught.value.extra_info == b"unavailable"
+        streams[-1][0].close()  # its call would last until its timeout
     eventually(lambda: not edge_of(node)._send_streams.taken, "all places are free again")
 
 

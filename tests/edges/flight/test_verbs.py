@@ -32,6 +32,9 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "campaign": wire.ChangeCampaign(campaign="spring", change="plan", rows=1),
         "campaigns": wire.Campaigns(),
         "source_positions": wire.SourcePositions(source="kafka"),
+        "occurrences": wire.Occurrences(from_ms=0, to_ms=60_000, width_ms=1_000),
+        "schedules": wire.Schedules(),
+        "selections": wire.Selections(),
     }
     # The first has its own test below; a drain needs two groups (tests/cluster/test_drain.py).
     assert requests.keys() == codec.ACTIONS.keys() - {"cancel_range", "drain"}
@@ -42,6 +45,8 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
     assert answers["status"]["log"]["next_seq"] < answers["reserve"]["first_seq"]
     assert answers["campaigns"]["campaigns"] == [answers["campaign"]]
     assert answers["source_positions"] == {"positions": {}}
+    assert answers["schedules"] == {"schedules": [], "next_page": None}
+    assert answers["selections"] == {"selections": []}
     for answer in answers.values():
         assert codec.encode(answer)
 

@@ -36,6 +36,7 @@ _REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "Message": {"body": "hello", "key": "order-17", "after": "30m"},
     "Moving": {"after": "2h"},
     "TopicMade": {"queues": 8},
+    "GroupLimits": {"max_per_key": 1},
     "Answering": {"receipts": ["RECEIPT"]},
     "GivingBack": {"receipts": ["RECEIPT"], "after": "10s", "reason": "the shop answered 500"},
     "GivingUp": {"receipts": ["RECEIPT"], "reason": "no such order"},
@@ -272,6 +273,11 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/groups/{group}", "group", "One consumer group.", answer=(GroupState,)),
     Operation(
+        "put", "/v1/groups/{group}", "limit_group", "Set the limits of a consumer group.", (),
+        (http_api.GroupLimits,),
+        answer=(http_api.GroupLimits,),
+    ),
+    Operation(
         "get", "/v1/groups/{group}/dead-letters", "dead_letters", "The dead letters of a group.",
         (("max", "The maximum number; default 50.", False), ("page", "The next_page of an answer.", False)),
         answer=(http_api.DeadLetters,),
@@ -389,7 +395,8 @@ OPERATIONS = (
         answer=(http_api.SelectionList,),
     ),
     Operation(
-        "post", "/v1/selections", "select", "Cancel all pending messages that meet a condition.",
+        "post", "/v1/selections", "select",
+        "Cancel, shift, pause, resume, release or move all pending messages that meet a condition.",
         (), (http_api.Selecting,), (http_api.Selection,), 201,
     ),
     Operation(
@@ -402,7 +409,7 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/selections/{selection}/undo", "undo_selection",
-        "Make the messages of a selection pending again, except those that were due since.",
+        "Take back the effect of a selection on all messages that have not ended since.",
         answer=(http_api.Selection,),
     ),
     Operation(

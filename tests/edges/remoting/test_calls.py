@@ -180,6 +180,7 @@ def test_decoding_a_table_ends_at_an_invalid_entry(junk: bytes) -> None:
         assert isinstance(key, dict) and isinstance(value, int)
     assert read(b'{"table":{{"q":1}:5,{\xff}:6}}') == [({"q": 1}, 5)]
     assert read(b'{"table":{{"q":1}:5,{"q":2}:"x"}}') == [({"q": 1}, 5)]
+    assert read(b'{"table":{{"q":1}:5,{"q":' + b"[" * 3_000 + b"}:6}}") == [({"q": 1}, 5)]
 
 
 def test_a_version_has_rocketmqs_names() -> None:

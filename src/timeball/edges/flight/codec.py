@@ -23,7 +23,14 @@ import msgspec
 from timeball.edges.http2.frames import literal
 from timeball.edges.shared.error_codes import sentence
 from timeball.model import answers, wire
-from timeball.model.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
+from timeball.model.errors import (
+    UNDECODABLE,
+    InvalidMessage,
+    NotFound,
+    OverLimit,
+    RequestError,
+    TimeballError,
+)
 from timeball.model.message import READ_SCHEMA
 from timeball.model.rules import with_valid_fields
 from timeball.table import attachment
@@ -48,6 +55,13 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
     "campaigns": (wire.Campaigns, wire.BODY_BYTES_MAX, "campaigns (bulk writes) and their states"),
     "campaign": (wire.ChangeCampaign, wire.BODY_BYTES_MAX, "plan, pause, resume or cancel a campaign"),
     "starts": (wire.Starts, wire.BODY_BYTES_MAX, "the times at which the broker was started again"),
+    "occurrences": (
+        wire.Occurrences,
+        wire.BODY_BYTES_MAX,
+        "later occurrences of recurring schedules, by topic and interval",
+    ),
+    "schedules": (wire.Schedules, wire.BODY_BYTES_MAX, "recurring schedules and their states"),
+    "selections": (wire.Selections, wire.BODY_BYTES_MAX, "bulk operations and the messages that they cover"),
     "reserve": (wire.Reserve, wire.BODY_BYTES_MAX, "reserve sequence numbers for a later attach"),
     "attach": (None, wire.ATTACH_BODY_BYTES_MAX, "attach data files to the pending table, all or none"),
     "compact": (wire.Nothing, wire.BODY_BYTES_MAX, "move the log's tail to the pending table now"),
@@ -193,7 +207,7 @@ def _decode(data: bytes, kind: Any, subject: str) -> Any:
         return _decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:
         raise RequestError(f"{subject}: {with_valid_fields(str(error), kind)}") from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
+    except UNDECODABLE as error:
         raise InvalidMessage(f"{subject} is not JSON: {error}") from error
 
 

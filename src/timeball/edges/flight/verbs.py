@@ -12,11 +12,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from timeball.broker.admin.schedule_changes import Shown
+from timeball.broker.registry.zones import zone_of_rule
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec
-from timeball.model import wire
-from timeball.model.access import Caller
+from timeball.model import answers, wire
+from timeball.model.access import Caller, Verb
 from timeball.table.attachment import Attachment
+
+PAGE_ROWS = 100  # schedules in an answer
 
 Status = Callable[[Caller], dict[str, object]]
 
@@ -51,6 +55,22 @@ async def perform(
         case wire.Starts():
             starts = await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
             return {"starts": starts}
+        case wire.Occurrences():
+            broker.policy.allow(caller, Verb.ADMIN)  # as for the log and its messages
+            return await broker.forecast.recurring(request.from_ms, request.to_ms, request.width_ms, caller)
+        case wire.Schedules():
+            broker.policy.allow(caller, Verb.ADMIN)
+            page = await broker.schedules.page(PAGE_ROWS, request.page, None, caller)
+            return {"schedules": list(map(_schedule, page.schedules)), "next_page": page.next_page}
+        case wire.Selections():
+            broker.policy.allow(caller, Verb.ADMIN)
+            selections = broker.tables.selections.all()
+            return {
+                "selections": [
+                    {"id": name, "state": broker.selections.state(name), "facts": facts}
+                    for name, facts in selections.items()
+                ]
+            }
         case wire.Reserve():
             return {"first_seq": await broker.reserve(request.rows, caller)}
         case wire.Lease():
@@ -62,6 +82,18 @@ async def perform(
         case Attachment():
             return await broker.attach(request, caller)
     raise AssertionError(f"no verb for {request!r}")
+
+
+def _schedule(shown: Shown) -> answers.RecurringSchedule:
+    facts, progress = shown.facts, shown.progress
+    has_run = progress.runs > 0
+    return answers.RecurringSchedule(
+        name=shown.name, state=progress.state.name.lower(), topic=facts.topic, rule=facts.rule_text,
+        zone=zone_of_rule(facts.rule), runs=progress.runs,
+        next_due_ms=progress.due_ms if progress.number else None,
+        last_due_ms=progress.last_due_ms if has_run else None, last_ms=progress.last_ms if has_run else None,
+        error=progress.error or None,
+    )  # fmt: skip
 
 
 async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:

@@ -337,7 +337,10 @@ _PAGE = re.compile(r"([0-9]{1,18})-([0-9]{1,19})")
 
 
 class Waiting(msgspec.Struct, omit_defaults=True):
-    """A pending message. `seq` is its number in the log, which also identifies it in other tools."""
+    """A pending message. `seq` is its number in the log, which also identifies it in other tools.
+
+    It is `held` by a selection or a paused campaign: not released before a resume.
+    """
 
     topic: str
     due: str
@@ -348,6 +351,7 @@ class Waiting(msgspec.Struct, omit_defaults=True):
     keys: list[str] = []
     tag: str | None = None
     campaign: str | None = None
+    held: bool = False
 
 
 class WaitingPage(msgspec.Struct, omit_defaults=True):
@@ -357,17 +361,22 @@ class WaitingPage(msgspec.Struct, omit_defaults=True):
     next_page: str | None = None
 
 
-class Bucket(msgspec.Struct):
-    """An interval of time: its start, and the number of messages due in it."""
+class Bucket(msgspec.Struct, omit_defaults=True):
+    """An interval of time: its start, and the number of messages due in it.
+
+    `recurring`: the number of later occurrences of recurring schedules in it, which are no messages yet.
+    """
 
     from_ms: int
     due: int
+    recurring: int = 0
 
 
-class Forecast(msgspec.Struct):
+class Forecast(msgspec.Struct, omit_defaults=True):
     """The number of messages due in [from_ms, to_ms), by bucket and by topic. They were counted at the time `counted`.
 
-    Buckets and topics without messages are left out.
+    Buckets and topics without messages are left out. `recurring` has the occurrences by topic. With `recurring_to_ms`
+    there were too many of them: they are counted up to this time.
     """
 
     by: str
@@ -377,6 +386,8 @@ class Forecast(msgspec.Struct):
     counted_ms: int
     buckets: list[Bucket]
     topics: dict[str, int]
+    recurring: dict[str, int] = {}
+    recurring_to_ms: int | None = None
 
 
 def parse_page_query(query: Mapping[str, str]) -> PageRequest:
@@ -415,6 +426,7 @@ def page_answer(page: PendingPage) -> WaitingPage:
         Waiting(
             message.topic, format_time(message.due_ms), message.due_ms, message.seq, message.size_bytes,
             message.unique_key, (message.keys or "").split(), message.tag, message.campaign,
+            message.is_held,
         )
         for message in page.messages
     ]  # fmt: skip
@@ -423,7 +435,8 @@ def page_answer(page: PendingPage) -> WaitingPage:
 
 def forecast_answer(counted: DueCounts) -> Forecast:
     """Build the answer for a forecast."""
-    buckets = [Bucket(*bucket) for bucket in counted.buckets]
+    due, recurring = dict(counted.buckets), dict(counted.recurring)
+    buckets = [Bucket(ms, due.get(ms, 0), recurring.get(ms, 0)) for ms in sorted({*due, *recurring})]
     return Forecast(
         counted.by,
         counted.from_ms,
@@ -432,4 +445,6 @@ def forecast_answer(counted: DueCounts) -> Forecast:
         counted.counted_ms,
         buckets,
         counted.topics,
+        counted.recurring_topics,
+        counted.recurring_to_ms if counted.recurring_to_ms < counted.to_ms else None,
     )

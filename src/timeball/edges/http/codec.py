@@ -19,6 +19,7 @@ from timeball.edges.shared.error_codes import Refused, codes_of, sentence
 from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits, time_parsing
 from timeball.model.errors import (
+    UNDECODABLE,
     AlreadyPending,
     InvalidDelay,
     InvalidMessage,
@@ -81,7 +82,7 @@ def decode(kind: type[Any], data: bytes) -> Any:
     """Decode a request's body as a struct of type `kind`. Raises InvalidMessage and InvalidDelay."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise decoding_error(error, kind) from error
 
 

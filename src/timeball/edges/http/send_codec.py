@@ -30,7 +30,7 @@ from timeball.edges.shared import arrow_ipc
 from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
 from timeball.model import limits, time_parsing
 from timeball.model.answers import KEPT, SentState, UniqueMessage
-from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
+from timeball.model.errors import UNDECODABLE, InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.http_api import Message, Replaced, Sent, SentMany
 from timeball.model.message import SEND_COLUMNS, SEND_NAMES, SendBatch, SendRow, send_row
 from timeball.model.rules import (
@@ -152,7 +152,7 @@ def decode_messages(
             messages = _MESSAGE.decode_lines(data)
         else:
             messages = [_MESSAGE.decode(data)] if is_single else _MESSAGES.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise decoding_error(error, Message) from error
     if not messages:
         raise InvalidMessage("no message: send at least one")

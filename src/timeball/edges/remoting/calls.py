@@ -40,7 +40,7 @@ from timeball.edges.remoting.connection import CALLS_MAX, Connection, Member
 from timeball.edges.shared.error_codes import Refused, codes_of, log_failure, sentence
 from timeball.edges.shared.sessions import EdgeContext, advertised
 from timeball.model.access import ASK, Access, Caller, Verb
-from timeball.model.errors import InvalidFilter, SetupError
+from timeball.model.errors import UNDECODABLE, InvalidFilter, SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Call:
         """Decode the JSON body as a msgspec Struct. Numbers may be text and vice versa. Raises Refused."""
         try:
             return msgspec.json.decode(self.command.body, type=kind, strict=False)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise Refused(
                 ResponseCode.INVALID_PARAMETER, f"code {self.command.code}: the body: {error}"
             ) from error
@@ -241,7 +241,7 @@ def decode_object_keys(body: bytes, name: str) -> Iterator[tuple[Any, int]]:
     while (entry := _OBJECT_KEY_ENTRY.match(body, position)) is not None:
         try:
             key = msgspec.json.decode(entry[1])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             return
         yield key, int(entry[2])
         position = entry.end()

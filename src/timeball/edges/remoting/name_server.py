@@ -24,7 +24,7 @@ from timeball.edges.remoting.codec.frame import BadHeader, Command, Frame, decod
 from timeball.edges.remoting.connection import CALLS_MAX, Connection, MemoryLimits
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening
-from timeball.model.errors import SetupError, Unavailable
+from timeball.model.errors import UNDECODABLE, SetupError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def _receive_answers(connection: Connection, frames: list[Frame]) -> None:
 def _decode_body(answer: Command) -> dict[str, Any]:
     try:
         return msgspec.json.decode(answer.body, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise Unavailable(f"a broker's answer cannot be read: {error}") from error
 
 

@@ -112,3 +112,48 @@ def test_the_offsets_of_a_group_are_read_and_set(client: Client) -> None:
         assert client.ask("PUT", path, {"offsets": offsets}, query=query).status == status
     assert client.ask("GET", "/v1/topics/none-such").status == 404
     assert client.ask("GET", path).status == 400
+
+
+def test_the_limit_of_a_key_is_set_and_shown(client: Client, node: RunningNode) -> None:
+    with node.client() as ball:
+        ball.limit_group("keyed", max_per_key=1)
+        assert [group.max_per_key for group in ball.groups("keyed")] == [1]
+    messages = [{"body": str(number), "key": key} for number, key in enumerate("aab")]
+    assert client.ask("PUT", "/v1/topics/keyed", {"queues": 1}).status == 200
+    assert client.send("keyed", messages).status == 201
+    received = client.receive("keyed", group="keyed", max=10, wait="0s").value["messages"]
+    assert [message["body"] for message in received] == ["0", "2"]
+    assert client.ask("PUT", "/v1/groups/keyed", {"max_per_key": 0}).value == {"max_per_key": 0}
+    assert client.ask("PUT", "/v1/groups/keyed", {"max_per_key": 10_001}).value["code"] == "out_of_range"
+    assert client.ask("GET", "/v1/groups/keyed").value["max_per_key"] is None
+
+
+def test_the_limit_of_a_topic_is_set_and_shown(client: Client, node: RunningNode) -> None:
+    assert client.ask("PUT", "/v1/topics/paced", {"queues": 2, "max_per_second": 1}).status == 200
+    assert client.send("paced", [{"body": "a"}, {"body": "b"}, {"body": "c"}]).status == 201
+    received = client.receive("paced", group="paced", max=10, wait="5s").value["messages"]
+    shown = client.ask("GET", "/v1/topics/paced").value
+    assert len(received) == 1 and (shown["max_per_second"], shown["held"]) == (1, 2)
+    assert client.ask("GET", "/v1/broker").value["held_messages"] == 2
+    assert client.ask("PUT", "/v1/topics/paced", {"max_per_second": -1}).value["code"] == "out_of_range"
+    with node.client() as ball:
+        ball.create_topic("paced", None, max_per_second=0)
+        assert len(ball.queues("paced")) == 2
+    assert client.ask("GET", "/v1/topics/paced").value.keys() == {"topic", "queues"}
+
+
+def test_dead_letters_are_resent_by_a_condition(client: Client, node: RunningNode) -> None:
+    messages = [{"body": str(number), "properties": {"odd": str(number % 2)}} for number in range(4)]
+    given_up(node, client, "chosen", "choosers", *messages)
+    path = "/v1/groups/choosers/dead-letters"
+    assert client.ask("POST", f"{path}/resend", {"all": True, "where": "odd = '1'"}).value["count"] == 2
+    assert (
+        client.ask("POST", f"{path}/resend", {"all": True, "where": "odd ="}).value["code"]
+        == "invalid_filter"
+    )
+    assert (
+        client.ask("POST", f"{path}/delete", {"all": True, "where": "TRUE"}).value["code"]
+        == "invalid_message"
+    )
+    with node.client() as ball:
+        assert ball.resend_dead_letters("choosers", where="topic = 'chosen'").rows == 2

@@ -62,6 +62,20 @@ def test_pending_messages_are_paged_by_due_time(client: Client) -> None:
     assert [item["id"] for item in pages(client, topic="paged", **window)] == ["paged-7", "paged-6"]
 
 
+def test_held_messages_are_marked_and_not_in_the_forecast(client: Client) -> None:
+    client.send("held", {"body": "x", "key": "k", "after": "1h"})
+
+    def told() -> tuple[list[Any], Any]:
+        listed = [*pages(client, topic="held"), *pages(client, topic="held", key="k")]
+        forecast = client.ask("GET", "/v1/forecast", query={"by": "day", "topic": "held"}).value
+        return [each.get("held") for each in listed], forecast["topics"]
+
+    paused = client.ask("POST", "/v1/selections", {"action": "pause", "topics": ["held"]}).value["id"]
+    assert told() == ([True, True], {})
+    client.ask("POST", f"/v1/selections/{paused}/undo")
+    assert told() == ([None, None], {"held": 1})
+
+
 def test_cancelled_messages_are_not_listed(client: Client) -> None:
     client.send("gone", {"body": "x", "id": "gone", "after": "1h"})
     assert len(list(pages(client, topic="gone"))) == 1
@@ -128,6 +142,20 @@ def test_due_messages_are_counted_by_bucket(client: Client) -> None:
             {"from_ms": YEAR_2031_MS + 2 * hour_ms, "due": 1},
         ],
     }  # fmt: skip
+
+
+def test_later_times_of_schedules_are_counted_beside_the_messages(client: Client) -> None:
+    rule = {"every": "20m", "starts_at": "2031-02-01T00:00:00Z"}
+    put = client.ask("PUT", "/v1/schedules/counted", {"rule": rule, "topic": "recurring", "body": "x"})
+    assert put.status == 201
+    query = {"from": "2031-02-01T00:00:00Z", "to": "2031-02-01T02:00:00Z", "topic": "recurring"}
+    answer = client.ask("GET", "/v1/forecast", query=query).value
+    first_ms, second_ms = (bucket.pop("from_ms") for bucket in answer["buckets"])
+    assert second_ms - first_ms == 3_600_000
+    assert answer["buckets"] == [{"due": 1, "recurring": 2}, {"due": 0, "recurring": 3}]
+    assert (answer["topics"], answer["recurring"]) == ({"recurring": 1}, {"recurring": 5})
+    assert "recurring_to_ms" not in answer
+    assert client.ask("DELETE", "/v1/schedules/counted").status == 200
 
 
 def test_an_unknown_unit_is_refused_with_the_known_units(client: Client) -> None:

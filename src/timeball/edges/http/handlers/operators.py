@@ -88,13 +88,17 @@ class Operators:
         """Show the offsets that the queues of a topic keep."""
         ranges = self._broker.queues(call.path["topic"], call.caller)
         queues = {number: QueueRange(low, high) for number, (low, high) in ranges.items()}
-        return Answer(200, TopicQueues(call.path["topic"], queues))
+        name = call.path["topic"]
+        rate = self._broker.tables.topics.get(name).max_per_second
+        return Answer(200, TopicQueues(name, queues, rate, self._broker.pacing.held().get(name, 0)))
 
     async def _create_topic(self, call: Call) -> Answer:
         request: http_api.TopicMade = await read_request(
             call, http_api.TopicMade, self._broker.policy, Verb.ADMIN
         )
-        await self._broker.create_topic(call.path["topic"], request.queues, call.caller, request.on_pending)
+        await self._broker.create_topic(
+            call.path["topic"], request.queues, call.caller, request.on_pending, request.max_per_second
+        )
         queues = self._broker.queues(call.path["topic"], call.caller)
         return Answer(200, TopicSize(call.path["topic"], len(queues)))
 
@@ -183,7 +187,7 @@ class Groups:
         dead_letters_path = "/v1/groups/{group}/dead-letters"
         self.paths: Paths = {
             "/v1/groups": {"GET": self._list},
-            "/v1/groups/{group}": {"GET": self._get_group},
+            "/v1/groups/{group}": {"GET": self._get_group, "PUT": self._limit_group},
             "/v1/topics/{topic}/offsets": {"GET": self._get_offsets, "PUT": self._commit_offsets},
             dead_letters_path: {"GET": self._list_dead_letters},
             f"{dead_letters_path}/resend": {"POST": self._resend_dead_letters},
@@ -197,6 +201,13 @@ class Groups:
 
     async def _get_group(self, call: Call) -> Answer:
         return Answer(200, await self._broker.groups.one(call.path["group"], call.caller))
+
+    async def _limit_group(self, call: Call) -> Answer:
+        request: http_api.GroupLimits = await read_request(
+            call, http_api.GroupLimits, self._broker.policy, Verb.ADMIN
+        )
+        await self._broker.administration.limit_keys(call.path["group"], request.max_per_key, call.caller)
+        return Answer(200, request)
 
     async def _get_offsets(self, call: Call) -> Answer:
         """Show the offsets that a group has committed in a topic."""
@@ -230,7 +241,7 @@ class Groups:
         handles = _named_dead_letters(request)
         after_ms = 0 if request.after is None else time_parsing.delay_ms(request.after)
         result = await self._broker.dead_letters.resend(
-            call.path["group"], handles, call.caller, Pace(after_ms, request.rate)
+            call.path["group"], handles, call.caller, Pace(after_ms, request.rate), request.where
         )
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
 
@@ -239,8 +250,8 @@ class Groups:
             call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )
         handles = _named_dead_letters(request)
-        if request.after is not None or request.rate is not None:
-            raise InvalidMessage("after and rate: only for a resend")
+        if request.after is not None or request.rate is not None or request.where:
+            raise InvalidMessage("after, rate and where: only for a resend")
         result = await self._broker.dead_letters.delete(call.path["group"], handles, call.caller)
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "deleted"))
 

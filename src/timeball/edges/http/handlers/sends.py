@@ -361,5 +361,7 @@ class PendingMessages:
         """Count the due messages by bucket and topic."""
         query, (from_ms, to_ms) = call.query, answers_codec.parse_window(call.query)
         unit = answers_codec.parse_unit(query.get("by", "hour"))
-        counted = await self._broker.forecast.counted(unit, from_ms, to_ms, query.get("topic"), call.caller)
+        counted = await self._broker.forecast.counted(
+            unit, from_ms, to_ms, query.get("topic"), call.caller, recurring=True
+        )
         return Answer(200, answers_codec.forecast_answer(counted))

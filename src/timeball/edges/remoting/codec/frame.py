@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import msgspec
 
 from timeball.edges.remoting.codec.codes import CommandFlag, Language, ResponseCode
-from timeball.model.errors import RequestError
+from timeball.model.errors import UNDECODABLE, RequestError
 
 HEADER_BYTES_MAX = 64 * 1024
 FRAME_BYTES_MAX = 4 * 1024 * 1024 + 64 * 1024
@@ -237,7 +237,7 @@ def _read_envelope(frame: Frame) -> _Envelope | None:
             envelope = _Envelope(code, opaque, flag)
         else:
             return None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, struct.error):
+    except (*UNDECODABLE, struct.error):
         return None
     return envelope if all(map(_is_int32, (envelope.code, envelope.opaque, envelope.flag))) else None
 
@@ -258,7 +258,7 @@ def _decode_json(header: bytes) -> Command:
     """Decode a JSON header: first with the fast decoder for Java's form, then with the general one."""
     try:
         plain = _plain_header.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return _decode_general_json(
             header
         )  # other types of extFields, or a fault, which the general decoder names
@@ -274,7 +274,7 @@ def _decode_general_json(header: bytes) -> Command:
     """Decode a JSON header whose extFields are not all text. Raises BadFrame."""
     try:
         header_fields = _json_header.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise BadFrame(f"the header is no command: {error}") from error
     for number in (header_fields.code, header_fields.opaque, header_fields.flag, header_fields.version):
         if not _is_int32(number):

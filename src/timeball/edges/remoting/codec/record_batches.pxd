@@ -5,7 +5,8 @@ An encapsulated message is little-endian. Its metadata is a flatbuffer: a `Messa
 
     | FF FF FF FF | metadata bytes 4 | metadata | body |
 
-All positions are checked to be within the message. The caller leaves unusual messages to pyarrow.
+All buffers are checked to be within the message, and of the offsets of a column of texts the last one. The other offsets
+are not: only frames of the log with a right checksum come here. The caller leaves unusual messages to pyarrow.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t

@@ -40,6 +40,7 @@ from timeball.edges.remoting.codec.frame import (
     header_too_large,
 )
 from timeball.edges.remoting.codec.records import Host
+from timeball.model.errors import UNDECODABLE
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -140,7 +141,7 @@ def read_send(frame: Frame) -> SendHeader | None:
             return None
         try:
             return _decode_long(header) if code == _LONG else _decode(header)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise bad_header(frame, f"the header of a send: {error}") from error
     if frame.serialisation == BINARY and len(header) >= 2 and _CODE.unpack_from(header)[0] in SEND_CODES:
         return _read_cached(header) or from_command(decode(frame))

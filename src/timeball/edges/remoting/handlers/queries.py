@@ -94,6 +94,7 @@ class Queries:
         """Serve QUERY_MESSAGE: the newest messages with a key, or with a unique key."""
         fields = call.fields(_Query)
         rows = await in_thread(self._context.broker.threads.reader, self._find, fields)
+        await self._context.broker.confirm_lead()
         if rows is None:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
         body = encode_stored(rows, store_host=store_host(self._context, call.connection))
@@ -136,6 +137,7 @@ async def stored_message(context: RemotingContext, call: Call, seq: int) -> byte
         context.broker.log.reader,
         np.array([seq], dtype=np.int64),
     )
+    await context.broker.confirm_lead()
     if rows is None:
         raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {seq}")
     context.broker.policy.allow(call.caller, Verb.RECEIVE, topic=rows.column("topic")[0].as_py())

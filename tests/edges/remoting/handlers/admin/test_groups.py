@@ -50,6 +50,20 @@ def test_null_or_absent_settings_have_defaults(node: RunningNode, wire: Wire) ->
     assert node.node.broker.tables.groups.get("g") == SubscriptionGroup("g")
 
 
+def test_attributes_are_changes_as_the_stock_tool_sends_them(node: RunningNode, wire: Wire) -> None:
+    groups, name = node.node.broker.tables.groups, "timeball.max.per.key"
+    wire.ask_ok(UPDATE, {**JAVA_BODY, "attributes": {f"+{name}": "2"}})
+    assert groups.max_per_key("g") == 2
+    wire.ask_ok(UPDATE, JAVA_BODY)
+    assert groups.max_per_key("g") == 2, "a change of something else keeps it"
+    wire.ask_ok(UPDATE, {**JAVA_BODY, "attributes": {name: "3"}})
+    assert groups.max_per_key("g") == 3
+    many = {f"+{number}": "" for number in range(64)}
+    assert wire.ask(UPDATE, {**JAVA_BODY, "attributes": many}).code == ResponseCode.INVALID_PARAMETER
+    wire.ask_ok(UPDATE, {**JAVA_BODY, "attributes": {f"-{name}": ""}})
+    assert groups.max_per_key("g") is None and groups.get("g").attributes == {}
+
+
 def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
     kept = rows_of(node.node.broker, "group/")

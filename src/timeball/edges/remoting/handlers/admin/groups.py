@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.groups import ATTRIBUTES_MAX, SubscriptionGroup
 from timeball.edges.remoting.calls import (
     Call,
     Handlers,
@@ -106,12 +106,24 @@ class GroupAdmin:
     async def _update_all(self, call: Call, configs: list[dict[str, msgspec.Raw]]) -> Reply:
         """Configure groups. If one cannot be decoded, none changes. If one is refused, only those before it change."""
         try:
-            await self._broker.administration.configure_groups(
-                [_decode_config(config) for config in configs], call.caller
-            )
+            decoded = [_decode_config(config) for config in configs]
+            await self._broker.administration.configure_groups(map(self._merged, decoded), call.caller)
         except (msgspec.ValidationError, InvalidMessage) as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
         return call.answer()
+
+    def _merged(self, group: SubscriptionGroup) -> SubscriptionGroup:
+        """Apply the attributes as changes, as RocketMQ does. One without a sign is added. Raises InvalidMessage."""
+        known = self._groups.find_group(group.group_name)
+        attributes = {} if known is None else dict(known.attributes)
+        for name, value in group.attributes.items():
+            if name.startswith("-"):
+                attributes.pop(name[1:], None)
+            else:
+                attributes[name.removeprefix("+")] = value
+        if len(attributes) > ATTRIBUTES_MAX:
+            raise InvalidMessage(f"{len(attributes)} attributes: at most {ATTRIBUTES_MAX}")
+        return msgspec.structs.replace(group, attributes=attributes)
 
     async def _list(self, call: Call) -> Reply:
         # The version is read first, so that a tool sees an outdated version if the table changes meanwhile.
