@@ -6,7 +6,8 @@ the same requests:
     send_batch       producer, messages
     send_transaction producer, topic, body, properties: local and check say COMMIT_MESSAGE, ROLLBACK_MESSAGE or UNKNOW
     recall           producer, topic, handle
-    consumer         name, group, topic, expression or sql [fail orderly broadcast max_reconsume_times server_rebalance]
+    consumer         name, group, topic, expression or sql [fail orderly broadcast max_reconsume_times server_rebalance
+                     work_ms (Java)]
     lite_consumer    name, group, topic, expression
     pull             group, topic, expression [broker queue_id offset]
     query_key, view, offsets    producer, topic, key or message_id or at_ms
@@ -21,10 +22,11 @@ and those for gRPC these (`tls`, `access_key`, `secret_key`, `endpoint` with eac
     simple           name, group, topic, wait_s [expression sql]
     receive          consumer, count, invisible_s: messages, each with its number
     ack, change      consumer, number [invisible_s]
-    push             name, group, topic [expression sql fail hold]
+    push             name, group, topic [expression sql fail hold work_ms]
     stop             name
 
-A consumer reports every delivery; the first `fail` deliveries of each body fail, and one that holds never ends.
+A consumer reports every delivery; the first `fail` deliveries of each body fail, and one that holds never ends. One
+with `work_ms` takes so long for each delivery, and reports its end.
 """
 
 from __future__ import annotations
@@ -100,6 +102,12 @@ class Driver:
         with self._changed:
             events = [e for e in self._events if e["event"] == "message" and e["consumer"] == consumer]
         return [e["message"] for e in events if done is None or e["done"] == done]
+
+    def work(self, consumer: str) -> list[tuple[str, int]]:
+        """The bodies on which a consumer with `work_ms` began (1) and ended (-1) to work, in order."""
+        with self._changed:
+            events = [e for e in self._events if e.get("consumer") == consumer]
+        return [(e["body"], -1) if e["event"] == "end" else (e["message"]["body"], 1) for e in events]
 
     def wait_deliveries(self, consumer: str, count: int, *, done: bool | None = None) -> list[Json]:
         self.wait_until(

@@ -53,6 +53,7 @@ type request struct {
 	Number       int            `json:"number"`
 	Fail         int            `json:"fail"`
 	Hold         bool           `json:"hold"`
+	WorkMs       int            `json:"work_ms"`
 }
 
 // client is what each of the three kinds can.
@@ -221,8 +222,8 @@ func newSimple(r request) (client, error) {
 	)
 }
 
-// newPush makes a consumer that tells of each message; the first `fail` deliveries of a body fail. One that holds never
-// comes to an end.
+// newPush makes a consumer that tells of each message, and of the end of work on it; the first `fail` deliveries of a
+// body fail. One that holds never comes to an end.
 func newPush(r request) (client, error) {
 	var counting sync.Mutex
 	deliveries := map[string]int{}
@@ -235,6 +236,10 @@ func newPush(r request) (client, error) {
 		emit(object{"event": "message", "consumer": r.Name, "done": done, "message": told(delivered)})
 		if r.Hold {
 			select {}
+		}
+		if r.WorkMs > 0 {
+			time.Sleep(time.Duration(r.WorkMs) * time.Millisecond)
+			emit(object{"event": "end", "consumer": r.Name, "body": body})
 		}
 		if done {
 			return stock.SUCCESS

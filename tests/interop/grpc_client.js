@@ -70,8 +70,8 @@ const checker = {
   },
 };
 
-/** Tells of each message; the first `fail` deliveries of a body fail. Who holds never comes to an end. */
-function listener(name, fail, hold) {
+/** Tells of each message, and of the end of work on it; the first `fail` deliveries of a body fail. Who holds never ends. */
+function listener(name, fail, hold, workMs) {
   const failures = new Map();
   return {
     async consume(delivered) {
@@ -80,6 +80,10 @@ function listener(name, fail, hold) {
       failures.set(what.body, times);
       emit({ event: 'message', consumer: name, done: times > fail, message: what });
       if (hold) await new Promise(() => {});
+      if (workMs) {
+        await new Promise(done => setTimeout(done, workMs));
+        emit({ event: 'end', consumer: name, body: what.body });
+      }
       return times > fail ? ConsumeResult.SUCCESS : ConsumeResult.FAILURE;
     },
   };
@@ -138,7 +142,7 @@ const operations = {
 
   async push(request) {
     await start(request, new PushConsumer({
-      ...consumerOptions(request), messageListener: listener(request.name, request.fail || 0, request.hold),
+      ...consumerOptions(request), messageListener: listener(request.name, request.fail || 0, request.hold, request.work_ms),
     }));
   },
 

@@ -69,10 +69,10 @@ class Checker(stock.TransactionChecker):
 
 
 class Listener(stock.MessageListener):
-    """Reports each message. The first `fail` deliveries of a body fail. A consumer with `hold` never ends."""
+    """Reports each message, and the end of `work_ms`. The first `fail` deliveries fail. With `hold`, it never ends."""
 
-    def __init__(self, name, fail, hold):
-        self.name, self.fail, self.hold = name, fail, hold
+    def __init__(self, name, fail, hold, work_ms):
+        self.name, self.fail, self.hold, self.work_ms = name, fail, hold, work_ms
         self.failures = collections.Counter()
         self.lock = threading.Lock()
 
@@ -84,6 +84,9 @@ class Listener(stock.MessageListener):
         emit({"event": "message", "consumer": self.name, "done": done, "message": what})
         if self.hold:
             threading.Event().wait()
+        if self.work_ms:
+            time.sleep(self.work_ms / 1000)
+            emit({"event": "end", "consumer": self.name, "body": what["body"]})
         return stock.ConsumeResult.SUCCESS if done else stock.ConsumeResult.FAILURE
 
 
@@ -184,7 +187,8 @@ class Client:
         self.running[request["consumer"]].change_invisible_duration(message, request["invisible_s"])
 
     def push(self, request):
-        listener = Listener(request["name"], request.get("fail", 0), request.get("hold", False))
+        options = request.get("fail", 0), request.get("hold", False), request.get("work_ms", 0)
+        listener = Listener(request["name"], *options)
         self.start(
             request,
             stock.PushConsumer(

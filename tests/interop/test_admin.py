@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from tests.interop.admin_tool import AdminTool
@@ -34,6 +35,22 @@ def test_topics(broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     assert len([row for row in rows(mqadmin(broker, "topicStatus", "-t", topic)) if row[0] == BROKER]) == 3
     mqadmin(broker, "updateTopic", "-b", broker.remoting, "-t", topic, "-r", "4", "-w", "4")
     assert len([row for row in rows(mqadmin(broker, "topicStatus", "-t", topic)) if row[0] == BROKER]) == 4
+
+
+def test_the_limit_of_a_topic(broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
+    topic = broker.create_topic(f"{name}-limited")
+    mqadmin(broker, "updateTopic", "-c", CLUSTER, "-t", topic, "-a", "+timeball.max.per.second=50")
+    with urlopen(f"http://{broker.http}/v1/topics/{topic}") as answer:
+        assert json.load(answer)["max_per_second"] == 50
+
+
+def test_the_limit_of_a_key(broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
+    """A later change of something else keeps the attribute."""
+    how = ["updateSubGroup", "-c", CLUSTER, "-g", f"{name}-group"]
+    mqadmin(broker, *how, "--attributes", "+timeball.max.per.key=1")
+    mqadmin(broker, *how, "-r", "3")
+    with broker.client() as ball:
+        assert [group.max_per_key for group in ball.groups(f"{name}-group")] == [1]
 
 
 def test_a_topic_that_is_not_there(broker: StockBroker, mqadmin: AdminTool) -> None:

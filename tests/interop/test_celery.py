@@ -136,8 +136,9 @@ def test_no_task_is_lost_when_workers_and_the_broker_are_killed(tmp_path: Path, 
     kills_ms: list[int] = []
     try:
         with shop_of(tmp_path, broker.url, task_acks_late=True, **TIMEBALL) as shop:
-            for _ in range(2):
-                shop.worker(*POOLS[pool]).wait_ready()
+            alive = [shop.worker(*POOLS[pool]) for _ in range(2)]
+            for worker in alive:
+                worker.wait_ready()
             names: list[str] = []
             for kill in range(KILLS):
                 new = [f"{kill}-{number}" for number in range(TASKS_PER_KILL)]
@@ -150,8 +151,9 @@ def test_no_task_is_lost_when_workers_and_the_broker_are_killed(tmp_path: Path, 
                     broker.kill()
                     broker.start()
                 else:
-                    chance.choice(shop.workers[-2:]).kill()
-                    shop.worker(*POOLS[pool]).wait_ready()
+                    alive.pop(chance.randrange(2)).kill()
+                    alive.append(shop.worker(*POOLS[pool]))
+                    alive[-1].wait_ready()
             eventually(lambda: len(shop.ended()) == len(names), "all tasks have run")
             again = [name for name in names if not interrupted(shop, name, kills_ms, 1_000)]
             assert not again, f"ran twice without a kill: {again}"

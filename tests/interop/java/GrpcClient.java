@@ -241,21 +241,26 @@ public final class GrpcClient {
     private PushConsumer push(JsonObject r) throws Exception {
         String name = text(r, "name");
         int fail = r.has("fail") ? r.get("fail").getAsInt() : 0;
+        int workMs = r.has("work_ms") ? r.get("work_ms").getAsInt() : 0;
         return provider.newPushConsumerBuilder()
             .setClientConfiguration(configuration(r))
             .setConsumerGroup(text(r, "group"))
             .setSubscriptionExpressions(subscription(r))
-            .setMessageListener(message -> received(name, message, fail, is(r, "hold")))
+            .setMessageListener(message -> received(name, message, fail, is(r, "hold"), workMs))
             .build();
     }
 
-    /** Tells of a message. The first `fail` deliveries of a body fail. Who holds never comes to an end. */
-    private ConsumeResult received(String name, MessageView message, int fail, boolean hold) {
+    /** Tells of a message, and of the end of work on it. The first `fail` deliveries of a body fail. Who holds never ends. */
+    private ConsumeResult received(String name, MessageView message, int fail, boolean hold, int workMs) {
         Map<String, Object> what = told(message);
         boolean done = failures.merge(name + " " + what.get("body"), 1, Integer::sum) > fail;
         emit(Map.of("event", "message", "consumer", name, "done", done, "message", what));
         while (hold) {
             LockSupport.park();
+        }
+        if (workMs > 0) {
+            LockSupport.parkNanos(workMs * 1_000_000L);
+            emit(Map.of("event", "end", "consumer", name, "body", what.get("body")));
         }
         return done ? ConsumeResult.SUCCESS : ConsumeResult.FAILURE;
     }

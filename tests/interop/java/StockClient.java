@@ -14,6 +14,7 @@ import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ExecutionException;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
+import java.util.concurrent.locks.LockSupport;
 import org.apache.rocketmq.acl.common.AclClientRPCHook;
 import org.apache.rocketmq.acl.common.SessionCredentials;
 import org.apache.rocketmq.client.QueryResult;
@@ -324,7 +325,7 @@ public final class StockClient {
         if (r.containsKey("reply_by")) {
             replyWith(consumer, r.getString("name"), producers.get(r.getString("reply_by")));
         } else {
-            listen(consumer, r.getString("name"), r.getIntValue("fail"), r.getBooleanValue("orderly"));
+            listen(consumer, r);
         }
         consumer.start();
         stops.put(r.getString("name"), consumer::shutdown);
@@ -347,17 +348,31 @@ public final class StockClient {
         });
     }
 
-    private void listen(DefaultMQPushConsumer consumer, String name, int fail, boolean orderly) {
-        if (orderly) {
+    private void listen(DefaultMQPushConsumer consumer, JSONObject r) {
+        String name = r.getString("name");
+        int fail = r.getIntValue("fail");
+        int workMs = r.getIntValue("work_ms");
+        if (r.getBooleanValue("orderly")) {
             consumer.setMessageListener((MessageListenerOrderly) (messages, context) -> {
                 context.setSuspendCurrentQueueTimeMillis(200);
                 return received(name, messages.get(0), fail)
                     ? ConsumeOrderlyStatus.SUCCESS : ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT;
             });
         } else {
-            consumer.setMessageListener((MessageListenerConcurrently) (messages, context) ->
-                received(name, messages.get(0), fail)
-                    ? ConsumeConcurrentlyStatus.CONSUME_SUCCESS : ConsumeConcurrentlyStatus.RECONSUME_LATER);
+            consumer.setMessageListener((MessageListenerConcurrently) (messages, context) -> {
+                boolean done = received(name, messages.get(0), fail);
+                work(name, messages.get(0), workMs);
+                return done ? ConsumeConcurrentlyStatus.CONSUME_SUCCESS : ConsumeConcurrentlyStatus.RECONSUME_LATER;
+            });
+        }
+    }
+
+    /** Takes time for a message, and tells of the end. */
+    private static void work(String name, MessageExt message, int workMs) {
+        if (workMs > 0) {
+            LockSupport.parkNanos(workMs * 1_000_000L);
+            String body = new String(message.getBody(), StandardCharsets.UTF_8);
+            emit(Map.of("event", "end", "consumer", name, "body", body));
         }
     }
 
