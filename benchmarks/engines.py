@@ -6,7 +6,7 @@ the work, each as a command of its own, so that its start is in the time:
     compact     the broker itself (`compact` over Flight); `pipeline run compact --once` with and without Spark
     ledger      `pipeline run ledger --once` with and without Spark, each into a table of its own
     forecast    `forecast` by DuckDB, and with --master
-    audit       with Spark: there is no other
+    audit       in full, then since the last one; each with Spark and without
 
 Compact needs a tail, so it has a broker of its own for each engine. Printed: seconds and CPU-seconds of the command.
 
@@ -70,7 +70,9 @@ def measure(rows: int) -> None:
             command(server, *run, "ledger", *PLAIN)  # the audit's
             for words in ([], SPARK):
                 show(rows, "forecast", words[0] if words else "DuckDB", command(server, "forecast", *words))
-            show(rows, "audit", SPARK[0], command(server, "audit", *SPARK))
+            for each in (SPARK, PLAIN):
+                for words, name in ((["--full"], "audit --full"), ([], "audit")):
+                    show(rows, name, each[0], command(server, "audit", *words, *each))
     with serving("--compact-rows", "0") as (server, ball):
         fill(ball, rows)
         cpu_s, begun = server.cpu_s(), time.perf_counter()

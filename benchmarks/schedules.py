@@ -30,6 +30,7 @@ from benchmarks.report import Report
 from timeball.broker.recurring.rule import Rule
 from timeball.broker.recurring.successors import following
 from timeball.broker.registry.schedules import ScheduleFacts
+from timeball.broker.registry.zones import zone_of_rule
 from timeball.model.config import Settings
 from timeball.model.message import Kind
 from timeball.node.node import Node
@@ -155,6 +156,8 @@ async def _fill(data: Path, count: int, rule_of: RuleOf) -> None:
     await node.start(listen=False)
     broker = node.broker
     broker.appender.ensure_topics(["ticks"])
+    # As a put does. Otherwise the start looks for the due times that a new tzdata has changed.
+    broker.tables.zones.use(zone_of_rule(_facts(0, rule_of(0)).rule))
     for numbers in _slices(count):
         now = broker.clock.now_ms()
         nexts = [

@@ -15,30 +15,27 @@ BUSY = (
     " message only with care.**"
 )
 HOW = """\
-`make versus` writes this page. It runs the same work on both brokers on one machine, in turn in each round, while
-both brokers are running and warm. Each cell is the median of {rounds}.
+`make versus` writes this page: the same work on both brokers, in turn in each round, while both are running and warm.
+Each cell is the median of {rounds}. In rows in s, ms or MB, less is better.
 
-- Message bodies have 128 bytes. Requests have the headers of unmodified RocketMQ clients for Java. The load generator
-  checks the code of each answer. A request without success counts as failed, and so does a scheduled message that is
-  early, missing or there twice.
-- C x W means C connections, each with up to W requests in flight (sent and not answered yet).
-- CPU is the server's user and system time in microseconds (us) for each processed message, from the first request to
-  the last answer. For a steady stream it ends with the last release, and for a burst it starts at the due time.
-- p50 and p99 are those of the lateness in the lateness rows, and those of the time until the answer in all other
-  rows. Lateness is the time at which a message was stored in its queue, minus its due time.
-- The burst and waiting rows have about {waiting} scheduled messages. Memory is that of the broker's process. Waiting
-  means that the messages are pending.
-- Before each measurement, free memory is filled with page cache, as on a machine that has been in use for a while."""
+- Bodies have 128 bytes. Requests have the headers of unmodified RocketMQ clients for Java. An answer without success
+  counts as failed, and so does a scheduled message that is early, missing or there twice.
+- C x W: C connections, each with up to W unanswered requests.
+- CPU: the server's user and system time in microseconds (us) for each message, up to the last answer or release, for a
+  burst from the due time on.
+- Lateness: when a message was stored in its queue, minus its due time. p50 and p99 are of the lateness in lateness
+  rows, else of the time until the answer.
+- Burst and waiting (pending): about {waiting} scheduled messages. Memory is the process's.
+- Before each measurement, free memory is filled with page cache, as on a machine in use."""
 AT_CONSUMER_HEAD = "## At the consumer"
 AT_CONSUMER = """\
-Each cell is the median of {rounds}. Here lateness is the time at which a consumer holds the message, minus its due
-time. The consumer leases each message and acknowledges it. Producer and consumer are processes of their own, written
-on sockets (except for the Python client), and share the machine with the broker. Each broker runs alone, and the
-order changes in each round. A broker that is not durable acknowledges a message before the disk has it. beanstalkd
-delays by whole seconds.
+Each cell is the median of {rounds}. Lateness: when a consumer holds the message, minus its due time. Consumers lease
+and acknowledge each message. Producer and consumers are processes on the broker's machine, written on sockets (except
+for the Python client). One broker runs at a time, in another order in each round. A broker that is not durable
+answers before the disk has the message. beanstalkd delays by whole seconds.
 
-Single sends and cancels have one request in flight on each connection, and p50 and p99 are those of the time until the
-answer. The memory of a pending message is the growth of the process, without mapped files."""
+In rows of single requests, a connection has one in flight, and p50 and p99 are of the time until the answer. Memory
+is the growth of the process, without mapped files."""
 OURS = "Timeball"
 SMALL = "**A small run: the figures mean nothing.**"
 
@@ -73,25 +70,26 @@ class ConsumerFigures:
         return _medians(self.samples.get((row.name, peer.name), []))
 
     def table(self) -> list[str]:
-        """Return the Markdown table: a line for each work and broker."""
+        """Return the Markdown table: a line for each work and broker. The first line of a work names it."""
         if not self.rows:
             return []
-        head = [
-            "at the consumer", "broker", "durable", "", "lateness p50 / p99 ms", "CPU us/msg", "failed",
-        ]  # fmt: skip
-        lines = [_line(head), _line(["---", "---", "---", *["---:"] * 4])]
+        head = ["at the consumer", "broker", "", "lateness p50/p99 ms", "CPU us/msg"]
+        lines = [_line(head), "|---|---|" + "---:|" * 3]
         for row in self.rows:
+            name = row.name
             for peer in self.peers:
                 cell = self.cell(row, peer)
                 if cell is None:
                     continue
-                cpu = "" if cell.cpu_us is None else brief(round(cell.cpu_us, 1))
-                value = value_text(row, cell)
-                durable = "yes" if peer.durable else "**no**"
-                lines.append(
-                    _line([row.name, peer.name, durable, value, _latencies(cell), cpu, str(cell.failures)])
-                )
+                broker = peer.name if peer.durable else f"{peer.name} (**not durable**)"
+                lines.append(_line([name, broker, value_text(row, cell), _latencies(cell), _cpu(cell)]))
+                name = ""
         return lines
+
+    def failures(self) -> list[str]:
+        """Return a line for each row and broker with messages that failed."""
+        cells = [(row.name, peer.name, self.cell(row, peer)) for row in self.rows for peer in self.peers]
+        return _failures(cells)
 
     def as_dict(self) -> dict[str, object]:
         """For --json."""
@@ -157,8 +155,7 @@ class Figures:
 
     def failures(self) -> list[str]:
         """Return a line for each row and peer with requests that failed."""
-        cells = [(row.name, peer, self.cell(row, peer)) for row in self.rows for peer in self.peers]
-        return [f"{peer}, {row}: {c.failures}" for row, peer, c in cells if c is not None and c.failures]
+        return _failures([(row.name, peer, self.cell(row, peer)) for row in self.rows for peer in self.peers])
 
     def as_dict(self) -> dict[str, object]:
         """For --json: one document, with each sample."""
@@ -190,18 +187,15 @@ class Figures:
             return []
         *others, ours = names = list(self.peers)
         head = ["", *names, *(f"{ours} / {other}" for other in others)]
-        head += [f"p50 / p99 ms, {name}" for name in names] + [f"CPU us/msg, {name}" for name in names]
-        lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
+        head += [f"p50/p99 ms, {name}" for name in names] + [f"CPU us/msg, {name}" for name in names]
+        lines = [_line(head), "|---|" + "---:|" * (len(head) - 1)]
         for row in self.rows:
             cells = [self.cell(row, name) for name in names]
-            less = "; less is better" if row.better == "lower" else ""
-            words = [f"{row.name}, {row.unit}{less}"]
+            words = [f"{row.name}, {row.unit}"]
             words += ["" if cell is None else brief(cell.value) for cell in cells]
             words += [_ratio(self.ratio(row, other)) for other in others]
             words += [_latencies(cell) for cell in cells]
-            words += [
-                "" if cell is None or cell.cpu_us is None else brief(round(cell.cpu_us, 1)) for cell in cells
-            ]
+            words += [_cpu(cell) for cell in cells]
             lines.append(_line(words))
         return lines
 
@@ -222,7 +216,6 @@ def _in_queue(figures: Figures) -> str:
     """Return the title, and the table of work up to the queue."""
     others = [name for name in figures.peers if name != OURS] or ["other brokers"]
     how = HOW.format(rounds=_rounds(figures), waiting=f"{figures.waiting:,}")
-    failures = figures.failures()
     settings = [setting for settings in figures.peers.values() for setting in settings]
     return "\n\n".join(
         [
@@ -230,7 +223,7 @@ def _in_queue(figures: Figures) -> str:
             how,
             *_warnings(figures),
             *(["\n".join(figures.table())] if figures.rows else []),
-            "Requests that failed: " + ("; ".join(failures) if failures else "none") + ".",
+            _failed("Requests", figures.failures()),
             *_circumstances(figures, settings),
             figures.not_measured,
         ]
@@ -245,6 +238,7 @@ def _at_consumer(figures: Figures) -> str:
             AT_CONSUMER.format(rounds=_rounds(figures)),
             *_warnings(figures),
             "\n".join(figures.at_consumer.table()),
+            _failed("Messages", figures.at_consumer.failures()),
             *_circumstances(figures, [peer.settings for peer in figures.at_consumer.peers]),
         ]
     )
@@ -294,6 +288,18 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
+def _failures(cells: Sequence[tuple[str, str, Sample | None]]) -> list[str]:
+    return [f"{peer}, {row}: {c.failures}" for row, peer, c in cells if c is not None and c.failures]
+
+
+def _failed(things: str, failures: Sequence[str]) -> str:
+    return f"{things} that failed: " + ("; ".join(failures) if failures else "none") + "."
+
+
+def _cpu(cell: Sample | None) -> str:
+    return "" if cell is None or cell.cpu_us is None else brief(round(cell.cpu_us, 1))
+
+
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
@@ -301,4 +307,4 @@ def _ratio(value: float | None) -> str:
 def _latencies(cell: Sample | None) -> str:
     if cell is None or cell.p50_ms is None or cell.p99_ms is None:
         return ""
-    return f"{brief(round(cell.p50_ms, 2))} / {brief(round(cell.p99_ms, 2))}"
+    return f"{brief(round(cell.p50_ms, 2))}/{brief(round(cell.p99_ms, 2))}"
