@@ -10,6 +10,7 @@ SITE    := .venv/.site
 TOOLS   := .venv/release
 CLASSES := .venv/.spark.jsa
 NEWER   := .venv/newspark
+FUZZ    := .venv/.fuzz
 # The folder of `make sbom`, and the lock files that it reads.
 SBOM_IN ?= dist
 SBOM_OF  = client cli broker image all
@@ -48,7 +49,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs openapi \
+.PHONY: help setup demo cluster test spark newspark slow siege fuzz model interop wheel-check check bench versus pictures docs openapi \
         release sbom lock up
 
 help:   ## this list
@@ -75,11 +76,17 @@ spark: $(CLASSES)   ## those that run Spark beyond the few of `make test` (Java 
 newspark: $(NEWER) $(CLASSES)   ## a few of them on a newer version of Spark (fetched once, 0.5 GB)
 	PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest -m "spark and smoke" $(SHARED) $(ARGS)
 
-slow: $(SITE) $(TOOLS) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
+slow: $(SITE) $(TOOLS) $(CLASSES) $(FUZZ)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(WAITING) $(ARGS) || [ $$? -eq 5 ]
 
 siege: $(CLASSES)   ## the sieges among them with all their rounds, before a release
 	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m "siege" $(SHARED) $(ARGS)
+
+fuzz: $(FUZZ)   ## fuzz all readers of bytes for FUZZ_SECONDS (600), with sanitizers (docs/fuzzing.md; Python 3.11, gcc)
+	$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ_SECONDS),600) $(ARGS)
+
+model: $(READY)   ## search the model of the replication protocol, 12 GB (spin, cc)
+	$(BIN)/python -m tests.cluster.model.spin $(ARGS)
 
 interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, go, cc, chromium)
 	$(BIN)/python -m pytest -m "interop" $(WAITING) $(ARGS)
@@ -132,6 +139,7 @@ lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	    --group demo -o requirements/demo.txt
 	$(COMPILE) --group docs --constraint requirements/all.txt -o requirements/docs.txt
 	$(COMPILE) --group release -o requirements/release.txt
+	$(COMPILE) --group fuzz -o requirements/fuzz.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
 # Each package fetched is named with its hash in a lock file. First the build tools: some packages are source packages,
@@ -174,6 +182,11 @@ $(NEWER): $(STAMP) requirements/newspark.txt
 # What the site is built with: the tests and the package need none of it.
 $(SITE): $(READY) requirements/docs.txt
 	@$(LOCKED) -r requirements/docs.txt
+	@touch $@
+
+# The fuzzer, apart: the other tests run without it.
+$(FUZZ): $(READY) requirements/fuzz.txt
+	@$(LOCKED) -r requirements/fuzz.txt
 	@touch $@
 
 # The tools of a release, apart: their packages are not those of .venv.

@@ -28,6 +28,9 @@ os.environ.setdefault("TIMEBALL_SEGMENT_BYTES", "16MiB")
 
 os.environ.setdefault("SPARK_SUBMIT_OPTS", java_options())
 
+COLLECT_EVERY = 100
+TESTS_DONE = pytest.StashKey[list[int]]()
+
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -38,6 +41,15 @@ def pytest_collection_finish() -> None:
     """Freeze modules and tests, so that collections of cycles skip them: they stay until the end."""
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Collect cycles from time to time: a stopped broker's log keeps its disk space as long as a cycle refers to it."""
+    done = item.session.stash.setdefault(TESTS_DONE, [0])
+    done[0] += 1
+    if done[0] % COLLECT_EVERY == 0:
+        gc.collect()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers

@@ -1,4 +1,4 @@
-"""Says in capitals, at the end of a run, which stock clients, which browser, or which etcd, it went without.
+"""Says in capitals, at the end of a run, which stock clients, browser, etcd, or disks it went without.
 
 In the process that prints: those that share the tests have no terminal, and their reports come here.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-ROOMS = ("tests/interop/", "tests/dashboard/", "tests/cluster/")
+ROOMS = ("tests/interop/", "tests/dashboard/", "tests/cluster/", "tests/crash/")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
