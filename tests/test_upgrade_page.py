@@ -66,7 +66,7 @@ def test_the_commands_around_an_upgrade_run_on_one_machine(tmp_path: Path) -> No
         before = run("Before", node)
         assert len(before) == 4 and json.loads(before[0])["format"] == FORMAT_VERSION
     with running_node(tmp_path / "timeball") as node:
-        after = run("After", node, "audit")  # it wants the pipeline: tests/spark
+        after = run("After", node)
         assert json.loads(after[0])["waiting_messages"] == json.loads(before[0])["waiting_messages"] == 1
         run("Back to the older version", node, "serve")
     with running_node(tmp_path / "timeball-before") as node:
