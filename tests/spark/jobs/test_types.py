@@ -95,6 +95,22 @@ def test_each_type_is_converted_as_the_page_says(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
+@pytest.mark.parametrize(
+    ("columns", "body"),
+    [
+        ("{}as place, 1 as other", None),
+        ("struct({}as point) as place", "place"),
+        ("array({}) as place", "place"),
+    ],
+)
+def test_a_body_of_json_has_no_geometry(spark: SparkSession, columns: str, body: str | None) -> None:
+    point = "st_geomfromwkb(X'0101000000000000000000F03F0000000000000040') "
+    frame = spark.sql(f"select {columns.format(point)}, {NOW_MS}L as at")
+    with pytest.raises(InvalidMessage, match=r"column place: .*geometry\(.*drop it"):
+        screen(frame, Columns(topic_name="t", due="at", body=body), NOW_MS)
+
+
+@pytest.mark.spark
 def test_the_page_has_every_type_of_spark(spark: SparkSession) -> None:
     from pyspark.sql import types
 

@@ -34,6 +34,7 @@ the survey has already counted the rows.
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -469,6 +470,7 @@ _DIGITS_BELOW_MICROS = r"[.]\d{6}\d*[1-9]"
 _BAD_FORM = "_bad_form_of_"  # prefix of columns that mark values in a bad form
 _AS_JSON = ("struct", "array", "map")
 _NO_TEXT = ("binary", "geometry", "geography")
+_NO_JSON = re.compile(r"\b(geometry|geography)\(")  # in the text of a type, also of a nested one
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
@@ -589,11 +591,25 @@ def _body(frame: DataFrame, columns: Columns) -> Column:
     """Make the column of bodies. Without a body column, all columns without another purpose become one JSON object."""
     if columns.body is None:
         other_columns = [name for name in frame.columns if name not in columns.taken]
+        for name in other_columns:
+            _check_json(frame.schema, name)
         return f.to_json(f.struct(*[_column(name) for name in other_columns]))
     kind = _kind(frame.schema, columns.body)
     if kind in ("string", "binary"):
         return _column(columns.body)
-    return f.to_json(_column(columns.body)) if kind.startswith(_AS_JSON) else _text(frame, columns.body)
+    if not kind.startswith(_AS_JSON):
+        return _text(frame, columns.body)
+    _check_json(frame.schema, columns.body)
+    return f.to_json(_column(columns.body))
+
+
+def _check_json(schema: StructType, name: str) -> None:
+    """Raise InvalidMessage for a type that Spark does not convert to JSON."""
+    kind = _kind(schema, name)
+    if _NO_JSON.search(kind):
+        raise InvalidMessage(
+            f"column {name}: {kind}, which JSON does not have; convert it to text, or drop it"
+        )
 
 
 def _properties(frame: DataFrame, name: str) -> Column:
