@@ -107,8 +107,12 @@ def test_a_web_server_that_forks(node: RunningNode, tmp_path: Path) -> None:
 def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
     handler = recipe("A worker", node.http_endpoint).close_if_unpaid
     with node.client() as ball:
-        ball.send_many([{"body": f"close order {name}"} for name in ("17", "18", "?")], topic="orders-due")
-        with Worker(ball, "billing", "orders-due", handler, threads=4) as worker:
+        ball.send_many(
+            [{"body": f"close order {name} if unpaid"} for name in ("17", "18", "?")], topic="orders"
+        )
+        with Worker(ball, "billing", "orders", handler, threads=4) as worker:
             eventually(lambda: worker.counts.acknowledged == 2 and worker.counts.dead == 1, "handled")
-        assert [dead.body for dead in ball.dead_letters("billing").dead_letters] == [b"close order ?"]
+        assert [dead.body for dead in ball.dead_letters("billing").dead_letters] == [
+            b"close order ? if unpaid"
+        ]
     assert sorted(capsys.readouterr().out.split()) == ["17", "18", "closed", "closed"]
