@@ -90,6 +90,20 @@ def test_a_handler_runs_at_the_due_time_and_again_after_a_failure(broker: TestBr
     assert seen == [(hour, 1), (hour + timedelta(seconds=10), 2), (hour + timedelta(seconds=40), 3)]
 
 
+def test_a_handler_of_a_worker_finds_the_earlier_attempts(broker: TestBroker) -> None:
+    seen = list[int]()
+
+    def fail_once(message: ReleasedMessage) -> None:
+        seen.append(message.attempts)
+        if message.attempts == 0:
+            raise ValueError("not yet")
+
+    broker.handle("attempts", fail_once, group="attempts")
+    broker.client().send("attempts", b"x", after="1h")
+    broker.clock.advance("1d")
+    assert seen == [0, 1]
+
+
 def test_a_handler_may_ask_for_a_later_attempt_and_may_give_up_as_that_of_a_worker(
     broker: TestBroker,
 ) -> None:

@@ -66,6 +66,11 @@ class ReleasedMessage(ScheduledMessage, frozen=True):
     properties: dict[str, str]
     attempt: int = 1
 
+    @property
+    def attempts(self) -> int:
+        """The number of earlier attempts, as in a `Message`."""
+        return self.attempt - 1
+
 
 Handler = Callable[[ReleasedMessage], object]
 
