@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 import urllib.request
@@ -17,7 +19,7 @@ from tests.edges.push.receiver import Reply, receiver_of
 from tests.rounds import rounds
 
 from timeball import Dead, InvalidDelay, OutOfRange, Retry
-from timeball.model.errors import SetupError
+from timeball.model.errors import SetupError, missing_text
 from timeball.testing import ReleasedMessage, TestBroker
 
 START = datetime(2027, 1, 1, tzinfo=UTC)
@@ -102,6 +104,12 @@ def test_a_handler_of_a_worker_finds_the_earlier_attempts(broker: TestBroker) ->
     broker.client().send("attempts", b"x", after="1h")
     broker.clock.advance("1d")
     assert seen == [0, 1]
+
+
+def test_without_the_extra_the_import_names_it() -> None:
+    program = "import sys; sys.modules['numpy'] = None; import timeball.testing"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.stderr.endswith(f"ModuleNotFoundError: {missing_text('numpy', 'broker')}\n")
 
 
 def test_a_handler_may_ask_for_a_later_attempt_and_may_give_up_as_that_of_a_worker(
