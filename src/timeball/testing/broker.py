@@ -60,16 +60,11 @@ class ScheduledMessage(msgspec.Struct, frozen=True):
 
 
 class ReleasedMessage(ScheduledMessage, frozen=True):
-    """A message that is in its queue. `attempt` is 1 for the first delivery to a group, as a handler sees it."""
+    """A message that is in its queue. `attempts` is the number of earlier attempts of a group, as in a `Message`."""
 
     body: bytes
     properties: dict[str, str]
-    attempt: int = 1
-
-    @property
-    def attempts(self) -> int:
-        """The number of earlier attempts, as in a `Message`."""
-        return self.attempt - 1
+    attempts: int = 0
 
 
 Handler = Callable[[ReleasedMessage], object]
@@ -389,7 +384,7 @@ def _messages_of(rows: pa.RecordBatch) -> list[ReleasedMessage]:
     return [
         ReleasedMessage(
             topic, due_ms or 0, unique_key, _split_keys(keys), tag, body or b"",
-            decode_properties(properties or ""), (times or 0) + 1,
+            decode_properties(properties or ""), times or 0,
         )
         for topic, due_ms, unique_key, keys, tag, body, properties, times in zip(*columns, strict=True)
     ]  # fmt: skip
