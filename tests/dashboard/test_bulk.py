@@ -57,17 +57,17 @@ def test_messages_are_tried_cancelled_and_brought_back(tab: Tab, client: Client)
 
 
 @pytest.mark.parametrize(
-    ("label", "own", "changed"),
+    ("label", "own", "shown", "changed"),
     [
-        ("Shift", {"Shift by": "-30m"}, {"due_ms": -1_800_000}),
-        ("Pause", {}, {"reason": "paused by selection {}"}),
-        ("Resume", {}, {}),
-        ("Release", {}, {"state": "visible"}),
-        ("Move", {"To topic": "other-regions"}, {"topic": "other-regions"}),
+        ("Shift", {"Shift by": "-30m"}, ("Shift by -30m", "Shift by \u221230 min"), {"due_ms": -1_800_000}),
+        ("Pause", {}, ("Pause", "Pause"), {"reason": "paused by selection {}"}),
+        ("Resume", {}, ("Resume", "Resume"), {}),
+        ("Release", {}, ("Release", "Release"), {"state": "visible"}),
+        ("Move", {"To topic": "other-regions"}, ("Move to other-regions",) * 2, {"topic": "other-regions"}),
     ],
 )
 def test_each_operation_has_its_own_fields(
-    tab: Tab, client: Client, label: str, own: dict[str, str], changed: dict[str, Any]
+    tab: Tab, client: Client, label: str, own: dict[str, str], shown: tuple[str, str], changed: dict[str, Any]
 ) -> None:
     topic = f"all-{label.lower()}"
     message_id = sent(client, topic, "eu")
@@ -89,11 +89,12 @@ def test_each_operation_has_its_own_fields(
         page.get_by_role("button", name="Dry run").click()
     apply.click()
     dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(shown[0])
     dialog.get_by_role("button", name=f"{label} them").click()
     expect(dialog.get_by_role("status")).to_contain_text(": operation ")
     dialog.get_by_role("button", name="Close").click()
     row = page.locator("tbody tr", has_text=f"topic {topic}").first
-    expect(row).to_contain_text(label)
+    expect(row).to_contain_text(shown[1])
     selection = client.ask("GET", "/v1/selections").value["selections"][-1]["id"]
     expected = {
         name: before["due_ms"] + value if name == "due_ms" else value.format(selection)

@@ -4,7 +4,7 @@ import { ask, get } from '../api.js';
 import { BarList } from '../charts.js';
 import { confirm, facts, field, select } from '../dialogs.js';
 import { button, el, emptiness, section, set, show, write } from '../dom.js';
-import { count, instant, printable, zone } from '../format.js';
+import { count, instant, printable, span, zone } from '../format.js';
 import { bdi } from '../messages.js';
 import { Loading } from '../loading.js';
 import { Poll } from '../poll.js';
@@ -64,7 +64,7 @@ class Bulk {
       caption: 'Bulk operations, the newest first', keyOf: row => row.id,
       empty: emptiness('No bulk operations.', 'An operation covers the messages that are pending when it is accepted. Try one without effect:', TRY),
       columns: [
-        { label: 'Operation', make: () => [el('span', { class: 'when' }), el('span', { class: 'away mono' })], update: showOperation },
+        { label: 'Operation', make: () => [el('bdi', { class: 'when' }), el('span', { class: 'away mono' })], update: showOperation },
         { label: 'Condition', kind: 'what', make: () => el('bdi', { class: 'text mono' }), update: (cell, row) => write(cell.firstChild, printable(conditionOf(row), 300)) },
         { label: 'State', make: () => [el('span', { class: 'state' }), el('bdi', { class: 'text away' })], update: showState },
         { label: 'Messages', kind: 'number', value: row => (row.count === undefined ? 'counting' : count(row.count)) },
@@ -143,7 +143,7 @@ class Bulk {
   ask() {
     const { request, found } = this.tried;
     const { label, note, done: word, isDangerous } = this.chosen;
-    confirm({ title: `${label} ${messages(found.count)}?`, about: [['Operation', label], ['Condition', bdi(conditionOf(request), 500)]],
+    confirm({ title: `${label} ${messages(found.count)}?`, about: [['Operation', bdi(operationText(request))], ['Condition', bdi(conditionOf(request), 500)]],
       note: `${note} It covers the messages that are pending at that moment. You can undo it for those that are not due by then.`, label: `${label} them`, isDangerous,
       done: () => this.poll.now(),
       act: async () => {
@@ -154,6 +154,12 @@ class Bulk {
   }
 }
 
+/** Return a request or an operation with its distance or topic: "Shift by 2 h", "Move to orders-eu". */
+function operationText({ action, shift, shift_ms: ms, to_topic: topic }) {
+  const by = shift ?? (ms && span(ms));
+  return [operationOf(action).label, by && `by ${by}`, topic && `to ${topic}`].filter(Boolean).join(' ');
+}
+
 /** Return the condition and the bounds of a request or of an operation as one line. */
 function conditionOf({ where, topics = [], from, to }) {
   const time = at => instant(typeof at === 'number' ? at : Date.parse(at));
@@ -161,7 +167,7 @@ function conditionOf({ where, topics = [], from, to }) {
 }
 
 function showOperation(cell, row) {
-  write(cell.children[0], printable(operationOf(row.action).label, 40));
+  write(cell.children[0], printable(operationText(row), 200));
   write(cell.children[1], row.id);
 }
 
@@ -177,7 +183,7 @@ function showDue(cell, { first_due: first, last_due: last }) {
 }
 
 function undo(row, done) {
-  confirm({ title: 'Undo this operation?', about: [['Operation', `${operationOf(row.action).label} ${row.id}`], ['Condition', bdi(conditionOf(row), 500)], ['Messages', count(row.count)]],
+  confirm({ title: 'Undo this operation?', about: [['Operation', bdi(`${operationText(row)}, ${row.id}`)], ['Condition', bdi(conditionOf(row), 500)], ['Messages', count(row.count)]],
     note: 'Its messages that are not due yet are as before.', label: 'Undo it', done,
     act: async () => {
       await ask('POST', ['v1', 'selections', row.id, 'undo']);
