@@ -24,8 +24,9 @@ const area = (value, rows = 2) => {
 export function ruleText(rule) {
   const { cron, every, rrule, at } = rule;
   const what = cron ?? (every && `every ${every}`) ?? rrule?.replaceAll('\n', ' ') ?? `${at.length === 1 ? '' : `${at.length} times, from `}${at[0]}`;
+  const moved = ['before', 'after'].includes(rule.move) ? `moved ${rule.move}` : 'without';
   const more = [rule.starts_at && `from ${rule.starts_at}`, rule.ends_at && `until ${rule.ends_at}`, rule.count && `${rule.count} times`,
-    rule.exclude && `without ${rule.exclude.length === 1 ? rule.exclude[0] : `${rule.exclude.length} dates`}`];
+    rule.exclude && `${moved} ${rule.exclude.length === 1 ? rule.exclude[0] : `${rule.exclude.length} dates`}`];
   return [what, ...more.filter(Boolean)].join(', ');
 }
 

@@ -122,9 +122,11 @@ async function look(row) {
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
   }
-  const past = times.map(({ due_ms: ms, state, reason }) => [instant(ms), reason ? `${state}, ${printable(reason, 80)}` : state]);
+  // The broker knows no message of the times before them: the schedule did not exist, or the log keeps none any more.
+  const known = times.slice(0, times.findLastIndex(({ state }) => state !== 'unknown') + 1);
+  const past = known.map(({ due_ms: ms, state, reason }) => [instant(ms), reason ? `${state}, ${printable(reason, 80)}` : state]);
   tell('Schedule', el('div', { class: 'stack' }, facts([...about(row), ['State', row.state], ['Sent so far', count(row.runs)], ['Missed times', `${row.catch_up}, within ${row.catch_up_within}`],
-    ['Skips for the group', row.group && bdi(row.group)]]), el('h3', {}, 'Its last times'), past.length ? facts(past) : el('p', { class: 'hint' }, 'None yet.')));
+    ['Skips for the group', row.group && bdi(row.group)]]), el('h3', {}, 'Its last times'), past.length ? facts(past) : el('p', { class: 'hint' }, 'None is known.')));
 }
 
 function run(row, done) {
