@@ -14,7 +14,7 @@ from timeball.model.errors import InvalidDelay
 from timeball.model.time_parsing import instant_ms
 
 PAGE = page("docs/coming-from-cron.md")
-SCHEDULERS = {"cron": 8, "Celery beat": 7, "EventBridge Scheduler": 7, "Quartz": 8, "Others": 2}
+SCHEDULERS = {"cron": 8, "Celery beat": 7, "EventBridge Scheduler": 7, "Quartz": 8, "Others": 3}
 CODE = re.compile(r"`([^`]+)`")
 RUN = re.compile(r"\d{4}-\d\d-\d\d(?:T\d\d:\d\dZ)?")
 
