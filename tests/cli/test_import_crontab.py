@@ -48,15 +48,15 @@ def test_a_system_crontab_is_imported(http_endpoint: str, system: Path) -> None:
     code, shown, note = imported("--dry-run")
     assert (code, known()) == (1, []) and "2 would be put, 1 refused" in note
     assert shown.splitlines()[:2] == [
-        "cron-hourly: would be put, 17 * * * * in Europe/Berlin",
-        "backup-all: would be put, 30 2 * * 1-5 in Asia/Tokyo",
+        "cron-hourly-0d0bc6: would be put, 17 * * * * in Europe/Berlin",
+        "backup-all-499fc4: would be put, 30 2 * * 1-5 in Asia/Tokyo",
     ]
-    assert shown.splitlines()[2].startswith("start-it: refused (line 6: cron='@reboot': ")
+    assert shown.splitlines()[2].startswith("start-it-fe7bd3: refused (line 6: cron='@reboot': ")
     code, _, note = imported()
     assert code == 1 and "2 created, 1 refused" in note
     backup, hourly = known()
     assert (backup["name"], backup["topic"], backup["body"]) == (
-        "backup-all",
+        "backup-all-499fc4",
         "commands",
         "/usr/bin/backup-all --quiet",
     )
@@ -76,7 +76,7 @@ def test_a_crontab_of_a_user_is_imported(http_endpoint: str, tmp_path: Path) -> 
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == {
-        "name": "web-poll", "outcome": "created", "rule": {"cron": "*/5 * * * *", "zone": "UTC"},
+        "name": "web-poll-2aae42", "outcome": "created", "rule": {"cron": "*/5 * * * *", "zone": "UTC"},
         "body": "/usr/bin/poll", "user": None, "note": None,
     }  # fmt: skip
 

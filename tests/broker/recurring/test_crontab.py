@@ -14,6 +14,13 @@ def cron(text: str, zone: str = ZONE) -> dict[str, object]:
     return {"cron": text, "zone": zone}
 
 
+def program_of(entry: CrontabEntry) -> str:
+    """Return an entry's name without the hash of its command."""
+    program, _, digits = entry.name.rpartition("-")
+    assert len(digits) == 6
+    return program
+
+
 @pytest.mark.parametrize(
     ("line", "name", "spec"),
     [
@@ -57,7 +64,7 @@ def cron(text: str, zone: str = ZONE) -> dict[str, object]:
 )
 def test_entries_with_a_user(line: str, name: str, spec: str) -> None:
     (entry,) = read_crontab(line, ZONE, has_user=True)
-    assert (entry.name, entry.spec, entry.note) == (name, cron(spec), "")
+    assert (program_of(entry), entry.spec, entry.note) == (name, cron(spec), "")
     assert entry.command and "root" not in entry.command
 
 
@@ -76,11 +83,11 @@ CRON_TZ=America/New_York
 
 def test_the_file_of_a_user() -> None:
     assert read_crontab(USERS, ZONE) == [
-        CrontabEntry("tar", cron("0 5 * * 1"), "tar -zcf /var/backups/home.tgz /home/", ""),
-        CrontabEntry("fetch-mail", cron("@hourly"), "fetch-mail", ""),
-        CrontabEntry("tar-2", cron("0 5 * * 2"), "tar -zcf /var/backups/etc.tgz /etc/", ""),
+        CrontabEntry("tar-f797ab", cron("0 5 * * 1"), "tar -zcf /var/backups/home.tgz /home/", ""),
+        CrontabEntry("fetch-mail-1b8b44", cron("@hourly"), "fetch-mail", ""),
+        CrontabEntry("tar-aba93f", cron("0 5 * * 2"), "tar -zcf /var/backups/etc.tgz /etc/", ""),
         CrontabEntry(
-            "echo",
+            "echo-dae30f",
             cron("30 9 1 * *", "America/New_York"),
             'echo "month %" | mail -s Report me',
             "cron passes the text after % to the command as its input",
@@ -110,9 +117,16 @@ def test_a_command_of_input_alone_has_a_name() -> None:
     assert (entry.name, entry.spec, entry.command) == ("line-1", cron("0 9 * * *"), "")
 
 
-def test_equal_names_are_numbered() -> None:
+def test_equal_commands_are_numbered() -> None:
     entries = read_crontab("0 1 * * * app\n0 2 * * * app\n0 3 * * * app\n", ZONE)
-    assert [entry.name for entry in entries] == ["app", "app-2", "app-3"]
+    assert [entry.name for entry in entries] == ["app-a172ce", "app-a172ce-2", "app-a172ce-3"]
+
+
+def test_an_entry_keeps_its_name_when_others_change() -> None:
+    """Otherwise the next import would give the schedule of a removed entry to another command."""
+    first, second = read_crontab("0 1 * * * app --clean\n0 2 * * * app --report\n", ZONE)
+    (moved,) = read_crontab("30 4 * * * app --report\n", ZONE)
+    assert moved.name == second.name != first.name
 
 
 def test_an_unknown_zone_is_refused() -> None:

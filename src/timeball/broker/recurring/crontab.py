@@ -3,10 +3,14 @@
 A line is a comment, an assignment such as `MAILTO=root`, or an entry: five fields or a name such as `@daily`, in a
 system's crontab the user, and the command. A crontab has no names and no zone. So the names are made of the commands,
 and the caller passes the zone. A line `CRON_TZ=Europe/Berlin` sets the zone of the entries below it, as in cronie.
+
+A name is the program and a hash of the whole command, such as `backup-5d41a2`. So an entry keeps its name when another
+entry is added, removed or moved, and when its time changes. Entries with equal commands are numbered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import NamedTuple
 
@@ -19,6 +23,7 @@ _PROGRAM = re.compile(r"[\w.+/-]*\w")
 _PATH = re.compile(r"(?<![\w/])/(?!dev/|run/)(?:[\w.+-]+/)*[\w.+-]+")
 _SHELL_WORDS = {"cd", "command", "exec", "if", "nice", "test", "then"}
 _NAME_CHARACTERS_MAX = 40
+_HASH_DIGITS = 6
 
 
 class CrontabEntry(NamedTuple):
@@ -83,7 +88,7 @@ def _split_input(command: str) -> tuple[str, str | None]:
 
 
 def _name(command: str, number: int) -> str:
-    """Make a name of the program in a command."""
+    """Make a name of the program in a command, and of the command's hash. `line-<number>` if there is no program."""
     words = command.split() or [""]
     program = words[0]
     if program in _SHELL_WORDS or not _PROGRAM.fullmatch(program):
@@ -93,7 +98,9 @@ def _name(command: str, number: int) -> str:
         )
         program = path[0] if path else next(others, "")
     program = program.rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", program).strip("-")[:_NAME_CHARACTERS_MAX] or f"line-{number}"
+    program = re.sub(r"[^A-Za-z0-9_-]+", "-", program).strip("-")[:_NAME_CHARACTERS_MAX]
+    digits = hashlib.sha256(command.encode()).hexdigest()[:_HASH_DIGITS]
+    return f"{program}-{digits}" if program else f"line-{number}"
 
 
 def _unique(name: str, names: set[str]) -> str:
