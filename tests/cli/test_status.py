@@ -247,5 +247,12 @@ def test_limits_of_a_topic_and_of_a_group_are_set(endpoint: str) -> None:
         shown = run_here("groups", "limited-here", "--max-per-key", "2", "--json", "--endpoint", endpoint)
         assert json.loads(shown.stdout)["max_per_key"] == 2
         assert ball.groups("limited-here")[0].max_per_key == 2
+        told = run_here("groups", "limited-here", "--endpoint", endpoint).stderr
+        assert "group limited-here: its members hold at most 2 of the messages with one key" in told
+        for limit, text in (("50", "at most 50"), ("0", "any number of")):
+            told = run_here(
+                "topics", "limited-here", "--max-per-second", limit, "--endpoint", endpoint
+            ).stderr
+            assert f"topic limited-here: {text} messages a second" in told
     for command in (("topics", "--max-per-second", "5"), ("groups", "--max-per-key", "5")):
         assert "name it" in run_here(*command, "--endpoint", endpoint).stderr

@@ -21,7 +21,7 @@ from tests.local_time_oracle import (
 
 from timeball.model import limits, time_parsing
 from timeball.model.errors import InvalidDelay
-from timeball.model.time_parsing import delay_ms, due_ms, signed_duration_ms, when
+from timeball.model.time_parsing import delay_ms, due_ms, duration_text, signed_duration_ms, when
 
 
 @pytest.mark.parametrize(
@@ -225,3 +225,8 @@ def test_a_delay_with_a_due_time_is_refused() -> None:
     assert when(None, 2**40) == (None, 2**40)
     with pytest.raises(InvalidDelay, match="two due times"):
         when(1, 2**40)
+
+
+@given(st.integers(-(2**50), 2**50))
+def test_the_text_of_a_duration_is_read_back(duration: int) -> None:
+    assert signed_duration_ms(duration_text(duration)) == duration

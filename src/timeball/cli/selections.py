@@ -14,6 +14,7 @@ import typer
 
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import show
+from timeball.model.time_parsing import duration_text
 
 if TYPE_CHECKING:
     from timeball.model.http_api import Action, Selection
@@ -206,13 +207,17 @@ def show_(id: IdArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: 
 
 
 def _show(selection: Selection, as_json: bool) -> None:
-    counted = "being counted" if selection.count is None else f"{selection.count:,} messages"
+    counted = "being counted" if selection.count is None else _counted(selection.count)
     condition = f", where {selection.where}" if selection.where else ""
     topics = f", topics {', '.join(selection.topics)}" if selection.topics else ""
     action = f"{selection.action} {selection.to_topic}" if selection.to_topic else selection.action
-    action += f" by {selection.shift_ms} ms" if selection.shift_ms else ""
+    action += f" by {duration_text(selection.shift_ms)}" if selection.shift_ms else ""
     line = f"{selection.id}: {action}, {selection.state}, {counted}{topics}{condition}"
     show(selection, [line], as_json=as_json)
+
+
+def _counted(count: int) -> str:
+    return f"{count:,} message{'' if count == 1 else 's'}"
 
 
 def _select(
@@ -239,7 +244,7 @@ def _select(
         found = selections.dry_run(
             where, action=action, by=by, to_topic=to_topic, topics=topics or (), start=start, to=to
         )
-    lines = [f"{found.count:,} messages"]
+    lines = [_counted(found.count)]
     if found.count:
         lines[0] += f", due from {found.first_due} to {found.last_due}"
     lines += [f"  {each.due}  {each.topic}  {each.id or '-'}" for each in found.samples]

@@ -254,6 +254,10 @@ def topics(
                 for queue_id, range_ in sorted(client.queues(topic).items())
             ]
             _print_topics(queues, ["queue", "min", "max"], as_json=as_json)
+            if max_per_second is not None and not as_json:
+                print_note(
+                    f"topic {topic}: {f'at most {max_per_second}' if max_per_second else 'any number of'} messages a second"
+                )
             return
         rows: list[dict[str, object]] = []
         for name, count in sorted(client.topics().items()):
@@ -334,6 +338,10 @@ def groups(
         _add_rows(table, state, by_topic=group is not None)
     out().print(table)
     for state in states:
+        if state.max_per_key is not None:
+            print_note(
+                f"group {state.group}: its members hold at most {state.max_per_key} of the messages with one key"
+            )
         for conflict in state.conflicts:
             subject = f"topic {conflict.topic}" if conflict.topic else "topics"
             print_note(

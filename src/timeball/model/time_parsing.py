@@ -221,6 +221,20 @@ def signed_duration_ms(by: timedelta | str) -> int:
     return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
 
 
+def duration_text(duration: int) -> str:
+    """Convert ms to text that `signed_duration_ms` reads.
+
+    >>> duration_text(-5_400_000), duration_text(0)
+    ('-1h30m', '0')
+    """
+    rest, parts = abs(duration), []
+    for unit in ("d", "h", "m", "s", "ms"):
+        number, rest = divmod(rest, _UNIT_MS[unit])
+        if number:
+            parts.append(f"{number}{unit}")
+    return ("-" if duration < 0 else "") + "".join(parts) if parts else "0"
+
+
 def instant_ms(text: str) -> int:
     """Convert RFC 3339 with a time zone, or a whole number of ms, to ms since 1970. Raises InvalidDelay."""
     stripped = text.strip()
