@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import celery.app.control
+from celery import states
+from celery.backends.base import DisabledBackend
+from celery.backends.rpc import RPCBackend
 
 from timeball.model.answers import Verdict
+
+logger = logging.getLogger(__name__)
+
+# A worker of Celery, too, stores REVOKED over these states only.
+OPEN_STATES = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class Control(celery.app.control.Control):
@@ -14,6 +23,8 @@ class Control(celery.app.control.Control):
 
     def revoke(self, task_id: str | list[str], *arguments: Any, **options: Any) -> list[Verdict]:
         """Cancel pending tasks at the broker, and tell the workers to revoke the others.
+
+        The result of a cancelled task is REVOKED, so `AsyncResult.get` raises TaskRevokedError, except with `rpc://`.
 
         Args:
             task_id: The id of a task, or a list of ids.
@@ -27,7 +38,21 @@ class Control(celery.app.control.Control):
         task_ids = [task_id] if isinstance(task_id, str) else list(task_id)
         with self.app.connection_or_acquire(options.get("connection")) as connection:
             verdicts: list[Verdict] = connection.default_channel.cancel(task_ids)
+        for verdict in verdicts:
+            if verdict.cancelled:
+                self._store_revoked(verdict.subject)
         left = [verdict.subject for verdict in verdicts if not verdict.cancelled]
         if left:
             super().revoke(left, *arguments, **options)
         return verdicts
+
+    def _store_revoked(self, task_id: str) -> None:
+        """Store the result that a worker stores when it revokes a task: no worker sees a cancelled one."""
+        backend = self.app.backend
+        if isinstance(backend, (DisabledBackend, RPCBackend)):  # rpc:// sends results from tasks only
+            return
+        try:
+            if backend.get_state(task_id) in OPEN_STATES:
+                backend.mark_as_revoked(task_id, reason="revoked")
+        except Exception as error:  # each backend has errors of its own, and the task is cancelled
+            logger.warning("task cancelled, result not stored id=%s reason=%s", task_id, error)
