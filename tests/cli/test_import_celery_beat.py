@@ -62,3 +62,10 @@ def test_an_app_that_is_not_there_and_entries_that_are_refused(bakery: Path) -> 
         bakery.write_text(PROGRAM.replace("crontab(minute=0, hour=4)", "0.1"))
         ended = run_here("schedules", "import", "celery-beat", app)
         assert ended.returncode == 2 and reason in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_an_app_whose_import_fails(bakery: Path) -> None:
+    bakery.write_text('import os\n\nos.environ["SHOP_DATABASE"]\n')
+    ended = run_here("schedules", "import", "celery-beat", "bakery")
+    assert ended.returncode == 2 and "fault in Timeball" not in ended.stderr
+    assert "its import failed: KeyError: 'SHOP_DATABASE'" in ended.stderr

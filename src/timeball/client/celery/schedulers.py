@@ -64,13 +64,18 @@ class TimeballScheduler(Scheduler):
 
 
 def scheduler_of(app_name: str) -> TimeballScheduler:
-    """Build the scheduler of an app, which is imported as by `celery -A`. Raises RequestError if it is not found."""
+    """Build the scheduler of an app, which is imported as by `celery -A`. Raises RequestError if that fails."""
     try:
         app = find_app(app_name)
+        app.loader.import_default_modules()
+        app.finalize()
     except (ImportError, AttributeError) as error:
         raise RequestError(
             f"{app_name}: {error}; name the app as for `celery -A`, for example shop:app"
         ) from error
-    app.loader.import_default_modules()
-    app.finalize()
+    except Exception as error:  # the modules of the app may raise any error
+        raise RequestError(
+            f"{app_name}: its import failed: {type(error).__name__}: {error}; start the command in the app's "
+            "environment, for example with its environment variables"
+        ) from error
     return TimeballScheduler(app)
