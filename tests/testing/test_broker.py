@@ -118,6 +118,26 @@ def test_a_handler_may_ask_for_a_later_attempt_and_may_give_up_as_that_of_a_work
     assert (letter.reason, letter.attempts) == ("Dead: no such order", 2)
 
 
+def test_a_handler_that_counts_failed_attempts_runs_as_in_a_worker(
+    broker: TestBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    def give_up(message: ReleasedMessage) -> None:
+        seen.append(message.attempts)
+        if message.attempts == 2:
+            raise Dead("no answer")
+        raise ConnectionError("the bank does not answer")
+
+    broker.handle("counting", give_up, group="counters")
+    broker.client().send("counting", b"17", after="1m")
+    broker.clock.advance("1d")
+    assert seen == [0, 1, 2]
+    failures = [record for record in caplog.records if record.name == "timeball.testing.broker"]
+    assert [record.exc_info is not None for record in failures] == [True, True]  # Dead is an answer
+    assert "topic=counting attempt=1" in failures[0].getMessage()
+
+
 def test_a_handler_may_schedule_the_next_message(broker: TestBroker) -> None:
     client = broker.client()
 

@@ -7,6 +7,7 @@ still until the test advances it (broker/virtual_time.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from timeball.node.node import Node
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 GROUP = "test"  # the consumer group of `handle`, unless the test names another one
 _LEASE_MS = limits.INVISIBLE_MS_MAX  # a handler acknowledges before the clock moves on
@@ -65,6 +68,11 @@ class ReleasedMessage(ScheduledMessage, frozen=True):
     body: bytes
     properties: dict[str, str]
     attempts: int = 0
+
+    @property
+    def attempts(self) -> int:
+        """The number of failed attempts, as in the message that a `Worker` passes to its handler."""
+        return self.attempt - 1
 
 
 Handler = Callable[[ReleasedMessage], object]
@@ -242,7 +250,7 @@ class TestBroker:
 
         A handler that returns acknowledges the message. One that raises an exception gives it back: the message is
         delivered again by the group's retry policy, and becomes a dead letter after its last attempt. `timeball.Retry`
-        and `timeball.Dead` have the same effect as in the handler of a `Worker`.
+        and `timeball.Dead` have the same effect as in the handler of a `Worker`. Other exceptions are logged.
         """
         from timeball.broker.consuming.requests import ReceiveRequest
 
@@ -362,9 +370,17 @@ class TestBroker:
 
 def _failure_of(delivered: _Delivered) -> Exception | None:
     """Run the handler of a message. Returns the exception that it raised, or None."""
+    from timeball.client.worker import Dead, Retry
+
     try:
         delivered.handler(delivered.message)
+    except (Dead, Retry) as answer:
+        return answer
     except Exception as error:  # a handler may fail in any way, as a consumer's does
+        message = delivered.message
+        logger.exception(
+            "handler failed id=%s topic=%s attempt=%d", message.id, message.topic, message.attempt
+        )
         return error
     return None
 
