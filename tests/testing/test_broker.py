@@ -135,7 +135,7 @@ def test_a_handler_that_counts_failed_attempts_runs_as_in_a_worker(
     assert seen == [0, 1, 2]
     failures = [record for record in caplog.records if record.name == "timeball.testing.broker"]
     assert [record.exc_info is not None for record in failures] == [True, True]  # Dead is an answer
-    assert "topic=counting attempt=1" in failures[0].getMessage()
+    assert "topic=counting attempts=0" in failures[0].getMessage()
 
 
 def test_a_handler_may_schedule_the_next_message(broker: TestBroker) -> None:

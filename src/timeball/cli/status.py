@@ -255,9 +255,8 @@ def topics(
             ]
             _print_topics(queues, ["queue", "min", "max"], as_json=as_json)
             if max_per_second is not None and not as_json:
-                print_note(
-                    f"topic {topic}: {f'at most {max_per_second}' if max_per_second else 'any number of'} messages a second"
-                )
+                limit = f"at most {max_per_second}" if max_per_second else "any number of"
+                print_note(f"topic {topic}: {limit} messages a second")
             return
         rows: list[dict[str, object]] = []
         for name, count in sorted(client.topics().items()):

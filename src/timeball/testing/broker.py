@@ -69,11 +69,6 @@ class ReleasedMessage(ScheduledMessage, frozen=True):
     properties: dict[str, str]
     attempts: int = 0
 
-    @property
-    def attempts(self) -> int:
-        """The number of failed attempts, as in the message that a `Worker` passes to its handler."""
-        return self.attempt - 1
-
 
 Handler = Callable[[ReleasedMessage], object]
 
@@ -379,7 +374,7 @@ def _failure_of(delivered: _Delivered) -> Exception | None:
     except Exception as error:  # a handler may fail in any way, as a consumer's does
         message = delivered.message
         logger.exception(
-            "handler failed id=%s topic=%s attempt=%d", message.id, message.topic, message.attempt
+            "handler failed id=%s topic=%s attempts=%d", message.id, message.topic, message.attempts
         )
         return error
     return None
