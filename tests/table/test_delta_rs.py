@@ -51,6 +51,14 @@ def test_error_of_unreadable_table_is_formatted_as_one_line(tmp_path: Path) -> N
     assert "\n" not in delta_rs.one_line(failure.value)
 
 
+def test_history_of_an_older_version_ends_with_its_own_commit(tmp_path: Path) -> None:
+    for value in range(4):
+        write_deltalake(str(tmp_path), pa.table({"x": [value]}), mode="append")
+    newest_first = DeltaTable(str(tmp_path)).history()
+    times = [commit["timestamp"] for commit in DeltaTable(str(tmp_path), version=1).history(1)]
+    assert times == [commit["timestamp"] for commit in newest_first[:3]]  # versions 3, 2 and 1
+
+
 # ---- what delta-rs does when two work from one version: docs/formats/pending-table.md, docs/pipeline/archive.md -----
 
 

@@ -229,13 +229,20 @@ def create_table(uri: str, schema: pa.Schema, **create_options: Any) -> DeltaTab
         raise StorageError(f"cannot create a Delta table at {uri}: {error}") from error
 
 
+def created_at_ms(table: DeltaTable) -> int:
+    """Read the time at which the loaded version of `table` was made."""
+    # If a version is not the newest, delta-rs's history begins with the newest commit all the same, under wrong version
+    # numbers, and is as much longer: the last of history(1) is the version's own commit (tests/table/test_delta_rs.py).
+    return int(table.history(1)[-1]["timestamp"])
+
+
 def load_version_at(table: DeltaTable, time_ms: int) -> DeltaTable:
     """Load the version that was current at `time_ms` into `table`. Returns `table`.
 
     Raises NotFound when the table is newer than `time_ms`, or when its log no longer has that version.
     """
     table.load_as_version(datetime.fromtimestamp(time_ms / SECOND_MS, UTC))
-    created_ms = int(table.history(1)[0]["timestamp"])
+    created_ms = created_at_ms(table)
     # For a time before the oldest version, delta-rs loads the oldest version. It compares the file's modification time,
     # which may be some milliseconds before the time stored in the file.
     if created_ms > time_ms + FILE_TIME_MS:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import write_deltalake
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.node_fixture import RunningNode
@@ -26,7 +29,7 @@ from timeball.spark.source.table_reader import (
     read_slice,
     row_groups_of,
 )
-from timeball.spark.table_store import load_version_at, open_table
+from timeball.spark.table_store import created_at_ms, load_version_at, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 
 SCHEMA = pa.schema([("due_ms", pa.int64()), ("topic", pa.string())])
@@ -112,6 +115,21 @@ def test_time_before_the_table_and_deleted_file_raise_not_found(node: RunningNod
     deleted = TablePart([Slice(f"{uri}/bucket=2020-01/no.parquet", 0, None, 1)])
     with pytest.raises(NotFound, match=r"no\.parquet is gone: this version of the table has been swept"):
         list(reader(node).read(deleted))
+
+
+def test_the_version_of_a_time_long_before_the_newest(tmp_path: Path) -> None:
+    for value in range(4):
+        write_deltalake(str(tmp_path), pa.table({"a": [value]}), mode="append")
+        modified_s = 1_800_000_000 + value * 60
+        entry = tmp_path / "_delta_log" / f"{value:020}.json"
+        # delta-rs finds the version by the file's modification time, and the commit has its own.
+        text = re.sub(r'"timestamp":\d+', f'"timestamp":{modified_s * 1000}', entry.read_text())
+        entry.write_text(text)
+        os.utime(entry, (modified_s, modified_s))
+    for value in range(4):
+        asked_ms = (1_800_000_000 + value * 60 + 30) * 1000
+        assert load_version_at(open_table(str(tmp_path)), asked_ms).version() == value
+        assert created_at_ms(open_table(str(tmp_path), value)) == asked_ms - 30_000
 
 
 def test_a_column_of_the_ledger_is_checked_once_it_is_known() -> None:

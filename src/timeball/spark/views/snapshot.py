@@ -35,7 +35,7 @@ from timeball.model.answers import Status
 from timeball.model.errors import NotFound, RequestError, Unavailable
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.table_store import default_table_uri, open_table, open_version
+from timeball.spark.table_store import created_at_ms, default_table_uri, open_table, open_version
 from timeball.spark.views.broker_state import effective_selections
 from timeball.table import attachment as att
 
@@ -227,7 +227,7 @@ def status_of_version(broker: Endpoint, current: Status, uri: str, version: int)
                 created_ms = row["store_ms"]
                 watermark = change.to_seq if change.job == "compact" else watermark
     if created_ms is None:
-        created_ms = 0 if version == 0 else int(open_version(uri, version).history(1)[0]["timestamp"])
+        created_ms = 0 if version == 0 else created_at_ms(open_version(uri, version))
     status = msgspec.structs.replace(
         current,
         now_ms=created_ms,
