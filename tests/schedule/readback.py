@@ -40,7 +40,7 @@ def read_back(
         live |= {entry.path: entry for entry in attachment.files}
     late = (given for seq, attachment in attached if seq >= saved.seq for given in attachment.ranges)
     settled = Settled(
-        saved.settled.before_ms, column(pairs.values()), column(pairs),
+        saved.settled.before_ms, ((column(pairs.values()), column(pairs)),),
         before_seq=min(saved.seq, saved.settled.before_seq), late=(*saved.settled.late, *late),
     )  # fmt: skip
     open_ = [seq for seq in at if seq not in pairs and not is_covered(settled, due[seq], seq)]

@@ -118,6 +118,20 @@ def test_number_of_runs_is_bounded() -> None:
     assert len(index) == added
 
 
+def test_large_runs_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the sort of ten million pairs would hold the event loop for a second."""
+    monkeypatch.setattr(due_index, "MERGED_ROWS_MAX", 1_000)
+    index, added = DueIndex(), list[Pair]()
+    for begin in range(0, 20_000, 50):
+        pairs = [((seq * 7_919) % 1_000, seq) for seq in range(begin, begin + 50)]
+        index.add(*columns(pairs))
+        added += pairs
+    sizes = [len(run) for run in index._runs]
+    assert max(sizes) < 2 * 1_000 and len(sizes) <= due_index.RUNS_MAX + 20_000 // 500
+    assert listed(index.pairs()) == sorted(added)
+    assert index.contains(*columns(added)).all()
+
+
 def test_empty_index_has_no_pairs_and_no_due_time() -> None:
     index = DueIndex()
     index.add(*columns([]))

@@ -169,8 +169,7 @@ def test_start_skips_rows_that_the_mark_covers_except_in_later_files() -> None:
     old = write(files, [NOW_MS, NOW_MS + 100], first_seq=1)
     bulk = write(files, [NOW_MS + 1, NOW_MS + 101], first_seq=50)
     live = PendingFiles(files, [*old, *bulk])
-    none = np.empty(0, np.int64)
-    live.skip_settled(Settled(NOW_MS + 50, none, none, before_seq=90, late=((50, 2),)))
+    live.skip_settled(Settled(NOW_MS + 50, before_seq=90, late=((50, 2),)))
     assert live.first_due_ms == NOW_MS + 1
     assert [seq for _, seq in opened(live, NOW_MS + 500)] == [50, 2, 51]
 
@@ -194,9 +193,8 @@ def test_file_that_is_not_local_delays_no_other_and_is_opened_later() -> None:
     local.clear()
     assert [file.entry for file in live.overlapping(NOW_MS, NOW_MS + 100)] == [missing, there]
     # After a start nothing has been opened, also of files whose beginnings are settled.
-    none = np.empty(0, np.int64)
     live = PendingFiles(files, [missing, there], [there.path].__contains__)
-    live.skip_settled(Settled(NOW_MS + 2, none, none))
+    live.skip_settled(Settled(NOW_MS + 2))
     assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 2)
     assert [file.entry for file in live.overlapping(NOW_MS, NOW_MS + 100)] == [there]
 

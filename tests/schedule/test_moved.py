@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +13,14 @@ from timeball.schedule.outcomes import Moved
 MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=24)  # due_ms, number
 
 
-@given(MOVES, st.integers(0, 10), st.booleans(), st.integers(0, 5))
+@given(MOVES, st.integers(0, 10), st.booleans(), st.integers(0, 5), st.sampled_from([0, 8, 1_000]))
 def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
-    moves: list[tuple[int, int]], before_ms: int, again: bool, recent_max: int
+    moves: list[tuple[int, int]], before_ms: int, again: bool, recent_max: int, merged_rows_max: int
 ) -> None:
     known, newest, until = Moved(), dict[int, tuple[int, int]](), dict[int, int]()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(outcomes, "RECENT_MAX", recent_max)
+        patched.setattr(outcomes, "MERGED_ROWS_MAX", merged_rows_max)
         for version, (due_ms, number) in enumerate(moves, 100):
             before_due_ms = newest.get(number, (3, 0))[0]  # sent for 3
             known.add([(due_ms, number, version, before_due_ms)])
@@ -47,6 +49,19 @@ def test_many_moves_are_merged_into_columns(monkeypatch: pytest.MonkeyPatch) -> 
     assert [known.newest(n) for n in (0, 1, 42, 99)] == [(0, 1_000), None, (42, 1_042), None]
     known.forget_before(90)
     assert known.copied()().T.tolist() == [[n, n, 1_000 + n, n] for n in (90, 92, 94, 96, 98)]
+
+
+def test_large_runs_of_moves_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a merge would copy ten million moves on the event loop."""
+    monkeypatch.setattr(outcomes, "RECENT_MAX", 10)
+    monkeypatch.setattr(outcomes, "MERGED_ROWS_MAX", 100)
+    known = Moved()
+    for version in range(1_000):
+        known.add([(5, version * 7 % 500, version, 0)])
+    assert len(known) == 500 and max(len(run[0]) for run in known._runs) <= 100
+    due_ms, newest = known.newest_of(np.full(500, 3), np.arange(500))
+    assert due_ms.tolist() == [5] * 500
+    assert newest.tolist() == [max(v for v in range(1_000) if v * 7 % 500 == n) for n in range(500)]
 
 
 def test_empty_moved_finds_nothing() -> None:

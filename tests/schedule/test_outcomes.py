@@ -183,7 +183,7 @@ class MovesBack(Outcomes):
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
         super().move_mark(before_ms, next_seq)
-        self._mark = Settled(before_ms, NONE, NONE, next_seq)
+        self._mark = Settled(before_ms, before_seq=next_seq)
 
 
 class CancelsWhatIsInFlight(Outcomes):
@@ -209,7 +209,7 @@ class SavesTheMarkAlone(Outcomes):
     """Wrong outcomes: a checkpoint has no settled pairs that the mark does not cover."""
 
     def settled(self) -> Settled:
-        return Settled(self._mark.before_ms, NONE, NONE, self._mark.before_seq, self._mark.late)
+        return Settled(self._mark.before_ms, (), self._mark.before_seq, self._mark.late)
 
 
 WRONG = [

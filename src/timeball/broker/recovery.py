@@ -612,8 +612,7 @@ class Replayed:
         # `Settled.released` is the number of released pairs at the end, so the order tells them apart.
         return Settled(
             facts.settled_before_ms,
-            np.concatenate([due_ms[~was_released], due_ms[was_released]]),
-            np.concatenate([seq[~was_released], seq[was_released]]),
+            tuple((due_ms[is_part], seq[is_part]) for is_part in (~was_released, was_released)),
             released=int(np.count_nonzero(was_released)),
             # The mark applies only to rows below the starting point. Later rows are settled by pairs.
             before_seq=min(facts.seq, facts.settled_before_seq),
@@ -649,9 +648,8 @@ class _Baseline:
         for name, campaign in _decode_campaigns(facts).items():
             if campaign.held_from_ms is not None:
                 holds.add(name, campaign.ranges, campaign.held_from_ms)
-        empty = np.empty(0, np.int64)
         before_seq = min(facts.seq, facts.settled_before_seq)
-        mark = Settled(facts.settled_before_ms, empty, empty, before_seq=before_seq, late=tuple(facts.late))
+        mark = Settled(facts.settled_before_ms, before_seq=before_seq, late=tuple(facts.late))
         return cls(mark, np.sort(start.settled_seq), holds)
 
     def count_new(self, due_ms: Int64Array, seq: Int64Array) -> int:

@@ -24,12 +24,15 @@ from timeball.schedule.locations import FEW
 from timeball.table.data_file import Position, search
 
 RUNS_MAX = 24  # each look-up searches all runs, and merging costs a sort
+# Larger runs are not merged, because to sort a million pairs would hold the event loop for a tenth of a second.
+MERGED_ROWS_MAX = 262_144
 NEWEST_MAX = 1_024  # pairs stored as values, of about 170 bytes each
 # Columns shorter than this are sorted by `lexsort` (see `_sorted`).
 PACK_ROWS_MIN = 4_096
 FAR_MS = 1 << 62  # later than every due time; adding a lead time to it does not overflow 64 bits
 
 _EMPTY = np.empty(0, np.int64)
+Pairs = tuple[Int64Array, Int64Array]  # columns (due_ms, seq)
 
 
 @dataclass(slots=True)
@@ -128,7 +131,9 @@ class DueIndex:
         self._runs.append(run)
         self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         if len(self._runs) > RUNS_MAX:
-            self._merge()
+            small = [each for each in self._runs if len(each) < MERGED_ROWS_MAX]
+            if len(small) > RUNS_MAX:
+                self._merge(small)
 
     def _fold_newest(self) -> None:
         """Turn the newest pairs into a run."""
@@ -213,10 +218,14 @@ class DueIndex:
         self._fold_newest()
         return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
-    def pairs(self) -> tuple[Int64Array, Int64Array]:
-        """List all pairs, sorted."""
+    def runs(self) -> list[Pairs]:
+        """List the runs of pairs, each of them sorted. No pair is copied: the columns of a run never change."""
         self._fold_newest()
-        return _merge_sorted([(run.due, run.seq) for run in self._runs])
+        return [(run.due, run.seq) for run in self._runs]
+
+    def pairs(self) -> Pairs:
+        """List all pairs, sorted."""
+        return _merge_sorted(self.runs())
 
     def _filter(self, low: int, high: int, keep: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
         """Remove the pairs that `keep` does not select from the runs that overlap the due times [low, high]."""
@@ -237,13 +246,18 @@ class DueIndex:
     def _update_first_due(self) -> None:
         self.first_due_ms = min((int(run.due[0]) for run in self._runs), default=FAR_MS)
 
-    def _merge(self) -> None:
-        """Merge the smaller runs into one."""
-        self._runs.sort(key=len)
+    def _merge(self, runs: list[_Run]) -> None:
+        """Merge the smaller ones of these runs into one."""
+        runs.sort(key=len)
         # The small runs are merged and the largest ones stay, so that each pair is sorted O(log n) times.
-        half = len(self._runs) - RUNS_MAX // 4
-        merged = _Run(*_merge_sorted([(run.due, run.seq) for run in self._runs[:half]]))
-        self._runs = [merged, *self._runs[half:]]
+        merged, rows = list[_Run](), 0
+        for run in runs[: len(runs) - RUNS_MAX // 4]:
+            rows += len(run)
+            if len(merged) > 1 and rows > MERGED_ROWS_MAX:
+                break
+            merged.append(run)
+        kept = [run for run in self._runs if not any(run is each for each in merged)]
+        self._runs = [_Run(*_merge_sorted([(run.due, run.seq) for run in merged])), *kept]
 
 
 def _copy_small_view(column: Int64Array) -> Int64Array:

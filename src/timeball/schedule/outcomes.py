@@ -28,13 +28,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from timeball.model import limits
 from timeball.model.message import Int64Array
-from timeball.schedule.due_index import FAR_MS, DueIndex
+from timeball.schedule.due_index import FAR_MS, DueIndex, Pairs
 from timeball.schedule.locations import FEW
 
 # ---- moved messages: number -> newest (due_ms, version) ------------------------------------------------------
@@ -44,30 +46,32 @@ from timeball.schedule.locations import FEW
 # removed when the last of all its due times has passed. Until then a file may contain an old row of the message, which
 # only the entry shows to be outdated.
 
-# Recent moves that are kept as Python objects before they are merged into the columns.
+# Recent moves that are kept as Python objects before they become a run.
 RECENT_MAX = 2_048
+# Larger runs are not merged, because a merge of a million moves would hold the event loop for a tenth of a second.
+MERGED_ROWS_MAX = 262_144
 
 # number, due_ms, version, until_ms. Sorted by number, each number once.
 Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
 class Moved:
-    """All stored moves. Belongs to the event loop. `newest` may be called in any thread.
+    """All stored moves. Belongs to the event loop. `newest` and `newest_of` may be called in any thread.
 
     This is a cache of the log and the checkpoint. It takes 32 bytes per message. The latest entries are Python objects,
-    because a move must not cost a pass over all earlier ones.
+    because a move must not cost a pass over all earlier ones. All others are in runs, the oldest first. A number may be
+    in several of them: the newest one counts.
     """
 
     def __init__(self) -> None:
-        # Replaced as a whole and never changed, so that another thread always reads columns of equal length.
-        self._older: Columns = (_NONE, _NONE, _NONE, _NONE)
+        # Replaced as a whole, and no run changes, so that another thread always reads columns of equal length.
+        self._runs: tuple[Columns, ...] = ()
         self._recent: dict[int, tuple[int, int, int]] = {}  # number -> (due_ms, version, until_ms)
-        # The earliest `until_ms`, the time from which an entry can be removed.
+        # No later than the earliest `until_ms`, the time from which an entry can be removed.
         self._first_until_ms = FAR_MS
 
     def __len__(self) -> int:
-        self._merge()
-        return len(self._older[0])
+        return int(self.copied()().shape[1])
 
     def add(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
         """Store moves (due_ms, number, version, from_due_ms). The last move of a number replaces earlier ones."""
@@ -77,9 +81,7 @@ class Moved:
         due_ms, numbers, versions, from_due_ms = zip(*moves, strict=True)
         recent = self._recent
         # An old row may have any of the message's due times, so the entry is needed until the latest of them.
-        until_ms = [
-            max(times) for times in zip(due_ms, from_due_ms, self._older_until_ms(numbers), strict=True)
-        ]
+        until_ms = [max(times) for times in zip(due_ms, from_due_ms, self._until_ms(numbers), strict=True)]
         if not recent.keys().isdisjoint(numbers) or len(set(numbers)) < len(numbers):
             for index, number in enumerate(numbers):
                 if (entry := recent.get(number)) is not None:
@@ -88,40 +90,46 @@ class Moved:
         else:
             recent.update(zip(numbers, zip(due_ms, versions, until_ms, strict=True), strict=True))
         self._first_until_ms = min(self._first_until_ms, *until_ms)
-        # A merge copies all columns, so there are fewer merges when there are many moves.
-        if len(recent) > max(RECENT_MAX, len(self._older[0]) // 32):
-            self._merge()
+        if len(recent) > RECENT_MAX:
+            self._fold()
 
     def newest(self, number: int) -> tuple[int, int] | None:
         """Find the newest (due_ms, version) of a message. None if it was not moved, or if its entry was removed."""
-        entry = self._find(number)
-        return None if entry is None else entry[:2]
+        # In this order, because a fold replaces the runs first.
+        recent, runs = self._recent.get(number), self._runs
+        if recent is not None:
+            return recent[:2]
+        for numbers, due_ms, versions, _ in reversed(runs):
+            index = int(numbers.searchsorted(number))
+            if index < len(numbers) and numbers[index] == number:
+                return int(due_ms[index]), int(versions[index])
+        return None
 
     def last_due_ms(self, first: int, rows: int) -> int:
         """Find the latest current due time of the moved messages among first, first + 1, …. 0 if there are none."""
-        numbers, due_ms, *_ = self._older
-        begin, end = np.searchsorted(numbers, [first, first + rows])
-        last_ms = int(due_ms[begin:end].max()) if begin < end else 0
+        parts = []
+        for run in self._runs:
+            begin, end = np.searchsorted(run[0], [first, first + rows])
+            if begin < end:
+                parts.append(_part(run, slice(begin, end)))
         recent = self._recent
         # The shorter of the range and the recent moves is scanned.
-        moved = range(first, first + rows) if rows < len(recent) else recent
-        return max(
-            [
-                last_ms,
-                *(
-                    recent[number][0]
-                    for number in moved
-                    if number in recent and first <= number < first + rows
-                ),
-            ]
-        )
+        candidates = range(first, first + rows) if rows < len(recent) else recent
+        chosen = {
+            number: recent[number]
+            for number in candidates
+            if number in recent and first <= number < first + rows
+        }
+        if chosen:
+            parts.append(_columns_of(chosen))
+        return int(_merged(parts)[1].max(initial=0))
 
     def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Find the current (due_ms, version) of many messages, given their numbers and first due times (any thread)."""
         due_ms, version = due_ms.copy(), number.copy()
-        # In this order, because a merge replaces the columns first.
-        recent, (numbers, *newest, _) = self._recent, self._older
-        if len(numbers):
+        # In this order, because a fold replaces the runs first.
+        recent, runs = self._recent, self._runs
+        for numbers, *newest, _ in runs:
             indexes = np.minimum(np.searchsorted(numbers, number), len(numbers) - 1)
             was_moved = numbers[indexes] == number
             due_ms[was_moved], version[was_moved] = (column[indexes[was_moved]] for column in newest)
@@ -135,77 +143,80 @@ class Moved:
         # Called at every step of the mark. In the usual case, with nothing to remove, it must cost one comparison.
         if self._first_until_ms >= due_ms:
             return
-        self._merge()
-        kept = self._older[3] >= due_ms
-        numbers, due, versions, until = (column[kept] for column in self._older)
-        self._older = numbers, due, versions, until
-        self._first_until_ms = int(until.min()) if len(until) else FAR_MS
+        self._fold()
+        runs = []
+        for run in self._runs:
+            is_kept = run[3] >= due_ms
+            run = run if is_kept.all() else _part(run, is_kept)
+            if len(run[0]):
+                runs.append(run)
+        self._runs = tuple(runs)
+        self._first_until_ms = min((int(run[3].min()) for run in runs), default=FAR_MS)
 
     def restore(self, columns: Int64Array) -> None:
         """Start with the entries of a checkpoint and the later log: due_ms, number, version, until_ms, by number."""
         due_ms, number, version, until_ms = columns
-        self._older = number, due_ms, version, until_ms
+        self._runs = ((number, due_ms, version, until_ms),) if len(number) else ()
         self._first_until_ms = int(until_ms.min(initial=FAR_MS))
 
     def copied(self) -> Callable[[], Int64Array]:
         """Prepare the columns of all entries as of now, in the form of `restore`. Any thread may build them."""
-        older, recent = self._older, dict(self._recent)
+        runs, recent = self._runs, dict(self._recent)
 
         def build() -> Int64Array:
-            number, due_ms, version, until_ms = _merged(older, recent)
+            number, due_ms, version, until_ms = _merged([*runs, _columns_of(recent)])
             return np.stack([due_ms, number, version, until_ms])
 
         return build
 
-    def _find(self, number: int) -> tuple[int, int, int] | None:
-        """Find the (due_ms, version, until_ms) of a number. None if it was not moved."""
-        recent = self._recent.get(number)
-        if recent is not None:
-            return recent
-        numbers, due_ms, versions, until_ms = self._older
-        index = int(np.searchsorted(numbers, number))
-        if index == len(numbers) or numbers[index] != number:
-            return None
-        return int(due_ms[index]), int(versions[index]), int(until_ms[index])
-
-    def _older_until_ms(self, numbers: Sequence[int]) -> list[int]:
-        """Find the latest due time of each number in the columns. -FAR_MS for a number that they do not contain."""
-        known, _, _, until_ms = self._older
-        if not len(known):
-            return [-FAR_MS] * len(numbers)
+    def _until_ms(self, numbers: Sequence[int]) -> list[int]:
+        """Find the latest due time of each number in the runs. -FAR_MS for a number that they do not contain."""
         wanted = np.array(numbers, np.int64)
-        indexes = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        found: list[int] = np.where(known[indexes] == wanted, until_ms[indexes], -FAR_MS).tolist()
+        found_ms = np.full(len(wanted), -FAR_MS)
+        for known, _, _, until_ms in self._runs:
+            indexes = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+            np.maximum(found_ms, until_ms[indexes], out=found_ms, where=known[indexes] == wanted)
+        found: list[int] = found_ms.tolist()
         return found
 
-    def _merge(self) -> None:
-        """Merge the recent moves into the columns."""
+    def _fold(self) -> None:
+        """Turn the recent moves into a run, and merge it with earlier runs of its size."""
         if not self._recent:
             return
+        runs = [*self._runs, _columns_of(self._recent)]
+        while len(runs) > 1:
+            earlier, latest = len(runs[-2][0]), len(runs[-1][0])
+            if earlier > 2 * latest or earlier + latest > MERGED_ROWS_MAX:
+                break
+            runs[-2:] = [_merged(runs[-2:])]
         # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
-        self._older = _merged(self._older, self._recent)
+        self._runs = tuple(runs)
         self._recent = {}
 
 
-def _merged(older: Columns, recent: Mapping[int, tuple[int, int, int]]) -> Columns:
-    """Merge recent moves into the columns, as new columns."""
-    if not recent:
-        return older
-    numbers = np.fromiter(recent, np.int64, len(recent))
+def _columns_of(moves: Mapping[int, tuple[int, int, int]]) -> Columns:
+    """Build columns, sorted by number."""
+    numbers = np.fromiter(moves, np.int64, len(moves))
     order = np.argsort(numbers)
-    rows = numbers[order], *np.array(list(recent.values()), np.int64)[order].T
-    # The columns are not sorted again: that would hold the event loop for longer than a copy.
-    known = older[0]
-    indexes = np.searchsorted(known, rows[0])
-    is_known = np.zeros(len(indexes), np.bool_)
-    inside = indexes < len(known)
-    is_known[inside] = known[indexes[inside]] == rows[0][inside]
-    merged = []
-    for column, changed in zip(older, rows, strict=True):
-        kept = column.copy()
-        kept[indexes[is_known]] = changed[is_known]
-        merged.append(np.insert(kept, indexes[~is_known], changed[~is_known]))
-    return merged[0], merged[1], merged[2], merged[3]
+    due_ms, version, until_ms = np.array(list(moves.values()), np.int64).reshape(-1, 3)[order].T
+    return numbers[order], due_ms, version, until_ms
+
+
+def _part(columns: Columns, index: slice | npt.NDArray[Any]) -> Columns:
+    number, due_ms, version, until_ms = columns
+    return number[index], due_ms[index], version[index], until_ms[index]
+
+
+def _merged(runs: Sequence[Columns]) -> Columns:
+    """Merge runs, of which the later ones count for a number."""
+    if not runs:
+        return _NONE, _NONE, _NONE, _NONE
+    number, due_ms, version, until_ms = (np.concatenate(columns) for columns in zip(*runs, strict=True))
+    order = np.argsort(number, kind="stable")  # in linear time: it finds the sorted runs
+    number = number[order]
+    is_last = np.append(number[1:] != number[:-1], [True])[: len(number)]
+    order = order[is_last]
+    return number[is_last], due_ms[order], version[order], until_ms[order]
 
 
 # ---- held messages of paused campaigns: ranges of numbers, each from a due time on ---------------------------
@@ -272,20 +283,32 @@ class Holds:
 _NONE = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settled:
-    """All settled messages: these pairs, and those due before `before_ms` with numbers below `before_seq`.
+    """All settled messages: the pairs of `runs`, and those due before `before_ms` with numbers below `before_seq`.
 
     The ranges `late` = (first_seq, rows) are excepted from the second part. Their numbers were reserved before
     `before_seq`, but a bulk attach added the messages after it. Of these only the listed pairs are settled.
+
+    Runs never change, so a copy takes no time. `due_ms` and `seq` join them, which takes a moment for ten million
+    pairs, so the event loop leaves it to the thread that needs the columns.
     """
 
     before_ms: int
-    due_ms: Int64Array
-    seq: Int64Array
+    runs: tuple[Pairs, ...] = ()
     before_seq: int = 1 << 62
     late: tuple[tuple[int, int], ...] = ()
     released: int = 0  # the last `released` pairs were released; the others were cancelled or moved
+
+    @cached_property
+    def due_ms(self) -> Int64Array:
+        """The due times of the pairs."""
+        return np.concatenate([_NONE, *(due_ms for due_ms, _ in self.runs)])
+
+    @cached_property
+    def seq(self) -> Int64Array:
+        """The numbers of the pairs, in the order of `due_ms`."""
+        return np.concatenate([_NONE, *(seq for _, seq in self.runs)])
 
     def may_wait(self, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the numbers that may be pending. All must belong to messages due before `before_ms`."""
@@ -300,7 +323,7 @@ class Settled:
         return late or max_seq >= self.before_seq
 
 
-NOTHING_SETTLED = Settled(-(1 << 62), _NONE, _NONE, 0)
+NOTHING_SETTLED = Settled(-(1 << 62), before_seq=0)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -464,7 +487,7 @@ class Outcomes:
         """Advance the mark: all messages due before `before_ms` with numbers below `next_seq` are settled."""
         # Both numbers move together. `next_seq` is the end of the log, so every message below it has been seen.
         if before_ms >= self._mark.before_ms:  # the mark never moves back
-            self._mark = Settled(before_ms, _NONE, _NONE, next_seq)
+            self._mark = Settled(before_ms, before_seq=next_seq)
             # The mark covers these pairs from now on, so memory holds only pairs of the future and of the last second.
             for index in (self._cancelled, self._released):
                 due, seq = index.pop_before(before_ms, 0)
@@ -496,16 +519,16 @@ class Outcomes:
 
     def settled(self) -> Settled:
         """Collect all settled messages."""
-        pairs = [index.pairs() for index in (self._cancelled, self._released)]
-        due, seq = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
-        return replace(self._mark, due_ms=due, seq=seq, released=len(pairs[1][1]))
+        # Not as columns: ten million pairs would hold the event loop for a second.
+        runs = *self._cancelled.runs(), *self._released.runs()
+        return replace(self._mark, runs=runs, released=len(self._released))
 
     def restore(
         self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT, *, waiting_rows: int = 0
     ) -> None:
         """Start with the state of a checkpoint and the later log: settled messages, pending count, cursor."""
         self.cursor, self.waiting_rows = cursor, waiting_rows
-        self._mark = replace(settled, due_ms=_NONE, seq=_NONE, released=0)
+        self._mark = replace(settled, runs=(), released=0)
         # The cancelled pairs come first, the released ones last (see `Settled.released`).
         cut = len(settled.seq) - settled.released
         self._cancelled.add(settled.due_ms[:cut], settled.seq[:cut])

@@ -64,7 +64,7 @@ def test_pending_messages_agree_with_a_model(
 ) -> None:  # fmt: skip
     cut = max(0, len(gone) - released)
     seq = np.array(sorted(gone[:cut]) + sorted(gone[cut:]), np.int64)
-    settled = Settled(before_ms, seq, seq, before_seq, released=len(gone) - cut)
+    settled = Settled(before_ms, ((seq, seq),), before_seq, released=len(gone) - cut)
     rows = log_rows(scheduled_rows)
     read, tail = with_seq(rows, 1), TailScheduled(1)
     for number, begin in enumerate(range(0, read.num_rows, batch_rows)):
@@ -81,7 +81,7 @@ def test_pending_messages_agree_with_a_model(
 
 def test_earlier_rows_are_read_later_and_counted(monkeypatch: Any) -> None:
     monkeypatch.setattr(recovery, "COUNT_BLOCK", 4)
-    nothing = Settled(-(1 << 62), np.empty(0, np.int64), np.empty(0, np.int64))
+    nothing = Settled(-(1 << 62))
     scheduled_rows = [(at, 0) for at in range(20)] + [(7, 3), (8, 0)]
 
     async def main() -> None:

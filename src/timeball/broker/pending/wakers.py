@@ -49,6 +49,8 @@ from timeball.schedule.scheduler import Scheduling
 LEAD_MS = 60_000  # a shifted message is woken so long ahead, at least half of it
 CHECK_S = 10.0  # how often the walk for shifted messages may go on
 PAGE_ROWS = 16_384  # messages that a step of the walk examines
+# Steps with one snapshot. The background thread sorts its settled messages, which may be ten million.
+SNAPSHOT_PAGES = 16
 ROWS_FIRST, ROWS_MAX, BYTES_MAX = 64, 1_024, limits.BODY_BYTES_MAX  # in one frame of wake-ups
 
 
@@ -113,18 +115,22 @@ class Wakers:
     async def _walk(self, epoch: int, low: PagePosition, high: PagePosition, lead_ms: int) -> bool:
         """Walk through the messages from `low` to `high`. Returns False if an event came meanwhile."""
         while low < high:
+            # A message that ends after the snapshot is left out by the scheduler, and one that comes is not covered.
             async with self._snapshots.taken() as snapshot:
-                try:
-                    step = partial(self._read_page, snapshot, low, high, lead_ms)
-                    page = await in_thread(self._background, step)
-                    for begin in range(0, len(page.due_ms), ROWS_MAX):
-                        if not await self._wake_part(epoch, page, slice(begin, begin + ROWS_MAX)):
-                            return False
-                except OutOfRange:
-                    continue  # retention has removed a row since the snapshot: its message is settled or in a file
-            if epoch != self._selections.epoch:
-                return False
-            low = page.upto
+                for _ in range(SNAPSHOT_PAGES):
+                    try:
+                        step = partial(self._read_page, snapshot, low, high, lead_ms)
+                        page = await in_thread(self._background, step)
+                        for begin in range(0, len(page.due_ms), ROWS_MAX):
+                            if not await self._wake_part(epoch, page, slice(begin, begin + ROWS_MAX)):
+                                return False
+                    except OutOfRange:
+                        break  # retention has removed a row since the snapshot: its message is settled or in a file
+                    if epoch != self._selections.epoch:
+                        return False
+                    low = page.upto
+                    if not low < high:
+                        break
         return True
 
     def _read_page(self, snapshot: Snapshot, low: PagePosition, high: PagePosition, lead_ms: int) -> _Page:

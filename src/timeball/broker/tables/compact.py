@@ -24,6 +24,7 @@ from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
+from timeball.schedule.durations import is_in
 from timeball.schedule.locations import KINDS, as_scheduled, versions_in
 from timeball.schedule.outcomes import Holds
 from timeball.table import layout, live_files
@@ -175,13 +176,14 @@ def scheduled_rows(
     unload: Callable[[], None],
 ) -> pa.Table:
     """Read the scheduled messages of a range of the log that may be pending, as rows of TABLE_SCHEMA."""
+    settled = np.sort(settled)  # once, for the searches of all parts
     batches, rows_since_unload = [], 0
     for log_rows in reader.coalesced(from_seq, to_seq, KINDS, COALESCE_ROWS):
         rows = as_scheduled(versions_in(log_rows))
         # All messages due before the mark are settled. Cancelled messages that are due later may be included: the
         # CANCEL rows in the log still settle them.
         may_be_pending = rows.column("due_ms").to_numpy() >= settled_before_ms
-        may_be_pending &= ~np.isin(rows.column("seq").to_numpy(), settled)
+        may_be_pending &= ~is_in(settled, rows.column("seq").to_numpy())
         if may_be_pending.any():
             batches.append(
                 as_table_rows(rows.filter(pa.array(may_be_pending)) if not np.all(may_be_pending) else rows)
@@ -344,4 +346,4 @@ def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int
 
 def _without_settled(rows: pa.Table, settled_seq: Int64Array) -> pa.Table:
     """Remove the rows of settled messages."""
-    return rows.filter(pa.array(~np.isin(rows.column("seq").to_numpy(), settled_seq)))
+    return rows.filter(pa.array(~is_in(np.sort(settled_seq), rows.column("seq").to_numpy())))

@@ -348,11 +348,11 @@ class TableChanges:
             # Read while all rows before `to_seq` are durable. Only then does the mark cover each message before
             # `to_seq`.
             settled_before_ms, now_ms = self._scheduling.scheduler.settled_before_ms, self._clock.now_ms()
-            settled = self._scheduling.scheduler.settled().seq
+            settled = self._scheduling.scheduler.settled()
             attachment = await self._loop.run_in_executor(
                 self._threads.background,
                 lambda: compact.compact(
-                    self._files, self._log.reader, settled=settled,
+                    self._files, self._log.reader, settled=settled.seq,
                     from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
                 ),
             )  # fmt: skip
