@@ -18,7 +18,7 @@ from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.transport.data_files import CommittedFiles
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
-from timeball.log.checkpoint import Checkpoint, Facts, snapshot_row
+from timeball.log.checkpoint import Checkpoint, Facts, encode, snapshot_row
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt
 from timeball.model.message import Int64Array, Kind, build_rows, meta_rows
@@ -88,7 +88,7 @@ class Shortened:
         facts = Facts(
             seq=self.seq, watermark=self.seq, log_from_seq=log_from_seq, files=list(map(entry, paths))
         )
-        self.append(snapshot_row(Checkpoint(facts, NONE, NONE), NOW_MS), fmt.SNAPSHOT)
+        self.append(snapshot_row(encode(Checkpoint(facts, NONE, NONE)), NOW_MS), fmt.SNAPSHOT)
 
     def attach(self, path: str, *removes: str) -> None:
         change = Attachment(

@@ -31,6 +31,7 @@ from timeball.log.checkpoint import (
     Facts,
     JobFacts,
     decode,
+    encode,
     last_snapshot,
     load,
     log_bytes_from,
@@ -100,13 +101,19 @@ def same(one: Checkpoint | None, other: Checkpoint) -> bool:
     )
 
 
-@given(facts, pairs, columns, columns)
+@given(facts, pairs, columns, columns, st.sampled_from([1, 3, cp.PIECE_ROWS]))
 def test_saved_checkpoint_is_loaded_back(
-    known: Facts, settled: list[tuple[int, int]], moved: list[tuple[int, ...]], woken: list[tuple[int, ...]]
+    known: Facts,
+    settled: list[tuple[int, int]],
+    moved: list[tuple[int, ...]],
+    woken: list[tuple[int, ...]],
+    piece_rows: int,
 ) -> None:
     files = CrashFiles()
     saved = checkpoint(known, settled, moved, woken)
-    save(files, saved)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cp, "PIECE_ROWS", piece_rows)
+        save(files, encode(saved))
     assert same(load(files), saved)
     assert same(parse(files.content(NAME)), saved)
 
@@ -114,7 +121,7 @@ def test_saved_checkpoint_is_loaded_back(
 def test_loaded_arrays_are_copies() -> None:
     """The caller changes them, so they must not be views of the mapped file."""
     files = CrashFiles()
-    save(files, numbered(6))
+    save(files, encode(numbered(6)))
     found = load(files)
     assert found is not None
     found.settled_due[0] = 99
@@ -144,7 +151,7 @@ def test_two_million_settled_and_woken_messages_need_a_twentieth_of_a_row() -> N
     due_ms = np.sort(np.random.default_rng(1).integers(0, 3_600_000, rows))
     seq = np.arange(rows) * 3
     woken = np.stack([seq, due_ms, seq + 1, due_ms + 7])
-    row = snapshot_row(Checkpoint(Facts(seq=1), due_ms, seq, woken=woken), 7)
+    row = snapshot_row(encode(Checkpoint(Facts(seq=1), due_ms, seq, woken=woken)), 7)
     assert pa.ipc.get_record_batch_size(row) < FRAME_BYTES_MAX // 20
     found = decode(row.column("body")[0].as_py())
     assert np.array_equal(found.woken, woken) and np.array_equal(found.settled_due, due_ms)
@@ -162,7 +169,7 @@ def test_missing_facts_have_defaults_and_unknown_ones_are_ignored() -> None:
 
 def test_every_flipped_bit_and_every_missing_byte_is_noticed() -> None:
     files = CrashFiles()
-    save(files, numbered(6))
+    save(files, encode(numbered(6)))
     content = files.content(NAME)
     for at in range(len(content)):
         for damaged in (bytearray(content), bytearray(content)):
@@ -213,13 +220,13 @@ def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
 
 def test_damaged_checkpoint_loads_as_none_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     files = CrashFiles()
-    save(files, numbered(6))
+    save(files, encode(numbered(6)))
     files.open(NAME).write_at(40, b"?")
     with caplog.at_level(logging.WARNING):
         assert load(files) is None
     assert "the log is replayed from its last snapshot" in caplog.text
     caplog.clear()
-    save(files, numbered(7))
+    save(files, encode(numbered(7)))
     assert same(load(files), numbered(7)), "and the next one is good again"
     assert not caplog.records
 
@@ -230,15 +237,15 @@ def test_damaged_checkpoint_loads_as_none_with_a_warning(caplog: pytest.LogCaptu
 def after_cuts(**forgotten: bool) -> list[Checkpoint | None]:
     """Replace a checkpoint with a power cut at each call. Returns the checkpoint that is loaded after each."""
     whole = CrashFiles(**forgotten)
-    save(whole, numbered(5))
+    save(whole, encode(numbered(5)))
     begun = whole.calls
-    save(whole, numbered(13))
+    save(whole, encode(numbered(13)))
     found: list[Checkpoint | None] = []
     for cut in range(begun + 1, whole.calls + 1):
         files = CrashFiles(crash_at=cut, **forgotten)
         with pytest.raises(PowerCut):
-            save(files, numbered(5))
-            save(files, numbered(13))
+            save(files, encode(numbered(5)))
+            save(files, encode(numbered(13)))
         found += [load(files.crash(seed)) for seed in range(20)]
     return found
 
@@ -256,8 +263,8 @@ def test_disk_that_ignores_fsync_is_noticed(forgotten: str) -> None:
 
 def test_checkpoint_is_saved_and_loaded_in_a_real_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
-    save(files, numbered(5))
-    save(files, numbered(13))
+    save(files, encode(numbered(5)))
+    save(files, encode(numbered(13)))
     assert same(cp.load(RealFiles(tmp_path)), numbered(13))
     assert files.list_dir(".") == [NAME]
 
@@ -271,7 +278,7 @@ def state(seq: int) -> Checkpoint:
 
 
 async def append_snapshot(log: Log, seq: int) -> int:
-    first_seq, durable = log.writer.append(snapshot_row(state(seq), 7), flags=fmt.SNAPSHOT)
+    first_seq, durable = log.writer.append(snapshot_row(encode(state(seq)), 7), flags=fmt.SNAPSHOT)
     await durable
     return first_seq
 
@@ -321,7 +328,7 @@ def test_snapshot_has_a_frame_of_its_own_in_any_commit() -> None:
 
 
 def test_value_of_a_snapshot_is_hidden_from_readers() -> None:
-    row = snapshot_row(state(4), 7)
+    row = snapshot_row(encode(state(4)), 7)
     assert row.column("body")[0].as_py()
     assert without_secrets(row).column("body")[0].as_py() is None
 
@@ -342,7 +349,7 @@ def test_damaged_snapshot_is_reported_with_its_file() -> None:
 
 
 def test_unknown_flag_is_corrupt() -> None:
-    row = snapshot_row(state(1), 7)
+    row = snapshot_row(encode(state(1)), 7)
     frame, parts = fmt.encode_frame(
         row, first_seq=1, span=1, append_ms=0, epoch=1, position=64, synced_to=64, flags=fmt.SNAPSHOT
     )

@@ -71,7 +71,7 @@ def flip(files: CrashFiles, name: str, at: int) -> None:
 
 def save(files: Files, seq: int) -> None:
     nothing = np.empty(0, np.int64)
-    cp.save(files, cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing))
+    cp.save(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
 
 
 def three_segments() -> tuple[CrashFiles, list[bytes]]:
@@ -458,7 +458,10 @@ def test_a_selection_bounds_segments_numbers_and_kinds(files: CrashFiles) -> Non
 
 def test_a_summary_counts_the_columns_of_the_checkpoint(files: CrashFiles) -> None:
     two, three = (np.ones((4, rows), np.int64) for rows in (2, 3))
-    cp.save(files, cp.Checkpoint(cp.Facts(seq=2), np.ones(1, np.int64), np.ones(1, np.int64), two, three))
+    cp.save(
+        files,
+        cp.encode(cp.Checkpoint(cp.Facts(seq=2), np.ones(1, np.int64), np.ones(1, np.int64), two, three)),
+    )
     shown = summarise(FolderDump(files), Selection()).document()["checkpoint"]
     assert (shown["settled_rows"], shown["moved_rows"], shown["woken_rows"]) == (1, 2, 3)
     assert "moved" not in shown
@@ -515,7 +518,7 @@ def folder() -> CrashFiles:
 
 def save_caches(files: CrashFiles, seq: int) -> None:
     nothing = np.empty(0, np.int64)
-    cp.save(files, cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing))
+    cp.save(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
 
 
 def check(files: CrashFiles) -> list[Damage]:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
-import pyarrow as pa
 
 from timeball.broker.consuming.retention import Retention
 from timeball.broker.cycle_collection import CYCLES
@@ -216,20 +215,25 @@ class Maintenance:
             )
             queues, complete = self._tables.topics.indexes.flush(seq), self._complete(settled)
 
-            # This order is required: the index, then the strategy's files, then the checkpoint that depends on both.
-            def save() -> None:
+            def write() -> None:
                 queues.write()
                 for folder, files in unsynced:
                     for file in files:
                         file.sync()
                     if files:
                         self._files.sync_dir(folder)
-                checkpoint.save(self._files, complete(facts, queues.lengths()))
+
+            def save(payload: bytes) -> None:
+                checkpoint.save(self._files, payload)
                 recovery.save_sealed(self._files, self._log.reader.segments)
 
             try:
                 await self._log.writer.synced()
-                await in_thread(self._threads.reader, save)
+                # This order is required: the index, then the strategy's files, then the checkpoint that depends on
+                # both.
+                await in_thread(self._threads.reader, write)
+                payload = await self._encoded(lambda: complete(facts, queues.lengths()))
+                await in_thread(self._threads.reader, save, payload)
             except BaseException:  # also a cancellation by the stop
                 # The next checkpoint must sync the files of `unsynced` again.
                 self._scheduling.backlog.sync_failed()
@@ -248,16 +252,22 @@ class Maintenance:
             facts, queues = self._facts(seq, settled), self._tables.topics.indexes.flush(seq)
             complete = self._complete(settled)
 
-            def encode() -> pa.RecordBatch:
-                return checkpoint.snapshot_row(complete(facts, queues.lengths()), self._clock.now_ms())
-
-            row = await in_thread(self._threads.reader, encode)
+            payload = await self._encoded(lambda: complete(facts, queues.lengths()))
+            row = checkpoint.snapshot_row(payload, self._clock.now_ms())
             # Rows may have been appended since `seq`, so a start reads the log from `seq` on.
             first_seq, durable = self._log.writer.append(row, flags=SNAPSHOT)
             await durable
             await self._log.writer.synced()
             self._snapshot_seq = first_seq
             return True
+
+    async def _encoded(self, state: Callable[[], Checkpoint]) -> bytes:
+        """Encode a state in the reader thread, where releases have their turn between two pieces."""
+        pieces = await in_thread(self._threads.reader, lambda: checkpoint.encoded_pieces(state()))
+        encoded = []
+        while (piece := await in_thread(self._threads.reader, next, pieces, None)) is not None:
+            encoded.append(piece)
+        return b"".join(encoded)
 
     def _facts(self, seq: int, settled: Settled) -> Facts:
         """Collect the state after the rows below `seq`.

@@ -17,15 +17,16 @@ useless.
 
 A message is *settled* when it is durably released or cancelled.
 
-A row has a limit, and there may be ten million settled messages. So the payload is compressed, and the columns are
-stored as differences from row to row. Former versions stored the facts and the settled pairs as they are: f, number of
-pairs, facts, due times, numbers.
+A row has a limit, and there may be ten million settled messages. So the payload is compressed, in one or more frames
+of zstd, and the columns are stored as differences from row to row. Former versions stored the facts and the settled
+pairs as they are: f, number of pairs, facts, due times, numbers.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import google_crc32c
@@ -45,6 +46,7 @@ NAME = "checkpoint"
 MAGIC = b"TBCHECK1"
 HEADER = struct.Struct("<8sQQ")  # magic, bytes of the payload, crc32c of the payload
 STATE_MAGIC = b"TBSTATE2"
+PIECE_ROWS = 131_072  # of a column, in a piece of the encoded state
 STATE_HEADER = struct.Struct("<8s4Q")  # magic, bytes of the facts, rows: settled, moved, woken
 
 
@@ -138,12 +140,29 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def encode(checkpoint: Checkpoint) -> bytes:
     """Encode the payload: the part of the file after its header, which is also the value of a snapshot row."""
-    tables = np.stack([checkpoint.settled_due, checkpoint.settled_seq]), checkpoint.moved, checkpoint.woken
+    return b"".join(encoded_pieces(checkpoint))
+
+
+def encoded_pieces(checkpoint: Checkpoint) -> Iterator[bytes]:
+    """Encode the payload in pieces that take some milliseconds each: frames of zstd, the first behind a header."""
     facts = msgspec.json.encode(checkpoint.facts)
-    differences = [np.diff(table, prepend=0).astype("<i8").tobytes() for table in tables]
-    rows = [table.shape[1] for table in tables]
-    content: bytes = pa.compress(b"".join([facts, *differences]), "zstd", asbytes=True)
-    return STATE_HEADER.pack(STATE_MAGIC, len(facts), *rows) + content
+    rows = len(checkpoint.settled_seq), checkpoint.moved.shape[1], checkpoint.woken.shape[1]
+    head, parts, size_bytes = STATE_HEADER.pack(STATE_MAGIC, len(facts), *rows), [facts], len(facts)
+    for column in (checkpoint.settled_due, checkpoint.settled_seq, *checkpoint.moved, *checkpoint.woken):
+        for begin in range(0, len(column), PIECE_ROWS):
+            if size_bytes >= 8 * PIECE_ROWS:
+                yield head + _compressed(parts)
+                head, parts, size_bytes = b"", [], 0
+            before = column[begin - 1] if begin else 0
+            differences = np.diff(column[begin : begin + PIECE_ROWS], prepend=before)
+            parts.append(differences.astype("<i8").tobytes())
+            size_bytes += 8 * len(differences)
+    yield head + _compressed(parts)
+
+
+def _compressed(parts: list[bytes]) -> bytes:
+    compressed: bytes = pa.compress(b"".join(parts), "zstd", asbytes=True)
+    return compressed
 
 
 def decode(payload: bytes) -> Checkpoint:
@@ -181,9 +200,8 @@ def _decode_former(payload: bytes) -> Checkpoint:
     return Checkpoint(msgspec.json.decode(encoded, type=Facts), due, seq, moved, woken)
 
 
-def save(files: Files, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint file durably."""
-    payload = encode(checkpoint)
+def save(files: Files, payload: bytes) -> None:
+    """Replace the checkpoint file durably. `payload` is the result of `encode`."""
     files.replace(NAME, HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
 
 
@@ -215,9 +233,9 @@ def load(files: Files) -> Checkpoint | None:
 SNAPSHOT_BYTES = 256 * 1024 * 1024  # bytes of log that a start without a checkpoint reads at most
 
 
-def snapshot_row(state: Checkpoint, now_ms: int) -> pa.RecordBatch:
-    """Build the snapshot row. Append it with `flags=fmt.SNAPSHOT`."""
-    return meta_rows([(SNAPSHOT_KEY, encode(state))], now_ms)
+def snapshot_row(payload: bytes, now_ms: int) -> pa.RecordBatch:
+    """Build the snapshot row of the result of `encode`. Append it with `flags=fmt.SNAPSHOT`."""
+    return meta_rows([(SNAPSHOT_KEY, payload)], now_ms)
 
 
 def last_snapshot(segments: Segments, to_seq: int | None = None) -> Checkpoint | None:
