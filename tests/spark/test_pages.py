@@ -256,7 +256,9 @@ def test_the_fields_of_the_document(busy: RunningNode) -> None:
     )
     document = json.loads(run_here("forecast", "--json", "--endpoint", busy.endpoint, *requested).stdout)
     reported = set(
-        re.findall(r"`(\w+)`", section(page(FORECAST), "JSON") + section(page(FORECAST), "An earlier forecast"))
+        re.findall(
+            r"`(\w+)`", section(page(FORECAST), "JSON") + section(page(FORECAST), "An earlier forecast")
+        )
     )
     named = {*document, *document["load"], *document["load"]["curve"][0]} - {"within_ms"}
     assert not named - reported, named - reported

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball.model import limits
 from timeball.model.message import Int64Array
@@ -409,19 +410,18 @@ class ScheduleColumns:
         slots = range(len(self.state), len(self.state) + batch.num_rows)
         size_bytes = self.texts.size_bytes
         first_text = self.texts.extend(text)
-        plans = [self._plan(each) for each in plan.dictionary.to_pylist()]
-        indexes = np.array(plan.indices)
+        plans, indexes = self._add_plans(plan.dictionary), np.array(plan.indices)
         self.state.frombytes(np.array(state).tobytes())
         self.text.extend(range(first_text, first_text + len(slots)))
-        self.plan.frombytes(np.array(plans, np.uint32)[indexes].tobytes())
+        self.plan.frombytes(plans[indexes].tobytes())
         for column, values in zip(self.ints.values(), ints, strict=True):
             column.frombytes(np.array(values).tobytes())
         self.rest |= {
             slot: value for slot, value in zip(slots, rest.to_pylist(), strict=True) if value is not None
         }
         self.names.extend(slots)
-        plan_sizes = np.array([len(each) for each in plan.dictionary.to_pylist()], np.int64)
-        self.size_bytes += self.texts.size_bytes - size_bytes + int(plan_sizes[indexes].sum())
+        plan_sizes = np.asarray(pc.binary_length(plan.dictionary))
+        self.size_bytes += self.texts.size_bytes - size_bytes + int(plan_sizes[indexes].sum(dtype=np.int64))
         self.size_bytes += len(slots) * limits.SCHEDULE_PROGRESS_BYTES
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -445,6 +445,14 @@ class ScheduleColumns:
                 self._plan_index.clear()
             index = self._plan_index[plan] = self.plans.append(plan)
         return index
+
+    def _add_plans(self, plans: pa.BinaryArray) -> UintArray:
+        """Add the plans of a part. Returns their indexes."""
+        if len(plans) > limits.RULES_KEPT // 2:
+            # Most rules are different, so a look-up of each would find few, and takes a second for a million.
+            first = self.plans.extend(plans)
+            return np.arange(first, first + len(plans), dtype=np.uint32)
+        return np.array([self._plan(each) for each in plans.to_pylist()], np.uint32)
 
     def _sweep(self) -> None:
         """Drop texts and plans that no schedule has any more, if they are about half of all, or of all bytes."""
