@@ -298,7 +298,8 @@ def queue_file() -> bytes:
 def checkpoint() -> bytes:
     files = CrashFiles()
     due, seq = np.array(SETTLED, np.int64).T
-    cp.save(files, cp.Checkpoint(FACTS, due, seq, *(np.array(rows, np.int64).T for rows in (MOVED, WOKEN))))
+    columns = due, seq, *(np.array(rows, np.int64).T for rows in (MOVED, WOKEN))
+    cp.save(files, cp.encode(cp.Checkpoint(FACTS, *columns)))
     return files.content(cp.NAME)
 
 

@@ -97,7 +97,7 @@ async def test_a_checkpoint_that_has_forgotten_what_is_settled_is_noticed(world:
     assert known is not None
     facts = msgspec.structs.replace(known.facts, settled_before_ms=-(1 << 62))
     none = np.empty(0, np.int64)
-    checkpoint.save(files, checkpoint.Checkpoint(facts, none, none))
+    checkpoint.save(files, checkpoint.encode(checkpoint.Checkpoint(facts, none, none)))
     with pytest.raises(AssertionError, match="doubled"):
         await state(world, files)
 
@@ -191,7 +191,9 @@ async def test_without_checkpoint_and_without_the_log_s_beginning_a_snapshot_kno
     known = checkpoint.load(stale)
     assert known is not None
     facts = msgspec.structs.replace(known.facts, log_from_seq=1, meta={}, watermark=1)
-    checkpoint.save(stale, checkpoint.Checkpoint(facts, known.settled_due, known.settled_seq))
+    checkpoint.save(
+        stale, checkpoint.encode(checkpoint.Checkpoint(facts, known.settled_due, known.settled_seq))
+    )
     assert await state(world, stale) == expected, "one of before retention is not believed"
     await world.start()
 

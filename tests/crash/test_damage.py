@@ -119,7 +119,7 @@ class Silently(Damage):
             known = checkpoint.load(files)
             assert known is not None and known.facts.files
             facts = msgspec.structs.replace(known.facts, files=known.facts.files[1:])
-            checkpoint.save(files, msgspec.structs.replace(known, facts=facts))
+            checkpoint.save(files, checkpoint.encode(msgspec.structs.replace(known, facts=facts)))
         else:
             files.remove("checkpoint")
             change_value(files, self.name)

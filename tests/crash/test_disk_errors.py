@@ -56,7 +56,7 @@ def forget_files(files: CutFiles) -> None:
     known = checkpoint.load(files)
     if known is not None and known.facts.files:
         spoiled = msgspec.structs.replace(known.facts, files=known.facts.files[1:])
-        checkpoint.save(files, msgspec.structs.replace(known, facts=spoiled))
+        checkpoint.save(files, checkpoint.encode(msgspec.structs.replace(known, facts=spoiled)))
 
 
 def test_a_checkpoint_that_forgets_an_attach_is_noticed() -> None:

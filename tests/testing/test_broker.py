@@ -299,7 +299,8 @@ def test_a_start_that_fails_leaves_no_thread_and_no_folder(
     broker = TestBroker(**settings)
     with pytest.raises(Exception):  # noqa: B017  # of the settings or of the system
         broker.start()
-    assert set(threading.enumerate()) == threads and list(tmp_path.iterdir()) == []
+    # Threads of earlier tests may end meanwhile.
+    assert set(threading.enumerate()) <= threads and list(tmp_path.iterdir()) == []
 
 
 def test_a_broker_that_does_not_run_says_so() -> None:
