@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,22 @@ from tests.node_fixture import running_node
 
 pytestmark = pytest.mark.interop
 
-# File -> schedules, with the times of their rules.
+# File -> times of the rules -> programs, of which the names are made.
 SCHEDULES = {
     "crontab": {
-        "cron-hourly": "17 * * * *",
-        "anacron": "25 6 * * *",
-        "anacron-2": "47 6 * * 7",
-        "anacron-3": "52 6 1 * *",
+        "17 * * * *": "cron-hourly",
+        "25 6 * * *": "anacron",
+        "47 6 * * 7": "anacron",
+        "52 6 1 * *": "anacron",
     },
-    "mdadm": {"checkarray": "57 0 * * 0"},
-    "sysstat": {"debian-sa1": "5-55/10 * * * *", "debian-sa1-2": "59 23 * * *"},
-    "certbot": {"certbot": "0 */12 * * *"},
-    "e2scrub_all": {"e2scrub_all_cron": "30 3 * * 0", "e2scrub_all": "10 3 * * *"},
-    "php": {"sessionclean": "09,39 * * * *"},
-    "anacron": {"anacron": "30 7-23 * * *"},
+    "mdadm": {"57 0 * * 0": "checkarray"},
+    "sysstat": {"5-55/10 * * * *": "debian-sa1", "59 23 * * *": "debian-sa1"},
+    "certbot": {"0 */12 * * *": "certbot"},
+    "e2scrub_all": {"30 3 * * 0": "e2scrub_all_cron", "10 3 * * *": "e2scrub_all"},
+    "php": {"09,39 * * * *": "sessionclean"},
+    "anacron": {"30 7-23 * * *": "anacron"},
 }
+HASH = re.compile(r"-[0-9a-f]{6}\Z")
 REFUSED = {"logcheck"}  # `@reboot`, beside an entry of each hour
 
 
@@ -55,8 +57,9 @@ def test_crontabs_of_packages_are_imported(tmp_path: Path) -> None:
             assert all("@reboot" in line["note"] for line in refused)
             assert ended.returncode == (1 if refused else 0) and bool(refused) == (file.name in REFUSED)
             assert all(line["user"] and line["body"] for line in lines)
+            assert len({line["name"] for line in lines}) == len(lines)
             found[file.name] = {
-                line["name"].removeprefix(f"{file.name}-"): line["rule"]["cron"]
+                line["rule"]["cron"]: HASH.sub("", line["name"]).removeprefix(f"{file.name}-")
                 for line in lines
                 if line["rule"]
             }
