@@ -117,21 +117,29 @@ class Wakers:
         while low < high:
             # A message that ends after the snapshot is left out by the scheduler, and one that comes is not covered.
             async with self._snapshots.taken() as snapshot:
-                for _ in range(SNAPSHOT_PAGES):
-                    try:
-                        step = partial(self._read_page, snapshot, low, high, lead_ms)
-                        page = await in_thread(self._background, step)
-                        for begin in range(0, len(page.due_ms), ROWS_MAX):
-                            if not await self._wake_part(epoch, page, slice(begin, begin + ROWS_MAX)):
-                                return False
-                    except OutOfRange:
-                        break  # retention has removed a row since the snapshot: its message is settled or in a file
-                    if epoch != self._selections.epoch:
-                        return False
-                    low = page.upto
-                    if not low < high:
-                        break
+                # Retention may have removed a row since the snapshot: its message is settled or in a file.
+                with suppress(OutOfRange):
+                    for _ in range(SNAPSHOT_PAGES):
+                        upto = await self._wake_page(epoch, snapshot, low, high, lead_ms)
+                        if upto is None:
+                            return False
+                        low = upto
+                        if low >= high:
+                            break
         return True
+
+    async def _wake_page(
+        self, epoch: int, snapshot: Snapshot, low: PagePosition, high: PagePosition, lead_ms: int
+    ) -> PagePosition | None:
+        """Wake the next messages. Returns where the next page begins, None if an event came meanwhile.
+
+        Raises OutOfRange.
+        """
+        page = await in_thread(self._background, self._read_page, snapshot, low, high, lead_ms)
+        for begin in range(0, len(page.due_ms), ROWS_MAX):
+            if not await self._wake_part(epoch, page, slice(begin, begin + ROWS_MAX)):
+                return None
+        return page.upto if epoch == self._selections.epoch else None
 
     def _read_page(self, snapshot: Snapshot, low: PagePosition, high: PagePosition, lead_ms: int) -> _Page:
         """Find the messages to wake among the next ones (background thread)."""
