@@ -131,9 +131,7 @@ class DueIndex:
         self._runs.append(run)
         self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         if len(self._runs) > RUNS_MAX:
-            small = [each for each in self._runs if len(each) < MERGED_ROWS_MAX]
-            if len(small) > RUNS_MAX:
-                self._merge(small)
+            self._merge()
 
     def _fold_newest(self) -> None:
         """Turn the newest pairs into a run."""
@@ -246,18 +244,17 @@ class DueIndex:
     def _update_first_due(self) -> None:
         self.first_due_ms = min((int(run.due[0]) for run in self._runs), default=FAR_MS)
 
-    def _merge(self, runs: list[_Run]) -> None:
-        """Merge the smaller ones of these runs into one."""
-        runs.sort(key=len)
+    def _merge(self) -> None:
+        """Merge the smallest runs into one, unless most runs are large."""
+        large = [run for run in self._runs if len(run) >= MERGED_ROWS_MAX]
+        small = sorted((run for run in self._runs if len(run) < MERGED_ROWS_MAX), key=len)
+        if len(small) <= RUNS_MAX:
+            return
         # The small runs are merged and the largest ones stay, so that each pair is sorted O(log n) times.
-        merged, rows = list[_Run](), 0
-        for run in runs[: len(runs) - RUNS_MAX // 4]:
-            rows += len(run)
-            if len(merged) > 1 and rows > MERGED_ROWS_MAX:
-                break
-            merged.append(run)
-        kept = [run for run in self._runs if not any(run is each for each in merged)]
-        self._runs = [_Run(*_merge_sorted([(run.due, run.seq) for run in merged])), *kept]
+        sizes = np.cumsum([len(run) for run in small[: len(small) - RUNS_MAX // 4]])
+        count = max(2, int(np.searchsorted(sizes, MERGED_ROWS_MAX, side="right")))
+        merged = _Run(*_merge_sorted([(run.due, run.seq) for run in small[:count]]))
+        self._runs = [merged, *small[count:], *large]
 
 
 def _copy_small_view(column: Int64Array) -> Int64Array:

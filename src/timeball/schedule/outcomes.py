@@ -70,9 +70,6 @@ class Moved:
         # No later than the earliest `until_ms`, the time from which an entry can be removed.
         self._first_until_ms = FAR_MS
 
-    def __len__(self) -> int:
-        return int(self.copied()().shape[1])
-
     def add(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
         """Store moves (due_ms, number, version, from_due_ms). The last move of a number replaces earlier ones."""
         moves = list(rows)
@@ -214,7 +211,7 @@ def _merged(runs: Sequence[Columns]) -> Columns:
     number, due_ms, version, until_ms = (np.concatenate(columns) for columns in zip(*runs, strict=True))
     order = np.argsort(number, kind="stable")  # in linear time: it finds the sorted runs
     number = number[order]
-    is_last = np.append(number[1:] != number[:-1], [True])[: len(number)]
+    is_last = np.append(number[1:] != number[:-1], [True])[: len(number)]  # cut, because there may be no rows
     order = order[is_last]
     return number[is_last], due_ms[order], version[order], until_ms[order]
 
