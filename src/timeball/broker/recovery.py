@@ -545,7 +545,7 @@ class Replayed:
         self._moved.add(*columns)
         due_ms, _, version, from_due_ms = columns
         index, base_ms, base = bases_in(moves.column("properties"))
-        # The first due time of a half message is no wake-up, whatever properties its sender has set.
+        # The first due time of a half message is no wake-up, even if its sender has set the property BASE.
         if len(index := index[is_woken := from_due_ms[index] != NO_DUE_TIME_MS]):
             self._woken.add(version[index], base_ms[is_woken], base[is_woken], due_ms[index])
         self._settle(columns[3], locations.versions(moves), np.zeros(moves.num_rows, np.bool_))

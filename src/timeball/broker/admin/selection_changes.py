@@ -78,7 +78,7 @@ class SelectionChanges:
         self._policy.allow(caller, Verb.LOOK)
         facts = self._selections.get(name)
         if not self._may(facts.topics, caller):
-            # Without the topics: whoever tries ids must not learn the names of other accounts' topics.
+            # Without the topics: a caller that tries ids must not learn the names of other accounts' topics.
             raise Forbidden(f"account {caller.name!r} may not take back messages of all topics of {name!r}")
         return facts
 

@@ -368,7 +368,7 @@ class ScheduleColumns:
             self._sweep()
 
     def planned(self) -> Planned:
-        """Copy the columns that tell what is to come. Another thread may read the result."""
+        """Copy the columns of rules and next occurrences. Another thread may read the result."""
         # Copies, because an array cannot grow while numpy has a view of it. 17 bytes each, so it takes milliseconds
         # for a million.
         columns = (self.state, self.text, self.plan, self.ints["due_ms"])

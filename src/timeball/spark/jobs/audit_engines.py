@@ -67,7 +67,7 @@ class AuditEngine(Protocol):
         """Open the engine."""
 
     def __exit__(self, *_: object) -> None:
-        """Free what the relations use."""
+        """Close the engine, and free the memory of its relations."""
 
     def read(self, reads: Reads) -> None:
         """Make the relations events, filed, logged and placed, in place of earlier ones."""
