@@ -8,12 +8,20 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
-from tests.cluster.processes import CLUSTER, GROUP, Cluster, NodeProcess, client_of, node_of, running_cluster
+from tests.cluster.processes import (
+    CLUSTER,
+    GROUP,
+    Cluster,
+    NodeProcess,
+    client_of,
+    node_of,
+    pulled_ids,
+    running_cluster,
+)
 
 TOPIC = "restored"
 
@@ -48,17 +56,6 @@ def command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[st
          "--etcd", ",".join(cluster.etcd.endpoints)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-
-
-def received(nodes: Sequence[NodeProcess], count: int) -> list[str]:
-    """Return the ids of so many messages."""
-    found: list[str] = []
-    with client_of(nodes) as ball:
-        while len(found) < count:
-            messages = ball.pull(TOPIC, "readers", wait="1s")
-            found += [message.id for message in messages]
-            ball.ack(messages)
-    return found
 
 
 def promises(cluster: Cluster) -> set[int]:
@@ -110,7 +107,7 @@ def test_one_command_renews_the_group_s_record(tmp_path: Path, suffix: str, rest
         done = command(cluster, "init", "--group", GROUP, "--nodes", "a,b,c")
         assert done.returncode == 0, done.stderr
         cluster.leader(epoch)
-        assert sorted(received(nodes, len(sent))) == sorted(sent)
+        assert sorted(pulled_ids(nodes, TOPIC, len(sent))) == sorted(sent)
 
 
 @pytest.mark.slow
@@ -150,4 +147,4 @@ def test_a_copy_of_before_a_change_of_the_set_elects_nobody(tmp_path: Path) -> N
         done = command(cluster, "init", "--group", GROUP, "--nodes", last)
         assert done.returncode == 0, done.stderr
         cluster.leader(record.epoch)
-        assert sorted(received(nodes, len(sent))) == sorted(sent)
+        assert sorted(pulled_ids(nodes, TOPIC, len(sent))) == sorted(sent)

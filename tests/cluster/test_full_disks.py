@@ -12,7 +12,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.full import fill
-from tests.cluster.processes import Cluster, NodeProcess, client_of, running_cluster
+from tests.cluster.processes import Cluster, NodeProcess, client_of, pulled_ids, running_cluster
 from tests.cluster.trio import Trio, running_trio
 
 from timeball.cluster.protocol import events as on
@@ -92,17 +92,6 @@ def send_until_refused(nodes: list[NodeProcess], sent: list[str]) -> OverLimit:
                 return error
 
 
-def received(nodes: list[NodeProcess], count: int) -> list[str]:
-    """Return the ids of messages that come, at least so many."""
-    found: list[str] = []
-    with client_of(nodes) as ball:
-        while len(found) < count:
-            messages = ball.pull(TOPIC, "readers", wait="1s")
-            found += [message.id for message in messages]
-            ball.ack(messages)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
@@ -130,7 +119,7 @@ def test_three_full_disks_refuse_sends_and_lose_nothing(tmp_path: Path) -> None:
             return True
 
         cluster.wait("the group has noticed the free space", accepts)
-        assert sorted(received(nodes, len(sent))) == sorted(sent)
+        assert sorted(pulled_ids(nodes, TOPIC, len(sent))) == sorted(sent)
 
 
 @pytest.mark.slow
@@ -147,4 +136,4 @@ def test_a_follower_reports_a_full_disk(tmp_path: Path) -> None:
         cluster.wait("it reports its disk", lambda: "disk full" in problem_of(cluster, follower))
         follower.full.unlink()
         cluster.wait("it has found the space", lambda: not problem_of(cluster, follower))
-        assert sorted(received(nodes, len(sent))) == sorted(sent)
+        assert sorted(pulled_ids(nodes, TOPIC, len(sent))) == sorted(sent)
