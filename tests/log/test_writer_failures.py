@@ -111,7 +111,7 @@ def test_every_call_failing_once_stops_the_log_or_costs_nothing() -> None:
         assert acknowledged.items() <= found.items(), call
 
 
-def test_failing_on_durable_stops_the_log() -> None:
+def test_failing_on_durable_stops_the_log(caplog: pytest.LogCaptureFixture) -> None:
     def full() -> None:
         raise OverLimit("disk full while growing an index")
 
@@ -127,6 +127,9 @@ def test_failing_on_durable_stops_the_log() -> None:
                 log.writer.append(batch(7))
 
     run(work())
+    assert [record.args for record in caplog.records] == [("disk full while growing an index",)], (
+        "a record keeps the text, because the frames of an error keep the whole broker"
+    )
 
 
 def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:

@@ -448,7 +448,7 @@ async def _run_node(settings: Settings, as_json: bool, systemd: Systemd) -> bool
             raise cause
         if cause is None:
             return False
-        logger.warning("begins anew reason=%r", cause)
+        logger.warning("begins anew reason=%s", repr(cause))
         if not await node.abandon(cause):
             # Restart without a shutdown: the pending work of threads and sockets belongs to the run that is over.
             _restart_process()

@@ -568,7 +568,8 @@ class LogWriter:
             self.next_segment.is_over = True
             # A change of the leader is a normal end of this log's writer.
             level = logging.WARNING if isinstance(error, NotLeader) else logging.CRITICAL
-            logger.log(level, "log stopped reason=%s", error)
+            # As text, because some handlers keep their records, and the frames of an error keep the broker.
+            logger.log(level, "log stopped reason=%s", str(error))
         # Entries in flight fail too: only the next start can find out whether their bytes reached the disk.
         failed_entries, self._pending = [*entries, *self._pending], []
         caller_error = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")

@@ -208,7 +208,7 @@ class ReplicatedNode:
             async with asyncio.timeout(ABANDON_S):
                 await self._abandon()
         except Exception as failure:  # of any kind: a new process needs no order
-            logger.warning("work not ended in order reason=%r", failure)
+            logger.warning("work not ended in order reason=%s", repr(failure))
             return False
         return True
 

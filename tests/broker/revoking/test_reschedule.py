@@ -283,7 +283,7 @@ async def test_where_it_went_is_remembered_through_a_restart(world: World, witho
         world.files.remove("checkpoint")
     await world.start()
     known = world.broker.scheduling.outcomes.moved
-    assert known.newest(first) == newest and len(known) == 1
+    assert known.newest(first) == newest and known.copied()().shape == (4, 1), "one entry"
 
 
 @on_node(retention_ms=1)
