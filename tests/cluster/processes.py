@@ -41,9 +41,9 @@ def client_of(nodes: Iterable[NodeProcess], **options: Any) -> Timeball:
     return Timeball(f"http://{http}", flight=f"grpc://{flight}", **options)
 
 
-def pulled_ids(nodes: Iterable[NodeProcess], topic: str, count: int) -> list[str]:
+def pulled_ids(nodes: Iterable[NodeProcess], topic: str, count: int) -> list[str | None]:
     """Pull the messages of a topic, and return their ids: all that come, and fewer than `count` if some are lost."""
-    found, until_s = list[str](), time.monotonic() + BOUND_S
+    found, until_s = list[str | None](), time.monotonic() + BOUND_S
     with client_of(nodes) as ball:
         while time.monotonic() < until_s:
             messages = ball.pull(topic, "readers", wait="1s" if len(found) < count else "200ms")
