@@ -338,7 +338,7 @@ _SPARK = {
     "master": Annotated[
         str | None,
         typer.Option(
-            "--master", envvar="TIMEBALL_MASTER", help="Spark master (local[2], or spark-submit's)."
+            "--master", envvar="TIMEBALL_MASTER", help="Spark master (local[2,2], or spark-submit's)."
         ),
     ],
     "conf": Annotated[

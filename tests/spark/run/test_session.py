@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
-from timeball.model.errors import SetupError
+from timeball.model.errors import SetupError, Unavailable
 from timeball.spark.run import session as module
-from timeball.spark.run.session import LOCAL, continuous, settings
+from timeball.spark.run.session import LOCAL, LOCAL_MASTER, continuous, settings
 from timeball.spark.source.spark_api import spark_errors
 
 
@@ -38,7 +39,7 @@ def test_conf_of_the_caller_overrides_settings() -> None:
 
 
 def test_without_a_master_it_is_local() -> None:
-    assert settings(None) == settings("local[2]")
+    assert settings(None) == settings(LOCAL_MASTER) and LOCAL_MASTER.startswith("local")
     assert settings("spark://host:7077")["spark.master"] == "spark://host:7077"
 
 
@@ -46,6 +47,54 @@ def test_without_a_master_it_is_local() -> None:
 def test_java_home_is_restored(spark: SparkSession) -> None:
     assert "timeball" not in os.environ.get("JAVA_HOME", "")
     assert spark.range(3).count() == 3
+
+
+# The process that forks Spark's workers. Its first run ends before it has told its port.
+FAILS_ONCE = """
+import os, sys
+from pathlib import Path
+from pyspark.daemon import manager
+
+if sys.argv[1:] == ["pyspark.worker"]:
+    try:
+        Path(os.environ["FAILED_ONCE"]).touch(exist_ok=False)
+    except FileExistsError:
+        pass
+    else:
+        sys.exit(1)
+manager()
+"""
+COUNTS_ROWS = """
+import sys
+from timeball.model.errors import TimeballError
+from timeball.spark.run.session import build_session
+from timeball.spark.source.spark_api import spark_errors
+
+spark = build_session(sys.argv[1], conf={"spark.python.daemon.module": "fails_once"})
+try:
+    with spark_errors():
+        print("rows", spark.sparkContext.range(4).map(abs).count())
+except TimeballError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("master", "printed"), [("local[2]", Unavailable.__name__), (LOCAL_MASTER, "rows 4")]
+)
+def test_a_worker_that_does_not_start_is_tried_again(tmp_path: Path, master: str, printed: str) -> None:
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    search_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    counting = subprocess.run(
+        [sys.executable, "-c", COUNTS_ROWS, master],
+        env={**os.environ, "PYTHONPATH": search_path, "FAILED_ONCE": str(tmp_path / "failed")},
+        capture_output=True,
+        text=True,
+    )
+    assert counting.stdout.startswith(printed), counting
+    assert (tmp_path / "failed").exists()
+    assert ("did not start in time" in counting.stdout) is (master != LOCAL_MASTER)
 
 
 @pytest.mark.spark

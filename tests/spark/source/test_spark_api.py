@@ -183,6 +183,11 @@ timeball.model.errors.OutOfRange: compact from seq 3: the watermark is 7
             "and repeat the command",
         ),
         (
+            "SparkException: EOFException occurred while reading the port number from pyspark.daemon's stdout.",
+            Unavailable,
+            "did not start in time: free CPU",
+        ),
+        (
             "[JAVA_GATEWAY_EXITED] Java gateway process exited before",
             Unavailable,
             "is JAVA_HOME a full Java 17",

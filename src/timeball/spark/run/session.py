@@ -45,7 +45,8 @@ from timeball.spark.source.data_source import DeltaDataSource, TimeballDataSourc
 from timeball.spark.source.spark_api import described, spark_errors
 
 LOG = logging.getLogger("timeball.spark")
-LOCAL_MASTER = "local[2]"
+# Two cores, and two attempts for each task: on a busy machine, a Python worker may not start in time.
+LOCAL_MASTER = "local[2,2]"
 COMMON = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",

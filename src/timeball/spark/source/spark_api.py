@@ -202,7 +202,7 @@ _KNOWN_FAILURES: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
         "the packages, for example ./environment/bin/python of a packed one.",
     ),
     (
-        re.compile(r"Python worker (?:failed )?to connect back"),
+        re.compile(r"Python worker (?:failed )?to connect back|while reading the port number from"),
         Unavailable,
         "a Python worker did not start in time: free CPU and memory on its machine, check that its Python starts there "
         "(PYSPARK_PYTHON) and that nothing blocks its loopback, and repeat the command.",
