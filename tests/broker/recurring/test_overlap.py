@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.broker.consuming.consumer import pass_time
-from tests.broker.on_node import on_node
+from tests.broker.on_node import batch, on_node
 from tests.broker.recurring.schedule_lives import (
     EVERY_MS,
     NAME,
@@ -24,6 +24,7 @@ from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.schedules import State
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import InvalidMessage, InvalidName
@@ -258,6 +259,23 @@ async def test_a_replaced_or_paused_schedule_remembers_the_last_one(world: World
     assert not await next_is_skipped(world), "a position of another topic says nothing"
     await put(world)
     assert not await next_is_skipped(world), "it allows overlaps from now on"
+
+
+@pytest.mark.parametrize("before", [0, 50])
+@on_node()
+async def test_a_run_that_a_selection_has_moved_is_not_waited_for(world: World, before: int) -> None:
+    """The other topic may have no message at its position, or one that the group has finished."""
+    await world.broker.send(batch(before + 1, topic=["others"] * (before + 1), delay_ms=[0] * (before + 1)))
+    await put(world, **SKIP)
+    assert not await next_is_skipped(world)
+    assert await next_is_skipped(world)
+    await acknowledge(world, await receive(world))
+    facts = SelectionFacts(seq=0, at_ms=0, topics=[TOPIC], action="move", to_topic="others")
+    await world.broker.selections.select(facts, ANONYMOUS)
+    assert not await next_is_skipped(world)
+    assert progress(world).last_queue == -1
+    assert not await next_is_skipped(world), "the group has not received the run in the other topic"
+    assert await next_is_skipped(world), "the one before was released into the schedule's own topic"
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,10 @@ class Delivery:
         # After the topics of released messages, whose creation appends rows.
         first_seq = self._writer.next_seq
         positions = None if placement is None else _positions_in_frame(placement, ~cancelled)
+        if positions is not None and moved_rows is not scheduled_rows:
+            # A schedule finds its previous run by its position in the topic of the schedule.
+            is_elsewhere = pc.not_equal(moved_rows.column("topic"), scheduled_rows.column("topic"))
+            positions[0][is_elsewhere.to_numpy(zero_copy_only=False)] = -1
         # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))

@@ -103,7 +103,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     last_due_ms: int = 0
     last_ms: int = 0
     error: str = ""
-    # The queue position of the last release, if the schedule skips occurrences that overlap. Otherwise -1.
+    # The queue position of the last release, if the schedule skips occurrences that overlap. Otherwise -1, also if a
+    # selection has moved it to another topic.
     last_queue: int = -1
     last_offset: int = -1
 
