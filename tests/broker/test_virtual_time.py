@@ -54,6 +54,35 @@ def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, t
     assert node.broker.scheduling.scheduler.in_flight_rows == 0
 
 
+# What selections do to a message due in 2 h, and after how many minutes it is released.
+SELECTED = {
+    "a shift": (["shift", "-90m"], 30),
+    "a release": (["release"], 0),
+    "a pause and its end": (["pause", "resume"], 120),
+    "a shift to later": (["shift", "1h"], 180),
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_selected_messages_are_released_at_their_new_times(
+    node: RunningNode, time: VirtualTime, name: str
+) -> None:
+    topic, begin_ms = f"selected-{list(SELECTED).index(name)}", time.now_ms
+    actions, minutes = SELECTED[name]
+    with node.client() as ball:
+        for _ in range(2):
+            sent_ms = time.now_ms
+            ball.send(topic, b"x", after="2h")
+            if actions[0] == "shift":
+                ball.selections.shift(actions[1], "TRUE", topics=[topic])
+            else:
+                for action in actions:
+                    getattr(ball.selections, action)("TRUE", topics=[topic])
+            steps = steps_to(node, time, time.now_ms + 4 * HOUR_MS)
+            assert [step.now_ms - sent_ms for step in steps if step.released] == [minutes * 60_000]
+    assert time.now_ms == begin_ms + 8 * HOUR_MS
+
+
 def test_an_activity_of_an_edge_is_a_deadline_and_is_waited_for(node: RunningNode, time: VirtualTime) -> None:
     class Activity:
         """Has work in five seconds, which takes three steps."""

@@ -278,7 +278,7 @@ class Broker:
         self.virtual_time = (
             VirtualTime(
                 manual, clock=clock, scheduler=self.scheduling.scheduler, ticker=self.ticker, writer=log.writer,
-                delivery=self.delivery, consuming=self.consuming,
+                delivery=self.delivery, consuming=self.consuming, wakers=self.wakers,
             )
             if isinstance(manual, ManualClock)
             else None

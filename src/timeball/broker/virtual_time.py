@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from timeball.broker.accepting.delivery import Delivery
 from timeball.broker.consuming.engine import Consuming
+from timeball.broker.pending.wakers import Wakers
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.log.writer import LogWriter
 from timeball.model.errors import OutOfRange
@@ -72,9 +73,10 @@ class VirtualTime:
         writer: LogWriter,
         delivery: Delivery,
         consuming: Consuming,
+        wakers: Wakers,
     ) -> None:
         self._manual, self._clock, self._scheduler = manual, clock, scheduler
-        self._ticker, self._writer, self._consuming = ticker, writer, consuming
+        self._ticker, self._writer, self._consuming, self._wakers = ticker, writer, consuming, wakers
         self.activities: list[Activity] = []
         self._released: list[pa.RecordBatch] = []
         self._lock = asyncio.Lock()  # one step at a time
@@ -96,7 +98,8 @@ class VirtualTime:
     async def step(self, target_ms: int) -> Step:
         """Advance to the next deadline, at most to `target_ms`, and do all work of this time.
 
-        Raises OutOfRange for a target in the past or too far away, and OverLimit if the disk is full.
+        If messages are due at the present time, the step releases them, and time stands still. Raises OutOfRange for a
+        target in the past or too far away, and OverLimit if the disk is full.
         """
         async with self._lock:
             now_ms = self.now_ms
@@ -105,6 +108,12 @@ class VirtualTime:
                     f"the clock is at {now_ms}: advance to a time from then on, at most {DELAY_MS_MAX} ms away"
                 )
             self._released.clear()
+            # A request may have made messages due now, or earlier than the scheduler knows.
+            await self._wakers.wake(target_ms - now_ms)
+            if self._is_busy():
+                await self._finish_work()
+            if self._released:
+                return Step(now_ms, self._released.copy(), now_ms == target_ms)
             lease_end_ms = self._lease_end_ms()
             deadline_ms = _earliest(self._scheduler.next_deadline_ms(), lease_end_ms, self._activity_ms())
             reached_ms = min(target_ms, max(now_ms, deadline_ms))

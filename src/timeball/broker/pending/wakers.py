@@ -92,15 +92,15 @@ class Wakers:
         changed.clear()
         await self.wake()
 
-    async def wake(self) -> None:
-        """Write the wake-ups that are due. On return they are durable."""
+    async def wake(self, ahead_ms: int = 0) -> None:
+        """Write the wake-ups that are due within `ahead_ms`, at least within LEAD_MS. On return they are durable."""
         async with self._lock:
             while True:
                 epoch, selected = self._selections.epoch, self._selections.selected
                 if not selected.wakes:
                     self._epoch = epoch
                     return
-                lead_ms = self._clock.now_ms() + selected.shifted_earlier_ms + LEAD_MS
+                lead_ms = self._clock.now_ms() + selected.shifted_earlier_ms + max(ahead_ms, LEAD_MS)
                 is_new = epoch != self._epoch
                 if not is_new and (
                     not selected.shifted_earlier_ms or lead_ms - self._walked_ms < LEAD_MS // 2
