@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from timeball.broker.accepting.expiry import REASON as EXPIRED
 from timeball.broker.accepting.expiry import Expired, find_expired
 from timeball.broker.accepting.wake_ups import WakeUps, wake_ups, without_base
-from timeball.broker.recurring.successors import Successors
+from timeball.broker.recurring.successors import Positions, Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
@@ -271,11 +271,9 @@ class Delivery:
             parts.append(woken.rows)
         # After the topics of released messages, whose creation appends rows.
         first_seq = self._writer.next_seq
-        positions = None if placement is None else _positions_in_frame(placement, ~cancelled)
-        if positions is not None and moved_rows is not scheduled_rows:
-            # A schedule finds its previous run by its position in the topic of the schedule.
-            is_elsewhere = pc.not_equal(moved_rows.column("topic"), scheduled_rows.column("topic"))
-            positions[0][is_elsewhere.to_numpy(zero_copy_only=False)] = -1
+        positions = (
+            None if placement is None else _positions(placement, ~cancelled, scheduled_rows, moved_rows)
+        )
         # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
@@ -541,11 +539,19 @@ def cancel_rows(scheduled_rows: pa.RecordBatch, now_ms: int, properties: str) ->
     )
 
 
-def _positions_in_frame(placement: Placement, is_released: Bools) -> tuple[Int64Array, Int64Array]:
-    """List the queue and the offset of each message of a frame, -1 for those that are not released."""
+def _positions(
+    placement: Placement, is_released: Bools, scheduled_rows: pa.RecordBatch, moved_rows: pa.RecordBatch
+) -> Positions:
+    """List the queue and the offset of each message of a frame. The queue is -1 for those that are not in their topic.
+
+    These are not released, or a selection has moved them to another topic.
+    """
     queues, offsets = (np.full(len(is_released), -1, np.int64) for _ in range(2))
     # By the index in the frame, because a continuation knows messages only by it.
     queues[is_released], offsets[is_released] = placement.queue_id, placement.queue_offset
+    if moved_rows is not scheduled_rows:
+        is_moved = pc.not_equal(moved_rows.column("topic"), scheduled_rows.column("topic"))
+        queues[is_moved.to_numpy(zero_copy_only=False)] = -1
     return queues, offsets
 
 
