@@ -47,6 +47,15 @@ def full(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[Replica
     return log, written
 
 
+def flip(files: CrashFiles, ordinal: int, place: int) -> None:
+    """Change one bit of a segment."""
+    name = segment_name(ordinal)
+    file = files.open(name)
+    file.write_at(place, bytes([files.content(name)[place] ^ 1]))
+    file.sync()
+    file.close()
+
+
 def places(written: Written, count: int | None = None) -> list[tuple[int, int, bytes]]:
     return [(entry.ordinal, entry.position, entry.raw) for entry in written.entries[:count]]
 
@@ -391,6 +400,54 @@ def test_damage_makes_another_replica_of_the_rows_before_it(seed: int) -> None:
     assert (again.identity.replica != log.identity.replica) == is_proved
     # From then on it is that one, without the damage.
     assert opened(files.crash(survival="nothing")).identity == again.identity
+
+
+@pytest.mark.parametrize("has_led", [True, False])
+def test_a_former_leader_finds_damage_in_its_last_batch(has_led: bool) -> None:
+    """Its own frames state what was on its disk. Those of another leader do not."""
+    files = CrashFiles()
+    log, written = opened(files), Written()
+    log.keep_promise(1, log.identity.replica if has_led else "a/1", MEMBERS)
+    for _ in range(3):
+        written.commit(log, 1)
+    written.sync(log)
+    assert written.end.ordinal == 1 and written.end.end - written.entries[1].position < BATCH_BYTES
+    flip(files, 1, written.entries[1].position + 60)
+    again = opened(files)
+    assert content_of(again) == places(written, 1)
+    assert (again.identity.replica != log.identity.replica) == has_led
+
+
+@pytest.mark.parametrize("knows_itself", [True, False])
+def test_a_damaged_log_is_left_alone_without_another_replica(knows_itself: bool) -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    if knows_itself:
+        log.keep_promise(2, log.identity.replica, Members(1, (log.identity.replica,)))
+    else:
+        files.remove(IDENTITY_NAME)
+    names = files.list_dir("log")
+    flip(files, 1, written.entries[1].position + 60)
+    before = [bytes(files.content(f"log/{name}")) for name in names]
+    with pytest.raises(Corrupt, match=r"0000000001\.log.*restore the file from a copy"):
+        opened(files)
+    assert [bytes(files.content(f"log/{name}")) for name in files.list_dir("log")] == before
+    flip(files, 1, written.entries[1].position + 60)
+    assert content_of(opened(files)) == places(written), "the copy is as the file was"
+
+
+def test_whole_frames_that_a_start_removes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    files = CrashFiles()
+    log, written = opened(files), Written()
+    log.keep_promise(1, "a/1", MEMBERS)
+    for _ in range(3):
+        written.commit(log, 1)
+    written.sync(log)
+    opened(files)
+    assert not caplog.records
+    flip(files, 1, written.entries[1].position + 60)
+    opened(files)
+    assert f"byte={written.entries[2].position}" in caplog.text
 
 
 def test_a_sealed_segment_that_is_gone_is_damage() -> None:

@@ -32,7 +32,7 @@ from timeball.cluster.protocol.messages import (
 from timeball.cluster.protocol.replica import Log
 from timeball.io.files import Files, disk_full
 from timeball.log import format as fmt
-from timeball.log.recovery import Opened, last_written, read_replica
+from timeball.log.recovery import Opened, last_written, read_replica, whole_frames
 from timeball.log.segment import (
     FOLDER,
     STEP_BYTES,
@@ -125,36 +125,52 @@ class ReplicaLog:
     def __init__(
         self, files: Files, node: str, group: str, segment_bytes: int, batch_bytes: int = BATCH_BYTES
     ) -> None:
-        """Open the log and remove its damaged or torn end. Raises SetupError, OverLimit or DiskFailed."""
+        """Open the log and remove its torn end.
+
+        A damaged log is cut, and the rows after the damage are shipped to it again, to a new incarnation. Raises
+        SetupError, OverLimit or DiskFailed, and Corrupt if no other replica of the group is known to have the rows.
+        """
         self._files, self._segment_bytes, self._batch_bytes = files, segment_bytes, batch_bytes
-        segments, damage = read_replica(files, batch_bytes=batch_bytes)
+        self._identity_file = IdentityFile(files)
+        stored = self._identity_file.load()
+        if stored is not None and (stored.group, stored.replica.partition("/")[0]) != (group, node):
+            raise SetupError(
+                f"the log belongs to replica {stored.replica} of group {stored.group}, this is node {node}, group "
+                f"{group}: name the folder of this node (--data)"
+            )
+        # A promise names the replica that may lead, so no other one has written frames of this epoch.
+        has_led = stored is not None and stored.promised_to == stored.replica
+        segments, damage = read_replica(
+            files, batch_bytes=batch_bytes, own_epoch=stored.promised if stored is not None and has_led else 0
+        )
+        if damage and _is_alone(stored):
+            raise Corrupt(
+                f"{damage}; no other replica is known to have these rows: restore the file from a copy. If other "
+                "replicas have them, remove this node's data folder, and it joins as a new replica"
+            )
         self._segments: dict[int, Segment] = {segment.ordinal: segment for segment in segments}
         # The segments for readers in other threads, which read only committed rows. None while the log is empty.
         self.segments: Segments | None = None
         self._file: SegmentFile | None = None
         # True while this replica leads: the broker's writer appends, and its event loop adds frames to `segments`.
         self._is_leading = False
-        self._identity_file = IdentityFile(files)
-        self.identity = self._load_identity(node, group, damage)
+        self.identity = self._identify(stored, node, group, damage)
+        if segments and not damage:
+            _log_cut(segments[-1])
         ends = self.ends()
         self._cut_after(ends[-1].position if ends else BEGINNING, keeps_header=True)
         self._save_has_log()
         if self.minimum_promise(ends) > self.identity.promised:
             self.keep_promise(self.minimum_promise(ends), "", self.identity.members)
 
-    def _load_identity(self, node: str, group: str, damage: str) -> Identity:
-        """Load the identity of this disk, or create a new one if the disk is new, was wiped or is damaged."""
-        identity = self._identity_file.load()
-        if identity is not None and (identity.group, identity.replica.partition("/")[0]) != (group, node):
-            raise SetupError(
-                f"the log belongs to replica {identity.replica} of group {identity.group}, this is node {node}, group "
-                f"{group}: name the folder of this node (--data)"
-            )
-        if identity is None or damage or (not self._segments and identity.has_log):
-            if damage:
-                logger.error("log damaged, the rows after the damage are fetched again reason=%s", damage)
-            identity = Identity(group, f"{node}/{secrets.token_hex(4)}", has_log=bool(self._segments))
-            self._save_identity(identity)
+    def _identify(self, stored: Identity | None, node: str, group: str, damage: str) -> Identity:
+        """Return the stored identity, or create a new one if the disk is new, was wiped or is damaged."""
+        if stored is not None and not damage and (self._segments or not stored.has_log):
+            return stored
+        if damage:
+            logger.error("log damaged, the rows after the damage are fetched again reason=%s", damage)
+        identity = Identity(group, f"{node}/{secrets.token_hex(4)}", has_log=bool(self._segments))
+        self._save_identity(identity)
         return identity
 
     # -- disk operations of the protocol -----------------------------------------------------------------------------
@@ -419,6 +435,25 @@ class ReplicaLog:
             end = begin
         # Also when nothing was overwritten: frames of a killed process may be only in the page cache.
         file.file.sync()
+
+
+def _log_cut(last: Segment) -> None:
+    """Log that whole frames behind the end of the log are removed: a power cut may leave them behind a torn batch."""
+    removed = next(whole_frames(last.buffer, last.end + fmt.ALIGN), None)
+    if removed is not None:
+        logger.warning(
+            "frames behind a torn write are removed file=%s byte=%d seq=%d",
+            last.name,
+            removed.position,
+            removed.first_seq,
+        )
+
+
+def _is_alone(stored: Identity | None) -> bool:
+    """Check whether no other replica of the group is known. Without an identity, none is."""
+    return stored is None or (
+        stored.members.generation > 0 and set(stored.members.replicas) <= {stored.replica}
+    )
 
 
 def _forget_frames(segment: Segment, at: Position) -> None:

@@ -175,12 +175,12 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_se
     return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
 
 
-def read_replica(files: Files, *, batch_bytes: int) -> tuple[list[Segment], str]:
+def read_replica(files: Files, *, batch_bytes: int, own_epoch: int = 0) -> tuple[list[Segment], str]:
     """Read the segments of a replica's log up to its end or to damage. Returns them and the damage ("" if none).
 
-    A replica syncs after at most `batch_bytes`, and the `synced_to` of its frames refers to the leader's disk. So a
-    frame after a hole proves damage only if it states that more than a batch after the hole was on disk. A replica with
-    damage is not refused: the rest after the damage is cut and shipped to it again (docs/cluster-protocol.md).
+    A replica syncs after at most `batch_bytes`, and the `synced_to` of a frame refers to the disk of its leader. So a
+    frame after a hole proves damage only if it states that more than a batch after the hole was on disk. Frames of
+    `own_epoch` refer to this disk, because this replica led in that epoch (0: in none).
     """
     files.make_dir(FOLDER)
     segments: list[Segment] = []
@@ -199,13 +199,13 @@ def read_replica(files: Files, *, batch_bytes: int) -> tuple[list[Segment], str]
         if segments and (segments[-1].ordinal + 1, segments[-1].next_seq) != (ordinal, first_seq):
             return (
                 segments,
-                f"{segments[-1].name} ends at seq {segments[-1].next_seq}, {segment.name} begins later",
+                f"{segments[-1].name} ends at seq {segments[-1].next_seq} ({reason}), {segment.name} begins later",
             )
         reason = _read_frames(segment)
         segments.append(segment)
     if segments:
         last = segments[-1]
-        proof = find_later_proof(last.buffer, last.end, last.next_seq, batch_bytes)
+        proof = find_later_proof(last.buffer, last.end, last.next_seq, batch_bytes, own_epoch)
         if proof is not None:
             return (
                 segments,
@@ -299,10 +299,13 @@ def _check_in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
 # ---- the bytes after the last whole frame --------------------------------------------------------------------
 
 
-def find_later_proof(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0) -> fmt.Frame | None:
+def find_later_proof(
+    buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0, own_epoch: int = 0
+) -> fmt.Frame | None:
     """Find a whole frame after `end` whose `synced_to` states that the bytes at `end` were on disk earlier.
 
-    `batch_bytes`: up to this many bytes after `end` may have been written without a sync in between.
+    `batch_bytes`: up to this many bytes after `end` may have been written without a sync in between, except by the
+    writer of `own_epoch`.
 
     Such a frame proves that the bytes at `end` were acknowledged, so they are damaged, not torn. Its sequence numbers
     must come after `next_seq`, which the bytes at `end` used: a copy of an older frame in the body of a torn commit
@@ -310,7 +313,12 @@ def find_later_proof(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: in
     """
     frames = whole_frames(buffer, end + fmt.ALIGN)
     return next(
-        (frame for frame in frames if frame.synced_to > end + batch_bytes and frame.first_seq > next_seq),
+        (
+            frame
+            for frame in frames
+            if frame.synced_to > end + (batch_bytes if frame.epoch != own_epoch else 0)
+            and frame.first_seq > next_seq
+        ),
         None,
     )
 
