@@ -102,6 +102,9 @@ async def test_a_new_body_keeps_the_next_time_and_a_new_rule_begins_now(world: W
     ("error", "changes"),
     [
         (InvalidMessage, {"properties": {"schedule": "x"}}), (InvalidMessage, {"properties": {"occurrence": "x"}}),
+        (InvalidMessage, {"properties": {"TIMEBALL_UNIQUE_KEY": "x"}}),
+        (InvalidDelay, {"properties": {"TIMEBALL_EXPIRES_AFTER_MS": "5m"}}),
+        (InvalidDelay, {"properties": {"TIMEBALL_ON_EXPIRY": "move"}}),
         (InvalidMessage, {"properties": {"long": "x" * limits.PROPERTIES_BYTES_MAX}}),
         (InvalidMessage, {"tag": "x" * 300}), (OutOfRange, {"body": bytes(limits.SCHEDULE_BODY_BYTES_MAX + 1)}),
         (OutOfRange, {"catch_up_within_ms": -1}), (InvalidName, {"topic": "a b"}), (InvalidName, {"name": "a.b"}),

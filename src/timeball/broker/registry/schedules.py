@@ -29,6 +29,8 @@ from timeball.broker.registry.zones import zone_of_rule
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.model.message import Int64Array, Kind, build_rows
+from timeball.model.send_options import EXPIRY_NAMES, ON_PENDING, check_expiry
+from timeball.model.send_options import UNIQUE_KEY as UNIQUE_KEY_PROPERTY
 from timeball.model.time_parsing import LOCAL_TIME
 from timeball.model.values import CatchUp, Overlap
 
@@ -58,13 +60,18 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return bytes(self.rule).decode()
 
     def check(self) -> None:
-        """Raise InvalidMessage or OutOfRange for a template or bound that no schedule may have.
+        """Raise InvalidMessage, InvalidDelay or OutOfRange for a template or bound that no schedule may have.
 
         The other rules of messages are those of a send.
         """
         for name in (SCHEDULE, OCCURRENCE, SCHEDULED_MS, LOCAL_TIME):
             if name in self.properties:
                 raise InvalidMessage(f"property {name!r}: the broker sets it in each occurrence")
+        for name in (UNIQUE_KEY_PROPERTY, ON_PENDING):
+            if name in self.properties:
+                raise InvalidMessage(f"property {name!r}: the messages of a schedule have no unique key")
+        if not EXPIRY_NAMES.isdisjoint(self.properties):
+            check_expiry(self.properties)
         if len(self.body) > limits.SCHEDULE_BODY_BYTES_MAX:
             raise OutOfRange(f"a body of {len(self.body)} bytes: at most {limits.SCHEDULE_BODY_BYTES_MAX}")
         if len(self.rule) > limits.SCHEDULE_RULE_BYTES_MAX:

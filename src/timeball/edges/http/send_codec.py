@@ -44,10 +44,12 @@ from timeball.model.rules import (
     properties_text,
 )
 from timeball.model.send_options import (
+    EXPIRY_NAMES,
     OnExpiry,
     OnPending,
     Spread,
     UniqueKey,
+    check_expiry,
     even_offset_ms,
     expiry_properties,
     last_offset_ms,
@@ -138,11 +140,13 @@ def decode_messages(
     ids: IdSource,
     now_ms: int | None = None,
     keeps_delays: bool = False,
+    *,
+    may_use_rows: bool = True,
 ) -> DecodedSend:
     """Decode the messages of a send. Raises InvalidMessage, InvalidDelay and OverLimit.
 
-    With `now_ms`, delays may become due times, counted from it. With None or `keeps_delays` they stay delays, so that a
-    repeated send has the same content.
+    With `now_ms`, delays may become due times, counted from it. With None, `keeps_delays` or without `may_use_rows`
+    they stay delays. With `keeps_delays`, a repeated send has the same content.
     """
     if content_type == ARROW:
         return _decode_arrow(topic, data)
@@ -160,7 +164,9 @@ def decode_messages(
         raise OverLimit(
             f"{len(messages)} messages in one request; at most {MESSAGES_MAX}: send fewer at once"
         )
-    return _decoded_send(topic, messages, ids, now_ms, keeps_delays, is_single=is_single)
+    return _decoded_send(
+        topic, messages, ids, now_ms, keeps_delays, is_single=is_single, may_use_rows=may_use_rows
+    )
 
 
 def decode_cloud_event(
@@ -170,6 +176,8 @@ def decode_cloud_event(
     ids: IdSource,
     now_ms: int | None = None,
     keeps_delays: bool = False,
+    *,
+    may_use_rows: bool = True,
 ) -> DecodedSend:
     """Decode the message of a CloudEvent in binary mode. Raises InvalidMessage and InvalidDelay.
 
@@ -182,7 +190,9 @@ def decode_cloud_event(
         if not attributes.get(name):
             raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
     message = _message_from_headers(headers, data, attributes["ce-id"], attributes)
-    return _decoded_send(topic, [message], ids, now_ms, keeps_delays, is_single=True)
+    return _decoded_send(
+        topic, [message], ids, now_ms, keeps_delays, is_single=True, may_use_rows=may_use_rows
+    )
 
 
 def is_raw(headers: Mapping[str, str]) -> bool:
@@ -210,6 +220,8 @@ def decode_raw(
     ids: IdSource,
     now_ms: int | None = None,
     keeps_delays: bool = False,
+    *,
+    may_use_rows: bool = True,
 ) -> DecodedSend:
     """Decode the message of a raw body and its headers. Raises InvalidMessage and InvalidDelay."""
     properties = {}
@@ -222,7 +234,9 @@ def decode_raw(
     message = _message_from_headers(
         headers, data, None if quoted_id is None else unquote(quoted_id), properties
     )
-    return _decoded_send(topic, [message], ids, now_ms, keeps_delays, is_single=True)
+    return _decoded_send(
+        topic, [message], ids, now_ms, keeps_delays, is_single=True, may_use_rows=may_use_rows
+    )
 
 
 def _check_header_names(headers: Mapping[str, str]) -> None:
@@ -334,12 +348,13 @@ def _decoded_send(
     keeps_delays: bool,
     *,
     is_single: bool,
+    may_use_rows: bool,
 ) -> DecodedSend:
     """Check decoded messages, and convert them to rows or columns.
 
     Rows are used with `now_ms` for up to SMALL_BATCH_ROWS messages, if there is no delay that must stay one.
     """
-    uses_rows = now_ms is not None and len(messages) <= SMALL_BATCH_ROWS
+    uses_rows = may_use_rows and now_ms is not None and len(messages) <= SMALL_BATCH_ROWS
     if keeps_delays and uses_rows:
         uses_rows = all(message.after is msgspec.UNSET for message in messages)
     rows: list[tuple[bytes, str | None, str | None, str | None]] = []
@@ -362,7 +377,9 @@ def _decoded_send(
             or message.expires_in is not UNSET
             or message.on_expiry is not None
         ):
-            properties = (properties or "") + _expiry(message, latest)
+            properties = (properties or "") + _expiry(message, latest, None if keeps_delays else now_ms)
+        elif not EXPIRY_NAMES.isdisjoint(message.properties):
+            check_expiry(message.properties, latest.due_ms)
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _keys(index, message) if message.key is not None or message.keys else None
@@ -504,16 +521,24 @@ def with_due_times(decoded: DecodedSend, due_times_ms: Mapping[int, int]) -> Dec
     return decoded._replace(rows=rows, ids_and_times=ids_and_times)
 
 
-def _expiry(message: Message, latest: IdAndTime) -> str:
-    """Encode the expiry of a message as properties. `latest`: with the end of its window. Raises InvalidDelay."""
+def _expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> str:
+    """Encode the expiry of a message as properties. `latest`: with the end of its window. Raises InvalidDelay.
+
+    A delay is counted from `now_ms`. None for a send that may be repeated: its answer must not depend on the time.
+    """
     if latest.due_ms is None and latest.delay_ms is None:
         raise InvalidDelay("a message without at or after is visible at once: leave its expiry out")
+    if not EXPIRY_NAMES.isdisjoint(message.properties):
+        raise InvalidDelay("an expiry as fields and as properties: give the fields")
+    due_ms = latest.due_ms
+    if latest.delay_ms is not None and now_ms is not None:
+        due_ms = now_ms + latest.delay_ms
     return encode_properties(
         expiry_properties(
             None if message.expires_at is UNSET else time_parsing.due_ms(message.expires_at),
             None if message.expires_in is UNSET else time_parsing.delay_ms(message.expires_in, "expires_in"),
             message.on_expiry,
-            latest.due_ms,
+            due_ms,
         )
     )
 

@@ -381,6 +381,8 @@ def test_an_expiry_is_stored_with_the_message(client: Client) -> None:
     raw = client.send("expiring", b"x", timeball_after="1h", timeball_expires_at="2090-01-31T09:00:00Z")
     shown = client.ask("GET", f"/v1/messages/{raw.value['id']}").value["messages"][0]["properties"]
     assert shown["TIMEBALL_EXPIRES_MS"] == "3789536400000"
+    as_property = {"body": "x", "after": "1h", "properties": {"TIMEBALL_EXPIRES_AFTER_MS": "300000"}}
+    assert client.send("expiring", as_property).status == 201
 
 
 @pytest.mark.parametrize(
@@ -392,6 +394,11 @@ def test_an_expiry_is_stored_with_the_message(client: Client) -> None:
         {"at": "2090-01-31T09:00:00Z", "expires_at": "2090-01-31T08:00:00Z"},
         {"after": "1h", "expires_in": "5m", "expires_at": "2090-01-31T08:00:00Z"},
         {"after": "1h", "expires_in": 5},
+        {"after": "1h", "expires_at": "2020-01-31T08:00:00Z"},
+        {"after": "1h", "window": "5m", "expires_at": "2020-01-31T08:00:00Z"},
+        {"after": "1h", "expires_in": "5m", "properties": {"TIMEBALL_EXPIRES_AFTER_MS": "7"}},
+        {"after": "1h", "properties": {"TIMEBALL_EXPIRES_AFTER_MS": "5m"}},
+        {"after": "1h", "properties": {"TIMEBALL_ON_EXPIRY": "move"}},
         {"after": "1h", "spread": "level"},
         {"after": "1h", "window": "5m", "spread": "odd"},
         {"window": "5m"},
@@ -408,6 +415,16 @@ def test_an_expiry_is_stored_with_the_message(client: Client) -> None:
 )
 def test_a_bad_expiry_or_window_is_a_400(client: Client, fields: dict[str, object]) -> None:
     assert client.send("bad-options", {"body": "x", **fields}).status == 400
+    assert client.send("bad-options", [{"body": "x", **fields}] * 300).status == 400
+
+
+def test_a_repeated_send_is_answered_after_its_expiry(client: Client, node: RunningNode) -> None:
+    at_ms = node.broker.clock.now_ms() - 1
+    fields = {"body": "x", "after": "1h", "expires_at": at_ms}
+    assert client.send("expired", fields).status == 400
+    assert client.send("expired", fields, idempotency_key="expired").status == 201, (
+        "as when it was sent first"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 300])

@@ -45,7 +45,7 @@ class _Send(NamedTuple):
     attempt: str
     sends_anew: bool  # although the messages of an earlier send with this key are settled
     may_use_rows: bool
-    decode: Callable[[bytes, send_codec.IdSource, int | None, bool], DecodedSend]
+    decode: Callable[..., DecodedSend]  # body, ids, now_ms, keeps_delays, may_use_rows
 
 
 class _Piece(Piece, gc=False):
@@ -146,9 +146,9 @@ class Sends:
 
     def _decode(self, call: Call, send: _Send, data: bytes) -> DecodedSend:
         """Decode the body of a request."""
-        now_ms = self._broker.clock.now_ms() if send.may_use_rows else None
+        now_ms = self._broker.clock.now_ms()
         ids = _RANDOM_IDS if send.key is None else _DerivedIds(call.caller.name, send.topic, send.key)
-        decoded = send.decode(data, ids, now_ms, send.key is not None)
+        decoded = send.decode(data, ids, now_ms, send.key is not None, may_use_rows=send.may_use_rows)
         if trace_context := context_from_headers(call.headers):
             rows = with_contexts(decoded.rows, [trace_context] * decoded.row_count)
             decoded = decoded._replace(rows=rows)
