@@ -280,7 +280,7 @@ class ReplicatedNode:
             generation=state.members.generation, members=state.members.replicas, log_seq=state.log.seq,
             committed_seq=state.committed_seq, applied_seq=state.applied_seq,
             since_ms=thread.since_ms, connections=thread.connected, version=__version__,
-            problem=self._problem or thread.problem,
+            problem=self._problem or thread.problem or self.data_files.problem,
             peers={
                 node: PeerFigures(peer.replica, peer.acked.seq, offsets.get(node))
                 for node, peer in peers.items()

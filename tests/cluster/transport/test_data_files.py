@@ -14,11 +14,19 @@ from tests.bounds import BOUND_S
 
 from timeball.cluster.protocol.messages import BEGINNING, Complete, File, Have, Message, Want
 from timeball.cluster.protocol.replica import Lead, Peer, Replica, Role, Rules, Source
-from timeball.cluster.transport.data_files import PIECE_BYTES, SUFFIX, UNNAMED_MS, CommittedFiles, DataFiles
+from timeball.cluster.transport.data_files import (
+    GIVE_UP_MS,
+    PIECE_BYTES,
+    SUFFIX,
+    UNNAMED_MS,
+    CommittedFiles,
+    DataFiles,
+)
 from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles
-from timeball.model.errors import NotFound, NotLeader
+from timeball.model.errors import MissingFile, NotFound, NotLeader
 from timeball.table.attachment import FileEntry
+from timeball.table.live_files import LIVE_FOLDER, live_name
 
 SET = ("a/1", "b/1", "c/1")
 RETENTION_MS = 60_000
@@ -335,6 +343,42 @@ def test_a_new_leader_fetches_what_it_lacks_before_it_is_complete(world: World) 
     world.connect("b")
     world.until(complete.done)
     assert world.a.content(path) == world.b.content(path)
+
+
+def test_a_new_leader_gives_up_without_a_file_that_no_replica_has(world: World) -> None:
+    path = "bucket=2026-11-24/" + "f" * 32 + ".parquet"
+    seq = world.a.log.attach(path, size_bytes=100) + 1
+    world.a.state = replace(world.a.state, committed_seq=seq)
+    world.a.log.apply(seq)
+    assert not world.a.work.problem
+    complete, began_ms = world.a.work.complete(), world.clock.boot_ms()
+    world.connect("c")
+    world.until(lambda: world.a.work.problem)
+    assert path in world.a.work.problem and not complete.done()
+    world.until(lambda: complete.done() or world.clock.advance(500))
+    with pytest.raises(MissingFile, match=path):
+        complete.result()
+    assert world.clock.boot_ms() - began_ms > GIVE_UP_MS
+
+
+@pytest.mark.parametrize("holder", ["a", "b"])
+def test_a_file_whose_name_another_program_has_removed_comes_back_from_its_link(
+    world: World, holder: str
+) -> None:
+    """At the replica that needs it, and at the one that is asked for it."""
+    keeper = world.machines[holder]
+    path = keeper.write(100)
+    keeper.files.make_dir(LIVE_FOLDER)
+    keeper.files.link(f"pending/{path}", live_name(path))
+    keeper.files.remove(f"pending/{path}")
+    seq = world.a.log.attach(path, size_bytes=100) + 1
+    world.a.state = replace(world.a.state, committed_seq=seq)
+    world.a.log.apply(seq)
+    world.connect("b")
+    complete, began_ms = world.a.work.complete(), world.clock.boot_ms()
+    world.until(complete.done)
+    assert keeper.content(path) == world.a.content(path) is not None
+    assert world.clock.boot_ms() - began_ms < GIVE_UP_MS
 
 
 def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: World) -> None:

@@ -8,7 +8,8 @@ the next piece (WANT) once it has written the last one.
                replicas have it
     replica    requests announced files, and then the missing files that committed rows name; it removes files that
                have left the table, and segments that the leader may have deleted
-    new leader requests its missing files before its broker is built (`complete`)
+    new leader requests its missing files before its broker is built (`complete`), and ends if none of them arrives for
+               GIVE_UP_MS, so that another replica can lead
 
 A replica confirms a file only after its checksum was right and its name is on the disk (`IncomingFile`).
 """
@@ -33,7 +34,15 @@ from timeball.cluster.protocol.replica import Replica, Role, node_of
 from timeball.io.clock import Clock
 from timeball.io.files import Files, full_disk_as_over_limit
 from timeball.model import limits
-from timeball.model.errors import LEADS_NO_MORE, NotFound, NotLeader, OverLimit, PeerError, TimeballError
+from timeball.model.errors import (
+    LEADS_NO_MORE,
+    MissingFile,
+    NotFound,
+    NotLeader,
+    OverLimit,
+    PeerError,
+    TimeballError,
+)
 from timeball.table import live_files
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.layout import FOLDER
@@ -44,6 +53,7 @@ WORK_EVERY_MS = 50  # interval of the thread's periodic work
 REMOVE_EVERY_MS = 1_000  # interval of the search for files to remove
 ANSWER_MS = 3_000  # a request is given up when no piece arrives for this long
 RETRY_MS = 1_000  # pause before a file is requested again after a failure
+GIVE_UP_MS = 30_000  # a new leader waits for its missing files until no piece has arrived for this long
 # A file that no row names may belong to a future attach. Files left by failed jobs are removed after this time.
 UNNAMED_MS = limits.DAY_MS
 
@@ -114,7 +124,8 @@ class DataFiles:
         self._keep_readable_ms = min(retention_ms, limits.DAY_MS)
         self._on_failure, self._committed = on_failure, committed
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files)
+        self._live_files = live_files.LiveFiles(files)
+        self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files, self._live_files)
         self._missing: dict[str, int] = {}  # live files that are not on this disk: path -> size in bytes
         self._announced: dict[str, AnnouncedFile] = {}
         self._request: FileRequest | None = None
@@ -122,6 +133,7 @@ class DataFiles:
         self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it is live by then
         self._shipments: list[Shipment] = []
         self._completion: Future[None] | None = None
+        self._progress_ms = 0  # when a new leader began to wait for files, or received the last piece
         self._is_leading = False  # True: this replica leads, so the broker maintains the table
         self._worked_ms = self._removed_ms = 0
         self._removed_before_seq = 0  # segments before this row were removed
@@ -141,6 +153,17 @@ class DataFiles:
         """The number of files that this replica lacks, as far as known."""
         return len(self._missing)
 
+    @property
+    def problem(self) -> str:
+        """Describe the files that a new leader lacks. "" if it lacks none, or is none."""
+        missing = sorted(self._missing.copy())  # in one step: the thread changes the dict
+        if self._completion is None or not missing:
+            return ""
+        return (
+            f"cannot lead without its missing data files ({len(missing)}, such as {FOLDER}/{missing[0]}): start a "
+            "replica that has them, or put them back from a copy"
+        )
+
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def ship(self, paths: Sequence[str]) -> Future[None]:
@@ -150,7 +173,10 @@ class DataFiles:
         return future
 
     def complete(self) -> Future[None]:
-        """Fetch the files that a new leader lacks. The future is done when it has the files of all committed rows."""
+        """Fetch the files that a new leader lacks. The future is done when it has the files of all committed rows.
+
+        Its error is MissingFile if no other replica sends a file.
+        """
         future: Future[None] = Future()
         self._calls.put(partial(self._begin_leading, future))
         return future
@@ -219,6 +245,9 @@ class DataFiles:
         self._request_next()
         if self._live.seq and not self._missing:
             self._report_complete(state)
+        elif self._missing and self._completion is not None and now_ms - self._progress_ms > GIVE_UP_MS:
+            self._completion.set_exception(MissingFile(f"this replica {self.problem}"))
+            self._completion = None
         if self._live.seq and now_ms - self._removed_ms >= REMOVE_EVERY_MS:
             self._removed_ms = now_ms
             self._remove(now_ms)
@@ -228,6 +257,7 @@ class DataFiles:
         previous, self._live = self._live.entries, self._committed()
         entries = self._live.entries
         if entries is not previous:
+            self._live_files.live = entries
             for path in entries.keys() - previous.keys():
                 if not self._has(path, entries[path].size_bytes):
                     self._missing[path] = entries[path].size_bytes
@@ -259,7 +289,7 @@ class DataFiles:
     def _begin_leading(self, future: Future[None]) -> None:
         self._announced.clear()
         self._drop_request()
-        self._completion = future
+        self._completion, self._progress_ms = future, self._clock.boot_ms()
 
     def _ship(self, paths: list[str], future: Future[None]) -> None:
         try:
@@ -350,8 +380,8 @@ class DataFiles:
         return nodes[now_ms // RETRY_MS % len(nodes)] if nodes else ""
 
     def _has(self, path: str, size_bytes: int) -> bool:
-        name = f"{FOLDER}/{path}"
-        return self._files.exists(name) and self._files.size(name) == size_bytes
+        # Another program may have removed the name, but not the link.
+        return self._live_files.restore_file(path) and self._files.size(f"{FOLDER}/{path}") == size_bytes
 
     def _receive(self, node: str, file: File) -> None:
         request = self._request
@@ -384,7 +414,7 @@ class DataFiles:
             )
         if request.incoming is None:
             request.incoming = IncomingFile(self._files, file.path, file.size_bytes, file.crc32c)
-        request.heard_ms = self._clock.boot_ms()
+        request.heard_ms = self._progress_ms = self._clock.boot_ms()
         return request.incoming.add(file.position, file.crc32c, file.chunk)
 
     def _postpone(self, request: FileRequest, reason: str) -> None:
@@ -488,8 +518,8 @@ T = TypeVar("T")
 class OutgoingFiles:
     """Reads the files of one replica. Blocking. Belongs to one thread."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    def __init__(self, files: Files, live: live_files.LiveFiles) -> None:
+        self._files, self._live_files = files, live
         self._mapped: dict[str, pa.Buffer] = {}
         self._checksums: dict[str, tuple[int, int]] = {}  # path -> size, CRC-32C
 
@@ -516,6 +546,7 @@ class OutgoingFiles:
 
     def _map(self, path: str) -> pa.Buffer:
         if path not in self._mapped:
+            self._live_files.restore_file(path)
             self._mapped[path] = self._files.map_readonly(f"{FOLDER}/{path}")
             _trim(self._mapped, MAPPED_MAX)
         return self._mapped[path]
