@@ -31,7 +31,7 @@ from timeball.cluster.protocol.replica import Log
 from timeball.cluster.replica_log import IDENTITY_NAME, SLOT_BYTES, ReplicaLog
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
-from timeball.log.segment import segment_name
+from timeball.log.segment import Segment, segment_name
 from timeball.model.errors import Corrupt, SetupError
 
 MEMBERS = Members(3, ("a/1", "b/1", "c/1"))
@@ -475,6 +475,20 @@ def test_segments_that_retention_drops_are_shipped_no_more() -> None:
     assert piece.begin.ordinal == 2 and piece.begin.first_seq == segments.all[0].first_seq
     again = opened(files)
     assert content_of(again) == kept and again.identity.replica == log.identity.replica
+
+
+def test_a_segment_may_be_dropped_while_another_thread_looks_for_the_first() -> None:
+    class Dropping(dict[int, Segment]):
+        """Loses its oldest segment before the next look at one."""
+
+        def __getitem__(self, ordinal: int) -> Segment:
+            self.pop(min(self), None)
+            return super().__getitem__(ordinal)
+
+    log, written = full(CrashFiles())
+    log._segments = Dropping(log._segments)
+    assert log.first.ordinal == 1
+    assert log.read(BEGINNING, written.end, 9) is not None
 
 
 def test_a_follower_whose_place_was_dropped_begins_with_what_is_kept() -> None:

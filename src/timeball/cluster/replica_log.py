@@ -148,6 +148,7 @@ class ReplicaLog:
                 f"{damage}; no other replica is known to have these rows: restore the file from a copy. If other "
                 "replicas have them, remove this node's data folder, and it joins as a new replica"
             )
+        # While this replica leads, the reader thread removes the oldest ones: look them up in a copy.
         self._segments: dict[int, Segment] = {segment.ordinal: segment for segment in segments}
         # The segments for readers in other threads, which read only committed rows. None while the log is empty.
         self.segments: Segments | None = None
@@ -185,7 +186,7 @@ class ReplicaLog:
     def ends(self) -> Ends:
         """List the end of each epoch in the log."""
         epochs: list[EpochEnd] = []
-        for segment in self._segments.values():
+        for segment in self._segments.copy().values():
             for frame in epoch_ends(segment):
                 if epochs and epochs[-1].epoch == frame.epoch:
                     epochs.pop()
@@ -195,9 +196,9 @@ class ReplicaLog:
     @property
     def first(self) -> Position:
         """The begin of the log, after the segments that retention has deleted."""
-        if not self._segments:
+        if not (segments := self._segments.copy()):
             return BEGINNING
-        segment = self._segments[min(self._segments)]
+        segment = segments[min(segments)]
         return Position(segment.ordinal, fmt.ALIGN, segment.first_seq)
 
     @staticmethod
@@ -280,11 +281,11 @@ class ReplicaLog:
         """Read frames of one segment, from `begin` and at most up to `end`. None when there are none."""
         if begin >= end:
             return None
-        ordinal, position = begin.ordinal, begin.end
-        segment = self._segments.get(ordinal)
+        ordinal, position, segments = begin.ordinal, begin.end, self._segments.copy()
+        segment = segments.get(ordinal)
         if segment is None or self._frame_at(segment, position, end) is None:
-            ordinal = ordinal + 1 if segment is not None else min(self._segments)
-            segment, position = self._segments[ordinal], fmt.ALIGN
+            ordinal = ordinal + 1 if segment is not None else min(segments)
+            segment, position = segments[ordinal], fmt.ALIGN
         begin_message = None
         if position == fmt.ALIGN:
             header = bytes(segment.buffer[: fmt.ALIGN])
