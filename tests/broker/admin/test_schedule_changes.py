@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from typing import Any
 
 import pytest
-from tests.broker.on_node import on_node
+from tests.broker.on_node import batch, on_node
 from tests.broker.recurring.schedule_lives import (
     EVERY_MS,
     NAME,
@@ -28,6 +28,7 @@ from timeball.broker.admin import schedule_changes
 from timeball.broker.recurring import successors
 from timeball.broker.recurring.kept_results import kept
 from timeball.broker.registry.schedules import State
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Access, Account, Caller, Principal
 from timeball.model.errors import (
@@ -373,6 +374,74 @@ async def test_the_history_asks_the_rule_in_a_thread(world: World) -> None:
     await asyncio.sleep(0)
     assert not history.done(), "other tasks have their turns meanwhile"
     assert await history == []
+
+
+@on_node()
+async def test_the_history_of_a_yearly_rule_has_the_last_ten_years(world: World) -> None:
+    await put(world, rule={"cron": "0 0 1 1 *", "zone": "UTC"})
+    for _ in range(2):
+        await world.advance(progress(world).due_ms - world.clock.wall)
+    past = await world.broker.schedules.history(NAME, ANONYMOUS)
+    assert [each.occurrence.local[:4] for each in past] == [str(year) for year in range(2025, 2015, -1)]
+    assert [each.places[0].state for each in past if each.places] == ["visible", "visible"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "years"),
+    [
+        ({"cron": "0 0 29 2 *", "zone": "UTC"}, list(range(2020, 1983, -4))),
+        ({"at": ["1970-01-01T00:00", "2022-05-01T00:00", "2030-05-01T00:00"], "zone": "UTC"}, [2022, 1970]),
+        ({"cron": "0 0 1 1 *", "zone": "UTC", "starts_at": "2024-01-01T00:00"}, []),
+    ],
+)
+@on_node()
+async def test_the_history_has_rare_times(world: World, rule: dict[str, Any], years: list[int]) -> None:
+    await put(world, rule=rule)
+    past = await world.broker.schedules.history(NAME, ANONYMOUS)
+    assert [int(each.occurrence.local[:4]) for each in past] == years
+
+
+@on_node()
+async def test_the_history_has_messages_of_former_topics(world: World) -> None:
+    await put(world)
+    await world.advance(EVERY_MS)
+    await world.broker.cancel(ids=[id_of(progress(world).due_ms)])
+    await world.advance(EVERY_MS)
+    await put(world, topic="news")
+    selected = SelectionFacts(seq=0, at_ms=0, action="move", topics=["news"], to_topic="moved")
+    await world.broker.selections.select(selected, ANONYMOUS)
+    await world.advance(2 * EVERY_MS)
+    past = await world.broker.schedules.history(NAME, ANONYMOUS)
+    places = [each.places[0] for each in past if each.places]
+    assert [(place.state, place.topic) for place in places] == [
+        ("visible", "news"), ("visible", "moved"), ("cancelled", None), ("visible", TOPIC),
+    ]  # fmt: skip
+    # Only as far as the caller may look at these topics.
+    reader = account("reader", {"news": "SUB"})
+    past = await world.broker.schedules.history(NAME, reader)
+    assert [len(each.places) for each in past[:4]] == [1, 0, 0, 0]
+
+
+@on_node()
+async def test_the_history_has_messages_to_a_topic_of_retries(world: World) -> None:
+    world.broker.tables.groups.ensure("workers")
+    await put(world, topic="%RETRY%workers")
+    await world.advance(EVERY_MS)
+    [past, *_] = await world.broker.schedules.history(NAME, ANONYMOUS)
+    assert [place.state for place in past.places] == ["visible"]
+
+
+@on_node()
+async def test_the_history_leaves_out_foreign_messages_with_the_id_of_an_occurrence(world: World) -> None:
+    await put(world)
+    due_ms = progress(world).due_ms
+    await world.broker.send(batch(1, topic=["others"], unique_key=[id_of(due_ms)]))
+    await world.broker.schedules.pause(NAME, ANONYMOUS)
+    await world.broker.schedules.put(NAME, facts_of(body=b"later"), ANONYMOUS)
+    await world.advance(EVERY_MS)
+    [past, *_] = await world.broker.schedules.history(NAME, ANONYMOUS)
+    assert past.message_id == id_of(due_ms)
+    assert [place.state for place in past.places] == ["cancelled"]
 
 
 # ---- permissions ---------------------------------------------------------------------------------------------

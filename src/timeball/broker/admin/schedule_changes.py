@@ -44,6 +44,7 @@ from timeball.broker.registry.schedules import (
     State,
 )
 from timeball.broker.registry.zones import Zones, zone_of_rule
+from timeball.broker.revoking.scheduled_lookup import is_on_its_way_back
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import rows_of
 from timeball.log.writer import CommitLog
@@ -55,7 +56,7 @@ from timeball.model.message import encode_properties, send_row
 from timeball.schedule.scheduler import Scheduler
 
 HISTORY_ROWS = 10
-HISTORY_MS = 366 * limits.DAY_MS
+FIRST_TIME_MS = -1  # a time of a rule is later: the first one is in 1970
 # A page ends here, so that a list holds the event loop for a few milliseconds.
 NAMES_PER_PAGE_MAX = 1_000  # of which the caller may see a few
 SHOWN_PER_PAGE_MAX = 100
@@ -161,17 +162,24 @@ class ScheduleChanges:
         return await asyncio.to_thread(lambda: Rule.parse(rule).after(begin_ms, number))
 
     async def history(self, name: str, caller: Caller) -> list[Past]:
-        """List the last times of a schedule's rule, the newest first, with the states of their messages."""
+        """List the last times of a schedule's rule, the newest first, with the states of their messages.
+
+        These may be in any topic at which the caller may look.
+        """
         facts = self._visible(name, caller)[0]
-        until_ms, past = self._clock.now_ms(), list[Past]()
+        past = list[Past]()
         # In a thread, because each step backwards asks the rule some tens of times.
         times = await asyncio.to_thread(
-            last_times, facts.rule_text, until_ms - HISTORY_MS, until_ms, HISTORY_ROWS
+            last_times, facts.rule_text, FIRST_TIME_MS, self._clock.now_ms(), HISTORY_ROWS
         )
+        # Any topic: that of the schedule may have changed since, or a selection may have moved the message. Only topics
+        # of retries must be named.
+        topic = facts.topic if is_on_its_way_back(facts.topic) else None
         for occurrence in times:
             # The id follows from the time, so the log needs no index of the occurrences of a schedule.
             message_id = occurrence_id(name, occurrence.due_ms)
-            past.append(Past(occurrence, message_id, await self._find(message_id, facts.topic, caller)))
+            places = await self._find(message_id, topic, caller)
+            past.append(Past(occurrence, message_id, [place for place in places if _may_be_of(name, place)]))
         return past
 
     # -- changes -------------------------------------------------------------------------------------------------
@@ -358,3 +366,9 @@ class ScheduleChanges:
         durable = self._appender.append(pa.concat_batches(parts)).durable
         continuation.keep()
         await durable
+
+
+def _may_be_of(name: str, place: MessagePlace) -> bool:
+    """Check whether a message with the id of an occurrence may be of this schedule: anyone may send such an id."""
+    # The content is unknown if the message has ended, or the caller may not receive from its topic.
+    return place.content is None or place.content.properties.get(SCHEDULE) == name
