@@ -49,6 +49,43 @@ def test_days_of_a_calendar_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "days"),
+    [
+        ("DURATION:P3D", ["2030-12-25", "2030-12-26", "2030-12-27"]),
+        ("DURATION:+P1W", [f"2030-12-{day}" for day in range(25, 32)]),
+        ("DURATION:P0D", ["2030-12-25"]),
+        ("STATUS:CONFIRMED", ["2030-12-25"]),
+        ("STATUS:CANCELLED", []),
+        ("STATUS:CANCELLED\nRRULE:FREQ=YEARLY", []),
+        # The fields of an alarm are not those of its event.
+        ("BEGIN:VALARM\nTRIGGER:-PT15M\nREPEAT:2\nDURATION:PT5M\nSUMMARY:Wake\nEND:VALARM", ["2030-12-25"]),
+    ],
+)
+def test_an_event_has_a_duration_and_a_status(tmp_path: Path, lines: str, days: list[str]) -> None:
+    file = tmp_path / "holidays.ics"
+    file.write_text(CALENDAR.replace("DTEND;VALUE=DATE:20301227", lines))
+    assert read_dates(file) == [*days, "2031-01-01"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("DURATION:PT36H", "Christmas is no event of whole days"),
+        ("DURATION:P1DT12H", "Christmas is no event of whole days"),
+        ("DURATION:-P1D", "Christmas is no event of whole days"),
+        ("DURATION:P1D\nDTEND;VALUE=DATE:20301227", "Christmas has two ends"),
+        ("DURATION:P1000D", "Christmas is no event of whole days"),
+        ("DTSTART:99991231\nDURATION:P9D", "--exclude-file"),
+    ],
+)
+def test_a_duration_that_is_no_days_is_refused(tmp_path: Path, lines: str, named: str) -> None:
+    file = tmp_path / "holidays.ics"
+    file.write_text(CALENDAR.replace("DTEND;VALUE=DATE:20301227", lines))
+    with pytest.raises(RequestError, match=named):
+        read_dates(file)
+
+
+@pytest.mark.parametrize(
     ("line", "named"),
     [
         ("RRULE:FREQ=YEARLY", "Christmas repeats"),

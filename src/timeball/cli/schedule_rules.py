@@ -66,7 +66,11 @@ RuleOption = Annotated[
 ]
 
 _EVENT = re.compile(r"^BEGIN:VEVENT$(.*?)^END:VEVENT$", re.DOTALL | re.MULTILINE)
-_FIELD = re.compile(r"^(DTSTART|DTEND|RRULE|RDATE|SUMMARY)((?:;[^:\n]*)?):(.*)$", re.MULTILINE)
+_ALARM = re.compile(r"^BEGIN:VALARM$.*?^END:VALARM$", re.DOTALL | re.MULTILINE)
+_FIELD = re.compile(
+    r"^(DTSTART|DTEND|DURATION|RRULE|RDATE|STATUS|SUMMARY)((?:;[^:\n]*)?):(.*)$", re.MULTILINE
+)
+_DURATION = re.compile(r"\+?P(\d{1,3})([DW])", re.ASCII)
 
 
 def build_rule(rule: str | None, *, exclude_file: Path | None = None, **keys: Any) -> dict[str, Any]:
@@ -93,7 +97,8 @@ def build_rule(rule: str | None, *, exclude_file: Path | None = None, **keys: An
 def read_dates(file: Path) -> list[str]:
     """Read dates from an iCalendar file with all-day events, or from a text with a date in each line.
 
-    Raises RequestError for a file that cannot be read, an event that repeats, and one with a time of day.
+    Cancelled events are left out. Raises RequestError for a file that cannot be read, an event that repeats, and one
+    with a time of day.
     """
     try:
         text = file.read_text("utf-8").replace("\r\n", "\n")
@@ -105,19 +110,28 @@ def read_dates(file: Path) -> list[str]:
     unfolded = re.sub(r"\n[ \t]", "", text)
     try:
         return sorted({day for event in _EVENT.findall(unfolded) for day in _days_of(event)})
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise RequestError(f"--exclude-file {file}: {error}") from error
 
 
 def _days_of(event: str) -> list[str]:
-    """List the days of an event, from DTSTART to the day before DTEND. Raises ValueError."""
-    fields = {name: value.strip() for name, _, value in _FIELD.findall(event)}
+    """List the days of an event: none if it is cancelled. Raises ValueError, and OverflowError after the year 9999."""
+    # An alarm has fields of the same names.
+    fields = {name: value.strip() for name, _, value in _FIELD.findall(_ALARM.sub("", event))}
     name = fields.get("SUMMARY", "an event")
+    if fields.get("STATUS", "").upper() == "CANCELLED":
+        return []
     if "RRULE" in fields or "RDATE" in fields:
         raise ValueError(f"{name} repeats; list its dates instead")
+    if "DTEND" in fields and "DURATION" in fields:
+        raise ValueError(f"{name} has two ends; write DTEND or DURATION")
     start, end = fields.get("DTSTART", ""), fields.get("DTEND", "")
-    if not re.fullmatch(r"\d{8}", start) or not re.fullmatch(r"\d{8}|", end):
+    duration = _DURATION.fullmatch(fields.get("DURATION", "P1D"))
+    if not re.fullmatch(r"\d{8}", start) or not re.fullmatch(r"\d{8}|", end) or duration is None:
         raise ValueError(f"{name} is no event of whole days")
     first = date.fromisoformat(start)
-    count = (date.fromisoformat(end) - first).days if end else 1
+    # DTEND is the day after the last one.
+    count = (
+        (date.fromisoformat(end) - first).days if end else int(duration[1]) * (7 if duration[2] == "W" else 1)
+    )
     return [(first + timedelta(days=day)).isoformat() for day in range(max(count, 1))]
