@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import takewhile
 
 import pytest
@@ -153,6 +153,40 @@ def test_until_is_a_local_time_or_an_instant() -> None:
         ][:dues]
 
 
+@pytest.mark.parametrize(
+    "until", ["20301225T085959", "20301225T090000", "20301226T085959", "20301226T090000"]
+)
+@pytest.mark.parametrize(("move", "excluded"), [("after", "2030-12-25"), ("before", "2030-12-26")])
+def test_an_instant_ends_the_times_that_a_local_time_ends(until: str, move: str, excluded: str) -> None:
+    """UNTIL counts before times are moved, in both forms."""
+    runs = []
+    for end in (until, f"{until}Z"):
+        text = f"DTSTART:20301223T090000\nRRULE:FREQ=DAILY;UNTIL={end}"
+        rule = Rule.parse({"rrule": text, "zone": "UTC", "exclude": [excluded], "move": move})
+        runs.append([run.local for run in rule.after(0, 9)])
+    assert runs[0] == runs[1]
+    assert (runs[0][-1] == "2030-12-26T09:00:00") == (move == "after" and until > "20301225T085959")
+
+
+# Seconds around the nights of 2026 in which clocks in Berlin change.
+NEAR_CHANGES = st.sampled_from(["2026-03-29T01:00", "2026-10-25T01:00"]).flatmap(
+    lambda change: st.integers(-100_000, 100_000).map(lambda s: naive(change) + timedelta(seconds=s))
+)
+
+
+@given(
+    until=NEAR_CHANGES,
+    fold=st.sampled_from(["first", "both"]),
+    parts=st.sampled_from(["DAILY", "HOURLY", "DAILY;BYHOUR=1,2,3;BYMINUTE=0,30"]),
+)
+def test_an_instant_is_an_end_as_ends_at(until: datetime, fold: str, parts: str) -> None:
+    rrule = f"DTSTART:{until:%Y%m}20T023000\nRRULE:FREQ={parts}"
+    by_rule = {"rrule": f"{rrule};UNTIL={until:%Y%m%dT%H%M%SZ}"}
+    by_end = {"rrule": rrule, "ends_at": f"{until.isoformat()}Z"}
+    runs = [Rule.parse({**spec, "zone": BERLIN, "fold": fold}).after(0, 300) for spec in (by_rule, by_end)]
+    assert runs[0] == runs[1]
+
+
 def test_hourly_rules_follow_the_clock_and_longer_ones_run_once() -> None:
     hourly = Rule.parse({"rrule": "DTSTART:20260101T003000\nRRULE:FREQ=HOURLY", "zone": BERLIN})
     assert [run.local[11:16] for run in hourly.after(instant_ms("2026-10-24T23:00:00Z"), 4)] == [
@@ -203,6 +237,7 @@ REFUSED = [
     ("RRULE:FREQ=DAILY;UNTIL=20300110", "such as 20301231T235959"),
     ("RRULE:FREQ=DAILY;UNTIL=20300132T000000", "does not exist"),
     ("RRULE:FREQ=DAILY;UNTIL=20291231T235959", "UNTIL is before DTSTART"),
+    ("RRULE:FREQ=DAILY;UNTIL=20291231T225959Z", "UNTIL is before DTSTART"),
     ("RRULE:FREQ=DAILY;FREQ=WEEKLY", "given twice"),
     ("RRULE:FREQ=DAILY;RSCALE=GREGORIAN;SKIP=FORWARD", "no part of a rule here"),
     ("RRULE:FREQ=YEARLY;BYEASTER=1", "no part of a rule here"),

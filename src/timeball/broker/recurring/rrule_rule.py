@@ -5,8 +5,9 @@
     EXDATE:20300426T090000
 
 DTSTART is the first occurrence, a local time in the rule's zone. UNTIL is a local time or, with Z, an instant. COUNT
-includes the occurrences that EXDATE then leaves out. `dateutil` expands the rules. Programs disagree about some forms.
-These are refused: a DTSTART that the rule does not match, an UNTIL that is a date, and the others in `_check_parts`.
+includes the occurrences that EXDATE then leaves out. Both end a rule before excluded dates move its times.
+`dateutil` expands the rules. Programs disagree about some forms. These are refused: a DTSTART that the rule does not
+match, an UNTIL that is a date, and the others in `_check_parts`.
 
 `dateutil` can only begin at DTSTART. A search here begins at the last period of the rule before the asked time, so it
 takes as long in the tenth year as in the first.
@@ -27,7 +28,7 @@ from timeball.broker.recurring.kept_results import kept
 from timeball.broker.recurring.local_times import DAY_S, LAST_S, local_datetime, local_seconds
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay
-from timeball.model.time_parsing import instant_ms
+from timeball.model.time_parsing import instant_ms, load_zone
 
 _FREQUENCIES = ("YEARLY", "MONTHLY", "WEEKLY", "DAILY", "HOURLY", "MINUTELY")  # dateutil's numbers, from 0 on
 _YEARLY, _MONTHLY, _WEEKLY, _DAILY, _HOURLY, _MINUTELY = range(6)
@@ -85,7 +86,10 @@ class RruleTimes:
         "ends_ms", "runs_every_hour", "text",
     )  # fmt: skip
 
-    def __init__(self, text: str, first_s: int, parts: Mapping[str, str], excluded: frozenset[int]) -> None:
+    def __init__(
+        self, text: str, first_s: int, parts: Mapping[str, str], excluded: frozenset[int], zone: str
+    ) -> None:
+        """`ends_ms`: the last instant at which clocks may show one of these local times (UNTIL with Z)."""
         self.text, self._first_s = text, first_s
         self._excluded: frozenset[int] = frozenset()  # COUNT includes them, so they are left out afterwards
         self._frequency = _FREQUENCIES.index(parts["FREQ"])
@@ -96,9 +100,11 @@ class RruleTimes:
         self._arguments = _arguments(parts, local_datetime(first_s))
         self.runs_every_hour = _runs_every_hour(parts, self._interval)
         until = parts.get("UNTIL", "")
-        self.ends_ms = instant_ms(until) if until.endswith("Z") else limits.INSTANT_MS_MAX
-        self._last_s = LAST_S
-        if until and not until.endswith("Z"):
+        self.ends_ms, self._last_s = limits.INSTANT_MS_MAX, LAST_S
+        if until.endswith("Z"):
+            self.ends_ms = instant_ms(until)
+            self._last_s = _last_reached_s(self.ends_ms, zone)
+        elif until:
             self._last_s = local_seconds(datetime.fromisoformat(until))
         self._found: _Found | None = None
         # Checked before DTSTART, because a rule without any occurrence would be refused for another reason there.
@@ -195,6 +201,13 @@ class RruleTimes:
         return start + (asked - start) // step * step
 
 
+def _last_reached_s(until_ms: int, zone: str) -> int:
+    """Find the last local time that clocks in a zone have shown, or skipped, by an instant."""
+    period = load_zone(zone).period(until_ms * 1_000)
+    # While an hour is repeated, clocks have reached later times before.
+    return min(max(until_ms * 1_000 + period.offset_us, period.reached_us - 1) // 1_000_000, LAST_S)
+
+
 def _arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
     """Build the arguments of `dateutil.rrule`. DTSTART's values stand for parts that are not given."""
     from dateutil.rrule import weekdays
@@ -288,7 +301,7 @@ def _parse(text: str, zone: str) -> RruleTimes:
     if excluded:
         lines.append("EXDATE:" + ",".join(_ical(local_s) for local_s in sorted(excluded)))
     try:
-        return RruleTimes("\n".join(lines), first_s, parts, frozenset(excluded))
+        return RruleTimes("\n".join(lines), first_s, parts, frozenset(excluded), zone)
     except (ValueError, OverflowError) as error:
         _refuse(f"has no occurrence ({error})")
 

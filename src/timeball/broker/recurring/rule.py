@@ -347,9 +347,12 @@ def _timetable(spec: dict[str, object]) -> Timetable:
         )  # fmt: skip
     else:
         times, times_end_ms = _local_times(spec, zone)
+        # The last times may move beyond the end of the rule, but not beyond `ends_at`.
+        if spec.get("move") != "after":
+            ends_ms = min(ends_ms, times_end_ms)
         timetable = ClockTimetable(
             times=Excluding(times, excluded) if excluded.days else times, zone=zone,
-            starts_ms=starts_ms, ends_ms=min(ends_ms, times_end_ms),
+            starts_ms=starts_ms, ends_ms=ends_ms,
             skips_gaps=spec.get("gap") == "skip", runs_twice=spec.get("fold") == "both",
         )  # fmt: skip
     count = spec.get("count")
