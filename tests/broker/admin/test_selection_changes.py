@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -492,6 +493,28 @@ async def test_an_operation_has_the_arguments_of_its_action(world: World) -> Non
         await select(world, topics=["a"], action="shift", shift_ms=-(1 << 50))
     with pytest.raises(InvalidName):
         await select(world, topics=["a"], action="move", to_topic="no blanks")
+
+
+@on_node(delay_ms_max=10 * HOUR_MS)
+async def test_active_shifts_are_bounded_together(world: World) -> None:
+    (key,) = await world.send("a", [10 * HOUR_MS])
+    first = await select(world, topics=["a"], action="shift", shift_ms=6 * HOUR_MS)
+    await select(world, topics=["a"], action="shift", shift_ms=-HOUR_MS)
+    later = SelectionFacts(seq=0, at_ms=0, topics=["a"], action="shift", shift_ms=4 * HOUR_MS + 1)
+    selections = world.broker.selections
+    for call in (selections.select, selections.dry_run):
+        with pytest.raises(OutOfRange, match=r"active shifts add up to 36000001 ms: at most 36000000; undo"):
+            await call(later, ANONYMOUS)
+    # Two requests at once count, too.
+    exactly = msgspec.structs.replace(later, shift_ms=4 * HOUR_MS)
+    outcomes = await asyncio.gather(
+        *(selections.select(exactly, ANONYMOUS) for _ in range(2)), return_exceptions=True
+    )
+    assert [isinstance(outcome, OutOfRange) for outcome in outcomes] == [False, True]
+    (place,) = await world.broker.find(key)
+    assert place.due_ms == world.clock.wall + 19 * HOUR_MS
+    await selections.undo(first, ANONYMOUS)
+    await selections.select(later, ANONYMOUS)
 
 
 @on_node()

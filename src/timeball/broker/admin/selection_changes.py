@@ -236,7 +236,8 @@ class SelectionChanges:
             compile_filter(wanted.where, SQL92)  # raises InvalidFilter
 
     def _completed(self, wanted: SelectionFacts, seq: int, caller: Caller) -> SelectionFacts:
-        """Add the state of the broker that decides which messages are covered."""
+        """Add the state of the broker that decides which messages are covered. Raises OutOfRange and OverLimit."""
+        self._check_shifts(wanted)
         campaigns = {}
         if "campaign" in wanted.where:
             campaigns = {
@@ -250,6 +251,19 @@ class SelectionChanges:
             wanted, seq=seq, at_ms=self._clock.now_ms(), by=caller.name, campaigns=campaigns,
             absent=[*self._attach_state.reserved.items(), *self._paused(wanted)],
         )  # fmt: skip
+
+    def _check_shifts(self, wanted: SelectionFacts) -> None:
+        """Raise OutOfRange if active selections would shift a message by more than `delay_ms_max`."""
+        if wanted.shift_ms <= 0:
+            return
+        # Of all topics: the sum is a bound for each message, without a look at the messages.
+        active = map(self._selections.get, self._selections.active)
+        later_ms = wanted.shift_ms + sum(max(0, facts.shift_ms) for facts in active)
+        if later_ms > self._delay_ms_max:
+            raise OutOfRange(
+                f"active shifts add up to {later_ms} ms: at most {self._delay_ms_max}; undo one of them, "
+                "or wait until one is over"
+            )
 
     def _paused(self, wanted: SelectionFacts) -> list[tuple[int, int]]:
         """List the ranges of paused campaigns, whose resume changes due times."""
