@@ -50,6 +50,18 @@ def test_a_schedule_from_its_put_to_its_end(node: RunningNode, dial: Dial) -> No
             schedules.get("client")
 
 
+def test_an_error_of_a_time_names_the_argument(node: RunningNode) -> None:
+    with Timeball(node.http_endpoint) as ball:
+        with pytest.raises(InvalidDelay, match=r"^after='soon'"):
+            ball.schedules.preview({"every": "1h"}, after="soon")
+        with pytest.raises(InvalidDelay, match=r"^start='soon'"):
+            ball.selections.cancel(start="soon")
+        with pytest.raises(InvalidDelay, match=r"^to='soon'"):
+            ball.selections.cancel(to="soon")
+        with pytest.raises(InvalidDelay, match=r"^expires_at='soon'"):
+            ball.send("orders", "x", after="1h", expires_at="soon")
+
+
 def test_a_preview_and_a_refused_rule(node: RunningNode, dial: Dial) -> None:
     with dial(node.http_endpoint) as ball:
         times = ball.schedules.preview({"every": "90m"}, count=2, after="2030-01-01T00:00:00Z")

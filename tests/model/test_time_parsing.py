@@ -95,6 +95,20 @@ def test_a_shift_needs_a_unit_and_one_sign(by: object) -> None:
         signed_duration_ms(by)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("at", ["2030-01-31T09:00", "soon", "5", 5, -1, 1.5, None, datetime(2030, 1, 1)])  # noqa: DTZ001
+def test_an_error_of_a_due_time_names_the_argument(at: object) -> None:
+    for arguments, name in (((at,), "at"), ((at, "from"), "from")):
+        with pytest.raises(InvalidDelay, match=f"^{name}="):
+            due_ms(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by", ["x", "-x", "--5m", 5])
+def test_an_error_of_a_signed_duration_names_the_argument(by: object) -> None:
+    for arguments, name in (((by,), "by"), ((by, "shift"), "shift")):
+        with pytest.raises(InvalidDelay, match=f"^{name}="):
+            signed_duration_ms(*arguments)  # type: ignore[arg-type]
+
+
 @given(st.timedeltas(timedelta(0), timedelta(days=3_000)))
 def test_a_timedelta_is_never_early_nor_a_millisecond_late(after: timedelta) -> None:
     exact = Fraction(after // timedelta(microseconds=1), 1_000)

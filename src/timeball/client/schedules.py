@@ -127,7 +127,7 @@ class Schedules:
         Raises:
             InvalidDelay: The rule or `after` is invalid.
         """
-        start = msgspec.UNSET if after is None else due_ms(after)
+        start = msgspec.UNSET if after is None else due_ms(after, "after")
         wanted = Previewing(rule=dict(rule), start=start, count=count)
         return self._calls.ask_json(
             Request("POST", path("preview"), encode(wanted), JSON), Times, lambda answer: answer.times

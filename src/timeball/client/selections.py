@@ -152,7 +152,9 @@ def _wanted(
     shift: timedelta | str | None = None,
     to_topic: str = "",
 ) -> Selecting:
-    start_ms, to_ms = (msgspec.UNSET if at is None else due_ms(at) for at in (start, to))
+    start_ms, to_ms = (
+        msgspec.UNSET if at is None else due_ms(at, name) for at, name in ((start, "start"), (to, "to"))
+    )
     return Selecting(
         action=action, shift=msgspec.UNSET if shift is None else f"{signed_duration_ms(shift)}ms", to_topic=to_topic,
         where=where, topics=listed("topics", topics), start=start_ms, to=to_ms,

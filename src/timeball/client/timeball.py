@@ -228,7 +228,7 @@ class Timeball(Reader):
         message = outgoing(
             topic, body, tag, keys, properties, message_id, after, at, zone, unique_key=unique_key,
             on_pending=on_pending,
-            expires_at=None if expires_at is None else due_ms(expires_at),
+            expires_at=None if expires_at is None else due_ms(expires_at, "expires_at"),
             expires_in=None if expires_in is None else f"{delay_ms(expires_in, 'expires_in')}ms",
             on_expiry=on_expiry, window=None if window is None else f"{delay_ms(window, 'window')}ms", spread=spread,
         )  # fmt: skip

@@ -112,10 +112,11 @@ def delay_ms(after: After, name: str = "after") -> int:
     return delay
 
 
-def due_ms(at: At) -> int:
+def due_ms(at: At, name: str = "at") -> int:
     """Convert a due time to ms since 1970 UTC: an aware datetime, text in RFC 3339, or a number of ms.
 
-    The number may be text, because all values on a command line are text. Raises InvalidDelay.
+    The number may be text, because all values on a command line are text. Raises InvalidDelay, which names the argument
+    `name`.
 
     >>> due_ms("2026-01-01T01:00:00+01:00")
     1767225600000
@@ -128,17 +129,17 @@ def due_ms(at: At) -> int:
         try:
             due = instant_ms(at) if isinstance(at, str) else _datetime_ms(at)
         except InvalidDelay as error:
-            raise InvalidDelay(f"at={error}") from None
+            raise InvalidDelay(f"{name}={error}") from None
     # An int first: a check against the protocol costs ten times as much.
     elif isinstance(at, int | SupportsIndex) and not isinstance(at, bool):
         due = index(at)
     else:
-        raise InvalidDelay(f"at={at!r}: an aware datetime, or milliseconds since 1970 as an int")
+        raise InvalidDelay(f"{name}={at!r}: an aware datetime, or milliseconds since 1970 as an int")
     is_number = at.strip().isdecimal() if isinstance(at, str) else not isinstance(at, datetime)
     if is_number and 0 <= due < limits.DUE_MS_MIN:
-        raise InvalidDelay(f"at={at}: {limits.NOT_MILLISECONDS_TEXT}")
+        raise InvalidDelay(f"{name}={at}: {limits.NOT_MILLISECONDS_TEXT}")
     if not 0 <= due <= limits.INSTANT_MS_MAX:
-        raise InvalidDelay(f"at={_shortened(at)}: a due time is between 1970 and 9999")
+        raise InvalidDelay(f"{name}={_shortened(at)}: a due time is between 1970 and 9999")
     return due
 
 
@@ -207,8 +208,8 @@ def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30
     return math.ceil(total)
 
 
-def signed_duration_ms(by: timedelta | str) -> int:
-    """Convert a duration that may be negative to ms. Raises InvalidDelay.
+def signed_duration_ms(by: timedelta | str, name: str = "by") -> int:
+    """Convert a duration that may be negative to ms. Raises InvalidDelay, which names the argument `name`.
 
     >>> signed_duration_ms("-30m")
     -1800000
@@ -216,9 +217,12 @@ def signed_duration_ms(by: timedelta | str) -> int:
     if isinstance(by, timedelta):
         return math.ceil(by / timedelta(milliseconds=1))
     if not isinstance(by, str):
-        raise InvalidDelay(f"{_shortened(by)}: a timedelta, or text such as '30m' or '-30m'")
+        raise InvalidDelay(f"{name}={_shortened(by)}: a timedelta, or text such as '30m' or '-30m'")
     text = by.strip()
-    return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+    try:
+        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+    except InvalidDelay as error:
+        raise InvalidDelay(f"{name}={error}") from None
 
 
 def duration_text(duration: int) -> str:

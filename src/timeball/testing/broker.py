@@ -121,7 +121,7 @@ class TestBroker:
         `data` is its folder, which is kept; None: a temporary one. Other arguments are settings of the broker, such as
         `idempotency_ms=60_000`.
         """
-        self._start_ms = None if start is None else time_parsing.due_ms(start)
+        self._start_ms = None if start is None else time_parsing.due_ms(start, "start")
         self._data, self._settings = data, settings
         self._handlers: list[tuple[ReceiveRequest, Handler]] = []
         self._released: list[ReleasedMessage] = []

@@ -415,8 +415,9 @@ def parse_unit(text: str) -> BucketUnit:
 
 def parse_window(query: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Parse the window of ?from=&to=, with None for a missing end. Raises InvalidDelay."""
-    ends = query.get("from"), query.get("to")
-    from_ms, to_ms = (None if end is None else time_parsing.due_ms(end) for end in ends)
+    from_ms, to_ms = (
+        time_parsing.due_ms(query[name], name) if name in query else None for name in ("from", "to")
+    )
     return from_ms, to_ms
 
 

@@ -60,7 +60,7 @@ def to_facts(request: SchedulePut) -> ScheduleFacts:
 
 def preview_after_ms(request: Previewing) -> int | None:
     """Find the time in ms after which the first occurrence is. None for now. Raises InvalidDelay."""
-    return None if request.start is msgspec.UNSET else time_parsing.due_ms(request.start)
+    return None if request.start is msgspec.UNSET else time_parsing.due_ms(request.start, "from")
 
 
 def show_schedule(shown: Shown, outcome: str | None = None) -> Schedule:

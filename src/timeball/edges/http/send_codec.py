@@ -535,7 +535,7 @@ def _expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> str:
         due_ms = now_ms + latest.delay_ms
     return encode_properties(
         expiry_properties(
-            None if message.expires_at is UNSET else time_parsing.due_ms(message.expires_at),
+            None if message.expires_at is UNSET else time_parsing.due_ms(message.expires_at, "expires_at"),
             None if message.expires_in is UNSET else time_parsing.delay_ms(message.expires_in, "expires_in"),
             message.on_expiry,
             due_ms,

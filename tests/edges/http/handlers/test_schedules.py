@@ -98,6 +98,8 @@ def test_a_preview(client: Client) -> None:
     assert ended.value == {"times": []}
     refused = client.ask("POST", "/v1/preview", {"rule": {"cron": "nonsense", "zone": "UTC"}})
     assert (refused.status, refused.value["code"]) == (400, "invalid_delay")
+    refused = client.ask("POST", "/v1/preview", {"rule": RULE, "from": "2030-01-01T00:00"})
+    assert refused.value["detail"].startswith("from=2030-01-01T00:00:00: without a time zone")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,19 @@ def state(client: Client, message_id: str) -> Any:
     return message
 
 
+@pytest.mark.parametrize(
+    ("named", "wrong"),
+    [
+        ("from", {"action": "cancel", "from": "2026-12-02"}), ("to", {"action": "cancel", "to": "2026-12-02T00:00"}),
+        ("shift", {"action": "shift", "shift": "x", "topics": ["t"]}),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_time_names_its_field(client: Client, named: str, wrong: dict[str, Any]) -> None:
+    refused = client.ask("POST", PATH, wrong)
+    assert (refused.status, refused.value["code"]) == (400, "invalid_delay")
+    assert refused.value["detail"].startswith(f"{named}=")
+
+
 def test_a_selection_from_its_dry_run_to_its_undo(client: Client) -> None:
     eu, us = (send(client, "orders", region).value for region in ("eu", "us"))
     wanted = {"action": "cancel", "topics": ["orders"], "where": "region = 'eu'"}

@@ -427,6 +427,14 @@ def test_a_repeated_send_is_answered_after_its_expiry(client: Client, node: Runn
     )
 
 
+def test_an_error_of_a_time_names_its_field(client: Client) -> None:
+    sent = client.send("bad-options", {"body": "x", "after": "1h", "expires_at": "2090-01-31T09:00:00"})
+    assert sent.value["detail"].startswith("expires_at=2090")
+    for name in ("from", "to"):
+        listed = client.ask("GET", "/v1/messages", query={name: "soon"})
+        assert listed.value["detail"].startswith(f"{name}='soon'")
+
+
 @pytest.mark.parametrize("rows", [1, 3, 300])
 @pytest.mark.parametrize("spread", ["even", "level"])
 def test_the_answer_has_the_due_time_in_the_window(

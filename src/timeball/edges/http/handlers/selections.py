@@ -53,12 +53,14 @@ class Selections:
         # The topics are in the body, which is not read from callers who may cancel nothing.
         self._policy.allow_somewhere(call.caller, Verb.CANCEL)
         request: Selecting = await read_request(call, Selecting, self._policy, Verb.LOOK)
-        from_ms, to_ms = (_ms(at) for at in (request.start, request.to))
+        from_ms, to_ms = _ms(request.start, "from"), _ms(request.to, "to")
         if not (request.where or request.topics) and from_ms is to_ms is None:
             raise InvalidMessage(
                 "give a condition, topics, or bounds of the due time; the condition TRUE selects all messages"
             )
-        shift_ms = 0 if request.shift is msgspec.UNSET else time_parsing.signed_duration_ms(request.shift)
+        shift_ms = (
+            0 if request.shift is msgspec.UNSET else time_parsing.signed_duration_ms(request.shift, "shift")
+        )
         return SelectionFacts(
             action=request.action, shift_ms=shift_ms, to_topic=request.to_topic, seq=0, at_ms=0,
             where=request.where, topics=request.topics,
@@ -78,8 +80,8 @@ class Selections:
         )  # fmt: skip
 
 
-def _ms(at: At | msgspec.UnsetType) -> int | None:
-    return None if at is msgspec.UNSET else time_parsing.due_ms(at)
+def _ms(at: At | msgspec.UnsetType, name: str) -> int | None:
+    return None if at is msgspec.UNSET else time_parsing.due_ms(at, name)
 
 
 def _time(time_ms: int) -> str | None:
