@@ -99,6 +99,42 @@ async def test_a_new_body_keeps_the_next_time_and_a_new_rule_begins_now(world: W
     assert {row["body"] for row in await released(world)} == {b"tick"}
 
 
+ONCE = {"at": ["2023-11-15T09:00"], "zone": "UTC"}
+
+
+@on_node()
+async def test_an_ended_schedule_takes_a_new_body(world: World) -> None:
+    await put(world, rule=ONCE)
+    await world.advance(limits.DAY_MS)
+    before = progress(world)
+    assert (before.state, before.runs, world.broker.pending_messages) == (State.ENDED, 1, 0)
+    assert await put(world, rule=ONCE) == "unchanged"
+    shown, outcome = await world.broker.schedules.put(NAME, facts_of(ONCE, body=b"new"), ANONYMOUS)
+    assert (outcome, shown.facts.body, shown.progress) == ("replaced", b"new", before)
+    assert kinds_of_last_frame(world) == [Kind.META, Kind.META]
+    await world.restart()
+    assert await put(world, rule=ONCE, body=b"new") == "unchanged"
+    assert (progress(world), world.broker.pending_messages) == (before, 0)
+    assert await put(world, rule=ONCE, body=b"new", topic="news") == "replaced"
+    # A new rule needs a time, and one with a time begins anew.
+    with pytest.raises(InvalidDelay, match="no time later"):
+        await put(world, rule={"at": ["2023-11-15T10:00"], "zone": "UTC"})
+    assert await put(world) == "replaced"
+    assert (progress(world).state, world.broker.pending_messages) == (State.ACTIVE, 1)
+
+
+@on_node()
+async def test_a_paused_schedule_whose_times_have_passed_takes_a_new_body(world: World) -> None:
+    late = {"rule": ONCE, "catch_up": "none"}
+    await put(world, **late)
+    await world.broker.schedules.pause(NAME, ANONYMOUS)
+    await world.advance(limits.DAY_MS)
+    assert await put(world, **late, body=b"new") == "replaced"
+    assert progress(world).state == State.PAUSED
+    assert (await world.broker.schedules.resume(NAME, ANONYMOUS)).progress.state == State.ENDED
+    assert await released(world) == []
+
+
 @pytest.mark.parametrize(
     ("error", "changes"),
     [

@@ -187,8 +187,8 @@ class ScheduleChanges:
     async def put(self, name: str, facts: ScheduleFacts, caller: Caller) -> tuple[Shown, Outcome]:
         """Create or replace a schedule. With equal content nothing changes, so several programs may put it at once.
 
-        A replaced schedule stays paused, and with an equal rule it keeps its next time. Durable on return. Raises
-        InvalidName, InvalidMessage, InvalidDelay, OutOfRange, OverLimit, and the errors of a send.
+        A replaced schedule stays paused, and with an equal rule it keeps its next time, or stays ended. Durable on
+        return. Raises InvalidName, InvalidMessage, InvalidDelay, OutOfRange, OverLimit, and the errors of a send.
         """
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         while True:
@@ -207,8 +207,9 @@ class ScheduleChanges:
             # Another request or a release may have changed the schedule meanwhile.
             if self._schedules.find(name) == known:
                 break
-        # A schedule without a next time is probably a mistake in the rule.
-        if after.occurrence is None:
+        # A new rule without a next time is probably a mistake. One that is put again may have ended meanwhile.
+        has_ended = known is not None and known[0].rule == facts.rule and not after.progress.error
+        if after.occurrence is None and not has_ended:
             raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
         if known is not None and known[1].state == State.PAUSED:
             paused = msgspec.structs.replace(after.progress, state=State.PAUSED)
