@@ -255,7 +255,8 @@ class Broker:
         )  # fmt: skip
         self.schedules = ScheduleChanges(
             self.policy, self.appender, self.successors, lambda *names: self.find(*names), clock=clock, log=log,
-            schedules=tables.schedules, zones=tables.zones, scheduler=self.scheduling.scheduler, rates=self.rates,
+            schedules=tables.schedules, selections=tables.selections, zones=tables.zones,
+            scheduler=self.scheduling.scheduler, rates=self.rates,
         )  # fmt: skip
         self.live_tail = LiveTail(
             self.policy, self.waiters, reader=log.reader, reader_thread=self.threads.reader, rates=self.rates

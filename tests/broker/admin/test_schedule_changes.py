@@ -221,6 +221,44 @@ async def test_the_bound_of_delays_is_for_messages_and_not_for_schedules(world: 
     assert len(await released(world)) == 1 and world.broker.pending_messages == 1
 
 
+SELECTED = {
+    "cancel": ("cancelled", [b"new"]),
+    "pause": ("waiting", [b"new"]),
+    "shift": ("waiting", [b"tick", b"new"]),
+    "move": ("waiting", [b"new"]),
+}
+
+
+@pytest.mark.parametrize("action", SELECTED)
+@on_node()
+async def test_a_new_body_does_not_undo_a_selection(world: World, action: str) -> None:
+    await put(world)
+    before, more = progress(world), {"shift": {"shift_ms": SECOND_MS}, "move": {"to_topic": "others"}}
+    facts = SelectionFacts(seq=0, at_ms=0, topics=[TOPIC], action=action, **more.get(action, {}))
+    await world.broker.selections.select(facts, ANONYMOUS)
+    assert await put(world, body=b"new") == "replaced"
+    assert progress(world) == before
+    state, bodies = SELECTED[action]
+    [place] = await world.broker.find(id_of(before.due_ms))
+    assert place.state == state and (place.state, place.due_ms, place.topic, place.reason) != (
+        "waiting", before.due_ms, TOPIC, None,
+    )  # fmt: skip
+    await world.restart()
+    await world.advance(before.due_ms - world.clock.wall + EVERY_MS)
+    assert [row["body"] for row in await released(world)] == bodies
+    assert world.broker.tables.schedules.get(NAME)[0].body == b"new"
+
+
+@on_node()
+async def test_a_pause_and_a_resume_do_not_undo_a_cancel_of_a_selection(world: World) -> None:
+    await put(world)
+    before = progress(world)
+    await world.broker.selections.select(SelectionFacts(seq=0, at_ms=0, topics=[TOPIC]), ANONYMOUS)
+    await world.broker.schedules.pause(NAME, ANONYMOUS)
+    await world.broker.schedules.resume(NAME, ANONYMOUS)
+    assert progress(world).due_ms == before.due_ms + EVERY_MS
+
+
 COSTLY = {
     "cron": "0 9 * * *", "zone": "UTC", "move": "after",
     "exclude": [(date(2024, 1, 1) + timedelta(days=2 * day)).isoformat() for day in range(400)],

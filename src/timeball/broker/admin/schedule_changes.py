@@ -43,6 +43,7 @@ from timeball.broker.registry.schedules import (
     Schedules,
     State,
 )
+from timeball.broker.registry.selections import Selections
 from timeball.broker.registry.zones import Zones, zone_of_rule
 from timeball.broker.revoking.scheduled_lookup import is_on_its_way_back
 from timeball.io.clock import SchedulerClock
@@ -107,6 +108,7 @@ class ScheduleChanges:
         clock: SchedulerClock,
         log: CommitLog,
         schedules: Schedules,
+        selections: Selections,
         zones: Zones,
         scheduler: Scheduler,
         rates: Rates,
@@ -114,7 +116,7 @@ class ScheduleChanges:
         """Create the operations. `find` finds the messages with an id (Broker.find)."""
         self._policy, self._appender, self._successors, self._find = policy, appender, successors, find
         self._clock, self._log, self._schedules, self._zones = clock, log, schedules, zones
-        self._scheduler, self._rates = scheduler, rates
+        self._selections, self._scheduler, self._rates = selections, scheduler, rates
 
     # -- queries -------------------------------------------------------------------------------------------------
 
@@ -203,13 +205,18 @@ class ScheduleChanges:
             self._schedules.check_new(name, facts, None if known is None else known[0])
             self._check_template(name, facts)
             now_ms = self._clock.now_ms()
-            after = await self._first(name, facts, known, now_ms)
+            # An occurrence that a selection has cancelled, held or moved stays so: the new facts are for the next one.
+            stays = known is not None and known[0].rule == facts.rule and await self._selected(name, *known)
+            if known is not None and stays:
+                after = Next(name, facts, known[1], is_put=True)
+            else:
+                after = await self._first(name, facts, known, now_ms)
             # Another request or a release may have changed the schedule meanwhile.
             if self._schedules.find(name) == known:
                 break
         # A new rule without a next time is probably a mistake. One that is put again may have ended meanwhile.
         has_ended = known is not None and known[0].rule == facts.rule and not after.progress.error
-        if after.occurrence is None and not has_ended:
+        if after.occurrence is None and not (has_ended or stays):
             raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
         if known is not None and known[1].state == State.PAUSED:
             paused = msgspec.structs.replace(after.progress, state=State.PAUSED)
@@ -217,21 +224,27 @@ class ScheduleChanges:
         # Last, because it may create the topic.
         self._policy.admit([facts.topic], caller)
         self._zones.use(zone_of_rule(facts.rule))
-        await self._append(after, now_ms, known)
+        await self._append(after, now_ms, None if stays else known)
         # Another request may have changed or deleted it meanwhile.
         current = self._schedules.find(name) or (facts, after.progress)
         return await self._show(name, *current, caller), "created" if known is None else "replaced"
 
     async def pause(self, name: str, caller: Caller) -> Shown:
         """Cancel the pending occurrence, and append no other until the schedule is resumed. Raises NotFound."""
-        facts, before = await self._get_durable(name, caller, Verb.CANCEL)
-        if before.state == State.ACTIVE:
-            # The occurrence itself is the first one that a resume may choose.
-            paused = Progress(
-                State.PAUSED, before.due_ms - 1, runs=before.runs, last_due_ms=before.last_due_ms,
-                last_ms=before.last_ms, last_queue=before.last_queue, last_offset=before.last_offset,
-            )  # fmt: skip
-            await self._append(Next(name, facts, paused), self._clock.now_ms(), (facts, before))
+        while True:
+            facts, before = await self._get_durable(name, caller, Verb.CANCEL)
+            if before.state != State.ACTIVE:
+                break
+            selected = await self._selected(name, facts, before)
+            # The occurrence itself is the first one that a resume may choose, unless a selection has cancelled it.
+            after_ms = before.due_ms - (selected is None or selected.state != "cancelled")
+            if self._schedules.find(name) == (facts, before):
+                paused = Progress(
+                    State.PAUSED, after_ms, runs=before.runs, last_due_ms=before.last_due_ms,
+                    last_ms=before.last_ms, last_queue=before.last_queue, last_offset=before.last_offset,
+                )  # fmt: skip
+                await self._append(Next(name, facts, paused), self._clock.now_ms(), (facts, before))
+                break
         return await self.get(name, caller)
 
     async def resume(self, name: str, caller: Caller) -> Shown:
@@ -295,6 +308,16 @@ class ScheduleChanges:
             own = 0 if before is None else before.number
             if not any(place.state in ("waiting", "visible") and place.seq != own for place in places):
                 return after
+
+    async def _selected(self, name: str, facts: ScheduleFacts, progress: Progress) -> MessagePlace | None:
+        """Find the pending occurrence if a selection has cancelled, held, shifted or moved it. None otherwise."""
+        if not progress.number or self._selections.selected.is_empty:
+            return None
+        for place in await self._find(occurrence_id(name, progress.due_ms), facts.topic, ANONYMOUS):
+            plain = (place.state, place.due_ms, place.topic) == ("waiting", progress.due_ms, facts.topic)
+            if place.seq == progress.number and place.state != "visible" and (not plain or place.reason):
+                return place
+        return None
 
     async def _compute(self, facts: ScheduleFacts, after_ms: int, now_ms: int) -> None:
         """Compute the next occurrence of a costly rule in a thread. The result is kept for the event loop."""
