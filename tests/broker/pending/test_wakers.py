@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 from tests.broker.on_node import on_node
-from tests.crash.world import World
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.broker.registry.selections import SelectionFacts
+from timeball.model.access import ANONYMOUS
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -28,3 +31,25 @@ def test_a_cancel_that_comes_with_an_event_ends_the_duty(turns: int) -> None:
         assert duty.cancelled() == is_asked
 
     ends()
+
+
+@pytest.mark.parametrize(("command", "state"), [("pause", "paused"), ("cancel", "cancelled")])
+def test_messages_that_are_held_after_their_page_was_read_are_not_woken(command: str, state: str) -> None:
+    @on_node()
+    async def stay(world: World) -> None:
+        await world.campaign("spring", "a", [HOUR_MS, 2 * HOUR_MS])
+        broker = world.broker
+        facts = SelectionFacts(seq=0, at_ms=0, action="release", topics=["a"])
+        await broker.wakers._lock.acquire()  # the walk begins when this test holds the gate
+        await broker.selections.select(facts, ANONYMOUS)
+        async with broker.gate.alone():
+            broker.wakers._lock.release()
+            await world.until(lambda: broker.gate._exclusive._waiters, "the walk has read its page")
+            change = asyncio.create_task(broker.change_campaign("spring", command))
+            await world.until(lambda: broker.campaigns("spring")[0].state == state, "the change has begun")
+        await change
+        await broker.wakers.wake()
+        await world.advance(SECOND_MS)
+        assert not (await world.outcome()).rows, "none is released"
+
+    stay()

@@ -198,14 +198,17 @@ class Wakers:
         return True
 
     def _wake(self, rows: pa.RecordBatch, due_ms: Int64Array) -> asyncio.Future[int] | None:
-        """Append the wake-ups of those of these messages that are pending."""
+        """Append the wake-ups of those of these messages that are pending and not held."""
         self._log.writer.check_admission()
         now_ms, scheduling = self._clock.now_ms(), self._scheduling
-        # This call decides the race with releases, as for a reschedule. No await from here on.
-        was_pending = scheduling.scheduler.cancel(*pairs_of(rows))
-        if not was_pending.any():
+        pairs = pairs_of(rows)
+        # A pause or a cancel of a campaign may have begun since the page was read. No await from here on.
+        is_woken = ~scheduling.outcomes.holds.contains(*pairs)
+        # This call decides the race with releases, as for a reschedule.
+        is_woken[is_woken] = scheduling.scheduler.cancel(*(column[is_woken] for column in pairs))
+        if not is_woken.any():
             return None
-        rows, due_ms = rows.filter(pa.array(was_pending)), due_ms[was_pending]
+        rows, due_ms = rows.filter(pa.array(is_woken)), due_ms[is_woken]
         numbers, woken = names(rows), self._selections.woken
         # Not before now, so that the release does not count as late.
         made = wake_ups(
