@@ -596,9 +596,10 @@ class Replayed:
         self._folded_rows = len(self)
 
     def woken(self) -> tuple[Int64Array, ...]:
-        """Build the columns of the wake-ups that the mark does not cover, each once, by version."""
-        columns = np.stack(self._woken.columns())
-        columns = columns[:, columns[3] >= self.facts.settled_before_ms]
+        """Build the columns of the wake-ups that may be pending by the mark, each once, by version."""
+        columns, mark = np.stack(self._woken.columns()), self._baseline.mark
+        # After the clock was set back, a wake-up may be due before the mark and still be pending.
+        columns = columns[:, (columns[3] >= mark.before_ms) | mark.may_wait(columns[0])]
         return tuple(columns[:, np.unique(columns[0], return_index=True)[1]])
 
     def settled(self) -> Settled:

@@ -11,6 +11,8 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from timeball.broker.registry.selections import SelectionFacts
 from timeball.model.access import ANONYMOUS
 
+MINUTE_MS = 60_000
+
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_cancel_that_comes_with_an_event_ends_the_duty(turns: int) -> None:
@@ -53,3 +55,22 @@ def test_messages_that_are_held_after_their_page_was_read_are_not_woken(command:
         assert not (await world.outcome()).rows, "none is released"
 
     stay()
+
+
+@on_node()
+async def test_a_wake_up_after_a_clock_that_was_set_back_keeps_its_base_at_a_restart(world: World) -> None:
+    """It is due before the mark, which does not move back, and pending all the same."""
+    await world.send("a", [HOUR_MS])
+    await world.advance(5 * SECOND_MS)
+    await world.checkpoint()
+    world.clock.step_wall(-50 * SECOND_MS)
+    shift_ms = -HOUR_MS - 10 * SECOND_MS
+    for facts in (
+        SelectionFacts(seq=0, at_ms=0, action="move", to_topic="b", topics=["a"]),
+        SelectionFacts(seq=0, at_ms=0, action="shift", shift_ms=shift_ms),
+    ):
+        await world.broker.selections.select(facts, ANONYMOUS)
+    await world.broker.wakers.wake()
+    await world.restart()
+    await world.advance(2 * MINUTE_MS)
+    assert [row.place.topic for row in (await world.outcome()).rows] == ["b"]

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from timeball.broker.recovery import Replayed
 from timeball.broker.registry.campaigns import AttachState, CampaignFacts
 from timeball.log.checkpoint import Checkpoint, Facts
-from timeball.model.message import NO_DUE_TIME_MS, Kind, build_rows, with_seq
+from timeball.model.message import (
+    BASE,
+    NO_DUE_TIME_MS,
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    Kind,
+    build_rows,
+    with_seq,
+)
 from timeball.schedule.outcomes import Moved
 from timeball.table.attachment import Attachment, FileEntry, Reservation, encode
 
@@ -41,6 +49,11 @@ def cancel(due_ms: int, number: int) -> dict[str, Any]:
 
 def moved(due_ms: int, number: int, from_due_ms: int) -> dict[str, Any]:
     return {"kind": int(Kind.MOVED), "due_ms": due_ms, "source_seq": number, "from_due_ms": from_due_ms}
+
+
+def woken(due_ms: int, number: int, from_due_ms: int) -> dict[str, Any]:
+    base = f"{BASE}{PROPERTY_NAME_END}{from_due_ms}:{number}{PROPERTY_END}"
+    return moved(due_ms, number, from_due_ms) | {"properties": base}
 
 
 def scheduled_row(due_ms: int | None) -> dict[str, Any]:
@@ -120,6 +133,18 @@ def test_a_move_settles_the_version_before_it_and_what_waits_stays_as_many() -> 
     # A half message had no instant: with it one more waits.
     found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, NO_DUE_TIME_MS)))
     assert found.waiting_rows == 2
+
+
+def test_wake_ups_are_kept_while_the_mark_may_wait_for_them() -> None:
+    """A clock that was set back: the mark stays, and a wake-up that is written after it may be due before it."""
+    before = np.array([[80, 3_000, 8, 900], [85, 3_000, 9, 1_100], [95, 3_000, 10, 900]], np.int64).T
+    facts = Facts(seq=100, settled_before_ms=1_000, settled_before_seq=90, waiting_rows=4)
+    start = Checkpoint(facts, NONE, NONE, woken=before)
+    found = replayed(start, rows(100, woken(900, 7, 3_000)))
+    versions, base_ms, base, due_ms = found.woken()
+    assert versions.tolist() == [85, 95, 100], "the mark covers version 80"
+    assert (base_ms.tolist(), base.tolist()) == ([3_000] * 3, [9, 10, 7])
+    assert due_ms.tolist() == [1_100, 900, 900]
 
 
 def test_halves_are_open_until_a_row_names_them() -> None:
