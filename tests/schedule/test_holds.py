@@ -64,3 +64,20 @@ def test_messages_settled_before_the_hold_are_not_held() -> None:
     assert outcomes.hold("late", [(20, 3)], 40) == 40
     asked = numbers(50, 50, 50)
     assert outcomes.is_settled(asked, numbers(11, 71, 21)).tolist() == [True, False, False]
+
+
+def test_a_reader_in_another_thread_is_not_stopped_by_a_change() -> None:
+    """A time that adds a hold whenever it is compared takes the part of the event loop."""
+    holds = Holds()
+
+    class Compared(int):
+        def __lt__(self, other: int) -> bool:
+            if is_read:
+                holds.add("new", [(90, 1)], 7)
+            return int(self) < int(other)
+
+    is_read = False
+    holds.add("a", [(1, 2)], Compared(30))
+    holds.add("b", [(5, 2)], Compared(20))
+    is_read = True
+    assert holds.from_ms == 20

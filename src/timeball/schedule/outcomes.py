@@ -226,7 +226,7 @@ Hold = tuple[Sequence[tuple[int, int]], int]
 
 
 class Holds:
-    """The current holds by name. Changed on the event loop. `contains` may be called in any thread.
+    """The current holds by name. Changed on the event loop. Any thread may call `contains` and read `from_ms`.
 
     This is a cache. The META rows of the campaigns contain the same data (broker/registry/campaigns.py).
     """
@@ -235,24 +235,22 @@ class Holds:
         self._by_name: dict[str, Hold] = {}
         # (first_seq, end_seq, from_ms), sorted by first number. Each range is reserved once, so ranges do not overlap.
         self._bounds = (_NONE, _NONE, _NONE)
+        # The earliest due time from which messages are held, FAR_MS if there are no holds. Stored, because another
+        # thread must not pass through `_by_name` while it changes.
+        self.from_ms = FAR_MS
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    @property
-    def from_ms(self) -> int:
-        """The earliest due time from which messages are held. FAR_MS if there are no holds."""
-        return min((from_ms for _, from_ms in self._by_name.values()), default=FAR_MS)
-
     def add(self, name: str, ranges: Sequence[tuple[int, int]], from_ms: int) -> None:
         """Hold the pending messages of these ranges that are due at `from_ms` or later."""
         self._by_name[name] = ranges, from_ms
-        self._update_bounds()
+        self._update()
 
     def remove(self, name: str) -> None:
         """End the hold `name`. Does nothing if there is no such hold."""
         self._by_name.pop(name, None)
-        self._update_bounds()
+        self._update()
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the held messages. A message in the mask may be settled, if its settled pair is stored."""
@@ -264,8 +262,8 @@ class Holds:
         indexes = np.searchsorted(first_seq, seq, side="right") - 1
         return np.asarray((indexes >= 0) & (seq < end_seq[indexes]) & (due_ms >= from_ms[indexes]))
 
-    def _update_bounds(self) -> None:
-        """Build the sorted columns of all ranges for `contains`."""
+    def _update(self) -> None:
+        """Build the facts for other threads: the sorted columns of all ranges, and the earliest due time."""
         rows = sorted(
             (first_seq, first_seq + rows, from_ms)
             for ranges, from_ms in self._by_name.values()
@@ -273,6 +271,7 @@ class Holds:
         )
         first_seq, end_seq, from_ms = np.array(rows, np.int64).reshape(-1, 3).T
         self._bounds = first_seq, end_seq, from_ms
+        self.from_ms = min((from_ms for _, from_ms in self._by_name.values()), default=FAR_MS)
 
 
 # ---- outcomes, the mark and the cursor -----------------------------------------------------------------------
