@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -329,6 +331,33 @@ async def test_a_single_cancel_amid_a_resume_is_kept(world: World, monkeypatch: 
     await world.advance(HOUR_MS)
     assert await delivered(world) == keys[1:]
     assert await said(world, ids=keys) == ["already_cancelled", "released", "released"]
+
+
+@on_node()
+async def test_a_resume_passes_through_settled_messages_in_another_thread(world: World) -> None:
+    """Ten million of them would hold the event loop for twenty seconds."""
+    threads = set[threading.Thread]()
+
+    class Noting(np.ndarray[Any, np.dtype[np.int64]]):
+        """A column that notes the threads in which numpy computes with it."""
+
+        def __array_function__(self, function: Any, *how: Any) -> Any:
+            threads.add(threading.current_thread())
+            return super().__array_function__(function, *how)
+
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **how: Any) -> Any:
+            threads.add(threading.current_thread())
+            return getattr(ufunc, method)(*map(np.asarray, inputs), **how)
+
+    keys = await world.campaign("spring", "a", [HOUR_MS] * 2)
+    assert await said(world, ids=await world.send("a", [DAY_MS])) == ["cancelled"]
+    await world.broker.change_campaign("spring", "pause")
+    outcomes = world.broker.scheduling.outcomes
+    outcomes.settled()
+    (settled_run,) = outcomes._cancelled._runs
+    settled_run.seq = settled_run.seq.view(Noting)
+    assert await world.resume("spring", keys) == 2
+    assert threads and threading.main_thread() not in threads
 
 
 @on_node()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.broker.on_node import batch, column, on_node
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
@@ -14,7 +17,9 @@ from tests.table.small_table import NOW_MS, table_rows
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.tables import compact
 from timeball.model.message import TABLE_SCHEMA
+from timeball.schedule.outcomes import Settled
 from timeball.table import layout
+from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 from timeball.table.layout import FOLDER
 
@@ -133,3 +138,37 @@ async def test_leases_and_acknowledgements_add_nothing_to_move(world: World) -> 
     assert await consuming.acknowledge(received.receipts) == [True] * 12
     await consuming.saver.saved()
     assert (world.broker.mover.tail_count.rows, world.broker.pending_messages) == (0, 0)
+
+
+# ---- the settled messages of a resume -----------------------------------------------------------------------
+
+SEQS = st.lists(st.lists(st.integers(0, 40), max_size=12), max_size=4)
+
+
+def settled_pairs(seqs: list[list[int]]) -> Settled:
+    return Settled(0, tuple((np.zeros(len(part), np.int64), np.array(part, np.int64)) for part in seqs))
+
+
+def entry(min_seq: int, max_seq: int) -> FileEntry:
+    return FileEntry(
+        path="f", bucket="b", rows=1, size_bytes=1, min_due_ms=0, max_due_ms=1, min_seq=min_seq, max_seq=max_seq
+    )  # fmt: skip
+
+
+@given(SEQS, SEQS, st.sets(st.integers(0, 13)), st.lists(st.tuples(*[st.integers(0, 40)] * 2), max_size=3))
+def test_settled_messages_of_a_resume_are_those_of_its_files_and_its_ranges(
+    before: list[list[int]], later: list[list[int]], thirds: set[int], spans: list[tuple[int, int]]
+) -> None:
+    entries, ranges = [entry(*sorted(span)) for span in spans], [(3 * third, 2) for third in thirds]
+    known = compact.settled_in(settled_pairs(before), entries)
+    low, high = (
+        min((one.min_seq for one in entries), default=1),
+        max((one.max_seq for one in entries), default=0),
+    )
+    assert known.tolist() == sorted(seq for part in before for seq in part if low <= seq <= high)
+    every, new = compact.settled_since(known, settled_pairs(before + later), ranges)
+    found = [
+        seq for part in before + later for seq in part if any(first <= seq < first + 2 for first, _ in ranges)
+    ]
+    assert new.tolist() == sorted(seq for seq in found if seq not in known)
+    assert every.tolist() == sorted([*known.tolist(), *new.tolist()])

@@ -26,7 +26,7 @@ from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.durations import is_in
 from timeball.schedule.locations import KINDS, as_scheduled, versions_in
-from timeball.schedule.outcomes import Holds
+from timeball.schedule.outcomes import Holds, Settled
 from timeball.table import layout, live_files
 from timeball.table.attachment import Attachment, FileEntry, Ranges, within
 from timeball.table.data_file import DataFile, DataFiles
@@ -236,7 +236,7 @@ def rewrite(
     `data` reads the table's files, `files` creates new ones. `settled_seq`: numbers of settled messages.
     """
     rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in entries])
-    rows = _without_settled(rows, settled_seq)
+    rows = _without_settled(rows, np.sort(settled_seq))
     # By bytes on disk, as for the choice of the files: otherwise their new files might be chosen again.
     stored_rows, stored_bytes = (
         sum(getattr(entry, name) for entry in entries) for name in ("rows", "size_bytes")
@@ -302,6 +302,25 @@ def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
     return len(np.unique(layout.bucket_starts(np.concatenate(hourly_times), now_ms))) + 2
 
 
+def settled_in(settled: Settled, entries: list[FileEntry]) -> Int64Array:
+    """Sort the numbers of the settled messages that these files may contain (background thread)."""
+    low = min((entry.min_seq for entry in entries), default=0)
+    high = max((entry.max_seq for entry in entries), default=-1)
+    parts = [seq[(seq >= low) & (seq <= high)] for _, seq in settled.runs]
+    return np.sort(np.concatenate([_NONE, *parts]))
+
+
+def settled_since(known_seq: Int64Array, settled: Settled, ranges: Ranges) -> tuple[Int64Array, Int64Array]:
+    """Find the settled messages in a campaign's ranges whose numbers are not in `known_seq` (background thread).
+
+    Returns `known_seq` with their numbers, and their numbers alone. All three are sorted.
+    """
+    parts = [seq[within(seq, ranges)] for _, seq in settled.runs]
+    seq = np.concatenate([_NONE, *parts])
+    seq = np.sort(seq[~is_in(known_seq, seq)])
+    return np.insert(known_seq, np.searchsorted(known_seq, seq), seq), seq
+
+
 def resume(
     files: Files,
     data: DataFiles,
@@ -318,7 +337,7 @@ def resume(
     """Write the pending rows of these files to new files. Rows in a campaign's ranges are postponed by `shift_ms`.
 
     The postponed rows go into separate files, with due times not before now. The caller attaches the files, or removes
-    those in `created` (background thread).
+    those in `created` (background thread). `settled_seq`: numbers of settled messages, sorted.
     """
     rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in run])
     rows = _without_settled(rows, settled_seq)
@@ -345,5 +364,5 @@ def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int
 
 
 def _without_settled(rows: pa.Table, settled_seq: Int64Array) -> pa.Table:
-    """Remove the rows of settled messages."""
-    return rows.filter(pa.array(~is_in(np.sort(settled_seq), rows.column("seq").to_numpy())))
+    """Remove the rows of settled messages, given their sorted numbers."""
+    return rows.filter(pa.array(~is_in(settled_seq, rows.column("seq").to_numpy())))

@@ -417,20 +417,19 @@ class TableChanges:
         async with self._compact_lock:
             # Messages whose release or cancel began before the pause count as settled when their rows are durable.
             await self._log.writer.flushed()
-            now_ms = self._clock.now_ms()
+            now_ms, scheduler = self._clock.now_ms(), self._scheduling.scheduler
+            background = self._threads.background
             entries = [
                 file.entry for file in overlapping(self._scheduling.hour_log.pending.all(), facts.ranges)
             ]
             runs = dict(enumerate(compact.runs(entries)))
-            earliest_due_ms = min(
-                self._scheduling.scheduler.settled_before_ms, self._scheduling.outcomes.holds.from_ms
-            )
+            earliest_due_ms = min(scheduler.settled_before_ms, self._scheduling.outcomes.holds.from_ms)
             # Check all files before writing the first one, because there may be thousands.
             await in_thread(
-                self._threads.background, compact.check_resume, list(runs.values()),
+                background, compact.check_resume, list(runs.values()),
                 earliest_due_ms=earliest_due_ms, shift_ms=shift_ms, now_ms=now_ms,
             )  # fmt: skip
-            settled = self._scheduling.scheduler.settled().seq
+            settled = await in_thread(background, compact.settled_in, scheduler.settled(), entries)
             written_files: dict[int, list[FileEntry]] = {}
             created_files: list[FileEntry] = []
             is_attaching = False
@@ -443,15 +442,14 @@ class TableChanges:
                     # that are written again.
                     await self._make_durable(created_files)
                 async with self._gate.alone(), self.lock:
-                    # `within`: only messages of the campaign change their due time. Other messages in these files keep
-                    # their due time and number, so if they were settled meanwhile, they are also settled in the new
-                    # files.
-                    settled_meanwhile = np.setdiff1d(self._scheduling.scheduler.settled().seq, settled)
-                    settled_meanwhile = settled_meanwhile[within(settled_meanwhile, facts.ranges)]
+                    # Only messages of the campaign change their due time. Other messages in these files keep their due
+                    # time and number, so if they were settled meanwhile, they are also settled in the new files.
+                    settled, settled_meanwhile = await in_thread(
+                        background, compact.settled_since, settled, scheduler.settled(), facts.ranges
+                    )
                     runs_to_repeat = {
                         index: run for index, run in runs.items() if _may_contain(run, settled_meanwhile)
                     }
-                    settled = np.union1d(settled, settled_meanwhile)
                     await self._write_resumed(
                         written_files, runs_to_repeat, settled, facts, shift_ms, now_ms, created_files
                     )
