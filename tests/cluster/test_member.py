@@ -15,9 +15,9 @@ from tests.bounds import BOUND_S
 from tests.cluster.trio import CLOCK, GROUP, TTL_MS, Replica, Trio, running_trio
 from tests.ports import free_ports
 
-from timeball.cluster.coordination.coordinator import GroupView
+from timeball.cluster.coordination.coordinator import GroupView, Node
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.member import is_restored
+from timeball.cluster.member import REPLICATION, is_restored
 from timeball.cluster.protocol.replica import Record, Role
 
 LED = Record(5, "a/1", ("a/1", "b/1", "c/1"), 2)
@@ -134,6 +134,21 @@ def test_a_node_that_is_registered_elsewhere_is_dialed_there(tmp_path: Path) -> 
         await moved.start()
         assert moved.port != before
         await trio.equal()
+
+    run(tmp_path, scenario)
+
+
+def test_a_registration_without_a_usable_address_ends_no_replica(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        stranger = trio.coordinator
+        node = Node("tests", {REPLICATION: "10.0.0.9"}, group=GROUP)
+        await stranger.register(node, await stranger.grant(60_000))
+        members = [replica.member for replica in trio.replicas.values()]
+        await trio.seen(lambda: all("tests" in member.nodes for member in members), "all know it")
+        await leader.append(1)
+        await trio.equal()
+        assert not any(replica.ended for replica in trio.replicas.values())
 
     run(tmp_path, scenario)
 

@@ -286,6 +286,21 @@ def test_groups_are_read_at_once(run: Run) -> None:
     run(scenario)
 
 
+def test_an_address_that_cannot_be_parsed_is_left_out_and_logged_once(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        bad = {"replication": "10.0.0.9", "flight": "10.0.0.9:70000", "http": ":80", "grpc": "10.0.0.9:8o81"}
+        good = {"remoting": "10.0.0.9:10911"}
+        await b.register(Node("b", {**bad, **good}), await b.grant(LONG_TTL_MS))
+        for _ in range(2):
+            assert (await a.nodes())["b"].addresses == good
+        assert len(caplog.messages) == len(bad) and all("node=b" in line for line in caplog.messages)
+
+    run(scenario)
+
+
 def test_a_secret_is_made_once(run: Run) -> None:
     async def scenario(world: World) -> None:
         nodes = [world.coordinator(f"n{number}") for number in range(6)]

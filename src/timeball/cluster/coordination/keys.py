@@ -19,6 +19,7 @@ same), and the holder's key, if it was put, has the lease that only this process
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -48,9 +49,12 @@ from timeball.cluster.coordination.store import (
     Store,
 )
 from timeball.cluster.protocol.replica import Record
+from timeball.cluster.transport.connections import parse_address
 from timeball.io.clock import Clock
 from timeball.model.errors import UNDECODABLE, SetupError
 from timeball.monitoring.figures import ReplicaFigures
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -67,6 +71,7 @@ class KeyCoordinator:
         self._prefix = f"tb/{_check_name(cluster, 'cluster')}/"
         self._reports = f"tb/.reports/{cluster}/"
         self._node = _check_name(node, "node")
+        self._refused_addresses: set[tuple[str, str, str]] = set()  # node, edge and address, each logged once
 
     async def grant(self, ttl_ms: int) -> Lease:
         """Request a new lease of this node. The store may grant a longer one."""
@@ -172,12 +177,26 @@ class KeyCoordinator:
         )
 
     async def nodes(self) -> dict[str, Node]:
-        """Read the registered nodes, by name."""
+        """Read the registered nodes, by name. Addresses that cannot be parsed are left out."""
         prefix = self._prefix_of("nodes")
         outcome = await self._store.transact((), [Read(prefix, is_prefix=True)])
         return {
-            key_value.key.removeprefix(prefix): _decode(key_value, Node) for key_value in outcome.reads[0]
+            key_value.key.removeprefix(prefix): self._check_addresses(_decode(key_value, Node))
+            for key_value in outcome.reads[0]
         }
+
+    def _check_addresses(self, node: Node) -> Node:
+        """Leave out the addresses that cannot be parsed, so that one bad registration stops no other node."""
+        addresses = dict[str, str]()
+        for edge, address in node.addresses.items():
+            try:
+                parse_address(address)
+                addresses[edge] = address
+            except ValueError as error:
+                if (node.name, edge, address) not in self._refused_addresses:
+                    self._refused_addresses.add((node.name, edge, address))
+                    logger.warning("address left out node=%s edge=%s reason=%s", node.name, edge, error)
+        return msgspec.structs.replace(node, addresses=addresses)
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
         """Publish the figures of this node's replica for operators, until the lease ends. Raises LeaseLost."""

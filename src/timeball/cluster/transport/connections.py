@@ -443,8 +443,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def parse_address(text: str) -> Address:
-    """Split `host:port`, where an IPv6 address is in brackets."""
+    """Split `host:port`, where an IPv6 address is in brackets. Raises ValueError."""
     host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"address {text!r}: not host:port")
     return host.strip("[]"), int(port)
 
 
