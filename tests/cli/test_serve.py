@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.accounts import ACCESS_FILE, access_file
 from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.cli.in_process import run_here
-from tests.cli.processes import COMMAND, client_of, http_endpoint_of, running, serving
+from tests.cli.processes import COMMAND, Running, client_of, http_endpoint_of, running, serving
 from tests.cli.supervised import Supervised, blocks_of_ports, run_cluster
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.cluster.written_log import opened
@@ -30,7 +31,17 @@ from timeball import __version__
 from timeball.cli import serve
 from timeball.cli.main import main
 from timeball.cli.output import ExitCode
-from timeball.cli.serve import PORTS, PORTS_APART, announce, build_command, build_options, parse_group_names
+from timeball.cli.serve import (
+    PORTS,
+    PORTS_APART,
+    RESTARTS,
+    RestartPauses,
+    announce,
+    build_command,
+    build_options,
+    parse_group_names,
+)
+from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError, Unavailable
@@ -366,3 +377,49 @@ def test_required_settings_are_requested(tmp_path: Path, left_out: str) -> None:
     at = words.index(left_out)
     ended = run_here(*words[:at], *words[at + 2 :])
     assert ended.returncode != 0 and left_out in ended.stderr
+
+
+def test_the_pause_before_a_restart_doubles_and_ends_after_a_steady_run() -> None:
+    clock, environment = ManualClock(), dict[str, str]()
+
+    def begin(ran_ms: int) -> float:
+        clock.advance(ran_ms)
+        # Each start is one of a new process: it knows only the environment.
+        wait_s = RestartPauses(clock, environment).begin()
+        clock.advance(int(wait_s * 1_000))
+        return wait_s
+
+    assert [begin(0) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
+    assert begin(4_000) == 6, "the time that the node has run counts"
+    assert begin(59_999) == 0 and begin(0) == 10, "the run was too short"
+    assert [begin(60_000), begin(0), begin(0)] == [0, 0.5, 1]
+
+
+FAILS_AT_EACH_START = """
+from timeball.cli.main import main
+from timeball.cluster.member import Member
+
+async def fail(member):
+    raise ZeroDivisionError
+
+Member._report_figures = fail
+main()
+"""
+
+
+def test_a_replica_whose_error_recurs_waits_longer_and_longer(tmp_path: Path) -> None:
+    """The process replaces itself, and the new process knows the pauses of those before it."""
+    program = [sys.executable, "-c", FAILS_AT_EACH_START]
+    replica = Running(command=[*program, *command(tmp_path / "d"), "--json"])
+
+    def next_pauses_ms() -> list[int]:
+        variables = Path(f"/proc/{replica.pid}/environ").read_text().split("\0")  # empty while it is replaced
+        found = [line.removeprefix(f"{RESTARTS}=") for line in variables if line.startswith(RESTARTS)]
+        return [int(state.split()[0]) for state in found]
+
+    try:
+        replica.wait_line(event="ready")
+        eventually(lambda: any("waits before it starts again" in line for line in replica.errors), "it waits")
+        eventually(lambda: max(next_pauses_ms(), default=0) >= 1_000, "the pause has doubled")
+    finally:
+        replica.end()

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from timeball.cli import output
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import ExitCode, print_json, print_line
-from timeball.io.clock import SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.io.threads import watch_stop_signals
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError, StorageError
@@ -390,6 +390,35 @@ def runner() -> asyncio.Runner:
 # When a node has lost the lead, another node starts in the same process, and reads the log from the disk. If the first
 # one cannot be ended in order, the process replaces itself by a new one with the same process id (execv).
 
+RESTARTS = (
+    "TIMEBALL_RESTARTS"  # environment variable: the next pause and the last start, in ms of the boot clock
+)
+
+
+class RestartPauses:
+    """The pauses before a node starts again.
+
+    A start follows the start before it after RESTART_S at the earliest. This time doubles with each start up to
+    RESTART_S_MAX, and is the shortest again after a run of STEADY_S. So an error that recurs at each start takes little
+    CPU time, and a leader that hands over after a longer run follows again at once. The environment keeps the state,
+    because execv passes it on.
+    """
+
+    def __init__(self, clock: Clock, environment: MutableMapping[str, str] = os.environ) -> None:
+        self._clock, self._environment = clock, environment
+
+    def begin(self) -> float:
+        """Record that a node starts. Returns the seconds to wait before its start."""
+        now_ms, pause_ms, wait_ms = self._clock.boot_ms(), 0, 0
+        if last := self._environment.get(RESTARTS):
+            pause_ms, started_ms = map(int, last.split())
+            ran_ms = now_ms - started_ms
+            pause_ms = 0 if ran_ms >= STEADY_S * 1_000 else pause_ms
+            wait_ms = max(0, pause_ms - ran_ms)
+        next_pause_ms = min(max(2 * pause_ms, int(RESTART_S * 1_000)), int(RESTART_S_MAX * 1_000))
+        self._environment[RESTARTS] = f"{next_pause_ms} {now_ms + wait_ms}"
+        return wait_ms / 1_000
+
 
 def run_replica(settings: Settings, as_json: bool) -> None:
     """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
@@ -408,10 +437,17 @@ def run_replica(settings: Settings, as_json: bool) -> None:
 async def _run_replica(settings: Settings, as_json: bool) -> None:
     from timeball.broker.cycle_collection import CYCLES
 
-    systemd, has_run = Systemd(), False
+    systemd, has_run, pauses = Systemd(), False, RestartPauses(SystemClock())
     watchdog = asyncio.create_task(systemd.run_watchdog())
     try:
-        while await _run_node(settings, as_json, systemd):
+        while True:
+            if wait_s := pauses.begin():
+                # A new process waits here, too: the process before it could not be ended in order, and might still hold
+                # the lead while it waited.
+                logger.warning("waits before it starts again wait_s=%.1f", wait_s)
+                await asyncio.sleep(wait_s)
+            if not await _run_node(settings, as_json, systemd):
+                return
             has_run = True
             CYCLES.collect()  # the memory of the node that has ended
     except SetupError as error:
