@@ -20,7 +20,7 @@ import msgspec
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.worlds import World, made, next_record, seen, world_of
 
-from timeball.cluster.coordination.coordinator import GroupView, HeldLease, Node
+from timeball.cluster.coordination.coordinator import Directory, GroupView, HeldLease, Node
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.model.errors import Unavailable
@@ -175,19 +175,27 @@ async def lapse(etcd: EtcdCluster, ttl_ms: int) -> float:
     return lapsed
 
 
-async def idle(endpoints: list[str], ttl_ms: int, seconds: float) -> float:
-    """Return the requests a second of a node that holds a lease, watches, and reads all groups once a second."""
+async def idle(endpoints: list[str], ttl_ms: int, seconds: float, *, has_group: bool) -> float:
+    """Return the requests a second of a node that holds a lease and keeps its directory.
+
+    `has_group`: False before `timeball cluster init`.
+    """
     async with world_of(endpoints) as world:
         store, coordinator, held = node_of(world, endpoints, "a", ttl_ms)
-        running = asyncio.create_task(held.run())
+        directory = Directory(coordinator)
+        running = [asyncio.create_task(each.run()) for each in (held, directory)]
         await registered(coordinator, 1)
+        if has_group:
+            await made(coordinator)
+
+        async def is_read() -> bool:
+            return bool(directory.nodes) and bool(directory.views) == has_group
+
+        await seen(is_read)
         before, began = store.requests, time.perf_counter()
-        while time.perf_counter() - began < seconds:
-            views = await coordinator.read_all()
-            await coordinator.wait_for_change(
-                max((view.as_of for view in views.values()), default=2**62), POLL_S
-            )
-        running.cancel()
+        await asyncio.sleep(seconds)
+        for task in running:
+            task.cancel()
         return (store.requests - before) / (time.perf_counter() - began)
 
 
@@ -200,9 +208,9 @@ def measure(count: int) -> list[str]:
         for ttl_ms in (1_000, 2_000):
             share = asyncio.run(takeovers(etcd.endpoints, ttl_ms, count))
             lines.append(f"takeover, TTL {ttl_ms} ms: {share}")
-            lines.append(
-                f"idle, TTL {ttl_ms} ms: {asyncio.run(idle(etcd.endpoints, ttl_ms, count)):.1f} requests/s"
-            )
+            for name, has_group in (("idle", True), ("idle without a group", False)):
+                rate = asyncio.run(idle(etcd.endpoints, ttl_ms, count, has_group=has_group))
+                lines.append(f"{name}, TTL {ttl_ms} ms: {rate:.1f} requests/s")
         outages = [asyncio.run(outage(etcd, 1_000)) for _ in range(max(1, count // 4))]
         lines.append(f"etcd's leader killed, no swap for: {Share.of(outages)}")
         for ttl_ms in (1_000, 2_000):

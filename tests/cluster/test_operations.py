@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import RECORD, World, made, next_record, world_of
 
-from timeball.cluster.coordination.coordinator import GroupView, Lease, OperatorRequest
+from timeball.cluster.coordination.coordinator import AllGroups, GroupView, Lease, OperatorRequest
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.operations import Operations, survey
 from timeball.cluster.protocol.replica import Record
@@ -169,7 +169,7 @@ class Overtaken(KeyCoordinator):
         await self.count()
         return await super().read(group)
 
-    async def read_all(self) -> dict[str, GroupView]:
+    async def read_all(self) -> AllGroups:
         await self.count()
         return await super().read_all()
 

@@ -358,7 +358,7 @@ LAG_ROWS_MAX = 1_000_000
 async def survey(coordinator: Coordinator) -> list[ReplicaGroup]:
     """Describe all groups by name, including those that have nodes but no record yet."""
     reports = await coordinator.reports()  # before the records, as in `Operations.plan_first`
-    views, nodes = await coordinator.read_all(), await coordinator.nodes()
+    (views, _), nodes = await coordinator.read_all(), await coordinator.nodes()
     names = set(views) | {node.group for node in nodes.values() if node.group}
     return [_describe_group(name, views.get(name), nodes, reports) for name in sorted(names)]
 

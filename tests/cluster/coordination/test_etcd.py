@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
+from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.worlds import World, seen, world_of
 from tests.ports import free_ports
@@ -198,6 +201,42 @@ async def deafened(endpoint: str) -> AsyncIterator[str]:
         listening.close()
         for task in tasks:
             task.cancel()
+
+
+def test_a_loss_of_etcds_data_leaves_no_wait_that_ends_at_once(tmp_path: Path) -> None:
+    """Its revision goes back: below the revision that the watch has reported, and that of the keys that were read."""
+    with EtcdCluster(tmp_path / "etcd", size=1) as etcd:
+
+        async def scenario() -> None:
+            async with world_of(etcd.endpoints) as world:
+                store, other, prefix = world.store(), world.store(), f"{world.cluster}/"
+                for number in range(20):
+                    outcome = await store.transact(
+                        (), [Put(prefix + "a", bytes([number])), Read(prefix + "a")]
+                    )
+                await store.wait(prefix, 0, BOUND_S)  # until the watch reports
+                await asyncio.to_thread(empty, etcd)
+                await seen(lambda: other.transact((), [Put(prefix + "a", b"again")]))
+                now = await store.transact((), [Read(prefix, is_prefix=True)])
+                assert now.revision < outcome.revision
+                await store.wait(prefix, now.revision - 1, BOUND_S)  # until a new watch reports
+                async with watched(store, prefix) as found:
+                    requests = store.requests
+                    for value in (b"1", b"2", b"3"):
+                        await other.transact((), [Put(prefix + "a", value)])
+                        await seen(partial(has, found, value))
+                    # A read for each change, and one that found no change. A watch may have been opened.
+                    assert store.requests <= requests + 5
+
+        asyncio.run(scenario())
+
+
+def empty(etcd: EtcdCluster) -> None:
+    for member in etcd.members:
+        member.kill()
+        shutil.rmtree(etcd.folder / member.name)
+        member.start()
+    etcd.wait_ready()
 
 
 def test_waiting_without_members_ends_by_its_timeout() -> None:

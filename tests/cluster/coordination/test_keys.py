@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.bounds import BOUND_S
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, made, next_record, world_of
 
@@ -275,13 +276,14 @@ def test_groups_are_read_at_once(run: Run) -> None:
         a = world.coordinator("a")
         view, _ = await led(a, "a")
         await made(a, "g2")
-        views = await a.read_all()
+        views, as_of = await a.read_all()
+        assert as_of == (await a.read("g1")).as_of
         assert sorted(views) == ["g1", "g2"]
         for name, found in views.items():
             assert found == dataclasses.replace(await a.read(name), as_of=found.as_of)
         assert views["g1"].holder == view.holder and views["g2"].holder is None
         other = KeyCoordinator(world.store(), world.clock, cluster=world.cluster + "x", node="a")
-        assert await other.read_all() == {}
+        assert (await other.read_all()).views == {}
 
     run(scenario)
 
@@ -328,6 +330,22 @@ def test_a_change_wakes_those_who_wait(run: Run) -> None:
             await leads()
             await b.wait_for_change(seen_by_b.as_of, 60)  # a past change is not waited for
         assert (await b.read("g1")).holder is not None
+
+    run(scenario)
+
+
+def test_a_cluster_without_a_group_is_waited_for(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        await a.register(Node("a"), await a.grant(LONG_TTL_MS))
+        await b.wait_for_change((await b.read_all()).as_of, 0.05)  # opens the watch, and nothing happens
+        views, as_of = await b.read_all()
+        waiting = asyncio.create_task(b.wait_for_change(as_of, LONG_TTL_MS / 1_000))
+        await b.read_all()  # takes longer than a wait that ends at once
+        assert views == {} and not waiting.done()
+        await made(a)
+        async with asyncio.timeout(BOUND_S):
+            await waiting
 
     run(scenario)
 
@@ -398,7 +416,7 @@ def test_one_request_stands_at_a_time_and_goes_with_the_command_that_asks(run: R
             and swap.view.pending_request is not None
             and swap.view.pending_request.request == request
         )
-        assert (await leader.read_all())["g1"].pending_request == swap.view.pending_request
+        assert (await leader.read_all()).views["g1"].pending_request == swap.view.pending_request
         await first.revoke(leases[0])
         assert (await leader.read("g1")).pending_request is None
         assert not (await second.put_request("g1", view.revision + 1, other, leases[1])).won, (

@@ -183,6 +183,13 @@ class GroupView:
         return node if self.holder.node == node else ""
 
 
+class AllGroups(NamedTuple):
+    """All groups that have a record, by name, as they were when they were read."""
+
+    views: dict[str, GroupView]
+    as_of: int  # revision of the store at this time, also if there is no group
+
+
 class Swap(NamedTuple):
     """The outcome of a compare-and-swap: whether it succeeded, and the group after it."""
 
@@ -221,8 +228,8 @@ class Coordinator(Protocol):
     async def read(self, group: str) -> GroupView:
         """Read a group's record, holder and request."""
 
-    async def read_all(self) -> dict[str, GroupView]:
-        """Read all groups that have a record, by name."""
+    async def read_all(self) -> AllGroups:
+        """Read all groups that have a record."""
 
     async def lead(
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
@@ -260,7 +267,10 @@ class Coordinator(Protocol):
         """Read the figures that the nodes have published, by name."""
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
-        """Wait until something may have changed since `after` (a view's `as_of`), or until the timeout. Then read."""
+        """Wait until something may have changed since `after` (the `as_of` of a read), or until the timeout.
+
+        Then read.
+        """
 
     async def register(self, node: Node, lease: Lease) -> None:
         """Publish this node for the others, until the lease ends. Raises LeaseLost."""
@@ -301,9 +311,9 @@ class SingleNodeCoordinator:
         """Build a view of the group with this node as its leader."""
         return GroupView(group, self._record, 1, Holder(self._node.name, self._lease.id, 1), 1)
 
-    async def read_all(self) -> dict[str, GroupView]:
+    async def read_all(self) -> AllGroups:
         """Report no group: without a cluster, groups have no names."""
-        return {}
+        return AllGroups({}, 1)
 
     async def lead(
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
@@ -394,10 +404,10 @@ class Directory:
 
     async def read(self) -> int:
         """Read once. Returns the revision for `wait_for_change`. Raises Unavailable and SetupError."""
-        views = await self._coordinator.read_all()
+        groups = await self._coordinator.read_all()
         self.nodes |= await self._coordinator.nodes()
-        self.views |= views
-        return max((view.as_of for view in views.values()), default=0)
+        self.views |= groups.views
+        return groups.as_of
 
     def hosts(self) -> set[str]:
         """Collect the host names and addresses of all known nodes, in lower case."""

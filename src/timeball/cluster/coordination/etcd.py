@@ -47,7 +47,9 @@ class EtcdStore:
         self._prefix = ""
         self._watched_member = ""  # the member at which the watch is open
         self._changed = asyncio.Condition()
-        self._reported_revision = 0  # newest revision that the watch has reported
+        self._reported_revision = (
+            0  # as the watch, or a transaction after a loss of data, has reported it last
+        )
         self._read_revision = 0  # newest revision of a key among those that transactions have read
 
     @property
@@ -60,9 +62,14 @@ class EtcdStore:
     ) -> Outcome:
         """Carry out `then` if all of `when` hold, else `otherwise`. Raises LeaseLost for a Put with an ended lease."""
         body = codec.txn_body(when, then, otherwise)
+        known_revision = max(self._reported_revision, self._read_revision)
         outcome = await self._members.ask(
             codec.TXN, body, lambda answer: codec.read_txn(answer, then, otherwise)
         )
+        if outcome.revision < known_revision:
+            # A transaction sees all revisions that were known when it was sent. So etcd has lost its data or was
+            # restored from a copy, and a wait for a later revision than the old ones would last, or not wait at all.
+            self._reported_revision, self._read_revision = min(self._reported_revision, outcome.revision), 0
         for key_values in outcome.reads:
             self._read_revision = max(
                 [self._read_revision, *(key_value.revision for key_value in key_values)]
@@ -128,7 +135,9 @@ class EtcdStore:
                     async for revision in revisions:
                         is_failing = False
                         async with self._changed:
-                            self._reported_revision = max(self._reported_revision, revision)
+                            # The first line of a watch may have a lower revision than the watch before it reported:
+                            # etcd has lost data, or this member lags behind.
+                            self._reported_revision = revision
                             self._changed.notify_all()
             except (BadAnswer, SetupError) as error:
                 if not is_failing:

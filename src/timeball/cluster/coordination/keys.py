@@ -26,6 +26,7 @@ from typing import TypeVar
 import msgspec
 
 from timeball.cluster.coordination.coordinator import (
+    AllGroups,
     GroupView,
     Holder,
     Lease,
@@ -94,18 +95,19 @@ class KeyCoordinator:
         outcome = await self._store.transact((), self._reads_of_group(group))
         return self._group_view_of(group, outcome)
 
-    async def read_all(self) -> dict[str, GroupView]:
-        """Read all groups that have a record, by name, in one transaction."""
+    async def read_all(self) -> AllGroups:
+        """Read all groups that have a record, in one transaction."""
         prefixes = [self._prefix_of(kind) for kind in ("state", "holder", "wish")]
         outcome = await self._store.transact((), [Read(prefix, is_prefix=True) for prefix in prefixes])
         states, holders, requests = (
             {key_value.key.removeprefix(prefix): key_value for key_value in key_values}
             for prefix, key_values in zip(prefixes, outcome.reads, strict=True)
         )
-        return {
+        views = {
             group: _group_view(group, state, holders.get(group), requests.get(group), outcome.revision)
             for group, state in states.items()
         }
+        return AllGroups(views, outcome.revision)
 
     async def lead(
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
@@ -166,7 +168,7 @@ class KeyCoordinator:
         await self._store.transact([LeaseIs(holder, lease.id)], [Delete(holder)])
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
-        """Wait until something may have changed since a view's `as_of`, or until the timeout."""
+        """Wait until something may have changed since the `as_of` of a read, or until the timeout."""
         await self._store.wait(self._prefix, after, timeout_s)
 
     async def register(self, node: Node, lease: Lease) -> None:
