@@ -228,6 +228,39 @@ def test_refused_credentials_are_a_set_up_error(in_words: bool) -> None:
     asyncio.run(scenario())
 
 
+def hang(head: bytes, body: bytes) -> bytes:
+    return b""
+
+
+def test_a_member_that_hangs_during_the_authentication_costs_no_call() -> None:
+    """Calls at the same time wait for one authentication, and then ask the next member together."""
+
+    async def scenario() -> None:
+        async with (
+            server(hang) as hanging,
+            server(Authenticating(True)) as good,
+            members_of(hanging, good, attempt_s=0.2, deadline_s=2, user="u", password="p") as members,
+        ):
+            await asyncio.gather(*(members.ask("/v3/kv/range", READ, bytes) for _ in range(8)))
+            assert members.preferred == good
+
+    asyncio.run(scenario())
+
+
+def test_a_call_whose_time_ends_leaves_the_member_that_it_asks() -> None:
+    async def scenario() -> None:
+        async with (
+            server(hang) as hanging,
+            server(lambda *_: http(HEADER)) as good,
+            members_of(hanging, good, attempt_s=BOUND_S, deadline_s=0.05) as members,
+        ):
+            with pytest.raises(Unavailable):
+                await members.ask("/v3/kv/range", READ, bytes)
+            assert members.preferred == good
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.xdist_group("etcd")
 def test_a_user_is_not_needed_where_none_is_asked_for(etcd: EtcdCluster) -> None:
     async def scenario() -> None:

@@ -181,7 +181,9 @@ T = TypeVar("T")
 
 ANSWER_BYTES_MAX = 4 * 1024 * 1024  # all nodes, or all records, of a hundred groups take 50 KB
 ROUND_S = 0.05  # minimum duration of a round through all members, because refusals arrive at once
-AUTHENTICATION_S = 2.0  # time for an authentication: the password hash is slow by design, 0.1 s of CPU
+# Time for an authentication: the password hash is slow by design, 0.1 s of CPU. It takes at most half of a call's time
+# limit, so that after a member that hangs the next one has the other half.
+AUTHENTICATION_S = 2.0
 
 
 class Closed(BadAnswer):
@@ -226,6 +228,7 @@ class Members:
         Raises the error in the answer, Unavailable or SetupError.
         """
         failures: dict[str, BadAnswer] = {}
+        endpoint = self.preferred
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
@@ -245,6 +248,7 @@ class Members:
                     # No pause after members that hung: the round has taken longer than ROUND_S.
                     await asyncio.sleep(next_round_s - loop.time())
         except TimeoutError:
+            self.leave(endpoint)  # it may hang: the next call must not spend its time there
             raise _no_answer(failures, len(self._endpoints), self._deadline_s) from None
 
     @property
@@ -316,15 +320,16 @@ class Members:
         if self._token is None:
             async with self._authenticating:
                 if self._token is None:  # else another call has received a token while this one waited
+                    if endpoint != self.preferred:
+                        raise BadAnswer("another call has waited for its answer in vain")
                     self._token = await self._authenticate(endpoint)
         return {"authorization": self._token} if self._token else {}
 
     async def _authenticate(self, endpoint: str) -> str:
         body = codec.authentication_body(self._access.user, self._access.password)
+        timeout_s = min(max(self._attempt_s, AUTHENTICATION_S), self._deadline_s / 2)
         try:
-            answer = await self._post(
-                endpoint, codec.AUTHENTICATE, body, {}, max(self._attempt_s, AUTHENTICATION_S)
-            )
+            answer = await self._post(endpoint, codec.AUTHENTICATE, body, {}, timeout_s)
         except AuthenticationOff:
             return ""
         return codec.read_token(answer)
