@@ -9,7 +9,16 @@ import pytest
 
 from timeball import NotLeader, OverLimit, RequestError, Unavailable
 from timeball.client import attempts
-from timeball.client.attempts import Attempts, Lost, NotNow, NotSent, OpenRead, refusal, split_endpoints
+from timeball.client.attempts import (
+    Attempts,
+    Lost,
+    NotNow,
+    NotSent,
+    OpenRead,
+    refusal,
+    split_endpoints,
+    wait_within,
+)
 from timeball.client.network import run
 from timeball.io.clock import ManualClock
 from timeball.model.errors import Corrupt, DiskFailed, MissingFile, StorageError, TimeballError
@@ -18,6 +27,21 @@ from timeball.model.errors import Corrupt, DiskFailed, MissingFile, StorageError
 @pytest.fixture(autouse=True)
 def _no_pauses(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "CLUSTER_PAUSES_S", (0.0,) * 3)
+
+
+class Hanging:
+    """Nodes of which some hang: an attempt at these takes its whole time limit, and its answer is lost."""
+
+    def __init__(self, calls: Attempts, *hanging: str) -> None:
+        self._calls, self._hanging = calls, hanging
+        self.asked: list[str] = []
+
+    async def __call__(self, limit_s: float) -> list[str]:
+        self.asked.append(self._calls.endpoint)
+        if self._calls.endpoint in self._hanging:
+            self._calls._clock.advance(int(1_000 * limit_s))  # type: ignore[attr-defined]
+            raise Lost("no answer in time")
+        return self.asked
 
 
 class Broker:
@@ -93,6 +117,53 @@ def test_after_a_node_that_does_not_lead_the_next_call_asks_another() -> None:
     with pytest.raises(NotLeader):
         run(there.with_retries(Broker(there, NotLeader("x")), 30_000, is_repeatable=False))
     assert there.endpoint == "b"
+
+
+def test_a_repeatable_call_succeeds_within_its_time_if_nodes_hang() -> None:
+    there = calls("a", "b", "c")
+    before_ns = there._clock.monotonic_ns()
+    assert run(there.with_retries(Hanging(there, "a"), 30_000)) == ["a", "b"]
+    assert there.endpoint == "b" and there._clock.monotonic_ns() - before_ns == 15 * 10**9
+    there = calls("a", "b", "c")
+    assert run(there.with_retries(Hanging(there, "a", "b"), 30_000)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("error", [Lost("x"), Unavailable("x")])
+def test_after_a_call_without_an_answer_the_next_call_asks_another_node(error: TimeballError) -> None:
+    there = calls("a", "b")
+    with pytest.raises(type(error)):
+        run(there.with_retries(Broker(there, error), 30_000, is_repeatable=False))
+    assert there.endpoint == "b"
+
+
+def test_a_node_is_left_by_one_of_the_calls_that_it_does_not_answer() -> None:
+    """With two nodes, a second change would lead back to the one that hangs."""
+    there = calls("a", "b")
+
+    async def first(limit_s: float) -> None:
+        with pytest.raises(Lost):
+            await there.with_retries(Broker(there, Lost("second")), 30_000, is_repeatable=False)
+        raise Lost("first")
+
+    with pytest.raises(Lost, match="first"):
+        run(there.with_retries(first, 30_000, is_repeatable=False))
+    assert there.endpoint == "b"
+
+
+def test_a_call_that_may_not_be_repeated_and_one_to_a_single_node_have_the_whole_time() -> None:
+    for nodes, is_repeatable in ((("a", "b"), False), (("a",), True)):
+        there = calls(*nodes)
+        broker = Broker(there)
+        run(there.with_retries(broker, 30_000, is_repeatable=is_repeatable))
+        assert broker.left_s == [30.0]
+
+
+def test_a_long_poll_has_time_to_wait_and_half_of_the_rest() -> None:
+    there = calls("a", "b")
+    broker = Broker(there, Lost("x"), seconds=75)
+    run(there.with_retries(broker, 30_000, wait_ms=60_000))
+    assert broker.left_s == [75.0, 7.5]
+    assert [wait_within(limit_s, 30_000, 60_000) for limit_s in broker.left_s] == [60_000, 0]
 
 
 def test_attempts_share_the_time_of_the_call() -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Forbidden, NotLeader, Timeball, TimeballError, Unauthorized, Unavailable
+from timeball.client import http_calls
 from timeball.client.attempts import Lost, NotNow, NotSent, OpenRead
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import Receiving, list_topics
@@ -50,6 +51,23 @@ def answering(*answers: bytes) -> Iterator[str]:
         thread.start()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
         thread.join(BOUND_S)
+
+
+@contextmanager
+def hanging_after(begin: bytes) -> Iterator[str]:
+    """A server that begins each answer with these bytes, and then says nothing. Yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+
+        def serve() -> None:
+            with suppress(OSError):  # the end
+                while True:
+                    peer = stack.enter_context(listening.accept()[0])
+                    peer.recv(65_536)
+                    peer.sendall(begin)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 def answer(status: str, body: str, content_type: str = "application/problem+json") -> bytes:
@@ -106,13 +124,48 @@ def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningN
             ball.send("silent", "x")
 
 
+@contextmanager
+def hanging_node() -> Iterator[str]:
+    """The address of a node whose process is stopped: its system accepts connections, and no answer comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_node_that_hangs_is_left_by_each_kind_of_call(node: RunningNode, dial: Dial) -> None:
+    with hanging_node() as hanging:
+        endpoint = f"http://{hanging},{address(node)}"
+        with dial(endpoint, timeout_ms=2_000) as ball:
+            assert ball.send("hangs", "x", retry=True).seq > 0
+        with dial(endpoint, timeout_ms=2_000) as ball:
+            # The broker gets no time to wait in the second attempt, but has a message already.
+            assert len(ball.pull("hangs", "readers", wait="100ms")) == 1
+        with dial(endpoint, timeout_ms=1_000) as ball:
+            with pytest.raises(Lost, match="no answer in time"):
+                ball.send("hangs", "x")
+            assert ball.send("hangs", "x").seq > 0
+
+
+def test_a_silent_stream_is_opened_again_at_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_calls, "STREAM_SILENCE_S", 0.05)
+    with hanging_after(stream_answer()) as silent, answering(stream_answer(received_line(1))) as good:
+        calls = HttpCalls(f"http://{silent},{good}", 30_000)
+        stream = calls.open_stream(Receiving("t", "g", 1, 0, 1_000), 1, None)
+        found = list[Any]()
+        for _ in range(200):
+            if found := stream.read(100):
+                break
+        assert [message.seq for message in found] == [1]
+        stream.close()
+        calls.close()
+
+
 def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) -> None:
     """Another thread may switch to the next node while one connects."""
 
     class Turning(BlockingNetwork):
         async def connect(self, host: str, port: int, *more: Any) -> Stream:
             if port != 1:
-                calls._rotate_endpoints()
+                calls.leave(calls.endpoint)
             return await super().connect(host, port, *more)
 
     calls = HttpCalls(f"{node.http_endpoint},127.0.0.1:1", 30_000, network=Turning())

@@ -6,6 +6,10 @@ failed, the next node is asked. Any other call is tried again only if it was not
 broker answered that it does nothing at the moment (for example during a hand-over). After a lost answer the client
 cannot know whether the broker carried out the call.
 
+A call that gets no answer leaves its node: the next attempt or the next call asks the next node. If there are several
+nodes, an attempt of a call that is safe to repeat gets half of the time that is left, because its node may hang. A
+smaller part would give up slow nodes, and repeat calls that they carry out.
+
     NotSent    no broker has received the call
     NotNow     the broker has refused it, and did nothing. NotSent is one case of it
     Lost       the answer was lost: the broker may or may not have carried out the call
@@ -150,22 +154,27 @@ class Attempts:
         if closed:
             self._closed.set()
 
-    def _rotate_endpoints(self) -> None:
-        """Let the next call use the next node of the cluster, because the current node does not answer."""
-        self._current = (self._current + 1) % len(self._endpoints)
+    def leave(self, endpoint: str) -> None:
+        """Let the next call use the next node of the cluster, because this one does not answer.
+
+        Does nothing if another call has left the node already.
+        """
+        if endpoint == self.endpoint:
+            self._current = (self._current + 1) % len(self._endpoints)
+
+    def leave_after(self, error: TimeballError, endpoint: str) -> None:
+        """Leave a node if this error of a call says that it does not answer, does not lead, or has no disk."""
+        if isinstance(error, Unavailable | NotLeader) or error.code in FAILED_DISK:
+            self.leave(endpoint)
 
     def pauses(self) -> Iterator[tuple[float, bool]]:
-        """Yield for each attempt the pause before it, in seconds, and whether another attempt may follow.
-
-        Each attempt after the first asks the next node.
-        """
+        """Yield for each attempt the pause before it, in seconds, and whether another attempt may follow."""
         if self._patience_s is not None:
             yield from self._patient_pauses(self._patience_s)
             return
         pauses_s = RETRY_PAUSES_S if len(self._endpoints) == 1 else CLUSTER_PAUSES_S
         yield 0, len(pauses_s) > 0
         for number, pause_s in enumerate(pauses_s, 1):
-            self._rotate_endpoints()
             yield pause_s, number < len(pauses_s)
 
     def _patient_pauses(self, patience_s: float) -> Iterator[tuple[float, bool]]:
@@ -173,7 +182,7 @@ class Attempts:
         import logging
         import random
 
-        logger = logging.getLogger(__name__)
+        logger, asked = logging.getLogger(__name__), self.endpoint
         # A program that has seeded the common generator keeps its numbers, and forked processes get different ones.
         chance = random.SystemRandom()
         give_up_ns, longest_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
@@ -182,10 +191,8 @@ class Attempts:
             yield pause_s, may_retry
             if not may_retry:
                 return
-            logger.warning(
-                "broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, longest_s
-            )
-            self._rotate_endpoints()
+            logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", asked, longest_s)
+            asked = self.endpoint
             # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
             pause_s = longest_s * chance.uniform(0.5, 1.0)
             longest_s = min(2 * longest_s, PATIENT_PAUSES_S[1])
@@ -208,13 +215,15 @@ class Attempts:
         timeout_ms: int,
         *,
         is_repeatable: bool = True,
+        wait_ms: int = 0,
     ) -> T:
         """Make a call until it succeeds, or its attempts or time end, or after an error it may not be repeated.
 
-        `call` receives the time that is left, in seconds. Returns its result, or raises its last error.
+        `call` receives the time limit of the attempt, in seconds. `wait_ms` is added to the time limit, because the
+        broker may wait so long before it answers. Returns the result, or raises the last error.
         """
-        end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
-        remaining_s = timeout_ms / 1000
+        end_ns = self._clock.monotonic_ns() + (timeout_ms + wait_ms) * 1_000_000
+        remaining_s = (timeout_ms + wait_ms) / 1000
         failure: TimeballError | None = None
         for pause_s, may_retry in self.pauses():
             await self.pause(pause_s)
@@ -223,15 +232,26 @@ class Attempts:
                 if remaining_s <= 0:
                     raise failure
             self.check()
+            limit_s, asked = remaining_s, self.endpoint
+            if is_repeatable and may_retry and len(self._endpoints) > 1 and self._patience_s is None:
+                waits_s = wait_within(remaining_s, timeout_ms, wait_ms) / 1000
+                limit_s = waits_s + (remaining_s - waits_s) / 2
             try:
-                return await call(remaining_s)
+                return await call(limit_s)
             except TimeballError as error:
+                self.leave_after(error, asked)
                 if not (may_retry and self.may_repeat(error, is_repeatable=is_repeatable)):
-                    if isinstance(error, NotLeader) or error.code in FAILED_DISK:
-                        self._rotate_endpoints()
                     raise
                 failure = error
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def wait_within(limit_s: float, timeout_ms: int, wait_ms: int) -> int:
+    """Compute how long a broker may wait before it answers an attempt with this time limit, in milliseconds.
+
+    This is `wait_ms`, but less in a later attempt, which must leave half of `timeout_ms` for the answer.
+    """
+    return min(wait_ms, max(0, int(1000 * limit_s) - timeout_ms // 2))
 
 
 _LIVE: weakref.WeakSet[Attempts] = weakref.WeakSet()

@@ -152,4 +152,4 @@ class Browser:
 
     def _pull(self, topic: str, next_offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         ticket = wire.Pull(topic=topic, offsets=dict(next_offsets), rows=rows, wait_ms=wait_ms)
-        return self._columns.rows(ticket, wait_ms)
+        return self._columns.rows(ticket)

@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.client.attempts import Attempts, NotSent, refusal, split_endpoints
+from timeball.client.attempts import Attempts, NotSent, refusal, split_endpoints, wait_within
 from timeball.client.credentials import Credentials
 from timeball.client.dialing import check_process, dial, is_inherited
 from timeball.client.network import run
@@ -70,12 +70,15 @@ class Calls(Attempts):
         self._dial_lock = threading.Lock()  # guards `_flight`
         self._flight: Any = None
 
-    def _rotate_endpoints(self) -> None:
+    def leave(self, endpoint: str) -> None:
+        """See Attempts."""
         if len(self._endpoints) > 1 and not is_inherited():
             with self._dial_lock:
-                super()._rotate_endpoints()
-                # The old client is not closed, because other threads may have streams on it. These end by themselves.
-                self._flight = None
+                if endpoint == self.endpoint:
+                    super().leave(endpoint)
+                    # The old client is not closed, because other threads may have streams on it. These end by
+                    # themselves.
+                    self._flight = None
 
     @property
     def flight(self) -> Any:
@@ -106,10 +109,15 @@ class Calls(Attempts):
         yield from super().pauses()
 
     def attempts(self) -> Iterator[bool]:
-        """Yield before each attempt, after its pause. The value is True if another attempt may follow."""
+        """Yield before each attempt, after its pause. The value is True if another attempt may follow.
+
+        Each attempt after the first asks the next node.
+        """
         for pause_s, may_retry in self.pauses():
             run(self.pause(pause_s))
+            asked = self.endpoint
             yield may_retry
+            self.leave(asked)
 
     def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
         """Run an action and decode its answer. `body` is an object that is encoded as JSON, or bytes of JSON.
@@ -119,8 +127,8 @@ class Calls(Attempts):
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
 
-        async def attempt(remaining_s: float) -> T:
-            options = flight.FlightCallOptions(timeout=remaining_s)
+        async def attempt(limit_s: float) -> T:
+            options = flight.FlightCallOptions(timeout=limit_s)
             with translated(self.endpoint):
                 results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
             return msgspec.json.decode(results[0], type=answer)
@@ -128,19 +136,24 @@ class Calls(Attempts):
         is_repeatable = verb in REPEATABLE or self._patience_s is not None
         return run(self.with_retries(attempt, timeout_ms or self.timeout_ms, is_repeatable=is_repeatable))
 
-    def rows(self, ticket: wire.Ticket, wait_ms: int = 0) -> pa.RecordBatch:
-        """Read all rows of a ticket into a batch in READ_SCHEMA. `wait_ms` is added to the time limit."""
-        data = flight.Ticket(msgspec.json.encode(ticket))
+    def rows(self, ticket: wire.Ticket) -> pa.RecordBatch:
+        """Read all rows of a ticket into a batch in READ_SCHEMA. The wait of a Pull is added to the time limit."""
+        wait_ms = ticket.wait_ms if isinstance(ticket, wire.Pull) else 0
 
-        async def attempt(remaining_s: float) -> pa.RecordBatch:
+        async def attempt(limit_s: float) -> pa.RecordBatch:
+            asked = ticket
+            if isinstance(asked, wire.Pull):
+                waits_ms = wait_within(limit_s, self.timeout_ms, wait_ms)
+                asked = msgspec.structs.replace(asked, wait_ms=waits_ms)
+            data = flight.Ticket(msgspec.json.encode(asked))
             with translated(self.endpoint):
-                reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=remaining_s))
+                reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=limit_s))
                 batches = [chunk.data for chunk in reader]
             if not batches:
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
             return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
-        return run(self.with_retries(attempt, self.timeout_ms + wait_ms))
+        return run(self.with_retries(attempt, self.timeout_ms, wait_ms=wait_ms))
 
     def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
         """Read the batches of a ticket as they arrive. There is no time limit, because a log may be long."""

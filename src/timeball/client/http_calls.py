@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from timeball.client.attempts import Attempts, Lost, OpenRead, split_endpoints
+from timeball.client.attempts import Attempts, Lost, OpenRead, split_endpoints, wait_within
 from timeball.client.credentials import Credentials, credentials
 from timeball.client.http_codec import (
     Operation,
@@ -120,12 +120,13 @@ class HttpCalls(Attempts):
 
     async def receive(self, request: Receiving, open_read: OpenRead | None = None) -> list[Received]:
         """Lease messages to a group. Waits for the first one."""
-        return await self.ask_async(
-            Request("POST", receive_target(request)),
-            decode_received,
-            self.timeout_ms + request.wait_ms,
-            is_repeatable=True,
-            open_read=open_read,
+
+        def build(limit_s: float) -> Request:
+            wait_ms = wait_within(limit_s, self.timeout_ms, request.wait_ms)
+            return Request("POST", receive_target(request._replace(wait_ms=wait_ms)))
+
+        return await self._ask(
+            build, decode_received, is_repeatable=True, wait_ms=request.wait_ms, open_read=open_read
         )
 
     def open_stream(self, request: Receiving, credit: int, open_read: OpenRead | None) -> MessageStream:
@@ -136,21 +137,34 @@ class HttpCalls(Attempts):
         self,
         request: Request,
         decode: Callable[[bytes], T],
-        timeout_ms: int | None = None,
         *,
         is_repeatable: bool,
+    ) -> T:
+        """Make a request, perhaps in several attempts, and decode its answer."""
+        return await self._ask(lambda limit_s: request, decode, is_repeatable=is_repeatable)
+
+    ask = driven(ask_async)
+
+    async def _ask(
+        self,
+        build: Callable[[float], Request],
+        decode: Callable[[bytes], T],
+        *,
+        is_repeatable: bool,
+        wait_ms: int = 0,
         open_read: OpenRead | None = None,
     ) -> T:
-        """Make a request, perhaps in several attempts, and decode its answer.
+        """See `ask_async`. `build`: the request of an attempt, from its time limit in seconds.
 
         `open_read`: the request is a long poll, which others may cancel and which needs no slot of the network.
         """
         self.check()
-        sent = request._replace(headers=(*request.headers, *self._headers))
 
-        async def attempt(remaining_s: float) -> T:
-            endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(remaining_s * 1e9)
-            connection = await self._connect(endpoint, remaining_s)
+        async def attempt(limit_s: float) -> T:
+            endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(limit_s * 1e9)
+            request = build(limit_s)
+            sent = request._replace(headers=(*request.headers, *self._headers))
+            connection = await self._connect(endpoint, limit_s)
             try:
                 reply = await _read(connection, sent, self._seconds_until(end_ns), open_read)
             except BaseException:  # of any kind: an answer under way makes the connection useless
@@ -164,10 +178,8 @@ class HttpCalls(Attempts):
         is_repeatable |= self._patience_s is not None
         async with self.network.slot() if open_read is None else nullcontext():
             return await self.with_retries(
-                attempt, timeout_ms or self.timeout_ms, is_repeatable=is_repeatable
+                attempt, self.timeout_ms, is_repeatable=is_repeatable, wait_ms=wait_ms
             )
-
-    ask = driven(ask_async)
 
     def ask_json(
         self, request: Request, kind: type[A], result: Callable[[A], T], *, is_repeatable: bool = True
@@ -204,9 +216,9 @@ class HttpCalls(Attempts):
         """Make a request whose answer has no end. Returns its connection, from which the answer is read."""
         sent = request._replace(headers=(*request.headers, *self._headers))
 
-        async def attempt(remaining_s: float) -> Connection:
-            endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(remaining_s * 1e9)
-            connection = await self._connect(endpoint, remaining_s)
+        async def attempt(limit_s: float) -> Connection:
+            endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(limit_s * 1e9)
+            connection = await self._connect(endpoint, limit_s)
             try:
                 if open_read is not None:
                     open_read.begin(connection.interrupt)
@@ -331,6 +343,7 @@ class MessageStream:
             elif messages:
                 break
             elif self._clock.monotonic_ns() - self._received_ns > STREAM_SILENCE_S * 1e9:
+                self._calls.leave(self._connection.endpoint)
                 self._drop()
             if not messages and self._clock.monotonic_ns() >= end_ns:
                 break

@@ -88,6 +88,11 @@ class Connection:
             ) from error
         return cls(node, network, stream, clock)
 
+    @property
+    def endpoint(self) -> str:
+        """The address of the node."""
+        return self._node.endpoint
+
     # ---- one request and its answer ---------------------------------------------------------------------
 
     async def ask(self, request: Request, timeout_s: float) -> Reply:

@@ -221,7 +221,7 @@ class BridgeQueue:
         Raises OutOfRange if `offset` is before the first stored message or after the end of the queue.
         """
         ticket = wire.Pull(topic=self.topic, offsets={QUEUE: offset}, rows=rows, wait_ms=wait_ms)
-        return self._columns.rows(ticket, wait_ms)
+        return self._columns.rows(ticket)
 
     def cancel(self, keys: Sequence[str]) -> int:
         """Cancel all pending messages with these keys. The result is the number of cancelled messages."""
