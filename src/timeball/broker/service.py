@@ -31,6 +31,7 @@ from timeball.broker.consuming import pull
 from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.engine import Consuming, TracedConsuming
 from timeball.broker.consuming.group_places import GroupPlaces
+from timeball.broker.consuming.leases import lease_ends
 from timeball.broker.consuming.pull import LiveTail
 from timeball.broker.consuming.requests import NO_ROWS
 from timeball.broker.pending.forecast import Forecast
@@ -640,9 +641,7 @@ class Broker:
         # Another member may have stored offsets during the look-up, and may have read messages since.
         if not self.tables.offsets.get(group, topic):
             await self.commit_offsets(group, topic, offsets, caller)
-            self.consuming.leases.has_new_groups = (
-                True  # before the first message, the offsets must be durable
-            )
+            self.consuming.leases.begun.add((group, topic))
 
     async def commit_offsets(
         self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS
@@ -656,6 +655,8 @@ class Broker:
         self.tables.topics.get(topic)
         ends = {queue: high for queue, (_, high) in self.queues(topic).items()}
         self.tables.offsets.commit(group, topic, offsets, ends)
+        # Consumers that wait may have messages again.
+        self.waiters.wake([lease_ends(group, topic)])
 
     async def _count_pending(self, topic: str) -> int | None:
         """Count the pending messages of a topic, without those of paused campaigns. None if counting costs too much."""

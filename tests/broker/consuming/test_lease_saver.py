@@ -313,7 +313,7 @@ async def test_an_error_of_the_timer_stops_the_broker(world: World, monkeypatch:
         raise ValueError("broken")
 
     monkeypatch.setattr(lease_saver.LeaseSaver, "_parts_of", broken)
-    engine(world).leases.has_new_groups = False
+    engine(world).leases.begun.clear()
     with pytest.raises(ValueError, match="broken"):
         await receive(world)
         await world.until(lambda: False, "the node stops")

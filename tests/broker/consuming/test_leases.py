@@ -310,9 +310,9 @@ async def test_a_queue_in_use_is_not_dropped_for_another_topic(
 @on_node()
 async def test_where_a_group_begins_is_fresh_until_somebody_has_saved_it(world: World) -> None:
     leases = await opened(world)
-    assert not leases.has_new_groups
+    assert not leases.begun
     queue(world, leases)
-    assert leases.has_new_groups
-    leases.has_new_groups = False
+    assert leases.begun == {("g", "orders")}
+    leases.begun.clear()
     queue(world, leases)
-    assert not leases.has_new_groups
+    assert not leases.begun

@@ -19,7 +19,7 @@ from tests.broker.consuming.consumer import (
     stored,
 )
 from tests.broker.on_node import batch, column, on_node
-from tests.crash.world import World
+from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.redelivery_rows import retry_topic
@@ -28,7 +28,7 @@ from timeball.broker.filters import compile_filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import TopicConfig
 from timeball.model import limits
-from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.model.message import decode_properties
 
 # ---- handing out and receipts -------------------------------------------------------------------------------
@@ -270,6 +270,63 @@ async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> No
     await world.until(lambda: world.broker.waiters._count, "it waits")
     await send(world, [b"b"])
     assert await waiting
+
+
+@pytest.mark.parametrize("begins_at_end", [False, True])
+@on_node()
+async def test_a_group_that_only_asks_begins_where_it_would(world: World, begins_at_end: bool) -> None:
+    await send(world, [b"a", b"b", b"c"])
+    if begins_at_end:
+        world.broker.tables.groups.update(SubscriptionGroup("late", consume_from_min_enable=False))
+    assert await engine(world).wait_for_rows(ReceiveRequest("late", TOPIC), 0) is not begins_at_end
+    assert bool(world.broker.offsets("late", TOPIC)) is begins_at_end, "otherwise the first receive decides"
+    received = await engine(world).receive(ReceiveRequest("late", TOPIC), 0)
+    assert sorted(bodies(received)) == ([] if begins_at_end else [b"a", b"b", b"c"])
+
+
+@on_node()
+async def test_a_new_group_on_a_full_disk_disturbs_no_other_group(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(world, [b"%d" % i for i in range(4)])
+    await pop(world, rows=1)
+    with monkeypatch.context() as full:
+        full.setattr(type(world.broker.log.writer), "no_room", property(lambda _: "the disk is full"))
+        for _ in range(2):
+            with pytest.raises(OverLimit, match="the disk is full"):
+                await engine(world).receive(ReceiveRequest("new", TOPIC), 0)
+            assert len(bodies(await pop(world, rows=1))) == 1
+    assert len(bodies(await engine(world).receive(ReceiveRequest("new", TOPIC), 0))) == 4
+
+
+@on_node()
+async def test_a_consumer_that_waits_for_the_limit_of_leases_is_served_when_some_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_HELD_MAX", 3)
+    monkeypatch.setattr(limits, "PULL_WAIT_MS_MAX", HOUR_MS)  # so that no wait ends by itself
+    await send(world, [b"%d" % i for i in range(4)])
+    receipts = (await pop(world)).receipts
+    assert len(receipts) == 3
+    other = asyncio.create_task(engine(world).receive(ReceiveRequest("other", TOPIC), HOUR_MS))
+    await world.until(lambda: world.broker.consuming.waiting_receives, "it waits")
+    engine(world).acknowledge_now(receipts[:2])
+    await world.until(other.done, "it was served")
+    assert len(bodies(await other)) == 2
+
+
+@on_node()
+async def test_a_group_that_is_moved_back_is_served_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PULL_WAIT_MS_MAX", HOUR_MS)
+    await send(world, [b"a", b"b"])
+    engine(world).acknowledge_now((await pop(world)).receipts)
+    waiting = asyncio.create_task(pop(world, wait_ms=HOUR_MS))
+    await world.until(lambda: world.broker.consuming.waiting_receives, "it waits")
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 0})
+    await world.until(waiting.done, "it was served")
+    assert len(bodies(await waiting)) >= 1
 
 
 # ---- filters --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,11 +260,14 @@ class Consuming:
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
         self._waiting = WaitingReceives(self._select_now, self._give_up)
         waiters.watch(self._waiting.topics, self._waiting.mark)
+        self.leases.count.on_free = self._waiting.mark_all
         # A cache, because every request needs a subscription. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
-        self._begun: asyncio.Future[int] | None = None  # until the first offsets of new groups are durable
+        # Until the first offsets of new groups are durable, with these groups and topics.
+        self._begun: asyncio.Future[int] | None = None
+        self._begun_units = set[tuple[str, str]]()
 
     @property
     def waiting_receives(self) -> int:
@@ -390,23 +393,40 @@ class Consuming:
         # All queues at once: a queue that the topic gets later contains only messages that the group must not miss.
         ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
         self._tables.offsets.commit(group.group_name, topic.name, ends, ends)
-        self.leases.has_new_groups = True
+        self.leases.begun.add((group.group_name, topic.name))
 
     async def wait_for_rows(self, request: ReceiveRequest, wait_ms: int) -> bool:
         """Wait up to `wait_ms` until the group has rows to receive. False if the time is up.
 
-        Does not apply filters, and leases nothing.
+        Does not apply filters, and leases nothing. A new group does not begin here unless it begins at the ends.
         """
         check(request)
+        self._begin_at_ends(self._subscription(request.group, request.topic))
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         while True:
-            for queue in self._queues_to_search(request):
-                has_rows = queue.returned or queue.next_offset < queue.index.max_offset
-                if has_rows and not (request.in_order and queue.in_flight):
-                    return True
+            if self._has_rows(request):
+                return True
             left_s = deadline_s - self._loop.time()
             if left_s <= 0 or not await self._waiters.wait_any(self._topics_of(request), left_s):
                 return False
+
+    def _has_rows(self, request: ReceiveRequest) -> bool:
+        """Check whether a queue of this request has messages that the group may receive. Raises OutOfRange."""
+        for topic, queue_ids in self._queues_of(request):
+            offsets = self._tables.offsets.table.get(request.group, {}).get(topic.name, {})
+            for queue_id in queue_ids:
+                queue, index = (
+                    self.leases.get(request.group, topic.name, queue_id),
+                    topic.queues[queue_id].index,
+                )
+                if queue is None or not self.leases.is_live(queue):
+                    has_rows = max(offsets.get(queue_id, 0), index.min_offset) < index.max_offset
+                else:
+                    has_rows = bool(queue.returned) or queue.next_offset < index.max_offset
+                    has_rows &= not (request.in_order and queue.in_flight)
+                if has_rows:
+                    return True
+        return False
 
     async def _select(
         self, request: ReceiveRequest, deadline_s: float, on_wait: Callable[[], None]
@@ -428,6 +448,7 @@ class Consuming:
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
         queues, free_positions = self._queues_to_search(request), self.leases.free_positions
+        self.leases.count.was_exhausted |= free_positions <= 0
         now_ms = self._clock.now_ms()
         # A position that is leased again, perhaps in the same millisecond, has another receipt. An ordered group gets
         # the same position again while its lease goes on.
@@ -484,14 +505,11 @@ class Consuming:
         """
         turn = next(self._turn)
         main = self._subscription(request.group, request.topic)
-        topics = [main.topic] if request.in_order or main.retry is None else [main.topic, main.retry]
+        topics = self._queues_of(request)
         ordered_queues: list[QueueLeases] = []
         by_priority = main.topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE and not request.in_order
-        for topic in reversed(topics) if turn % RETRY_TURN == 0 and not by_priority else topics:
-            is_main, count = topic is main.topic, topic.read_queues
-            if is_main and request.queue_id >= count:
-                raise OutOfRange(f"queue {request.queue_id}: topic {topic.name!r} has {count}")
-            queue_ids = [request.queue_id] if is_main and request.queue_id >= 0 else range(count)
+        for topic, queue_ids in reversed(topics) if turn % RETRY_TURN == 0 and not by_priority else topics:
+            is_main = topic is main.topic
             from_max = request.from_max and is_main
             queues = self.leases.open(request.group, topic, queue_ids, from_max=from_max, kept=ordered_queues)
             for queue in queues:
@@ -505,6 +523,23 @@ class Consuming:
             start = turn % max(1, len(queues))
             ordered_queues += queues[start:] + queues[:start]
         return ordered_queues
+
+    def _queues_of(self, request: ReceiveRequest) -> list[tuple[Topic, Sequence[int]]]:
+        """List the topics of a request, with the numbers of the queues from which it may lease. Raises OutOfRange."""
+        main = self._subscription(request.group, request.topic)
+        topics = [main.topic] if request.in_order or main.retry is None else [main.topic, main.retry]
+        count = main.topic.read_queues
+        if request.queue_id >= count:
+            raise OutOfRange(f"queue {request.queue_id}: topic {main.topic.name!r} has {count}")
+        return [
+            (
+                topic,
+                [request.queue_id]
+                if topic is main.topic and request.queue_id >= 0
+                else range(topic.read_queues),
+            )
+            for topic in topics
+        ]
 
     async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
         """Read the rows of a selection. Positions that are not for this consumer leave the selection and are done."""
@@ -537,19 +572,28 @@ class Consuming:
         selection.split_unwanted(keep)
         return filtered(rows, keep)
 
+    async def _save_begin(self, queues: Collection[QueueLeases]) -> None:
+        """Save the first offsets of a group that has begun in these queues. Raises OverLimit on a full disk.
+
+        They are in the log before its first messages are handed out. Otherwise the group could begin elsewhere after a
+        crash. A group that cannot begin on a full disk does not keep others from their messages.
+        """
+        units = {(queue.group, queue.topic) for queue in queues}
+        if not units.isdisjoint(self.leases.begun):
+            self._begun = self.saver.save_new_groups(queues)
+            self._begun_units |= self.leases.begun
+            self.leases.begun.clear()  # after the save, which a full disk refuses
+        if self._begun is not None and not units.isdisjoint(self._begun_units):
+            begun = self._begun
+            await asyncio.shield(begun)  # the next requests of the group wait for it, too
+            if self._begun is begun:
+                self._begun, self._begun_units = None, set()
+
     async def _hand_out(self, request: ReceiveRequest, selection: Selection) -> Received:
         # Before the read: if the consumer disconnects during it, the positions must still come back.
         self._redelivery.hold(selection)
         try:
-            if self.leases.has_new_groups:
-                # A group's first offsets are in the log before its first messages are handed out. Otherwise the group
-                # could begin elsewhere after a crash.
-                self._begun = self.saver.save_new_groups(selection.queues)
-                self.leases.has_new_groups = False  # after the save, which a full disk refuses
-            if self._begun is not None:  # also for the next request of the same group
-                begun = self._begun
-                await asyncio.shield(begun)  # others wait for it, too
-                self._begun = None if self._begun is begun else self._begun
+            await self._save_begin(selection.queues)
             rows = await self._read(request, selection)
             self.leases.store_all(selection.queues)
             if not self.saver.save_ms:

@@ -32,6 +32,7 @@ from timeball.model.errors import OverLimit
 
 NO_RECEIPT = -1
 SWEEP_POSITIONS_MIN = 1_024
+FREE_PART = 64  # waiting consumers are served again when so small a part of all positions is free
 PART_POSITIONS = 1_024  # positions of a queue that are saved together
 DROPPED_QUEUES = 1_024  # idle queues that are dropped at once
 
@@ -81,9 +82,20 @@ class OpenCount:
         self.ended_pop_ms = 0
         self.changed: dict[QueueLeases, None] = {}
         self.on_change: Callable[[], None] = lambda: None
+        # True if a consumer waits because no position was free. `on_free` is called when some are free again.
+        self.was_exhausted = False
+        self.on_free: Callable[[], None] = lambda: None
         self.free_slot: Callable[[str, str], None] = lambda group, key: (
             None
         )  # of a group's key (key_limits.py)
+
+    def free(self, rows: int) -> None:
+        """Take positions out of the count."""
+        self.rows -= rows
+        # Not with the first free position, which each consumer would look for in vain but one.
+        if self.was_exhausted and self.rows <= limits.POP_HELD_MAX - max(1, limits.POP_HELD_MAX // FREE_PART):
+            self.was_exhausted = False
+            self.on_free()
 
     def add_changed(self, queue: QueueLeases) -> None:
         """Mark a queue whose leases must be saved."""
@@ -216,7 +228,7 @@ class QueueLeases:
             # `next_offset` has passed these positions, which already marks them as done.
             passed = {offset for offset in self.acked_ahead if offset < next_offset}
             self.acked_ahead -= passed
-            self.count.rows -= len(passed)
+            self.count.free(len(passed))
 
     def lease_of(self, offset: int, pop_ms: int) -> Lease | None:
         """Find the lease that belongs to a receipt. None if the receipt is not, or no longer, valid."""
@@ -228,7 +240,7 @@ class QueueLeases:
         lease = self.in_flight.pop(offset, None)
         if lease is not None:
             lease.end()
-            self.count.rows -= 1
+            self.count.free(1)
             self.nacked.discard(offset)
             self.touch(offset, offset)
             self._free_slot(lease)
@@ -277,7 +289,7 @@ class QueueLeases:
         """Forget returned and parked positions whose rows retention has removed (rows before `first_seq`)."""
         for waiting in (self.parked, self.returned):
             removed = [offset for offset, lease in waiting.items() if lease.seq < first_seq]
-            self.count.rows -= len(removed)
+            self.count.free(len(removed))
             for offset in removed:
                 lease = waiting.pop(offset)
                 self.touch(offset, offset)
@@ -299,7 +311,7 @@ class QueueLeases:
 
     def forget(self) -> None:
         """Void all receipts and forget all positions, so that none comes back."""
-        self.count.rows -= self.open_rows + len(self.acked_ahead)
+        self.count.free(self.open_rows + len(self.acked_ahead))
         leases = [*self.in_flight.values(), *self.returned.values()]
         for lease in self.in_flight.values():
             self.count.ended_pop_ms = max(self.count.ended_pop_ms, lease.pop_ms)
@@ -332,7 +344,8 @@ class Leases:
         orphaned_parts: Mapping[Key, set[int]] | None = None,
     ) -> None:
         self._offsets, self._waiters, self.count = offsets, waiters, count
-        self.has_new_groups = False  # True if a group has begun in a queue since the offsets were last saved
+        # The groups and topics whose first offsets are not in the log yet: no message of theirs may be handed out.
+        self.begun: set[tuple[str, str]] = set()
         # Parts of forgotten queues whose rows must be deleted from the log. Each save deletes them first.
         self.orphaned_parts = dict(orphaned_parts or {})
         self._queues: dict[Key, QueueLeases] = {}
@@ -391,7 +404,8 @@ class Leases:
         index = topic.queues[queue_id].index
         if offset is None:
             # Stored at once: otherwise the group could begin elsewhere after a crash before the first answer.
-            offset, self.has_new_groups = _first_offset(index, from_max), True
+            offset = _first_offset(index, from_max)
+            self.begun.add((group, topic.name))
             self._offsets.commit(group, topic.name, {queue_id: offset}, {queue_id: index.max_offset})
         # The stored offset may be out of range: retention has removed rows, or an administrator stored another number.
         start = min(max(offset, index.min_offset), index.max_offset)

@@ -96,10 +96,14 @@ class WaitingReceives:
 
         It may also be the name of ends of leases (`lease_ends`).
         """
-        lines = self._by_topic.get(topic)
-        if lines is None:
-            return
-        if not self._marked:
+        self._mark(self._by_topic.get(topic, ()))
+
+    def mark_all(self) -> None:
+        """Serve all waiting consumers soon, because leases are possible again after the limit was reached."""
+        self._mark(self._lines.values())
+
+    def _mark(self, lines: Collection[_Line]) -> None:
+        if lines and not self._marked:
             self._loop.call_soon(self._serve_slice)
         for line in lines:
             if not line.is_marked:
