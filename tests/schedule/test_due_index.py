@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,94 @@ def test_drop_removes_pairs_by_number(pairs: list[Pair], batch: int, seq: int) -
     index = index_of(pairs, batch)
     index.drop_seqs_below(seq)
     assert listed(index.pairs()) == sorted(pair for pair in pairs if pair[1] >= seq)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.integers(-5, 30), min_size=1, max_size=90), st.booleans()),
+        st.tuples(st.just("restore"), st.lists(st.integers(-5, 30), max_size=90), st.booleans()),
+        st.tuples(st.just("take"), POSITIONS, st.sampled_from([1, 40, 1 << 62])),
+        st.tuples(st.just("give"), st.booleans()),
+        st.tuples(st.just("drop"), st.integers(2, 5)),
+    ),
+    max_size=20,
+)
+
+
+@given(STEPS)
+def test_any_history_leaves_the_pairs_of_a_set(steps: list[tuple[str, Any, Any]]) -> None:
+    """Pairs that one index gives up are added to another one, and back."""
+    index, other = DueIndex(), DueIndex()
+    pairs, others, next_seq = set[Pair](), set[Pair](), 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MERGED_ROWS_MAX", 32), ("RUNS_MAX", 4), ("NEWEST_MAX", 20)):
+            patch.setattr(due_index, name, value)
+        for name, *arguments in steps:
+            if name in ("add", "restore"):
+                dues, ascend = arguments
+                made = [(due, next_seq + at) for at, due in enumerate(dues)]
+                next_seq += len(dues)
+                getattr(index, name)(*columns(made if ascend else made[::-1]))
+                pairs.update(made)
+            elif name == "take":
+                position, rows = arguments
+                runs = index.take_before(*position, rows)
+                taken = [pair for run in runs for pair in listed((run.due, run.seq))]
+                assert set(taken) <= {pair for pair in pairs if pair < position}
+                assert len(taken) >= min(rows, sum(pair < position for pair in pairs))
+                other.add_runs(runs)
+                pairs.difference_update(taken)
+                others.update(taken)
+            elif name == "give":
+                index.add_runs(other.take_before(FAR_MS, 0))
+                pairs, others = pairs | others, set()
+            else:
+                (divisor,) = arguments
+                index.drop(lambda seqs, divisor=divisor: seqs % divisor == 0)
+                pairs = {pair for pair in pairs if pair[1] % divisor}
+            asked = sorted(pairs | others) + [(due + 1, seq) for due, seq in pairs]
+            for one, held in ((index, pairs), (other, others)):
+                assert (len(one), listed(one.pairs())) == (len(held), sorted(held))
+                assert one.first_due_ms == min((due for due, _ in held), default=FAR_MS)
+                assert one.contains(*columns(asked)).tolist() == [pair in held for pair in asked]
+                assert [one.has(*pair) for pair in asked[:9]] == [pair in held for pair in asked[:9]]
+
+
+def test_taking_pairs_sorts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort of ten million pairs of one due time would hold the event loop for a second."""
+    index = index_of([(due, due * 7 % 1_000) for due in range(1_000)], 100)
+    monkeypatch.setattr(due_index, "_sorted", lambda *_: pytest.fail("was sorted"))
+    assert sum(len(run) for run in index.take_before(500, 0)) == 500
+    assert sum(len(run) for run in index.take_before(1_000, 0, 150)) == 200, "whole runs"
+    index.take_before(1_000, 0)
+    assert len(index) == 0
+
+
+def test_restored_pairs_are_small_runs_that_no_look_up_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(due_index, "MERGED_ROWS_MAX", 100)
+    pairs = [(seq * 7_919 % 1_000, seq) for seq in range(1_050)]
+    for given_ in (pairs, pairs[::-1]):
+        index = DueIndex()
+        index.restore(*columns(given_))
+        assert sorted(len(run) for run in index._runs) == [50] + [100] * 10
+        for due_ms in (0, 400, 600):
+            index.take_before(due_ms, 0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(np, "argsort", lambda *_, **__: pytest.fail("was sorted"))
+                assert [index.has(*pair) for pair in pairs] == [due >= due_ms for due, _ in pairs]
+                assert index.contains(*columns(pairs)).tolist() == [due >= due_ms for due, _ in pairs]
+
+
+def test_few_runs_are_copied_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart the runs have due times in the same span, so all become wasteful at the same time."""
+    monkeypatch.setattr(due_index, "MERGED_ROWS_MAX", 100)
+    index = DueIndex()
+    index.restore(*columns([(seq % 100, seq) for seq in range(1_000)]))
+    wasteful = []
+    for due_ms in range(51, 61):
+        index.take_before(due_ms, 0)
+        wasteful.append(sum(run.is_wasteful for run in index._runs))
+    assert wasteful == [7, 4, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_number_of_runs_is_bounded() -> None:

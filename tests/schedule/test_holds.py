@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.model.message import Int64Array
+from timeball.schedule import due_index, outcomes
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.outcomes import Holds, Outcomes
+from timeball.schedule.outcomes import Holds, Outcomes, SettledPairs
 
 
 def numbers(*values: int) -> Int64Array:
@@ -81,3 +85,83 @@ def test_a_reader_in_another_thread_is_not_stopped_by_a_change() -> None:
     holds.add("b", [(5, 2)], Compared(20))
     is_read = True
     assert holds.from_ms == 20
+
+
+# ---- settled pairs ------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from([0, 1, 2])  # the hold of this name has the numbers from 100 times it on
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), NAMES, st.lists(st.integers(0, 30), min_size=1, max_size=30)),
+        st.tuples(st.just("hold"), NAMES),
+        st.tuples(st.just("end"), NAMES),
+        st.tuples(st.just("drop"), st.integers(0, 12)),
+    ),
+    max_size=25,
+)
+
+
+@given(STEPS, st.sampled_from([1, 1 << 62]))
+def test_settled_pairs_stay_while_they_are_due_later_or_held(steps: list[Any], rows_max: int) -> None:
+    pairs, holds, kept, mark_ms, made = SettledPairs(), Holds(), set[tuple[int, int]](), 0, 0
+    held = dict[int, int]()  # from_ms by name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcomes, "HELD_ROWS_MAX", rows_max)
+        patch.setattr(due_index, "MERGED_ROWS_MAX", 16)
+        patch.setattr(due_index, "RUNS_MAX", 3)
+        for step, value, *more in steps:
+            if step == "add":
+                # Only messages that the mark does not cover can be settled.
+                late_ms = held.get(value, mark_ms)
+                new = [(late_ms + due, 1_000 * value + made + at) for at, due in enumerate(more[0])]
+                made += len(new)
+                pairs.add(*(numbers(*column) for column in zip(*new, strict=True)))
+                kept.update(new)
+            elif step == "hold" and value not in held:
+                held[value] = mark_ms
+                holds.add(str(value), [(1_000 * value, 1_000)], mark_ms)
+            elif step == "end":
+                held.pop(value, None)
+                holds.remove(str(value))
+            elif step == "drop":
+                mark_ms += value
+                pairs.drop_before(mark_ms, holds)
+                kept = {(d, n) for d, n in kept if d >= mark_ms or d >= held.get(n // 1_000, FAR_MS)}
+            asked = [numbers(*(pair[at] for pair in sorted(kept))) for at in (0, 1)]
+            assert pairs.contains(*asked).all() and all(pairs.has(*pair) for pair in kept)
+            assert pairs.first_due_ms <= min((due for due, _ in kept), default=FAR_MS)
+            found = sorted((due, n) for run in pairs.runs() for due, n in zip(*map(list, run), strict=True))
+            assert len(found) == len(pairs)
+            if step == "drop" and rows_max > 1:
+                assert found == sorted(kept)
+    for name in held:
+        holds.remove(str(name))
+    pairs.drop_before(1 << 40, holds)
+    assert len(pairs) == 0
+
+
+def test_pairs_of_held_messages_are_compared_with_the_holds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were taken out, sorted and added again in each second of a pause."""
+    monkeypatch.setattr(outcomes, "HELD_ROWS_MAX", 100)
+    asked = []
+
+    class Asked(Holds):
+        def contains(self, due_ms: Int64Array, seq: Int64Array) -> Any:
+            asked.append(len(seq))
+            return super().contains(due_ms, seq)
+
+    pairs, holds = SettledPairs(), Asked()
+    holds.add("spring", [(0, 1_000)], 0)
+    holds.add("autumn", [(1_000, 1)], 0)
+    for begin in range(0, 1_000, 50):
+        pairs.add(np.arange(begin, begin + 50), np.arange(begin, begin + 50))
+    for _ in range(15):
+        pairs.drop_before(2_000, holds)
+    assert (asked, len(pairs)) == ([50] * 20, 1_000), "two runs in each step"
+    holds.remove("autumn")
+    for _ in range(15):
+        pairs.drop_before(2_000, holds)
+    assert (len(asked), len(pairs)) == (40, 1_000)
+    holds.remove("spring")
+    pairs.drop_before(2_000, holds)
+    assert (len(asked), len(pairs)) == (40, 0)

@@ -92,6 +92,18 @@ def _create_clock(settings: Settings) -> Clock:
     return ManualClock(system.wall_ms(), system.boot_ms(), system.monotonic_ns() // 1_000_000)
 
 
+def _outcomes(recovered: Recovered, tables: Tables) -> Outcomes:
+    """Build the outcomes of all messages, and the wake-ups of `tables` (any thread)."""
+    outcomes = Outcomes()
+    outcomes.restore(recovered.settled, recovered.cursor, waiting_rows=recovered.waiting_rows)
+    outcomes.moved.restore(recovered.moved)
+    tables.selections.woken.add(*recovered.woken)
+    for name, facts in tables.campaigns.all().items():
+        if facts.held_from_ms is not None:
+            outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
+    return outcomes
+
+
 class Node:
     """One broker process.
 
@@ -254,13 +266,8 @@ class Node:
             is_known=applying.ledger.attach_seq > 0,
         )  # fmt: skip
         recovered = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
-        outcomes = Outcomes()
-        outcomes.restore(recovered.settled, recovered.cursor, waiting_rows=recovered.waiting_rows)
-        outcomes.moved.restore(recovered.moved)
-        tables.selections.woken.add(*recovered.woken)
-        for name, facts in tables.campaigns.all().items():
-            if facts.held_from_ms is not None:
-                outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
+        # In a thread, because a sort of ten million settled messages would hold the event loop for a second.
+        outcomes = await in_thread(reader_thread, _outcomes, recovered, tables)
         is_local, ahead_ms = cache.is_local if cache else None, self._load_bounds.ahead_ms
         data: DataFiles = files if cache else catalog.data
         hour_log = HourLog(data, reader, reader_thread, recovered.files, ahead_ms=ahead_ms, is_local=is_local)

@@ -13,7 +13,7 @@ would cost as much as a thousand, on arrival and in every look-up. When there ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,12 +36,12 @@ Pairs = tuple[Int64Array, Int64Array]  # columns (due_ms, seq)
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Pairs sorted by (due_ms, seq)."""
 
     due: Int64Array
     seq: Int64Array
-    # The pairs sorted by number, after the first look-up. They may include pairs that were cut off since.
+    # The pairs sorted by number, after the first look-up. They may include pairs that were cut off at the beginning.
     _by_number: tuple[Int64Array, Int64Array] = field(default_factory=lambda: (_EMPTY, _EMPTY))
 
     def __len__(self) -> int:
@@ -60,13 +60,28 @@ class _Run:
             index += 1
         return False
 
-    def after(self, cut: int) -> _Run:
-        """Build the run without its first `cut` pairs."""
-        # The columns sorted by number still contain the pairs that were cut off. They are kept while at least half of
-        # their pairs count, because sorting again costs more than the memory.
-        is_worth_keeping = 2 * (len(self) - cut) > len(self._by_number[1])
-        by_number = self._by_number if is_worth_keeping else (_EMPTY, _EMPTY)
-        return _Run(_copy_small_view(self.due[cut:]), _copy_small_view(self.seq[cut:]), by_number)
+    def before(self, cut: int) -> Run:
+        """Build the run of its first `cut` pairs, without a copy of them."""
+        return self if cut == len(self) else Run(self.due[:cut], self.seq[:cut])
+
+    def after(self, cut: int) -> Run:
+        """Build the run without its first `cut` pairs, without a copy of the others."""
+        return Run(self.due[cut:], self.seq[cut:], self._by_number)
+
+    @property
+    def is_wasteful(self) -> bool:
+        """True if less than half of the pairs in memory count."""
+        # A view keeps its whole base alive. A few remaining pairs must not hold the memory of a million.
+        base = self.due.base
+        is_small_view = base is not None and 2 * self.due.nbytes < base.nbytes
+        return is_small_view or 2 * len(self) < len(self._by_number[1])
+
+    def compacted(self) -> Run:
+        """Build the same run without the memory of the pairs that were cut off."""
+        due_times, numbers = self._by_number
+        # Selected and not sorted again, because a look-up after it would sort many runs at once.
+        counts = (due_times > self.due[0]) | ((due_times == self.due[0]) & (numbers >= self.seq[0]))
+        return Run(self.due.copy(), self.seq.copy(), (due_times[counts], numbers[counts]))
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the pairs that the run contains."""
@@ -103,7 +118,7 @@ class DueIndex:
     """A set of (due_ms, seq) pairs."""
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = []
+        self._runs: list[Run] = []
         self._newest: set[tuple[int, int]] = set()  # in no run yet
         self._size = 0
         # The earliest due time, FAR_MS if the set is empty. It is stored because the scheduler reads it at every step.
@@ -124,9 +139,9 @@ class DueIndex:
             if len(self._newest) >= NEWEST_MAX:
                 self._fold_newest()
         else:
-            self._add_run(_Run(*_sorted(due_ms, seq)))
+            self._add_run(Run(*_sorted(due_ms, seq)))
 
-    def _add_run(self, run: _Run) -> None:
+    def _add_run(self, run: Run) -> None:
         """Add a run. Merge runs if there are too many."""
         self._runs.append(run)
         self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
@@ -138,7 +153,7 @@ class DueIndex:
         if self._newest:
             due, seq = np.array(list(self._newest), dtype=np.int64).T
             self._newest.clear()
-            self._add_run(_Run(*_sorted(due, seq)))
+            self._add_run(Run(*_sorted(due, seq)))
 
     def count_before(self, due_ms: int) -> int:
         """Count the pairs with due times before `due_ms`."""
@@ -152,25 +167,51 @@ class DueIndex:
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
         """Remove and return all pairs < (due_ms, seq), sorted."""
+        return _merge_sorted([(run.due, run.seq) for run in self.take_before(due_ms, seq)])
+
+    def take_before(self, due_ms: int, seq: int, rows: int = 1 << 62) -> list[Run]:
+        """Remove and return pairs < (due_ms, seq) as runs. No pair is sorted.
+
+        After `rows` pairs the next runs stay as they are.
+        """
         if self.first_due_ms > due_ms:  # the usual case, in which the newest pairs need no sort
-            return _EMPTY, _EMPTY
+            return []
         self._fold_newest()
-        popped_parts = []
-        remaining = []
+        taken, remaining = list[Run](), list[Run]()
         for run in self._runs:
             # Each run is cut at its beginning, with a binary search. No pair is moved.
-            cut = search(run.due, run.seq, (due_ms, seq))
+            cut = search(run.due, run.seq, (due_ms, seq)) if rows > 0 else 0
+            rows -= cut
             if cut:
-                popped_parts.append((run.due[:cut], run.seq[:cut]))
+                taken.append(run.before(cut))
             if cut < len(run):
                 remaining.append(run.after(cut) if cut else run)
-        if not popped_parts:
-            return _EMPTY, _EMPTY
-        self._runs = remaining
-        popped = _merge_sorted(popped_parts)
-        self._size -= len(popped[0])
-        self._update_first_due()
-        return popped
+        if taken:
+            self._runs = remaining
+            self._size -= sum(len(run) for run in taken)
+            self._compact()
+            self._update_first_due()
+        return taken
+
+    def add_runs(self, runs: Iterable[Run]) -> None:
+        """Add pairs that another index has given up (`take_before`). None of them may be present."""
+        for run in runs:
+            self._size += len(run)
+            self._add_run(run)
+
+    def restore(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """Add many pairs in any order, in runs of at most MERGED_ROWS_MAX pairs, which are sorted both ways.
+
+        Ten million take seconds, so not on the event loop. Later look-ups sort none of them.
+        """
+        if (seq[1:] < seq[:-1]).any():
+            order = np.argsort(seq, kind="stable")
+            due_ms, seq = due_ms[order], seq[order]
+        for begin in range(0, len(seq), MERGED_ROWS_MAX):
+            # Copies, because views would hold all columns.
+            part = slice(begin, begin + MERGED_ROWS_MAX)
+            by_number = due_ms[part].copy(), seq[part].copy()
+            self.add_runs([Run(*_sorted(*by_number), by_number)])
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
         """List the pairs in [low, high), sorted. They stay in the set."""
@@ -234,7 +275,7 @@ class DueIndex:
                 # Runs are not sorted by number, so every pair is tested. That is cheap enough for attaches, which are
                 # rare.
                 kept = keep(run.seq)
-                run = run if kept.all() else _Run(run.due[kept], run.seq[kept])
+                run = run if kept.all() else Run(run.due[kept], run.seq[kept])
             if len(run):
                 runs.append(run)
         self._runs = runs
@@ -243,6 +284,17 @@ class DueIndex:
 
     def _update_first_due(self) -> None:
         self.first_due_ms = min((int(run.due[0]) for run in self._runs), default=FAR_MS)
+
+    def _compact(self) -> None:
+        """Release the memory of pairs that were cut off, a few runs at a time."""
+        rows = 0
+        for index, run in enumerate(self._runs):
+            if run.is_wasteful:
+                self._runs[index] = run.compacted()
+                rows += len(run)
+                # Many runs may become wasteful at once, for example after a restart.
+                if rows >= MERGED_ROWS_MAX:
+                    break
 
     def _merge(self) -> None:
         """Merge the smallest runs into one, unless most runs are large."""
@@ -253,15 +305,8 @@ class DueIndex:
         # The small runs are merged and the largest ones stay, so that each pair is sorted O(log n) times.
         sizes = np.cumsum([len(run) for run in small[: len(small) - RUNS_MAX // 4]])
         count = max(2, int(np.searchsorted(sizes, MERGED_ROWS_MAX, side="right")))
-        merged = _Run(*_merge_sorted([(run.due, run.seq) for run in small[:count]]))
+        merged = Run(*_merge_sorted([(run.due, run.seq) for run in small[:count]]))
         self._runs = [merged, *small[count:], *large]
-
-
-def _copy_small_view(column: Int64Array) -> Int64Array:
-    """Copy the array if it is a view of an array of more than twice its size, else return it unchanged."""
-    # A view keeps its whole base alive. A few remaining pairs must not hold the memory of a million.
-    base = column.base
-    return column.copy() if base is not None and 2 * column.nbytes < base.nbytes else column
 
 
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:

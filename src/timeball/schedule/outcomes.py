@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from timeball.model import limits
 from timeball.model.message import Int64Array
-from timeball.schedule.due_index import FAR_MS, DueIndex, Pairs
+from timeball.schedule.due_index import FAR_MS, DueIndex, Pairs, Run
 from timeball.schedule.locations import FEW
 
 # ---- moved messages: number -> newest (due_ms, version) ------------------------------------------------------
@@ -238,6 +238,7 @@ class Holds:
         # The earliest due time from which messages are held, FAR_MS if there are no holds. Stored, because another
         # thread must not pass through `_by_name` while it changes.
         self.from_ms = FAR_MS
+        self.ended = 0  # the number of holds that have ended
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -249,8 +250,9 @@ class Holds:
 
     def remove(self, name: str) -> None:
         """End the hold `name`. Does nothing if there is no such hold."""
-        self._by_name.pop(name, None)
-        self._update()
+        if self._by_name.pop(name, None) is not None:
+            self.ended += 1
+            self._update()
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the held messages. A message in the mask may be settled, if its settled pair is stored."""
@@ -272,6 +274,70 @@ class Holds:
         first_seq, end_seq, from_ms = np.array(rows, np.int64).reshape(-1, 3).T
         self._bounds = first_seq, end_seq, from_ms
         self.from_ms = min((from_ms for _, from_ms in self._by_name.values()), default=FAR_MS)
+
+
+# ---- settled pairs -------------------------------------------------------------------------------------------
+
+
+# Pairs that a step of the mark compares with the holds, while the event loop waits. The next steps do the rest.
+HELD_ROWS_MAX = 262_144
+
+
+class SettledPairs:
+    """Settled pairs that the mark does not cover: those of messages due later, and those of held messages."""
+
+    def __init__(self) -> None:
+        # The pairs of held messages due before the mark are separate until a hold ends, so that a step of the mark does
+        # not pass through all of them again.
+        self._index, self._held = DueIndex(), DueIndex()
+        self._ended_holds = 0  # `Holds.ended` when the two were separated
+
+    def __len__(self) -> int:
+        return len(self._index) + len(self._held)
+
+    @property
+    def first_due_ms(self) -> int:
+        """The earliest due time of the pairs. FAR_MS if there are none."""
+        return min(self._index.first_due_ms, self._held.first_due_ms)
+
+    def add(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """Add pairs in any order. None of them may be present."""
+        self._index.add(due_ms, seq)
+
+    def restore(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """Add many pairs in any order. Not on the event loop, because ten million take seconds."""
+        self._index.restore(due_ms, seq)
+
+    def has(self, due_ms: int, seq: int) -> bool:
+        """Check whether this pair is present."""
+        return self._index.has(due_ms, seq) or (len(self._held) > 0 and self._held.has(due_ms, seq))
+
+    def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Compute a mask of the pairs that are present."""
+        present = self._index.contains(due_ms, seq)
+        return present | self._held.contains(due_ms, seq) if len(self._held) else present
+
+    def runs(self) -> list[Pairs]:
+        """List the runs of pairs. No pair is copied: the columns of a run never change."""
+        return [*self._index.runs(), *self._held.runs()]
+
+    def drop_before(self, due_ms: int, holds: Holds) -> None:
+        """Remove the pairs due before `due_ms`, except those of held messages.
+
+        While there are holds, some of the pairs may stay until later calls.
+        """
+        if self._ended_holds != holds.ended:
+            self._ended_holds = holds.ended
+            self._index.add_runs(self._held.take_before(FAR_MS, 0))
+        if not len(holds):
+            self._index.take_before(due_ms, 0)
+            return
+        for run in self._index.take_before(due_ms, 0, HELD_ROWS_MAX):
+            is_held = holds.contains(run.due, run.seq)
+            if is_held.all():
+                self._held.add_runs([run.compacted() if run.is_wasteful else run])
+            elif is_held.any():
+                self._held.add_runs([Run(run.due[is_held], run.seq[is_held])])
 
 
 # ---- outcomes, the mark and the cursor -----------------------------------------------------------------------
@@ -356,7 +422,7 @@ class Outcomes:
         self.in_flight_rows = self.in_flight_bytes = 0
         # The number of scheduled messages that are not settled, in all places. The log alone determines it.
         self.waiting_rows = 0
-        self._released, self._cancelled = DueIndex(), DueIndex()
+        self._released, self._cancelled = SettledPairs(), SettledPairs()
         self._mark = NOTHING_SETTLED  # its pairs are in `_released` and `_cancelled`
         self.holds = Holds()
         self.moved = Moved()  # the messages that got another due time
@@ -484,11 +550,10 @@ class Outcomes:
         # Both numbers move together. `next_seq` is the end of the log, so every message below it has been seen.
         if before_ms >= self._mark.before_ms:  # the mark never moves back
             self._mark = Settled(before_ms, before_seq=next_seq)
-            # The mark covers these pairs from now on, so memory holds only pairs of the future and of the last second.
-            for index in (self._cancelled, self._released):
-                due, seq = index.pop_before(before_ms, 0)
-                if len(self.holds) and (held := self.holds.contains(due, seq)).any():
-                    index.add(due[held], seq[held])  # the mark does not cover held pairs
+            # The mark covers these pairs from now on, so memory holds only pairs of the future and of the last second,
+            # and those of held messages, which the mark does not cover.
+            for pairs in (self._cancelled, self._released):
+                pairs.drop_before(before_ms, self.holds)
             self.moved.forget_before(before_ms)
 
     def exclude_from_mark(self, ranges: Iterable[tuple[int, int]], new_rows: int = 0) -> None:
@@ -522,10 +587,13 @@ class Outcomes:
     def restore(
         self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT, *, waiting_rows: int = 0
     ) -> None:
-        """Start with the state of a checkpoint and the later log: settled messages, pending count, cursor."""
+        """Start with the state of a checkpoint and the later log: settled messages, pending count, cursor.
+
+        Ten million settled messages take seconds, so not on the event loop.
+        """
         self.cursor, self.waiting_rows = cursor, waiting_rows
         self._mark = replace(settled, runs=(), released=0)
         # The cancelled pairs come first, the released ones last (see `Settled.released`).
         cut = len(settled.seq) - settled.released
-        self._cancelled.add(settled.due_ms[:cut], settled.seq[:cut])
-        self._released.add(settled.due_ms[cut:], settled.seq[cut:])
+        self._cancelled.restore(settled.due_ms[:cut], settled.seq[:cut])
+        self._released.restore(settled.due_ms[cut:], settled.seq[cut:])

@@ -354,7 +354,7 @@ async def test_a_resume_passes_through_settled_messages_in_another_thread(world:
     await world.broker.change_campaign("spring", "pause")
     outcomes = world.broker.scheduling.outcomes
     outcomes.settled()
-    (settled_run,) = outcomes._cancelled._runs
+    (settled_run,) = outcomes._cancelled._index._runs
     settled_run.seq = settled_run.seq.view(Noting)
     assert await world.resume("spring", keys) == 2
     assert threads and threading.main_thread() not in threads
