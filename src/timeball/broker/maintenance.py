@@ -306,7 +306,7 @@ class Maintenance:
 
         def complete(facts: Facts, queues: Lengths) -> Checkpoint:
             complete_facts = msgspec.structs.replace(facts, queues=queues, meta=meta())
-            return Checkpoint(complete_facts, settled.due_ms, settled.seq, moved(), woken)
+            return Checkpoint(complete_facts, settled.due_ms, settled.seq, moved(), woken())
 
         return complete
 

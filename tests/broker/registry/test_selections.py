@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from timeball.broker.registry import selections
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.selections import (
     CONDITION_COLUMNS,
@@ -116,7 +119,69 @@ def test_a_wake_up_keeps_the_state() -> None:
     copied = woken.copied()
     woken.add(*(np.array([number]) for number in (400, 5, 1, 40)))
     assert len(woken) == 2
-    assert copied.T.tolist() == [[301, 6, 151, 36]]
+    assert copied().T.tolist() == [[301, 6, 151, 36]]
+
+
+WAKE_UPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=25)),
+        st.tuples(st.just("forget"), st.integers(0, 12)),
+    ),
+    max_size=15,
+)
+
+
+@given(WAKE_UPS)
+@settings(max_examples=50)
+def test_wake_ups_keep_their_bases_until_they_are_due(steps: list[tuple[str, Any]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selections, "WOKEN_ROWS_MAX", 16)
+        woken, now_ms, version = Woken(), 0, 100
+        kept, former = dict[int, tuple[int, int, int]](), list[tuple[Any, Any]]()
+        for step, value in steps:
+            if step == "add":
+                versions = range(version, version + 2 * len(value), 2)
+                version += 2 * len(value)
+                new = {
+                    n: (now_ms + due + 3 * base, base, now_ms + due)
+                    for n, (due, base) in zip(versions, value)
+                }
+                kept |= new
+                columns = np.array([(n, *row) for n, row in new.items()], np.int64).reshape(-1, 4)
+                woken.add(*columns.T)
+            else:
+                now_ms += value
+                woken.forget_before(now_ms)
+                kept = {n: row for n, row in kept.items() if row[2] >= now_ms}
+                if not kept:
+                    assert (len(woken), woken.earlier_ms) == (0, 0)
+            asked = np.arange(90, version + 2)
+            base_ms, base = woken.bases(np.full(len(asked), -1), asked)
+            found = list(zip(asked.tolist(), base_ms.tolist(), base.tolist()))
+            assert [one for one in found if one[0] in kept] == [(n, *row[:2]) for n, row in kept.items()]
+            assert woken.earlier_ms >= max((row[0] - row[2] for row in kept.values()), default=0)
+            saved = woken.copied()
+            former.append((saved, saved().tolist()))
+            assert len(woken) == len(former[-1][1][0]) <= 2 * len(kept) + 2 * 16
+            assert all(run.used_rows <= 16 for run in woken._runs)
+        assert all(saved().tolist() == columns for saved, columns in former), "a copy is as of its time"
+
+
+def test_a_step_copies_few_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second copied ten million, if only one of them was due."""
+    monkeypatch.setattr(selections, "WOKEN_ROWS_MAX", 100)
+    woken, numbers = Woken(), np.arange(1_000)
+    due_ms = numbers * 7_919 % 1_000
+    woken.add(numbers, due_ms, numbers, due_ms)
+    assert [run.used_rows for run in woken._runs] == [100] * 10
+    for before_ms in range(0, 1_000, 10):
+        runs = {id(run.rows): run for run in woken._runs}
+        woken.forget_before(before_ms)
+        copied = sum(run.used_rows for run in woken._runs if id(run.rows) not in runs)
+        assert copied <= 100 and len(woken) >= 1_000 - before_ms
+    assert len(woken) <= 4 * 10
+    woken.forget_before(1_000)
+    assert len(woken) == 0
 
 
 def test_nothing_is_left_of_a_selection_that_was_undone_before_the_next() -> None:

@@ -255,55 +255,134 @@ class Covered(NamedTuple):
     after: States  # immediately after its acceptance
 
 
+# Wake-ups in a run, 2 MB. The event loop copies a run in a few milliseconds.
+WOKEN_ROWS_MAX = 65_536
+
+
+class _WokenRun(NamedTuple):
+    """Wake-ups by version. Those of the next run have later versions."""
+
+    # Columns: version (ascending), due_ms and version of the base, due_ms of the wake-up. The rest is free space.
+    rows: Int64Array
+    used_rows: int
+    first: int  # the versions are in [first, last]
+    last: int
+    first_ms: int  # the wake-ups are due in [first_ms, last_ms]
+    last_ms: int
+    half_ms: int | None  # half of them are due at this time or before, None: not computed yet
+    earlier_ms: int  # how much earlier than its base one of them may be
+
+    @classmethod
+    def of(cls, rows: Int64Array, used_rows: int) -> _WokenRun:
+        """Describe rows, at least one."""
+        version, base_ms, _, due_ms = rows[:, :used_rows]
+        return cls(
+            rows, used_rows, int(version[0]), int(version[-1]), int(due_ms.min()), int(due_ms.max()), half_ms=None,
+            earlier_ms=int((base_ms - due_ms).max(initial=0)),
+        )  # fmt: skip
+
+    @property
+    def columns(self) -> Int64Array:
+        return self.rows[:, : self.used_rows]
+
+    def added(self, columns: Int64Array) -> _WokenRun:
+        """Add rows in the free space, or in a larger array. Readers of this run do not see them."""
+        end = self.used_rows + columns.shape[1]
+        rows = self.rows
+        if end > rows.shape[1]:
+            rows = np.empty((4, max(1_024, min(2 * end, WOKEN_ROWS_MAX))), np.int64)
+            rows[:, : self.used_rows] = self.columns
+        rows[:, self.used_rows : end] = columns
+        new = _WokenRun.of(columns, columns.shape[1])
+        return _WokenRun(
+            rows, end, self.first, new.last, min(self.first_ms, new.first_ms), max(self.last_ms, new.last_ms),
+            half_ms=None, earlier_ms=max(self.earlier_ms, new.earlier_ms),
+        )  # fmt: skip
+
+    def with_half(self) -> _WokenRun:
+        """Compute `half_ms`."""
+        middle = (self.used_rows - 1) // 2
+        return self._replace(half_ms=int(np.partition(self.rows[3, : self.used_rows], middle)[middle]))
+
+    def without(self, due_ms: int) -> _WokenRun:
+        """Build the run without the wake-ups that are due before `due_ms`. One must remain."""
+        is_kept = self.rows[3, : self.used_rows] >= due_ms
+        kept = np.stack([column[is_kept] for column in self.columns])
+        return _WokenRun.of(kept, kept.shape[1])
+
+
 class Woken:
     """The bases of messages with a wake-up, by the version of the wake-up. 32 bytes each.
 
-    This is a cache of log and checkpoint. It is changed on the event loop, and read by any thread.
+    This is a cache of log and checkpoint. It is changed on the event loop, and read by any thread. A wake-up that is
+    settled may stay for a while: a run is copied only when half of its wake-ups are settled.
     """
 
     def __init__(self) -> None:
-        # Columns: version (ascending), due_ms and version of the base, due_ms of the wake-up. Rows from `count` on are
-        # free. Replaced as a whole, so that another thread always reads columns that belong together.
-        self._rows: tuple[Int64Array, int] = (np.empty((4, 0), np.int64), 0)
+        # Replaced as a whole, so that another thread always reads columns that belong together.
+        self._runs: tuple[_WokenRun, ...] = ()
         self.earlier_ms = 0  # how much earlier than its base one of them may be
 
     def __len__(self) -> int:
-        return self._rows[1]
+        return sum(run.used_rows for run in self._runs)
 
     def add(self, version: Int64Array, base_ms: Int64Array, base: Int64Array, due_ms: Int64Array) -> None:
         """Add wake-ups with ascending versions, later than all others."""
-        rows, count = self._rows
-        end = count + len(version)
-        if end > rows.shape[1]:
-            grown = np.empty((4, max(1_024, 2 * end)), np.int64)
-            grown[:, :count] = rows[:, :count]
-            rows = grown
-        rows[:, count:end] = version, base_ms, base, due_ms
-        self._rows = rows, end
-        self.earlier_ms = max(self.earlier_ms, int((base_ms - due_ms).max(initial=0)))
+        for begin in range(0, len(version), WOKEN_ROWS_MAX):
+            part = slice(begin, begin + WOKEN_ROWS_MAX)
+            columns = np.stack([version[part], base_ms[part], base[part], due_ms[part]])
+            if self._runs and self._runs[-1].used_rows + columns.shape[1] <= WOKEN_ROWS_MAX:
+                self._set([*self._runs[:-1], self._runs[-1].added(columns)])
+            else:
+                self._set([*self._runs, _WokenRun.of(columns, columns.shape[1])])
 
     def bases(self, due_ms: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Find the due times and versions of the bases of these messages, given those of the schedule."""
-        rows, count = self._rows
-        if not count or not len(seq) or int(seq.max()) < rows[0, 0]:
+        runs = self._runs
+        if not runs or not len(seq) or int(seq.max()) < runs[0].first:
             return due_ms, seq
-        index = np.minimum(np.searchsorted(rows[0, :count], seq), count - 1)
-        is_woken = rows[0, index] == seq
-        return np.where(is_woken, rows[1, index], due_ms), np.where(is_woken, rows[2, index], seq)
+        base_ms, base, low, high = due_ms, seq, int(seq.min()), int(seq.max())
+        for run in runs:
+            if run.first <= high and run.last >= low:
+                version = run.rows[0, : run.used_rows]
+                index = np.minimum(np.searchsorted(version, seq), run.used_rows - 1)
+                is_woken = version[index] == seq
+                base_ms = np.where(is_woken, run.rows[1, index], base_ms)
+                base = np.where(is_woken, run.rows[2, index], base)
+        return base_ms, base
 
     def forget_before(self, due_ms: int) -> None:
-        """Remove the wake-ups that are due before `due_ms`: these versions are settled."""
-        rows, count = self._rows
-        is_kept = rows[3, :count] >= due_ms
-        if not is_kept.all():
-            kept = rows[:, :count][:, is_kept]
-            self._rows = kept, kept.shape[1]
-            self.earlier_ms = int((kept[1] - kept[3]).max(initial=0))
+        """Remove wake-ups that are due before `due_ms`: these versions are settled.
 
-    def copied(self) -> Int64Array:
-        """Find the columns of all wake-ups as of now. They do not change."""
-        rows, count = self._rows  # rows are only added behind, or replaced as a whole
-        return rows[:, :count]
+        Some of them stay until later calls. If all are settled, none stays.
+        """
+        runs, copied_rows = list[_WokenRun](), 0
+        for run in self._runs:
+            if run.last_ms < due_ms:
+                continue
+            # A call holds the event loop, and half of many runs may be settled at once. The next calls do the rest.
+            if run.first_ms < due_ms and copied_rows < WOKEN_ROWS_MAX:
+                if run.half_ms is None:
+                    copied_rows += run.used_rows
+                    run = run.with_half()
+                assert run.half_ms is not None
+                if run.half_ms < due_ms:
+                    copied_rows += run.used_rows
+                    run = run.without(due_ms)
+            if runs and runs[-1].used_rows + run.used_rows <= WOKEN_ROWS_MAX // 2:
+                copied_rows += run.used_rows
+                run = runs.pop().added(run.columns)
+            runs.append(run)
+        self._set(runs)
+
+    def copied(self) -> Callable[[], Int64Array]:
+        """Prepare the columns of all wake-ups as of now. Any thread may build them."""
+        runs = self._runs  # rows are only added behind, or runs replaced as a whole
+        return lambda: np.concatenate([np.empty((4, 0), np.int64), *(run.columns for run in runs)], axis=1)
+
+    def _set(self, runs: list[_WokenRun]) -> None:
+        self._runs = tuple(runs)
+        self.earlier_ms = max((run.earlier_ms for run in runs), default=0)
 
 
 class Selected:
