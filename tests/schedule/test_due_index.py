@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from timeball.model.message import Int64Array
@@ -122,6 +122,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(STEPS)
 def test_any_history_leaves_the_pairs_of_a_set(steps: list[tuple[str, Any, Any]]) -> None:
     """Pairs that one index gives up are added to another one, and back."""

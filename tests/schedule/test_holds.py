@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from timeball.model.message import Int64Array
@@ -101,6 +101,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(STEPS, st.sampled_from([1, 1 << 62]))
 def test_settled_pairs_stay_while_they_are_due_later_or_held(steps: list[Any], rows_max: int) -> None:
     pairs, holds, kept, mark_ms, made = SettledPairs(), Holds(), set[tuple[int, int]](), 0, 0

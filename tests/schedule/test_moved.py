@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from timeball.schedule import outcomes
@@ -44,6 +46,89 @@ def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
             assert one.last_due_ms(first, rows) == max([0, *due])
 
 
+STEPS = st.lists(
+    st.one_of(
+        # Numbers, and due times after the time that all others have passed.
+        st.tuples(st.just("add"), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=40)),
+        st.tuples(st.just("forget"), st.integers(0, 15)),
+        st.tuples(st.just("restart"), st.none()),
+    ),
+    max_size=20,
+)  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(STEPS, st.sampled_from([(3, 8), (8, 64), (20, 30)]))
+def test_any_history_leaves_the_entries_of_a_dict(
+    steps: list[tuple[str, Any]], maxima: tuple[int, int]
+) -> None:
+    known, entries, now_ms, version = Moved(), dict[int, tuple[int, int, int]](), 0, 1_000
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(outcomes, "RECENT_MAX", maxima[0])
+        patched.setattr(outcomes, "MERGED_ROWS_MAX", maxima[1])
+        for step, value in steps:
+            if step == "add":
+                rows = list[tuple[int, int, int, int]]()
+                for number, later_ms in value:
+                    before_ms, _, until_ms = entries.get(number, (now_ms, 0, 0))
+                    rows.append((now_ms + later_ms, number, version, before_ms))
+                    entries[number] = now_ms + later_ms, version, max(now_ms + later_ms, before_ms, until_ms)
+                    version += 1
+                known.add(rows)
+            elif step == "forget":
+                now_ms += value
+                known.forget_before(now_ms)
+                entries = {number: entry for number, entry in entries.items() if entry[2] >= now_ms}
+            else:
+                saved, known = known.copied()(), Moved()
+                known.restore(saved)
+            wanted = [[due, number, *rest] for number, (due, *rest) in sorted(entries.items())]
+            assert known.copied()().T.tolist() == wanted
+            newest = [entries[number][:2] if number in entries else None for number in range(62)]
+            assert [known.newest(number) for number in range(62)] == newest
+            due_ms, versions = known.newest_of(np.full(62, -5), np.arange(62))
+            found = zip(due_ms.tolist(), versions.tolist(), strict=True)
+            assert list(found) == [one or (-5, number) for number, one in enumerate(newest)]
+            dues = [entries[number][0] for number in range(10, 30) if number in entries]
+            assert known.last_due_ms(10, 20) == max(dues, default=0)
+            assert all(0 < len(run) <= maxima[1] or len(run) <= maxima[0] + 41 for run in known._runs)
+
+
+def test_messages_that_are_moved_again_and_again_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat that moves a timeout: memory grew with each move, until the last of the due times had passed."""
+    monkeypatch.setattr(outcomes, "RECENT_MAX", 20)
+    monkeypatch.setattr(outcomes, "MERGED_ROWS_MAX", 100)
+    known = Moved()
+    for version in range(0, 6_000, 10):
+        known.add([(1 << 40, (version + at) % 600, version + at, 0) for at in range(10)])
+        assert sum(len(run) for run in known._runs) <= 2 * 600
+        assert len(known._runs) <= 2 * 600 // 100 + 5
+    assert size(known) == 600
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_step_of_the_mark_builds_few_runs_again(is_restored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second after a release of ten million messages copied all of their moves."""
+    monkeypatch.setattr(outcomes, "RECENT_MAX", 20)
+    monkeypatch.setattr(outcomes, "MERGED_ROWS_MAX", 100)
+    known = Moved()
+    for number in range(1_000):
+        known.add([(number * 7_919 % 1_000, number, 5_000 + number, 0)])
+    if is_restored:
+        saved, known = known.copied()(), Moved()
+        known.restore(saved)
+        assert [len(run) for run in known._runs] == [100] * 10
+    for before_ms in range(0, 1_000, 10):
+        runs = {id(run): run for run in known._runs}
+        known.forget_before(before_ms)
+        assert size(known) == 1_000 - before_ms
+        # One of the merged runs may be small, so a step may build two or three.
+        assert sum(len(run) for run in known._runs if id(run) not in runs) <= 3 * 100
+    for before_ms in range(1_001, 1_011):
+        known.forget_before(before_ms)
+    assert (size(known), known._runs) == (0, ())
+
+
 def test_many_moves_are_merged_into_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcomes, "RECENT_MAX", 10)
     known = Moved()
@@ -62,7 +147,7 @@ def test_large_runs_of_moves_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> 
     known = Moved()
     for version in range(1_000):
         known.add([(5, version * 7 % 500, version, 0)])
-    assert size(known) == 500 and max(len(run[0]) for run in known._runs) <= 100
+    assert size(known) == 500 and max(len(run) for run in known._runs) <= 100
     due_ms, newest = known.newest_of(np.full(500, 3), np.arange(500))
     assert due_ms.tolist() == [5] * 500
     assert newest.tolist() == [max(v for v in range(1_000) if v * 7 % 500 == n) for n in range(500)]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,18 +54,72 @@ MERGED_ROWS_MAX = 262_144
 # number, due_ms, version, until_ms. Sorted by number, each number once.
 Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
+_NONE = np.empty(0, np.int64)
+_NO_MOVES: Columns = _NONE, _NONE, _NONE, _NONE
+
+
+@dataclass(slots=True, eq=False)
+class _MovedRun:
+    """Moves as columns that never change. Some of the entries count no more: those forgotten, and those replaced."""
+
+    columns: Columns
+    # Entries with an earlier `until_ms` are forgotten. Moves that come later are in other runs.
+    forgotten_ms: int = -FAR_MS
+    # Entries of messages that a later run or a recent move contains. Readers need not know: they take the last entry.
+    is_replaced: npt.NDArray[np.bool_] = field(init=False)
+    replaced_rows: int = field(init=False, default=0)
+    first_until_ms: int = field(init=False)
+    last_until_ms: int = field(init=False)
+    # A quarter of the entries has this `until_ms` or an earlier one.
+    quarter_until_ms: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        until_ms = self.columns[3]
+        self.is_replaced = np.zeros(len(until_ms), np.bool_)
+        quarter = (len(until_ms) - 1) // 4
+        self.quarter_until_ms = int(np.partition(until_ms, quarter)[quarter])
+        self.first_until_ms, self.last_until_ms = int(until_ms.min()), int(until_ms.max())
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def find(self, number: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Find the indexes of these numbers, and a mask of those that the run contains."""
+        known, _, _, until_ms = self.columns
+        indexes = np.minimum(np.searchsorted(known, number), len(known) - 1)
+        return indexes, (known[indexes] == number) & (until_ms[indexes] >= self.forgotten_ms)
+
+    def replace(self, indexes: Int64Array) -> None:
+        """Count the entries at these indexes as replaced."""
+        new = np.unique(indexes[~self.is_replaced[indexes]])
+        self.is_replaced[new] = True
+        self.replaced_rows += len(new)
+
+    @property
+    def is_wasteful(self) -> bool:
+        """True if a quarter of the entries is forgotten, or a quarter is replaced. Otherwise at least half count."""
+        return 4 * self.replaced_rows >= len(self) or self.forgotten_ms > self.quarter_until_ms
+
+    def counting(self) -> Columns:
+        """Select the entries that count."""
+        if self.forgotten_ms > self.last_until_ms:
+            return _NO_MOVES
+        if not self.replaced_rows and self.forgotten_ms <= self.first_until_ms:
+            return self.columns
+        return _part(self.columns, ~self.is_replaced & (self.columns[3] >= self.forgotten_ms))
+
 
 class Moved:
     """All stored moves. Belongs to the event loop. `newest` and `newest_of` may be called in any thread.
 
-    This is a cache of the log and the checkpoint. It takes 32 bytes per message. The latest entries are Python objects,
+    This is a cache of the log and the checkpoint. It takes 33 bytes per entry. The latest entries are Python objects,
     because a move must not cost a pass over all earlier ones. All others are in runs, the oldest first. A number may be
-    in several of them: the newest one counts.
+    in several of them: the newest one counts. At least half of the entries of a run count, or it is built again soon.
     """
 
     def __init__(self) -> None:
-        # Replaced as a whole, and no run changes, so that another thread always reads columns of equal length.
-        self._runs: tuple[Columns, ...] = ()
+        # Replaced as a whole, and no columns change, so that another thread always reads columns of equal length.
+        self._runs: tuple[_MovedRun, ...] = ()
         self._recent: dict[int, tuple[int, int, int]] = {}  # number -> (due_ms, version, until_ms)
         # No later than the earliest `until_ms`, the time from which an entry can be removed.
         self._first_until_ms = FAR_MS
@@ -78,7 +132,7 @@ class Moved:
         due_ms, numbers, versions, from_due_ms = zip(*moves, strict=True)
         recent = self._recent
         # An old row may have any of the message's due times, so the entry is needed until the latest of them.
-        until_ms = [max(times) for times in zip(due_ms, from_due_ms, self._until_ms(numbers), strict=True)]
+        until_ms = [max(times) for times in zip(due_ms, from_due_ms, self._replace(numbers), strict=True)]
         if not recent.keys().isdisjoint(numbers) or len(set(numbers)) < len(numbers):
             for index, number in enumerate(numbers):
                 if (entry := recent.get(number)) is not None:
@@ -96,19 +150,22 @@ class Moved:
         recent, runs = self._recent.get(number), self._runs
         if recent is not None:
             return recent[:2]
-        for numbers, due_ms, versions, _ in reversed(runs):
+        for run in reversed(runs):
+            numbers, due_ms, versions, until_ms = run.columns
             index = int(numbers.searchsorted(number))
             if index < len(numbers) and numbers[index] == number:
-                return int(due_ms[index]), int(versions[index])
+                is_kept = until_ms[index] >= run.forgotten_ms
+                return (int(due_ms[index]), int(versions[index])) if is_kept else None
         return None
 
     def last_due_ms(self, first: int, rows: int) -> int:
         """Find the latest current due time of the moved messages among first, first + 1, …. 0 if there are none."""
         parts = []
         for run in self._runs:
-            begin, end = np.searchsorted(run[0], [first, first + rows])
+            begin, end = np.searchsorted(run.columns[0], [first, first + rows])
             if begin < end:
-                parts.append(_part(run, slice(begin, end)))
+                part = _part(run.columns, slice(begin, end))
+                parts.append(_part(part, part[3] >= run.forgotten_ms))
         recent = self._recent
         # The shorter of the range and the recent moves is scanned.
         candidates = range(first, first + rows) if rows < len(recent) else recent
@@ -126,9 +183,9 @@ class Moved:
         due_ms, version = due_ms.copy(), number.copy()
         # In this order, because a fold replaces the runs first.
         recent, runs = self._recent, self._runs
-        for numbers, *newest, _ in runs:
-            indexes = np.minimum(np.searchsorted(numbers, number), len(numbers) - 1)
-            was_moved = numbers[indexes] == number
+        for run in runs:
+            indexes, was_moved = run.find(number)
+            _, *newest, _ = run.columns
             due_ms[was_moved], version[was_moved] = (column[indexes[was_moved]] for column in newest)
         for index, seq in enumerate(number.tolist()) if recent else ():
             if (entry := recent.get(seq)) is not None:
@@ -140,55 +197,78 @@ class Moved:
         # Called at every step of the mark. In the usual case, with nothing to remove, it must cost one comparison.
         if self._first_until_ms >= due_ms:
             return
+        # With the recent moves, because a move that comes later may be due before `due_ms`.
         self._fold()
-        runs = []
         for run in self._runs:
-            is_kept = run[3] >= due_ms
-            run = run if is_kept.all() else _part(run, is_kept)
-            if len(run[0]):
-                runs.append(run)
-        self._runs = tuple(runs)
-        self._first_until_ms = min((int(run[3].min()) for run in runs), default=FAR_MS)
+            run.forgotten_ms = max(run.forgotten_ms, due_ms)
+        self._runs = _tidied(self._runs)
+        self._first_until_ms = min(
+            (max(run.first_until_ms, run.forgotten_ms) for run in self._runs), default=FAR_MS
+        )
 
     def restore(self, columns: Int64Array) -> None:
         """Start with the entries of a checkpoint and the later log: due_ms, number, version, until_ms, by number."""
         due_ms, number, version, until_ms = columns
-        self._runs = ((number, due_ms, version, until_ms),) if len(number) else ()
+        runs = list[_MovedRun]()
+        for begin in range(0, len(number), MERGED_ROWS_MAX):
+            part = slice(begin, begin + MERGED_ROWS_MAX)
+            # Copies, because views would hold all columns.
+            copies = number[part].copy(), due_ms[part].copy(), version[part].copy(), until_ms[part].copy()
+            runs.append(_MovedRun(copies))
+        self._runs = tuple(runs)
         self._first_until_ms = int(until_ms.min(initial=FAR_MS))
 
     def copied(self) -> Callable[[], Int64Array]:
         """Prepare the columns of all entries as of now, in the form of `restore`. Any thread may build them."""
-        runs, recent = self._runs, dict(self._recent)
+        runs, recent = [(run.columns, run.forgotten_ms) for run in self._runs], dict(self._recent)
 
         def build() -> Int64Array:
-            number, due_ms, version, until_ms = _merged([*runs, _columns_of(recent)])
+            parts = [_part(columns, columns[3] >= forgotten_ms) for columns, forgotten_ms in runs]
+            number, due_ms, version, until_ms = _merged([*parts, _columns_of(recent)])
             return np.stack([due_ms, number, version, until_ms])
 
         return build
 
-    def _until_ms(self, numbers: Sequence[int]) -> list[int]:
-        """Find the latest due time of each number in the runs. -FAR_MS for a number that they do not contain."""
+    def _replace(self, numbers: Sequence[int]) -> list[int]:
+        """Count the entries of these numbers in the runs as replaced. Returns their `until_ms`, -FAR_MS for none."""
         wanted = np.array(numbers, np.int64)
         found_ms = np.full(len(wanted), -FAR_MS)
-        for known, _, _, until_ms in self._runs:
-            indexes = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-            np.maximum(found_ms, until_ms[indexes], out=found_ms, where=known[indexes] == wanted)
+        for run in self._runs:
+            indexes, is_known = run.find(wanted)
+            if is_known.any():
+                np.maximum(found_ms, run.columns[3][indexes], out=found_ms, where=is_known)
+                run.replace(indexes[is_known])
         found: list[int] = found_ms.tolist()
         return found
 
     def _fold(self) -> None:
-        """Turn the recent moves into a run, and merge it with earlier runs of its size."""
-        if not self._recent:
-            return
-        runs = [*self._runs, _columns_of(self._recent)]
-        while len(runs) > 1:
-            earlier, latest = len(runs[-2][0]), len(runs[-1][0])
-            if earlier > 2 * latest or earlier + latest > MERGED_ROWS_MAX:
-                break
-            runs[-2:] = [_merged(runs[-2:])]
-        # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
-        self._runs = tuple(runs)
-        self._recent = {}
+        """Turn the recent moves into a run, and tidy the runs."""
+        if self._recent:
+            # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
+            # For the same reason a run is built without its replaced entries only here: no entry is recent now.
+            self._runs = _tidied((*self._runs, _MovedRun(_columns_of(self._recent))))
+            self._recent = {}
+
+
+def _tidied(runs: Iterable[_MovedRun]) -> tuple[_MovedRun, ...]:
+    """Build wasteful runs again, a few in a step, and merge each run with an earlier one of at most twice its size."""
+    tidied, built_rows = list[_MovedRun](), 0
+    for run in runs:
+        if run.is_wasteful and built_rows < MERGED_ROWS_MAX:
+            # The step holds the event loop, and many runs may become wasteful at once. The next steps do the rest.
+            columns = run.counting()
+            built_rows += len(run) if len(columns[0]) else 0
+            if len(columns[0]):
+                tidied.append(_MovedRun(columns))
+        else:
+            tidied.append(run)
+    for index in reversed(range(len(tidied) - 1)):
+        pair = tidied[index : index + 2]
+        earlier, later = len(pair[0]), len(pair[-1])
+        if len(pair) == 2 and earlier <= 2 * later and earlier + later <= MERGED_ROWS_MAX:
+            columns = _merged([run.counting() for run in pair])
+            tidied[index : index + 2] = [_MovedRun(columns)] if len(columns[0]) else []
+    return tuple(tidied)
 
 
 def _columns_of(moves: Mapping[int, tuple[int, int, int]]) -> Columns:
@@ -207,7 +287,7 @@ def _part(columns: Columns, index: slice | npt.NDArray[Any]) -> Columns:
 def _merged(runs: Sequence[Columns]) -> Columns:
     """Merge runs, of which the later ones count for a number."""
     if not runs:
-        return _NONE, _NONE, _NONE, _NONE
+        return _NO_MOVES
     number, due_ms, version, until_ms = (np.concatenate(columns) for columns in zip(*runs, strict=True))
     order = np.argsort(number, kind="stable")  # in linear time: it finds the sorted runs
     number = number[order]
@@ -341,8 +421,6 @@ class SettledPairs:
 
 
 # ---- outcomes, the mark and the cursor -----------------------------------------------------------------------
-
-_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
