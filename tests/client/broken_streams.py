@@ -46,7 +46,7 @@ def main(kind: type[SendExchange]) -> None:
     ):
         for _ in range(STREAMS):
             with suppress(TimeballError):
-                exchange = kind(client, SCHEMA, "the broker")
+                exchange = kind(client, SCHEMA, "the broker", open_s=10, limit_s=10)
                 exchange.submit(batch)
                 time.sleep(random.random() * ANSWER_S)
                 exchange.close()

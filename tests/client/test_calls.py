@@ -9,11 +9,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
 from timeball import Timeball
+from timeball.client import calls
 from timeball.client.attempts import RETRY_PAUSES_S, NotSent
 from timeball.client.calls import Calls, translate, translated
+from timeball.client.network import run
+from timeball.model import wire
 from timeball.model.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
 
 NOBODY = "grpc://127.0.0.1:1"
@@ -49,6 +53,22 @@ def test_errors_in_the_middle_of_a_stream_are_ours_too(node: RunningNode) -> Non
     with pytest.raises(OutOfRange):
         reader.read_all()
     there.close()
+
+
+def test_a_read_from_a_lost_machine_ends_by_a_ping(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of a log has no time limit."""
+    quick = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    options = [(name, 300 if name in quick else value) for name, value in calls._CHANNEL]
+    monkeypatch.setattr(calls, "_CHANNEL", options)
+    with cutting_proxy(node.endpoint) as proxy:
+        there = Calls(proxy.endpoint, 30_000)
+        next_seq = there.action("status", {}, dict[str, Any])["log"]["next_seq"]
+        proxy.hold()
+        with pytest.raises(Unavailable):
+            list(there.batches(wire.ReadLog(from_seq=1, to_seq=next_seq)))
+        there.close()
 
 
 class Counted(Calls):
@@ -110,11 +130,13 @@ def test_a_call_that_is_tried_again_does_not_outlive_its_time() -> None:
 
 def test_a_closed_client_says_so_and_waits_for_nothing() -> None:
     nobody = Calls(NOBODY, 30_000)
-    attempts = nobody.attempts()
-    assert next(attempts) is True
-    nobody.close()
+
+    async def attempt(limit_s: float) -> None:
+        nobody.close()
+        raise NotSent("nobody")
+
     with pytest.raises(Unavailable, match="closed"):
-        next(attempts)
+        run(nobody.with_retries(attempt, 30_000))
     with pytest.raises(RequestError, match="closed"):
         nobody.action("status", {}, dict[str, Any])
 

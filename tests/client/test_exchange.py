@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 from tests.client import broken_streams
+from tests.client.hanging import Unanswering, stopped_node, unanswering_node
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.client.attempts import Lost, NotSent
-from timeball.client.exchange import SendExchange
+from timeball.client.exchange import Answer, SendExchange
 from timeball.model.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
@@ -27,7 +28,11 @@ def batch(topic: str = "exchange", rows: int = 1) -> pa.RecordBatch:
 
 
 def opened(node: RunningNode, schema: pa.Schema = SCHEMA) -> SendExchange:
-    return SendExchange(flight.FlightClient(node.endpoint), schema, node.endpoint)
+    return exchange_of(flight.FlightClient(node.endpoint), node.endpoint, schema)
+
+
+def exchange_of(client: object, endpoint: str, schema: pa.Schema = SCHEMA) -> SendExchange:
+    return SendExchange(client, schema, endpoint, open_s=BOUND_S, limit_s=BOUND_S)
 
 
 def test_answers_belong_to_their_batches(node: RunningNode) -> None:
@@ -68,7 +73,7 @@ def test_a_refused_schema_ends_the_stream_with_its_reason(node: RunningNode) -> 
 
 def test_nobody_there_is_not_sent() -> None:
     with pytest.raises(NotSent):
-        exchange = SendExchange(flight.FlightClient("grpc://127.0.0.1:1"), SCHEMA, "grpc://127.0.0.1:1")
+        exchange = exchange_of(flight.FlightClient("grpc://127.0.0.1:1"), "grpc://127.0.0.1:1")
         exchange.submit(batch())
 
 
@@ -127,7 +132,7 @@ def test_a_refusal_that_comes_at_once_is_told_as_it_stands(
     error: flight.FlightError, raised: type[TimeballError]
 ) -> None:
     with pytest.raises(raised) as caught:
-        SendExchange(Refusing(error), SCHEMA, "grpc://here")
+        exchange_of(Refusing(error), "grpc://here")
     assert type(caught.value) is raised
 
 
@@ -157,8 +162,59 @@ class Broken:
 )
 def test_a_batch_that_no_connection_has_carried_is_not_lost(text: str, told: type[TimeballError]) -> None:
     """gRPC moves a stream that a GOAWAY has not processed to another connection: no broker has seen its batches."""
-    exchange = SendExchange(Broken(text), SCHEMA, "grpc://here")
+    exchange = exchange_of(Broken(text), "grpc://here")
     assert type(exchange.submit(batch()).exception(BOUND_S)) is told
+
+
+# ---- a broker that hangs -----------------------------------------------------------------------------------
+
+
+def unanswered(node: Unanswering, limit_s: float) -> SendExchange:
+    client = flight.FlightClient(f"grpc://127.0.0.1:{node.port}")
+    return SendExchange(client, SCHEMA, "grpc://here", open_s=BOUND_S, limit_s=limit_s)
+
+
+def test_a_batch_without_an_answer_is_lost_after_its_time() -> None:
+    with unanswering_node() as node:
+        exchange = unanswered(node, 0.1)
+        answers = [exchange.submit(batch()) for _ in range(3)]
+        for answer in answers:
+            with pytest.raises(Lost, match=r"within 0\.1 s; the message may or may not have been accepted"):
+                answer.result(BOUND_S)
+        assert answers[0].waited_ns >= 0.1 * 1e9 and [each.waited_ns for each in answers[1:]] == [0, 0]
+        eventually(lambda: not exchange.alive, "the stream ends")
+        with pytest.raises(NotSent):
+            exchange.submit(batch())
+        exchange.close()
+
+
+def test_a_write_that_the_network_does_not_take_ends_with_the_time_of_the_oldest_batch() -> None:
+    large = pa.RecordBatch.from_arrays([pa.array(["t"] * 4), pa.array([b"x" * 1_000_000] * 4)], schema=SCHEMA)
+    with unanswering_node() as node:
+        exchange, answers = unanswered(node, 0.3), list[Answer]()
+        with pytest.raises(NotSent):  # by a `submit` after the end
+            while True:
+                answers.append(exchange.submit(large))
+        assert all(type(answer.exception(BOUND_S)) is Lost for answer in answers)
+        exchange.close()
+
+
+def test_an_idle_stream_has_no_time_limit(node: RunningNode) -> None:
+    client = flight.FlightClient(node.endpoint)
+    exchange = SendExchange(client, SCHEMA, node.endpoint, open_s=BOUND_S, limit_s=BOUND_S)
+    exchange.submit(batch()).result(BOUND_S)
+    exchange.limit_s = 0.01
+    threading.Event().wait(0.1)
+    assert exchange.alive
+    exchange.limit_s = BOUND_S
+    assert exchange.submit(batch()).result(BOUND_S).rows == 1
+    exchange.close()
+
+
+def test_a_stream_that_does_not_open_in_time_is_not_sent() -> None:
+    with stopped_node() as address, pytest.raises(NotSent, match=r"opened no stream within 0\.05 s"):
+        client = flight.FlightClient(f"grpc://{address}")
+        SendExchange(client, SCHEMA, f"grpc://{address}", open_s=0.05, limit_s=BOUND_S)
 
 
 def end_streams_that_break(*words: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.client.awaited import Dial
 from tests.client.cutting_proxy import cutting_proxy
+from tests.client.hanging import stopped_node
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Forbidden, NotLeader, Timeball, TimeballError, Unauthorized, Unavailable
@@ -124,15 +125,8 @@ def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningN
             ball.send("silent", "x")
 
 
-@contextmanager
-def hanging_node() -> Iterator[str]:
-    """The address of a node whose process is stopped: its system accepts connections, and no answer comes."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-
-
 def test_a_node_that_hangs_is_left_by_each_kind_of_call(node: RunningNode, dial: Dial) -> None:
-    with hanging_node() as hanging:
+    with stopped_node() as hanging:
         endpoint = f"http://{hanging},{address(node)}"
         with dial(endpoint, timeout_ms=2_000) as ball:
             assert ball.send("hangs", "x", retry=True).seq > 0

@@ -2,20 +2,19 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.client.cutting_proxy import cutting_proxy
+from tests.client.hanging import stopped_node, unanswering_node
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.client import attempts
-from timeball.client.attempts import Lost, NotNow
-from timeball.client.sender import wait_for_ack
-from timeball.model.answers import SendAck
+from timeball.client.attempts import Lost, NotNow, NotSent
 from timeball.model.errors import InvalidMessage, InvalidName, RequestError, Unavailable
 
 
@@ -162,9 +161,48 @@ def test_nobody_there_is_unavailable() -> None:
 
 
 def test_an_answer_that_does_not_come_is_lost_not_refused() -> None:
-    never: Future[SendAck] = Future()
-    with pytest.raises(Lost, match="may or may not have been accepted"):
-        wait_for_ack(never, 1, "grpc://somewhere")
+    with unanswering_node() as hanging, Timeball(f"grpc://127.0.0.1:{hanging.port}", timeout_ms=200) as ball:
+        for retry in (False, True):
+            with pytest.raises(Lost, match="may or may not have been accepted") as caught:
+                ball.send_many(numbered(3), topic="t", batch_rows=1, retry=retry)
+            unknown = caught.value.summary.unknown
+            assert [(each.first_row, each.rows) for each in unknown] == [(0, 1), (1, 1), (2, 1)]
+    assert hanging.streams == 2, "of a repeatable batch, the first attempt has all the time"
+
+
+def test_a_node_that_hangs_costs_a_repeatable_send_no_error(node: RunningNode) -> None:
+    with unanswering_node() as hanging:
+        endpoint = f"grpc://127.0.0.1:{hanging.port},{node.endpoint.removeprefix('grpc://')}"
+        with Timeball(endpoint, timeout_ms=1_500) as ball:
+            assert ball.send_many(numbered(9), topic="there", batch_rows=2, retry=True).rows == 9
+    assert hanging.streams == 1 and rows_in(node) == 9
+
+
+def test_after_a_lost_batch_the_next_send_goes_to_the_next_node(node: RunningNode) -> None:
+    with unanswering_node() as hanging:
+        endpoint = f"grpc://127.0.0.1:{hanging.port},{node.endpoint.removeprefix('grpc://')}"
+        with Timeball(endpoint, timeout_ms=1_000) as ball:
+            with pytest.raises(Lost):
+                ball.send_many(numbered(1), topic="there")
+            assert ball.send_many(numbered(1), topic="there").rows == 1
+
+
+def test_a_node_that_opens_no_stream_leaves_time_for_the_next_one(node: RunningNode) -> None:
+    """Nothing was sent, so this needs no `retry`."""
+    with stopped_node() as stopped:
+        endpoint = f"grpc://{stopped},{node.endpoint.removeprefix('grpc://')}"
+        with Timeball(endpoint, timeout_ms=1_000) as ball:
+            assert ball.send_many(numbered(1), topic="there").rows == 1
+
+
+def test_attempts_to_open_a_stream_share_the_time_of_the_call() -> None:
+    with stopped_node() as stopped, Timeball(f"grpc://{stopped}", timeout_ms=100) as ball:
+        before = set(threading.enumerate())
+        for _ in range(2):
+            with pytest.raises(NotSent, match=r"opened no stream within 0\.1 s"):
+                ball.send_many(numbered(1), topic="t", retry=True)
+        opening = [thread for thread in threading.enumerate() if thread not in before]
+        assert [thread.name for thread in opening] == ["timeball-acks"] * 2, "one attempt of each call"
 
 
 def test_a_repeated_batch_is_told_the_current_states_and_may_be_sent_anew(columns: Timeball) -> None:

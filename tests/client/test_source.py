@@ -80,7 +80,9 @@ def test_a_step_that_is_none_is_refused(
 def test_a_stream_of_a_source_without_steps_is_refused(calls: Calls) -> None:
     from timeball.client.exchange import SendExchange
 
-    exchange = SendExchange(calls.flight, SCHEMA, calls.endpoint, path=wire.SOURCE_PATH)
+    exchange = SendExchange(
+        calls.flight, SCHEMA, calls.endpoint, wire.SOURCE_PATH, open_s=BOUND_S, limit_s=BOUND_S
+    )
     with pytest.raises(RequestError, match="metadata of a batch"):
         exchange.submit(rows("steps", b"a")).result(BOUND_S)
     exchange.close()

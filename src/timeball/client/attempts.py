@@ -48,6 +48,7 @@ CLUSTER_PAUSES_S = (
     1.0,
     1.0,
 )  # 5 s in total: another node leads within two or three seconds
+CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
 
 # Codes of a node whose log has stopped: another node of the cluster leads soon.
@@ -209,6 +210,16 @@ class Attempts:
         if seconds > 0 and await self.network.pause(seconds, self._closed):
             raise Unavailable("the client was closed")
 
+    def attempt_limit_s(self, remaining_s: float, *, is_repeatable: bool) -> float:
+        """Compute the time limit of an attempt after which another one may follow. See the module's docstring."""
+        has_others = len(self._endpoints) > 1 and self._patience_s is None
+        return remaining_s / 2 if is_repeatable and has_others else remaining_s
+
+    def connect_limit_s(self, limit_s: float) -> float:
+        """Compute the time limit for the connection of an attempt, which leaves time for the other nodes."""
+        nodes = len(self._endpoints)
+        return limit_s if nodes == 1 else min(limit_s / nodes, CONNECT_S)
+
     async def with_retries(
         self,
         call: Callable[[float], Awaitable[T]],
@@ -233,9 +244,9 @@ class Attempts:
                     raise failure
             self.check()
             limit_s, asked = remaining_s, self.endpoint
-            if is_repeatable and may_retry and len(self._endpoints) > 1 and self._patience_s is None:
+            if may_retry:
                 waits_s = wait_within(remaining_s, timeout_ms, wait_ms) / 1000
-                limit_s = waits_s + (remaining_s - waits_s) / 2
+                limit_s = waits_s + self.attempt_limit_s(remaining_s - waits_s, is_repeatable=is_repeatable)
             try:
                 return await call(limit_s)
             except TimeballError as error:

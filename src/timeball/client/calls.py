@@ -32,6 +32,12 @@ _CHANNEL = [
     # broker.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A read of a log has no time limit. If its broker's machine is lost, it ends by a ping without an answer.
+    ("grpc.keepalive_time_ms", 30_000),
+    # The time limit of a ping. Which of the two counts depends on the release of gRPC.
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a read sends no data
 ]
 
 SCHEMES = ("grpc", "grpc+tcp", "grpc+tls", "grpc+unix")
@@ -107,17 +113,6 @@ class Calls(Attempts):
         """See Attempts. Raises RequestError after a fork."""
         check_process()
         yield from super().pauses()
-
-    def attempts(self) -> Iterator[bool]:
-        """Yield before each attempt, after its pause. The value is True if another attempt may follow.
-
-        Each attempt after the first asks the next node.
-        """
-        for pause_s, may_retry in self.pauses():
-            run(self.pause(pause_s))
-            asked = self.endpoint
-            yield may_retry
-            self.leave(asked)
 
     def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
         """Run an action and decode its answer. `body` is an object that is encoded as JSON, or bytes of JSON.

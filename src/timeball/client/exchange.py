@@ -2,14 +2,19 @@
 
 Each batch has one of three outcomes, which the caller can distinguish:
 
-    never sent   `submit` raises `NotSent`: the stream was dead before the batch was written. Sending it again is safe.
-                 If the broker refused the stream (for example its schema), `submit` raises that refusal
+    never sent   `submit` raises `NotSent`, or the future has it: the stream was dead before the batch was written.
+                 Sending it again is safe. If the broker refused the stream (for example its schema), this is the
+                 refusal
     answered     the future has the acknowledgement, or the broker's error: then the broker keeps nothing of the batch.
                  After `NotNow` the batch may be sent again on a new stream
     lost         the stream broke before the answer: the future has `Lost`. The broker may or may not have the batch
 
-A reading thread completes the futures. Any thread may submit. `submit` blocks while the network accepts no more data:
-this is the broker's back-pressure.
+A reading thread opens the stream and completes the futures. Any thread may submit. `submit` blocks while the network
+accepts no more data: this is the broker's back-pressure.
+
+The stream has no time limit as a whole, because it may be long. Instead, each batch has one from the moment at which it
+is the oldest without an answer. When it is over, a watching thread cancels the stream. This also ends a blocked
+`submit`, and the batches without an answer are lost.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import pyarrow.flight as flight
 
 from timeball.client.attempts import Lost, NotSent, refusal
 from timeball.client.calls import translate
+from timeball.io.clock import SystemClock
 from timeball.model import limits, rules
 from timeball.model.answers import SendAck, SendAnswer
 from timeball.model.errors import InvalidMessage, TimeballError, Unavailable
@@ -53,69 +59,116 @@ def _size_error(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
     )
 
 
+class Answer(Future[SendAck]):
+    """The answer to a batch."""
+
+    begun_ns = 0  # when the batch became the oldest one without an answer; 0 before
+    waited_ns = 0  # set with the result: how long it was the oldest one
+
+
 class SendExchange:
     """A send stream: writes batches and matches the answers to them.
 
-    The constructor opens the stream. It raises NotSent if no broker answers, or the broker's refusal.
+    The constructor opens the stream within `open_s`. It raises NotSent if no broker answers, or the broker's refusal.
     """
 
-    def __init__(self, client: Any, schema: pa.Schema, endpoint: str, path: list[bytes] = SEND_PATH) -> None:
-        self._endpoint = endpoint
-        # Futures without an answer, in the order of their batches.
-        self._unanswered: deque[Future[SendAck]] = deque()
-        self._state_lock = threading.Lock()  # guards `_unanswered` and `_end_reason`
-        self._write_lock = (
-            threading.Lock()
-        )  # held while writing, so that batches and futures have the same order
+    def __init__(
+        self,
+        client: Any,
+        schema: pa.Schema,
+        endpoint: str,
+        path: list[bytes] = SEND_PATH,
+        *,
+        open_s: float,
+        limit_s: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self.limit_s = limit_s  # the time limit of a batch, in seconds; may be changed
+        self._clock = SystemClock()
+        # Guards the fields below. Notified when a first batch waits for its answer, and at the end.
+        self._state = threading.Condition()
+        self._unanswered: deque[Answer] = deque()  # in the order of their batches
+        self._being_written: Answer | None = (
+            None  # of the batch that `submit` writes, which completes it after the end
+        )
         self._end_reason: TimeballError | None = None  # set when the stream has ended
+        self._is_cancelled = False  # by this client, because a time limit was over
         self._is_finished = False  # no further batch will be written
-        try:
-            descriptor = flight.FlightDescriptor.for_path(*path)
-            self._writer, self._reader = client.do_exchange(descriptor)
-            self._writer.begin(schema)
-        except (pa.ArrowException, flight.FlightError) as error:
-            # A broker that refuses the caller may end the stream before the schema is written.
-            raise self._not_sent(translate(error, endpoint)) from error
-        self._thread = threading.Thread(target=self._read, name="timeball-acks", daemon=True)
+        # Held while writing, so that batches and futures have the same order.
+        self._write_lock = threading.Lock()
+        self._writer: Any = None
+        self._reader: Any = None
+        self._opened: Future[None] = Future()
+        descriptor = flight.FlightDescriptor.for_path(*path)
+        self._thread = threading.Thread(
+            target=self._run, args=(client, descriptor, schema), name="timeball-acks", daemon=True
+        )
         self._thread.start()
+        try:
+            self._opened.result(open_s)
+        except TimeoutError:
+            self._cancel()
+            raise NotSent(f"{endpoint} opened no stream within {open_s:.3g} s") from None
+        threading.Thread(target=self._watch, name="timeball-watch", daemon=True).start()
 
     @property
     def alive(self) -> bool:
         """True while the stream can be written to, as far as this client knows."""
         return self._end_reason is None and not self._is_finished
 
-    def submit(self, batch: pa.RecordBatch, key: str = "") -> Future[SendAck]:
+    def submit(self, batch: pa.RecordBatch, key: str = "") -> Answer:
         """Write a batch in the stream's schema. The future receives the answer.
 
         `key` is sent as the metadata of the batch: the JSON of a wire.SendKey, or of a wire.SourceStep in a stream from
-        a source. Raises NotSent, or the refusal that ended the stream.
+        a source. Raises NotSent, or the refusal that ended the stream, if it had ended before.
         """
-        future: Future[SendAck] = Future()
+        answer = Answer()
         if (size_bytes := batch.nbytes) > limits.BATCH_BYTES_MAX:
             # If it were written, the broker would end the stream, and the batches under way would be lost.
-            future.set_exception(_size_error(batch, size_bytes))
-            return future
+            answer.set_exception(_size_error(batch, size_bytes))
+            return answer
         with self._write_lock:
-            with self._state_lock:
+            with self._state:
                 if self._end_reason is not None or self._is_finished:
                     raise self._not_sent(self._end_reason or NotSent("the stream is closed"))
-                self._unanswered.append(future)
+                self._unanswered.append(answer)
+                self._being_written = answer
+                if len(self._unanswered) == 1:
+                    self._begin(answer)
+            failure: Exception | None = None
             try:
                 if key:
                     self._writer.write_with_metadata(batch, key.encode())
                 else:
                     self._writer.write_batch(batch)
             except (pa.ArrowException, flight.FlightError) as error:
-                with self._state_lock:
-                    if future in self._unanswered:
-                        self._unanswered.remove(future)
+                failure = error
                 # The reading thread may still receive the broker's reason.
                 self._thread.join(_CLOSE_WAIT_S)
-                reason = (
-                    self._end_reason if self._end_reason is not None else translate(error, self._endpoint)
-                )
-                raise self._not_sent(reason) from error
-        return future
+            self._end_writing(answer, failure)
+        return answer
+
+    def _begin(self, answer: Answer) -> None:
+        answer.begun_ns = self._clock.monotonic_ns()
+        self._state.notify()
+
+    def _end_writing(self, answer: Answer, failure: Exception | None) -> None:
+        """Restart the time limit of a batch that was written, or complete its future if the stream has ended."""
+        with self._state:
+            self._being_written = None
+            reason = self._end_reason
+            if failure is None and reason is None:
+                if self._unanswered and self._unanswered[0] is answer:
+                    self._begin(answer)
+                return
+            if answer in self._unanswered:
+                self._unanswered.remove(answer)
+        if answer.done():
+            return
+        # A write that was cancelled may have been complete.
+        if failure is not None and not self._is_cancelled:
+            reason = self._not_sent(reason if reason is not None else translate(failure, self.endpoint))
+        self._complete(answer, reason if reason is not None else self._overdue())
 
     @staticmethod
     def _not_sent(reason: TimeballError) -> TimeballError:
@@ -151,38 +204,103 @@ class SendExchange:
         except (pa.ArrowException, flight.FlightError):
             pass  # every future without an answer has already received an error
 
-    def _read(self) -> None:
-        end_reason: TimeballError = Lost(f"{self._endpoint} closed the stream")
+    # ---- the watching thread --------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Cancel the stream when the time limit of the oldest batch without an answer is over."""
+        with self._state:
+            while self._end_reason is None:
+                if not self._unanswered:
+                    self._state.wait()
+                    continue
+                waited_s = (self._clock.monotonic_ns() - self._unanswered[0].begun_ns) / 1e9
+                if waited_s >= self.limit_s:
+                    break
+                self._state.wait(self.limit_s - waited_s)
+            else:
+                return
+        self._cancel()
+
+    def _cancel(self) -> None:
+        with self._state:
+            self._is_cancelled = True
+            reader = self._reader
+        if reader is not None:  # else the reading thread cancels the stream once it is open
+            reader.cancel()
+
+    def _overdue(self) -> Lost:
+        return Lost(
+            f"{self.endpoint} did not answer within {self.limit_s:.3g} s; the message may or may not have been accepted"
+        )
+
+    # ---- the reading thread ---------------------------------------------------------------------------------
+
+    def _run(self, client: Any, descriptor: flight.FlightDescriptor, schema: pa.Schema) -> None:
+        try:
+            writer, reader = client.do_exchange(descriptor)
+            with self._state:
+                self._writer, self._reader = writer, reader
+            if self._is_cancelled:
+                reader.cancel()
+            writer.begin(schema)
+        except (pa.ArrowException, flight.FlightError) as error:
+            # A broker that refuses the caller may end the stream before the schema is written.
+            self._opened.set_exception(self._not_sent(translate(error, self.endpoint)))
+            return
+        self._opened.set_result(None)
+        self._end(self._read())
+
+    def _read(self) -> TimeballError:
+        """Complete the futures until the stream ends. Returns the reason."""
         try:
             while True:
                 metadata = self._reader.read_chunk().app_metadata
                 if metadata is not None:
                     self._complete_oldest(_decoder.decode(metadata))
         except StopIteration:
-            pass
+            return Lost(f"{self.endpoint} closed the stream")
         except (pa.ArrowException, flight.FlightError) as error:
-            end_reason = translate(error, self._endpoint)
+            if self._is_cancelled:
+                return self._overdue()
+            reason = translate(error, self.endpoint)
             # A refusal that ends the stream comes after the answers to all accepted batches, so the other batches were
             # not accepted. Without a connection (NotSent) no batch was accepted either.
-            if type(end_reason) is Unavailable:
-                end_reason = Lost(f"{end_reason}; a message under way may or may not have been accepted")
+            if type(reason) is Unavailable:
+                return Lost(f"{reason}; a message under way may or may not have been accepted")
+            return reason
         except msgspec.MsgspecError as error:
-            end_reason = Lost(f"{self._endpoint} sent an answer that cannot be read: {error}")
-        with self._state_lock:
-            self._end_reason = end_reason
-            unanswered, self._unanswered = self._unanswered, deque()
-        for future in unanswered:
-            future.set_exception(end_reason)
+            return Lost(f"{self.endpoint} sent an answer that cannot be read: {error}")
 
-    def _complete_oldest(self, answer: SendAnswer) -> None:
+    def _end(self, reason: TimeballError) -> None:
+        with self._state:
+            self._end_reason = reason
+            unanswered, self._unanswered = self._unanswered, deque()
+            being_written = self._being_written
+            self._state.notify()
+        for answer in unanswered:
+            if answer is not being_written:
+                self._complete(answer, reason)
+
+    def _complete_oldest(self, message: SendAnswer) -> None:
         """Complete the future of the oldest batch without an answer."""
-        with self._state_lock:
-            future = self._unanswered.popleft() if self._unanswered else None
-        if future is None:
-            return  # `submit` raised an error for this batch and removed its future
-        if answer.error is not None:
-            future.set_exception(refusal(answer.error, answer.text))
+        with self._state:
+            answer = self._unanswered.popleft() if self._unanswered else None
+            if self._unanswered:
+                self._begin(self._unanswered[0])
+        if answer is None:
+            return  # `submit` has completed this batch with an error and removed its future
+        if message.error is not None:
+            self._complete(answer, refusal(message.error, message.text))
         else:
-            future.set_result(
-                SendAck(answer.first_seq, answer.rows, answer.store_ms, answer.outcome, answer.states)
+            self._complete(
+                answer,
+                SendAck(message.first_seq, message.rows, message.store_ms, message.outcome, message.states),
             )
+
+    def _complete(self, answer: Answer, result: SendAck | TimeballError) -> None:
+        if answer.begun_ns:
+            answer.waited_ns = self._clock.monotonic_ns() - answer.begun_ns
+        if isinstance(result, SendAck):
+            answer.set_result(result)
+        else:
+            answer.set_exception(result)

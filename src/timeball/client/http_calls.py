@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 SCHEMES = ("http", "https")
 IDLE_S = 60.0  # a connection is used again within this time; the broker closes it after 75 s
 KEPT_MAX = 64  # idle connections to a node
-CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
 STREAM_TYPES = ("application/x-ndjson", "text/event-stream")
 STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
 LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
@@ -204,10 +203,13 @@ class HttpCalls(Attempts):
             if connection.used_ns >= oldest_ns and not connection.is_stale:
                 return connection
             connection.close()
-        nodes = len(self._endpoints)
-        timeout_s = remaining_s if nodes == 1 else min(remaining_s / nodes, CONNECT_S)
         connection = await Connection.connect(
-            self._nodes[endpoint], self.network, self._tls, self._who.tls_name, timeout_s, self._clock
+            self._nodes[endpoint],
+            self.network,
+            self._tls,
+            self._who.tls_name,
+            self.connect_limit_s(remaining_s),
+            self._clock,
         )
         self._all.add(connection)
         return connection

@@ -4,25 +4,32 @@ A batch that was never written, or that a stopping broker refused, is sent again
 whose answer was lost is sent again only with an idempotency key, by which the broker recognizes a batch that it already
 has. `retry=True` gives each batch such a key, made of the topic and the id of its first message. The answer to a
 repeated batch says that the batch exists, and contains the current states of its messages.
+
+A batch has the time limit of a call from the moment at which it is the oldest one without an answer, and its attempts
+share it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
 
 from timeball.client.attempts import Lost
 from timeball.client.calls import Calls
-from timeball.client.exchange import SendExchange
+from timeball.client.exchange import Answer, SendExchange
+from timeball.client.network import run
 from timeball.client.outgoing import Columns, batches
 from timeball.client.receipts import IfSettled, Outcomes, SendKeys, SendSummary
 from timeball.io.clock import Clock
 from timeball.model.answers import SendAck
 from timeball.model.errors import TimeballError
 from timeball.model.rules import past_due
+
+T = TypeVar("T")
 
 
 def send_columns(
@@ -49,16 +56,6 @@ def send_columns(
         sending.close()
 
 
-def wait_for_ack(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
-    """Wait for the answer to a batch. Raises the broker's error, or Lost if no answer comes in time."""
-    try:
-        return future.result(timeout_ms / 1000)
-    except TimeoutError:
-        raise Lost(
-            f"{endpoint} did not answer within {timeout_ms} ms; the message may or may not have been accepted"
-        ) from None
-
-
 def _encode_key(keys: SendKeys, batch: pa.RecordBatch) -> str:
     """Encode the key of a batch as the JSON of a wire.SendKey. Returns "" if keys are not used."""
     key = keys.key_for(batch.column("topic")[0], batch.column("unique_key")[0])
@@ -79,8 +76,10 @@ class _SendMany:
         self._is_repeatable = retry
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None  # of the open stream
+        # The time limit of a batch in its first attempt.
+        self._limit_s = calls.attempt_limit_s(calls.timeout_ms / 1000, is_repeatable=retry)
         # (first row, batch, answer, its stream), in the order of the rows
-        self._unanswered: deque[tuple[int, pa.RecordBatch, Future[SendAck], SendExchange]] = deque()
+        self._unanswered: deque[tuple[int, pa.RecordBatch, Answer, SendExchange]] = deque()
         self._outcomes = Outcomes(collect=collect)
         self._ids: list[pa.Array] = []
 
@@ -127,7 +126,7 @@ class _SendMany:
         if self._exchange is not None:
             self._exchange.close()
 
-    def _submit(self, batch: pa.RecordBatch) -> tuple[Future[SendAck], SendExchange]:
+    def _submit(self, batch: pa.RecordBatch) -> tuple[Answer, SendExchange]:
         """Write a batch to the stream, or to a new stream if needed. Returns its future and the stream."""
         if self._schema is not None and batch.schema != self._schema:
             # A stream has only one schema, so a batch with another schema needs another stream.
@@ -135,39 +134,55 @@ class _SendMany:
             self.close()
             self._exchange = None
         self._schema = batch.schema
-        for may_retry in self._calls.attempts():
+
+        async def attempt(limit_s: float) -> tuple[Answer, SendExchange] | TimeballError:
             if self._exchange is None or not self._exchange.alive:
                 # Batches on the broken stream may have no answer. `_handle_oldest` records or retries them, and its
                 # error ends the call.
-                self._handle_all()
-            try:
-                exchange = self._open(batch.schema)
-                return exchange.submit(batch, _encode_key(self._keys, batch)), exchange
-            except TimeballError as error:
-                if not (may_retry and self._may_repeat(error)):
-                    raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                try:
+                    self._handle_all()
+                except TimeballError as error:
+                    return error
+            exchange = self._open(batch.schema, limit_s)
+            return exchange.submit(batch, _encode_key(self._keys, batch)), exchange
+
+        submitted = self._make(attempt, self._calls.timeout_ms)
+        if isinstance(submitted, TimeballError):
+            raise submitted
+        return submitted
+
+    def _make(self, attempt: Callable[[float], Awaitable[T]], timeout_ms: int) -> T:
+        return run(self._calls.with_retries(attempt, timeout_ms, is_repeatable=self._is_repeatable))
 
     def _may_repeat(self, error: TimeballError) -> bool:
         return self._calls.may_repeat(error, is_repeatable=self._is_repeatable)
 
-    def _send_again(self, batch: pa.RecordBatch) -> SendAck:
+    def _send_again(self, batch: pa.RecordBatch, timeout_ms: int) -> SendAck:
         """Send a batch again until it has a final answer. Raises the error of the last attempt."""
-        for may_retry in self._calls.attempts():
+
+        async def attempt(limit_s: float) -> SendAck:
             exchange: SendExchange | None = None
             try:
-                exchange = self._open(batch.schema)
-                future = exchange.submit(batch, _encode_key(self._keys, batch))
-                return wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
-            except TimeballError as error:
-                if not (may_retry and self._may_repeat(error)):
-                    raise
+                exchange = self._open(batch.schema, limit_s)
+                exchange.limit_s = limit_s
+                ack = exchange.submit(batch, _encode_key(self._keys, batch)).result()
+                exchange.limit_s = self._limit_s
+                return ack
+            except TimeballError:
                 self._abandon(exchange)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                raise
 
-    def _open(self, schema: pa.Schema) -> SendExchange:
+        return self._make(attempt, timeout_ms)
+
+    def _open(self, schema: pa.Schema, limit_s: float) -> SendExchange:
         if self._exchange is None or not self._exchange.alive:
-            self._exchange = SendExchange(self._calls.flight, schema, self._calls.endpoint)
+            self._exchange = SendExchange(
+                self._calls.flight,
+                schema,
+                self._calls.endpoint,
+                open_s=self._calls.connect_limit_s(limit_s),
+                limit_s=self._limit_s,
+            )
         return self._exchange
 
     def _abandon(self, exchange: SendExchange | None) -> None:
@@ -182,15 +197,17 @@ class _SendMany:
 
     def _handle_oldest(self) -> None:
         """Wait for the answer to the oldest batch and record its outcome. Raises the error if it ends the call."""
-        first_row, batch, future, exchange = self._unanswered.popleft()
+        first_row, batch, answer, exchange = self._unanswered.popleft()
         try:
             try:
-                ack = wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
+                ack = answer.result()
             except TimeballError as error:
-                if not self._may_repeat(error):
+                self._calls.leave_after(error, exchange.endpoint)
+                remaining_ms = self._calls.timeout_ms - answer.waited_ns // 1_000_000
+                if self._has_failed or remaining_ms <= 0 or not self._may_repeat(error):
                     raise
                 self._abandon(exchange)
-                ack = self._send_again(batch)
+                ack = self._send_again(batch, remaining_ms)
         except TimeballError as error:
             self._outcomes.fail(first_row, batch.num_rows, error, is_last=self._has_failed)
         else:

@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from timeball.client.calls import Calls
 from timeball.client.exchange import SendExchange
-from timeball.client.sender import wait_for_ack
+from timeball.client.network import run
 from timeball.model import wire
-from timeball.model.errors import Conflict, Unavailable
+from timeball.model.errors import Conflict, TimeballError
 
 
 class Source:
@@ -39,21 +39,21 @@ class Source:
         """
         step = wire.SourceStep(source=self.name, begin=dict(begin), end=dict(end))
         metadata = msgspec.json.encode(step).decode()
-        for may_retry in self._calls.attempts():
+
+        async def attempt(limit_s: float) -> None:
             try:
-                exchange = self._open(batch.schema)
-                wait_for_ack(exchange.submit(batch, metadata), self._calls.timeout_ms, self._calls.endpoint)
-                return
+                exchange = self._open(batch.schema, limit_s)
+                exchange.submit(batch, metadata).result()
             except Conflict:
                 # After a lost answer the repeated batch is a conflict, too. Then the broker's positions are `end`.
                 stored_positions = self.positions()
                 if any(stored_positions.get(partition) != position for partition, position in end.items()):
                     raise
-                return
-            except Unavailable:
+            except TimeballError:
                 self.close()
-                if not may_retry:
-                    raise
+                raise
+
+        run(self._calls.with_retries(attempt, self._calls.timeout_ms))
 
     def close(self) -> None:
         """Close the stream."""
@@ -61,9 +61,15 @@ class Source:
         if exchange is not None:
             exchange.close()
 
-    def _open(self, schema: pa.Schema) -> SendExchange:
+    def _open(self, schema: pa.Schema, limit_s: float) -> SendExchange:
         if self._exchange is None or not self._exchange.alive:
             self._exchange = SendExchange(
-                self._calls.flight, schema, self._calls.endpoint, path=wire.SOURCE_PATH
+                self._calls.flight,
+                schema,
+                self._calls.endpoint,
+                wire.SOURCE_PATH,
+                open_s=self._calls.connect_limit_s(limit_s),
+                limit_s=limit_s,
             )
+        self._exchange.limit_s = limit_s
         return self._exchange

@@ -231,7 +231,9 @@ def test_a_removed_account_is_refused_on_its_open_stream(tmp_path: Path) -> None
     with running_node(tmp_path / "data", access_file=str(path)) as node:
         with node.client(**keys("shop")) as shop:
             schema = ROWS.schema
-            exchange = SendExchange(shop._columns("it").flight, schema, node.endpoint)
+            exchange = SendExchange(
+                shop._columns("it").flight, schema, node.endpoint, open_s=BOUND_S, limit_s=BOUND_S
+            )
             exchange.submit(ROWS.to_batches()[0]).result(BOUND_S)
             access_file(tmp_path, ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
             node.loop.call_soon_threadsafe(node.node.security.reload)
