@@ -17,6 +17,7 @@ from tests.crash.damage import change_value, names, written
 from tests.crash.folder import VARIANTS, Kept, Look, known, lived, look
 from tests.crash.lives import AFTER_MS, Cut, live, run
 from tests.crash_files import CrashFiles
+from tests.schedule.test_moved import entries_of
 
 from timeball.log import checkpoint
 from timeball.model.errors import StorageError
@@ -96,7 +97,7 @@ def found_after(cut: Cut, image: CrashFiles) -> Look:
                 world.broker.attach_state.watermark,
                 world.broker.scheduling.outcomes.cursor,
             )
-            found["moved"] = world.broker.scheduling.outcomes.moved.copied()().tolist()
+            found["moved"] = entries_of(world.broker.scheduling.outcomes.moved).tolist()
             await world.advance(AFTER_MS)
             await world.consume()
             outcome = await world.outcome()

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 
 import google_crc32c
 import msgspec
@@ -116,6 +117,26 @@ def test_saved_checkpoint_is_loaded_back(
         save(files, encode(saved))
     assert same(load(files), saved)
     assert same(parse(files.content(NAME)), saved)
+
+
+@given(pairs, columns, columns, st.lists(st.integers(0, 20), max_size=3), st.sampled_from([1, 3, 8]))
+def test_a_table_may_be_encoded_in_parts(
+    settled: list[tuple[int, int]],
+    moved: list[tuple[int, ...]],
+    woken: list[tuple[int, ...]],
+    cuts: list[int],
+    piece_rows: int,
+) -> None:
+    wanted = checkpoint(Facts(seq=7), settled, moved, woken)
+    bounds = [0, *sorted(cuts), 99]
+    tables = ((wanted.settled_due, wanted.settled_seq), wanted.moved, wanted.woken)
+    parts = [
+        [tuple(column[low:high] for column in table) for low, high in pairwise(bounds)] for table in tables
+    ]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cp, "PIECE_ROWS", piece_rows)
+        pieces = list(cp.encoded_pieces(wanted.facts, *parts))
+    assert same(decode(b"".join(pieces)), wanted)
 
 
 def test_loaded_arrays_are_copies() -> None:

@@ -9,14 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from timeball.model.message import Int64Array
 from timeball.schedule import outcomes
 from timeball.schedule.outcomes import Moved
 
 MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=24)  # due_ms, number
 
 
+def entries_of(moved: Moved) -> Int64Array:
+    """The columns of all entries, in the form of `restore`."""
+    return np.concatenate([np.empty((4, 0), np.int64), *moved.copied()], axis=1)
+
+
 def size(moved: Moved) -> int:
-    return int(moved.copied()().shape[1])
+    return int(entries_of(moved).shape[1])
 
 
 @given(MOVES, st.integers(0, 10), st.booleans(), st.integers(0, 5), st.sampled_from([0, 8, 1_000]))
@@ -36,7 +42,7 @@ def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
         known.forget_before(before_ms // 2)
     known.forget_before(before_ms)
     restored = Moved()
-    restored.restore(known.copied()())
+    restored.restore(entries_of(known))
     kept = {number: found for number, found in newest.items() if until[number] >= before_ms}
     for one in (known, restored):
         assert size(one) == len(kept)
@@ -66,6 +72,8 @@ def test_any_history_leaves_the_entries_of_a_dict(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(outcomes, "RECENT_MAX", maxima[0])
         patched.setattr(outcomes, "MERGED_ROWS_MAX", maxima[1])
+        patched.setattr(outcomes, "PART_ROWS", 12)
+        patched.setattr(outcomes, "SAMPLE_ROWS", 3)
         for step, value in steps:
             if step == "add":
                 rows = list[tuple[int, int, int, int]]()
@@ -80,10 +88,10 @@ def test_any_history_leaves_the_entries_of_a_dict(
                 known.forget_before(now_ms)
                 entries = {number: entry for number, entry in entries.items() if entry[2] >= now_ms}
             else:
-                saved, known = known.copied()(), Moved()
+                saved, known = entries_of(known), Moved()
                 known.restore(saved)
             wanted = [[due, number, *rest] for number, (due, *rest) in sorted(entries.items())]
-            assert known.copied()().T.tolist() == wanted
+            assert entries_of(known).T.tolist() == wanted
             newest = [entries[number][:2] if number in entries else None for number in range(62)]
             assert [known.newest(number) for number in range(62)] == newest
             due_ms, versions = known.newest_of(np.full(62, -5), np.arange(62))
@@ -115,7 +123,7 @@ def test_a_step_of_the_mark_builds_few_runs_again(is_restored: bool, monkeypatch
     for number in range(1_000):
         known.add([(number * 7_919 % 1_000, number, 5_000 + number, 0)])
     if is_restored:
-        saved, known = known.copied()(), Moved()
+        saved, known = entries_of(known), Moved()
         known.restore(saved)
         assert [len(run) for run in known._runs] == [100] * 10
     for before_ms in range(0, 1_000, 10):
@@ -137,7 +145,7 @@ def test_many_moves_are_merged_into_columns(monkeypatch: pytest.MonkeyPatch) -> 
     assert size(known) == 50
     assert [known.newest(n) for n in (0, 1, 42, 99)] == [(0, 1_000), None, (42, 1_042), None]
     known.forget_before(90)
-    assert known.copied()().T.tolist() == [[n, n, 1_000 + n, n] for n in (90, 92, 94, 96, 98)]
+    assert entries_of(known).T.tolist() == [[n, n, 1_000 + n, n] for n in (90, 92, 94, 96, 98)]
 
 
 def test_large_runs_of_moves_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +161,19 @@ def test_large_runs_of_moves_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> 
     assert newest.tolist() == [max(v for v in range(1_000) if v * 7 % 500 == n) for n in range(500)]
 
 
+def test_a_checkpoint_merges_moves_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases wait for the thread that merges them, which took two seconds for ten million."""
+    values = (("RECENT_MAX", 20), ("MERGED_ROWS_MAX", 100), ("PART_ROWS", 80), ("SAMPLE_ROWS", 4))
+    for name, value in values:
+        monkeypatch.setattr(outcomes, name, value)
+    known = Moved()
+    for number in range(1_000):
+        known.add([(5, number * 7_919 % 1_000, number, 0)])
+    sizes = [part.shape[1] for part in known.copied()]
+    # A sample of each run may miss up to three rows at both ends of a part.
+    assert sum(sizes) == 1_000 and max(sizes) <= 80 + 2 * 3 * (len(known._runs) + 1)
+
+
 def test_empty_moved_finds_nothing() -> None:
     known = Moved()
     known.forget_before(1 << 40)
@@ -164,5 +185,5 @@ def test_a_copy_is_as_of_now() -> None:
     known.add([(5, 1, 100, 3)])
     copied = known.copied()
     known.add([(7, 1, 101, 5), (8, 2, 102, 3)])
-    assert copied().T.tolist() == [[5, 1, 100, 5]]
-    assert known.copied()().T.tolist() == [[7, 1, 101, 7], [8, 2, 102, 8]]
+    assert np.concatenate(list(copied), axis=1).T.tolist() == [[5, 1, 100, 5]]
+    assert entries_of(known).T.tolist() == [[7, 1, 101, 7], [8, 2, 102, 8]]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,11 +22,13 @@ from timeball.broker.tables.memory import give_back
 from timeball.broker.tables.table_changes import StoredTable, TableWatch
 from timeball.io.threads import in_thread
 from timeball.log import checkpoint, recovery
-from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.log.checkpoint import Facts
 from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES, Lengths
 from timeball.model import limits
 from timeball.model.errors import MissingFile, OverLimit, RequestError, Unavailable
+from timeball.model.message import Int64Array
+from timeball.schedule.due_index import Pairs
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment
 from timeball.table.file_keys import FileSet
@@ -51,6 +54,15 @@ CYCLES_INTERVAL_MS = 10_000
 # Files whose messages are all settled are removed in groups of at least this size, because each removal is a row.
 BEHIND_FILES_MIN = 64
 REMOVE_JOB_ID = "broker-behind"
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The columns of a state in parts, as in log/checkpoint.py. None of them is joined on the event loop."""
+
+    settled: Sequence[Pairs]
+    moved: Iterator[Int64Array]
+    woken: Sequence[Int64Array]
 
 
 class Maintenance:
@@ -213,7 +225,8 @@ class Maintenance:
                 self._facts(seq, settled),
                 kept=None if state is None else msgspec.to_builtins(state),
             )
-            queues, complete = self._tables.topics.indexes.flush(seq), self._complete(settled)
+            queues, complete = self._tables.topics.indexes.flush(seq), self._completer()
+            columns = self._columns(settled)
 
             def write() -> None:
                 queues.write()
@@ -232,7 +245,7 @@ class Maintenance:
                 # This order is required: the index, then the strategy's files, then the checkpoint that depends on
                 # both.
                 await in_thread(self._threads.reader, write)
-                payload = await self._encoded(lambda: complete(facts, queues.lengths()))
+                payload = await self._encoded(lambda: complete(facts, queues.lengths()), columns)
                 await in_thread(self._threads.reader, save, payload)
             except BaseException:  # also a cancellation by the stop
                 # The next checkpoint must sync the files of `unsynced` again.
@@ -250,9 +263,8 @@ class Maintenance:
                 return False
             seq, settled = self._log.reader.next_seq, self._scheduling.scheduler.settled()
             facts, queues = self._facts(seq, settled), self._tables.topics.indexes.flush(seq)
-            complete = self._complete(settled)
-
-            payload = await self._encoded(lambda: complete(facts, queues.lengths()))
+            complete, columns = self._completer(), self._columns(settled)
+            payload = await self._encoded(lambda: complete(facts, queues.lengths()), columns)
             row = checkpoint.snapshot_row(payload, self._clock.now_ms())
             # Rows may have been appended since `seq`, so a start reads the log from `seq` on.
             first_seq, durable = self._log.writer.append(row, flags=SNAPSHOT)
@@ -261,18 +273,23 @@ class Maintenance:
             self._snapshot_seq = first_seq
             return True
 
-    async def _encoded(self, state: Callable[[], Checkpoint]) -> bytes:
+    async def _encoded(self, facts: Callable[[], Facts], columns: _Columns) -> bytes:
         """Encode a state in the reader thread, where releases have their turn between two pieces."""
-        pieces = await in_thread(self._threads.reader, lambda: checkpoint.encoded_pieces(state()))
+        reader, moved = self._threads.reader, list[Int64Array]()
+        while (part := await in_thread(reader, next, columns.moved, None)) is not None:
+            moved.append(part)
+        pieces = await in_thread(
+            reader, lambda: checkpoint.encoded_pieces(facts(), columns.settled, moved, columns.woken)
+        )
         encoded = []
-        while (piece := await in_thread(self._threads.reader, next, pieces, None)) is not None:
+        while (piece := await in_thread(reader, next, pieces, None)) is not None:
             encoded.append(piece)
-        return b"".join(encoded)
+        return await in_thread(reader, b"".join, encoded)
 
     def _facts(self, seq: int, settled: Settled) -> Facts:
         """Collect the state after the rows below `seq`.
 
-        The caller adds the strategy's state. `_complete` adds the rest.
+        The caller adds the strategy's state. `_completer` adds the rest.
         """
         return Facts(
             seq=seq,
@@ -299,16 +316,15 @@ class Maintenance:
             snapshot_seq=self._snapshot_seq,
         )
 
-    def _complete(self, settled: Settled) -> Callable[[Facts, Lengths], Checkpoint]:
-        """Prepare the parts that may be large, as of now. Any thread may call the result."""
-        meta, moved = self._tables.meta.copied(), self._scheduling.outcomes.moved.copied()
-        woken = self._tables.selections.woken.copied()
+    def _completer(self) -> Callable[[Facts, Lengths], Facts]:
+        """Prepare the facts that may be large, as of now. Any thread may call the result."""
+        meta = self._tables.meta.copied()
+        return lambda facts, queues: msgspec.structs.replace(facts, queues=queues, meta=meta())
 
-        def complete(facts: Facts, queues: Lengths) -> Checkpoint:
-            complete_facts = msgspec.structs.replace(facts, queues=queues, meta=meta())
-            return Checkpoint(complete_facts, settled.due_ms, settled.seq, moved(), woken())
-
-        return complete
+    def _columns(self, settled: Settled) -> _Columns:
+        """Prepare the columns of a state, as of now."""
+        moved, woken = self._scheduling.outcomes.moved.copied(), self._tables.selections.woken.copied()
+        return _Columns(settled.runs, moved, woken)
 
     async def seal_queues(self) -> None:
         """Write new entries of the queue indexes to disk if there are many.

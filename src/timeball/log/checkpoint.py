@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import google_crc32c
@@ -140,24 +140,37 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def encode(checkpoint: Checkpoint) -> bytes:
     """Encode the payload: the part of the file after its header, which is also the value of a snapshot row."""
-    return b"".join(encoded_pieces(checkpoint))
+    settled = checkpoint.settled_due, checkpoint.settled_seq
+    return b"".join(encoded_pieces(checkpoint.facts, [settled], [checkpoint.moved], [checkpoint.woken]))
 
 
-def encoded_pieces(checkpoint: Checkpoint) -> Iterator[bytes]:
+# Parts of a table, each with all columns of some rows. Together they are the columns of a `Checkpoint`.
+Parts = Sequence[Int64Array | tuple[Int64Array, ...]]
+
+
+def encoded_pieces(facts: Facts, settled: Parts, moved: Parts, woken: Parts) -> Iterator[bytes]:
     """Encode the payload in pieces that take some milliseconds each: frames of zstd, the first behind a header."""
-    facts = msgspec.json.encode(checkpoint.facts)
-    rows = len(checkpoint.settled_seq), checkpoint.moved.shape[1], checkpoint.woken.shape[1]
-    head, parts, size_bytes = STATE_HEADER.pack(STATE_MAGIC, len(facts), *rows), [facts], len(facts)
-    for column in (checkpoint.settled_due, checkpoint.settled_seq, *checkpoint.moved, *checkpoint.woken):
-        for begin in range(0, len(column), PIECE_ROWS):
-            if size_bytes >= 8 * PIECE_ROWS:
-                yield head + _compressed(parts)
-                head, parts, size_bytes = b"", [], 0
-            before = column[begin - 1] if begin else 0
-            differences = np.diff(column[begin : begin + PIECE_ROWS], prepend=before)
-            parts.append(differences.astype("<i8").tobytes())
-            size_bytes += 8 * len(differences)
-    yield head + _compressed(parts)
+    encoded_facts, tables = msgspec.json.encode(facts), (settled, moved, woken)
+    rows = (sum(len(part[0]) for part in parts) for parts in tables)
+    head = STATE_HEADER.pack(STATE_MAGIC, len(encoded_facts), *rows)
+    pending, size_bytes = [encoded_facts], len(encoded_facts)
+    for parts, width in zip(tables, (2, 4, 4), strict=True):
+        for index in range(width):
+            before = 0
+            for values in _short_columns(parts, index):
+                if size_bytes >= 8 * PIECE_ROWS:
+                    yield head + _compressed(pending)
+                    head, pending, size_bytes = b"", [], 0
+                pending.append(np.diff(values, prepend=before).astype("<i8").tobytes())
+                before, size_bytes = values[-1], size_bytes + 8 * len(values)
+    yield head + _compressed(pending)
+
+
+def _short_columns(parts: Parts, index: int) -> Iterator[Int64Array]:
+    """Split a column of a table into parts of at most PIECE_ROWS rows."""
+    for part in parts:
+        for begin in range(0, len(part[index]), PIECE_ROWS):
+            yield part[index][begin : begin + PIECE_ROWS]
 
 
 def _compressed(parts: list[bytes]) -> bytes:

@@ -26,9 +26,10 @@ messages, so a restart from an older cursor repeats no release.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ from timeball.schedule.locations import FEW
 RECENT_MAX = 2_048
 # Larger runs are not merged, because a merge of a million moves would hold the event loop for a tenth of a second.
 MERGED_ROWS_MAX = 262_144
+
+# A checkpoint merges the runs in parts of about so many entries, found by a sample of each so many.
+PART_ROWS, SAMPLE_ROWS = 131_072, 4_096
 
 # number, due_ms, version, until_ms. Sorted by number, each number once.
 Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
@@ -218,16 +222,15 @@ class Moved:
         self._runs = tuple(runs)
         self._first_until_ms = int(until_ms.min(initial=FAR_MS))
 
-    def copied(self) -> Callable[[], Int64Array]:
-        """Prepare the columns of all entries as of now, in the form of `restore`. Any thread may build them."""
-        runs, recent = [(run.columns, run.forgotten_ms) for run in self._runs], dict(self._recent)
+    def copied(self) -> Iterator[Int64Array]:
+        """Prepare the columns of all entries as of now, in the form of `restore`. Any thread may iterate.
 
-        def build() -> Int64Array:
-            parts = [_part(columns, columns[3] >= forgotten_ms) for columns, forgotten_ms in runs]
-            number, due_ms, version, until_ms = _merged([*parts, _columns_of(recent)])
-            return np.stack([due_ms, number, version, until_ms])
-
-        return build
+        The parts have about `PART_ROWS` entries, by number.
+        """
+        runs = [(run.columns, run.forgotten_ms) for run in self._runs]
+        if self._recent:
+            runs.append((_columns_of(self._recent), -FAR_MS))
+        return _parts(runs)
 
     def _replace(self, numbers: Sequence[int]) -> list[int]:
         """Count the entries of these numbers in the runs as replaced. Returns their `until_ms`, -FAR_MS for none."""
@@ -269,6 +272,20 @@ def _tidied(runs: Iterable[_MovedRun]) -> tuple[_MovedRun, ...]:
             columns = _merged([run.counting() for run in pair])
             tidied[index : index + 2] = [_MovedRun(columns)] if len(columns[0]) else []
     return tuple(tidied)
+
+
+def _parts(runs: Sequence[tuple[Columns, int]]) -> Iterator[Int64Array]:
+    """Merge runs without the entries that are forgotten, each given as (columns, forgotten_ms)."""
+    # Samples of all runs tell where a part begins. So each of them takes some milliseconds.
+    samples = np.sort(np.concatenate([_NONE, *(columns[0][::SAMPLE_ROWS] for columns, _ in runs)]))
+    begins = np.unique(samples[:: PART_ROWS // SAMPLE_ROWS]).tolist()
+    for low, high in pairwise([*begins, FAR_MS]):
+        parts = []
+        for columns, forgotten_ms in runs:
+            part = _part(columns, slice(*np.searchsorted(columns[0], [low, high])))
+            parts.append(_part(part, part[3] >= forgotten_ms))
+        number, due_ms, version, until_ms = _merged(parts)
+        yield np.stack([due_ms, number, version, until_ms])
 
 
 def _columns_of(moves: Mapping[int, tuple[int, int, int]]) -> Columns:

@@ -16,6 +16,7 @@ from tests.crash.folder import VARIANTS, Kept, lived, look
 from tests.crash.lives import live
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
+from tests.schedule.test_moved import entries_of
 
 from timeball.broker import recovery as module
 from timeball.broker.recovery import Applying, Recovered, Replayed, TailScheduled, apply_log, starting_point
@@ -171,7 +172,7 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     moved = Moved()
     moved.restore(plain.moved())
     moved.forget_before(found.settled.before_ms)
-    assert moved.copied()().tolist() == found.moved.tolist()
+    assert entries_of(moved).tolist() == found.moved.tolist()
 
 
 def test_these_lives_have_snapshots_amid_rows() -> None:
@@ -292,7 +293,7 @@ async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it
     assert snapshot.facts.seq + 4 <= follower.snapshot_seq
     found = follower.finish(Catalog(CrashFiles()), 0)
     assert found.waiting_rows == world.broker.scheduling.outcomes.waiting_rows == len(found.waiting) == 7
-    assert found.moved.tolist() == world.broker.scheduling.outcomes.moved.copied()().tolist()
+    assert found.moved.tolist() == entries_of(world.broker.scheduling.outcomes.moved).tolist()
     assert sorted(found.settled.seq.tolist()) == sorted(
         world.broker.scheduling.scheduler.settled().seq.tolist()
     )

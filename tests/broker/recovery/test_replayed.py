@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedule.test_moved import entries_of
 
 from timeball.broker.recovery import Replayed
 from timeball.broker.registry.campaigns import AttachState, CampaignFacts
@@ -120,10 +121,10 @@ def test_moves_are_those_that_the_schedule_remembers(
     expected = Moved()
     expected.add((due_ms, number, 100 + at, from_ms) for at, (number, due_ms, from_ms) in enumerate(moves))
     found = replayed(NOTHING, *batches)
-    assert found.moved().tolist() == expected.copied()().tolist()
+    assert found.moved().tolist() == entries_of(expected).tolist()
     again = Moved()
     again.restore(found.moved())
-    assert again.copied()().tolist() == expected.copied()().tolist()
+    assert entries_of(again).tolist() == entries_of(expected).tolist()
 
 
 def test_a_move_settles_the_version_before_it_and_what_waits_stays_as_many() -> None:

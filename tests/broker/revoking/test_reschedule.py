@@ -32,6 +32,7 @@ from tests.crash.lives import run
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
+from tests.schedule.test_moved import entries_of
 
 from timeball.broker.revoking import reschedule
 from timeball.io.clock import ManualClock
@@ -283,7 +284,7 @@ async def test_where_it_went_is_remembered_through_a_restart(world: World, witho
         world.files.remove("checkpoint")
     await world.start()
     known = world.broker.scheduling.outcomes.moved
-    assert known.newest(first) == newest and known.copied()().shape == (4, 1), "one entry"
+    assert known.newest(first) == newest and entries_of(known).shape == (4, 1), "one entry"
 
 
 @on_node(retention_ms=1)

@@ -375,10 +375,9 @@ class Woken:
             runs.append(run)
         self._set(runs)
 
-    def copied(self) -> Callable[[], Int64Array]:
-        """Prepare the columns of all wake-ups as of now. Any thread may build them."""
-        runs = self._runs  # rows are only added behind, or runs replaced as a whole
-        return lambda: np.concatenate([np.empty((4, 0), np.int64), *(run.columns for run in runs)], axis=1)
+    def copied(self) -> list[Int64Array]:
+        """List the columns of all wake-ups as of now, by version, in parts that do not change."""
+        return [run.columns for run in self._runs]  # rows are only added behind, or runs replaced as a whole
 
     def _set(self, runs: list[_WokenRun]) -> None:
         self._runs = tuple(runs)
