@@ -32,9 +32,9 @@ TOPICS = ["orders", "news", "%DLQ%billing", "audit"]
 # Epochs of many small files, so that there is time to die between the first one and the commit.
 ARCHIVE = """
 import dataclasses, sys
-from timeball.spark.jobs import archive
+from timeball.spark.jobs import archive, joining
 from timeball.spark.run import runner
-archive.TIDY_EVERY = 5
+joining.TIDY_EVERY = 5
 runner.LOOPS["archive"] = dataclasses.replace(archive.JOB, trigger_s=0.1)
 options = {"archive": {"min_rows_per_batch": "1", "max_rows_per_batch": "2000", "rows_per_partition": "200"}}
 runner.run(["archive"], endpoint=sys.argv[1], checkpoint=sys.argv[2], options=options)

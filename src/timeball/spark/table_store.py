@@ -332,6 +332,12 @@ class DeltaFile:
     size_bytes: int
     rows: int
 
+    def add(self, now_ms: int, *, data_change: bool = True) -> AddAction:
+        """Make the entry of the Delta log that adds this file. `data_change` is False if it replaces joined files."""
+        return AddAction(
+            self.path, self.size_bytes, {}, now_ms, data_change, json.dumps({"numRecords": self.rows})
+        )
+
 
 def table_schema(table: DeltaTable) -> pa.Schema:
     """Convert the table's schema to Arrow."""
@@ -377,11 +383,7 @@ def append_once(uri: str, app_id: str, since: int | None, version: int, written:
         if since not in (None, current_mark):
             raise OutOfRange(f"the table is at {current_mark}, these rows begin at {since}")
         table.create_write_transaction(
-            [
-                AddAction(file.path, file.size_bytes, {}, now_ms, True, json.dumps({"numRecords": file.rows}))
-                for file in written
-                if file.rows
-            ],
+            [file.add(now_ms) for file in written if file.rows],
             "append",
             table.schema(),
             commit_properties=CommitProperties(app_transactions=[Transaction(app_id, version)]),

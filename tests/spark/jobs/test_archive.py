@@ -8,8 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from hypothesis import given
-from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode
 from tests.spark.traffic import send, send_due_now
@@ -17,8 +15,7 @@ from tests.spark.traffic import send, send_due_now
 from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs import archive
-from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, SmallFile, adjacent_files
+from timeball.spark.jobs import archive, joining
 from timeball.spark.jobs.marked import Engine
 from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.spark_api import Bounds
@@ -154,42 +151,8 @@ def test_joined_files_have_the_same_rows_and_old_files_stay_readable(
     old = archive.read_archive(spark, table)
     mark = archive.read_range(table)
     days = {row["day"] for row in before}
-    assert archive.join_small_files(table) == 4
+    assert joining.join_small_files(table, archive.write_joined) == 4
     assert len(archive.files(opened(broker), Bounds())) == len(days)
     assert archived(broker) == before and archive.read_range(opened(broker)) == mark
     assert old.count() == len(before)
-    assert archive.join_small_files(opened(broker)) == 0, "nothing left to join"
-
-
-def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNode, broker: Endpoint) -> None:
-    table = archive.open_archive(str(tmp_path / "archive"), broker)
-    for mark in (2, 3, 4):
-        archive.add(table, [], mark)
-        table.update_incremental()
-    entries = tmp_path / "archive/_delta_log"
-    archive.maintain(str(tmp_path / "archive"))
-    assert not list(entries.glob("*.checkpoint*"))
-    archive.maintain(str(tmp_path / "archive"), every=4)
-    assert list(entries.glob("*.checkpoint*"))
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.integers(1, JOINED_ROWS // 2), st.integers(1, JOINED_BYTES // 2))
-    )
-)
-def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int, int, int]]) -> None:
-    small = [SmallFile(str(i), f"day{d}", rows, size, i) for i, (d, rows, size) in enumerate(sorted(drawn))]
-    groups = list(adjacent_files(small))
-    assert all(len(group) > 1 and len({each.day for each in group}) == 1 for group in groups)
-    assert all(sum(each.rows for each in group) <= JOINED_ROWS for group in groups)
-    assert all(sum(each.size_bytes for each in group) <= JOINED_BYTES for group in groups)
-    joined = [each.first_seq for group in groups for each in group]
-    assert joined == sorted(set(joined))
-    # Nothing is left lying that would still have gone into the group before it.
-    for group in groups:
-        last = group[-1].first_seq
-        for after in small[last + 1 : last + 2]:
-            too_many = sum(each.rows for each in group) + after.rows > JOINED_ROWS
-            too_large = sum(each.size_bytes for each in group) + after.size_bytes > JOINED_BYTES
-            assert after.day != group[0].day or too_many or too_large
+    assert joining.join_small_files(opened(broker), archive.write_joined) == 0, "nothing left to join"

@@ -11,8 +11,7 @@ Delta commit adds the files. The mark is the row of the log up to which the arch
 table, as Delta's application version. So no state outside the table decides where the job continues. A repeated epoch
 adds nothing, and retention cannot leave an unnoticed gap.
 
-Every TIDY_EVERY versions, the job joins neighbouring small files of one day into one sorted file. A week later it
-deletes the replaced files and the files of dead tasks. The delay protects readers that still use an older version.
+The job joins small files of one day into sorted files (joining.py).
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
-from deltalake.exceptions import CommitFailedError, DeltaError
-from deltalake.transaction import AddAction, RemoveAction
+from deltalake.exceptions import CommitFailedError
+from deltalake.transaction import AddAction
 
 from timeball.io.clock import SystemClock
-from timeball.model import storage_uris
 from timeball.model.answers import Status
 from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import DAY_MS
 from timeball.model.message import READ_SCHEMA, Kind, int64
 from timeball.spark.endpoint import PLACEHOLDER, Endpoint, group_statuses
-from timeball.spark.jobs import marked
+from timeball.spark.jobs import joining, marked
 from timeball.spark.jobs.marked import Engine, MarkedJob
 from timeball.spark.log_events import ARCHIVE_SCHEMA
 from timeball.spark.source.options import split_range
@@ -124,6 +122,11 @@ def write_files(store: Store, rows: pa.Table) -> Iterator[ArchiveFile]:
         yield ArchiveFile(path, day, rows_of_day.num_rows, len(data), statistics(rows_of_day))
 
 
+def write_joined(store: Store, rows: pa.Table, now_ms: int) -> Iterator[AddAction]:
+    """Write the rows of joined files (`joining.Write`)."""
+    return (entry.add(now_ms, data_change=False) for entry in write_files(store, rows))
+
+
 def statistics(rows: pa.Table) -> str:
     """Encode Delta's statistics of a file: number of rows, and minimum, maximum and nulls of the columns _BOUNDED."""
     ranges = {name: pc.min_max(rows.column(name)) for name in _BOUNDED}
@@ -190,14 +193,12 @@ def _paths(table: DeltaTable) -> set[str]:
 def add(table: DeltaTable, files: list[ArchiveFile], mark: int) -> None:
     """Add files to the archive, and set its mark, in one commit."""
     now_ms = SystemClock().wall_ms()
-    commit(table, [entry.add(now_ms) for entry in files], Transaction(APP_ID, mark))
-
-
-def commit(table: DeltaTable, actions: list[AddAction | RemoveAction], *marks: Transaction) -> None:
-    """Make one commit to the Delta log, with `marks` as application versions."""
-    properties = CommitProperties(app_transactions=list(marks)) if marks else None
     table.create_write_transaction(
-        actions, "append", ARCHIVE_SCHEMA, partition_by=[PARTITION], commit_properties=properties
+        [entry.add(now_ms) for entry in files],
+        "append",
+        ARCHIVE_SCHEMA,
+        partition_by=[PARTITION],
+        commit_properties=CommitProperties(app_transactions=[Transaction(APP_ID, mark)]),
     )
 
 
@@ -223,9 +224,6 @@ OPTIONS = {
     "max_trigger_delay_ms": "60000",
     "few_rows": "1",
 }
-TIDY_EVERY = 100  # versions
-JOINED_ROWS = 1_000_000
-JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; several times as much in memory while files are joined
 
 
 # ---- the table ------------------------------------------------------------------------------------------------
@@ -377,7 +375,7 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         )
         commit_epoch(uri, low, high, [entry for entries in entries_by_task for entry in entries])
     if begin < to_seq:
-        maintain(uri)
+        joining.maintain(NAME, uri, write_joined)
     return max(0, to_seq - begin)
 
 
@@ -392,84 +390,3 @@ JOB = MarkedJob(
     mark=_mark,
     default_uri=lambda status: default_table_uri(NAME, status.table.uri, status),
 )
-
-
-# ---- joining small files --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SmallFile:
-    """A file that is small enough to be joined with others."""
-
-    path: str
-    day: str
-    rows: int
-    size_bytes: int
-    first_seq: int
-
-
-def maintain(uri: str, every: int = TIDY_EVERY) -> None:
-    """Every `every` versions, join small files, and delete files that no version has used for a week."""
-    table = open_table(uri)
-    if table.version() % every != every - 1:
-        return
-    try:
-        join_small_files(table)
-        table.vacuum(dry_run=False, full=True)
-        table.create_checkpoint()
-    except DeltaError as error:  # another process has committed at the same time; the next try is enough
-        LOG.warning("archive not tidied job=archive reason=%s", error)
-
-
-def join_small_files(table: DeltaTable) -> int:
-    """Join neighbouring small files. Returns the number of replaced files, which stay on disk for older versions."""
-    store = Store(table.table_uri)
-    replaced = 0
-    for group in adjacent_files(small_files(table)):
-        read = [_rows(f"{table.table_uri.rstrip('/')}/{small.path}") for small in group]
-        now_ms = SystemClock().wall_ms()
-        written = write_files(store, pa.concat_tables(read))
-        joined = [entry.add(now_ms, data_change=False) for entry in written]
-        removed = [
-            RemoveAction(small.path, False, now_ms, small.size_bytes, {PARTITION: small.day})
-            for small in group
-        ]
-        commit(table, [*joined, *removed])
-        table.update_incremental()
-        replaced += len(group)
-    return replaced
-
-
-def small_files(table: DeltaTable) -> list[SmallFile]:
-    """List the files with less than half the size limits of a joined file, ordered by day and first row."""
-    files = [
-        SmallFile(
-            a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"]
-        )
-        for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    ]
-    small = [file for file in files if file.rows < JOINED_ROWS // 2 and file.size_bytes < JOINED_BYTES // 2]
-    return sorted(small, key=lambda file: (file.day, file.first_seq))
-
-
-def adjacent_files(small_files: Sequence[SmallFile]) -> Iterator[list[SmallFile]]:
-    """Yield groups of two or more consecutive files of one day, each group within JOINED_ROWS and JOINED_BYTES."""
-    group: list[SmallFile] = []
-    for file in small_files:
-        rows, size = (
-            sum(g.rows for g in group) + file.rows,
-            sum(g.size_bytes for g in group) + file.size_bytes,
-        )
-        if group and (group[0].day != file.day or rows > JOINED_ROWS or size > JOINED_BYTES):
-            if len(group) > 1:
-                yield group
-            group = []
-        group.append(file)
-    if len(group) > 1:
-        yield group
-
-
-def _rows(uri: str) -> pa.Table:
-    system, path = storage_uris.arrow(uri)
-    with system.open_input_file(path) as source:
-        return pq.ParquetFile(source).read()

@@ -10,28 +10,29 @@ the pending table.
 Each epoch extends the ledger from its mark, which is the application version of the Delta table, to the end of the log.
 So no state outside the table decides where it continues. A repeated epoch adds nothing, and a lost table cannot leave
 an unnoticed gap. A task reads a range of the log over Flight, and writes the events of its rows as one file. Spark's
-executors run the tasks, or this process does.
+executors run the tasks, or this process does. The job joins small files (joining.py).
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
-from deltalake.exceptions import DeltaError
+from deltalake.transaction import AddAction
 
 from timeball.model.answers import Status
 from timeball.model.errors import NotFound, StorageError
 from timeball.spark.endpoint import Endpoint, group_statuses
-from timeball.spark.jobs import marked
+from timeball.spark.jobs import joining, marked
 from timeball.spark.jobs.marked import Engine, MarkedJob, Piece
 from timeball.spark.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_events
 from timeball.spark.source.options import split_range
 from timeball.spark.table_store import (
     DeltaFile,
+    Store,
     app_version,
     append_once,
     create_table,
@@ -45,13 +46,10 @@ from timeball.spark.views.view_sql import scheduled_sql
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession
 
-LOG = logging.getLogger("timeball.spark")
-
 NAME = "ledger"
 SINCE = "timeball.since"  # table property: the first row of the log that the ledger contains
 EPOCH_ROWS = 1_000_000
 OPTIONS = {"max_rows_per_batch": str(EPOCH_ROWS), "rows_per_partition": str(EPOCH_ROWS)}
-TIDY_EVERY = 100  # versions; each adds one or two files, which are then joined
 
 
 # ---- the table --------------------------------------------------------------------------------------------
@@ -114,21 +112,13 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         )
         # `low` makes the commit fail if another process has extended the ledger from the same row.
         append_once(uri, LEDGER_APP_ID, low, high, written)
-    _join_small_files(uri)
+    joining.maintain(NAME, uri, write_joined)
     return max(0, to_seq - begin)
 
 
-def _join_small_files(uri: str) -> None:
-    """Every TIDY_EVERY versions, join files, and delete files that no version has used for a week."""
-    table = open_table(uri)
-    if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
-        return
-    try:
-        table.optimize.compact()
-        table.vacuum(dry_run=False, full=True)
-        table.create_checkpoint()
-    except DeltaError as error:  # another process has committed at the same time; the next try is enough
-        LOG.warning("ledger not tidied job=ledger reason=%s", error)
+def write_joined(store: Store, rows: pa.Table, now_ms: int) -> Iterator[AddAction]:
+    """Write the rows of joined files (`joining.Write`)."""
+    yield write_file(store.uri, rows.schema, rows.to_batches()).add(now_ms, data_change=False)
 
 
 # ---- the job ----------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Join the small files of the ledger and the archive, to which each epoch adds one or two files.
+
+Every TIDY_EVERY versions, a job joins neighbouring small files of one day into one file. A week later it deletes the
+replaced files and the files of dead tasks. The delay protects readers that still use an older version.
+
+Two jobs may tidy one table at the same time, and may choose the same files. delta-rs reports no conflict if two commits
+remove the same files without a change of data. Both new files would stay, with each row twice. So each commit of a join
+carries the same application id, APP_ID. Delta refuses the second of two such commits that began at one version.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake.exceptions import DeltaError
+from deltalake.transaction import AddAction, RemoveAction
+
+from timeball.io.clock import SystemClock
+from timeball.spark.table_store import Store, dataset_of, open_table, table_schema
+
+LOG = logging.getLogger("timeball.spark")
+
+APP_ID = "timeball-tidy"
+TIDY_EVERY = 100  # versions
+JOINED_ROWS = 1_000_000
+JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; several times as much in memory while files are joined
+
+# Writes rows to new files of the table, at the time `now_ms`, and returns their entries without a change of data.
+Write = Callable[[Store, pa.Table, int], Iterable[AddAction]]
+
+
+@dataclass(frozen=True)
+class SmallFile:
+    """A file that is small enough to be joined with others."""
+
+    path: str
+    partition: dict[str, str | None]  # value by column
+    rows: int
+    size_bytes: int
+    first_seq: int  # 0 without statistics
+
+
+def maintain(job: str, uri: str, write: Write) -> None:
+    """Every TIDY_EVERY versions, join small files, and delete files that no version has used for a week."""
+    table = open_table(uri)
+    if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
+        return
+    try:
+        join_small_files(table, write)
+        table.vacuum(dry_run=False, full=True)
+        table.create_checkpoint()
+    except DeltaError as error:  # another process has committed at the same time; the next try is enough
+        LOG.warning("table not tidied job=%s reason=%s", job, error)
+
+
+def join_small_files(table: DeltaTable, write: Write) -> int:
+    """Join neighbouring small files. Returns the number of replaced files, which stay on disk for older versions.
+
+    Raises CommitFailedError if another job joins files of the same version.
+    """
+    store, replaced = Store(table.table_uri), 0
+    for group in adjacent_files(small_files(table)):
+        now_ms = SystemClock().wall_ms()
+        added = list(write(store, _rows(table, group), now_ms))
+        _replace(table, group, added, now_ms)
+        replaced += len(group)
+    return replaced
+
+
+def _replace(
+    table: DeltaTable, removed: Sequence[SmallFile], added: Sequence[AddAction], now_ms: int
+) -> None:
+    """Replace files in one commit, and load the new version. Raises CommitFailedError if another job has joined."""
+    actions: list[AddAction | RemoveAction] = [
+        *added,
+        *(RemoveAction(file.path, False, now_ms, file.size_bytes, file.partition) for file in removed),
+    ]
+    table.create_write_transaction(
+        actions,
+        "append",
+        table.schema(),
+        partition_by=table.metadata().partition_columns,
+        # The id is the mark. Its version is of no use, but must be there.
+        commit_properties=CommitProperties(app_transactions=[Transaction(APP_ID, table.version())]),
+    )
+    table.update_incremental()
+
+
+def small_files(table: DeltaTable) -> list[SmallFile]:
+    """List the files with less than half the size limits of a joined file, ordered by partition and age."""
+    columns = table.metadata().partition_columns
+    actions = pa.table(table.get_add_actions(flatten=True)).sort_by("modification_time").to_pylist()
+    files = [
+        SmallFile(
+            action["path"],
+            {column: str(action[f"partition.{column}"]) for column in columns},
+            action["num_records"],
+            action["size_bytes"],
+            action.get("min.seq") or 0,
+        )
+        for action in actions
+    ]
+    small = [file for file in files if file.rows < JOINED_ROWS // 2 and file.size_bytes < JOINED_BYTES // 2]
+    return sorted(small, key=lambda file: (*map(str, file.partition.values()), file.first_seq))
+
+
+def adjacent_files(small_files: Sequence[SmallFile]) -> Iterator[list[SmallFile]]:
+    """Yield groups of two or more consecutive files of one partition, each within JOINED_ROWS and JOINED_BYTES."""
+    group: list[SmallFile] = []
+    for file in small_files:
+        rows, size = (
+            sum(g.rows for g in group) + file.rows,
+            sum(g.size_bytes for g in group) + file.size_bytes,
+        )
+        if group and (group[0].partition != file.partition or rows > JOINED_ROWS or size > JOINED_BYTES):
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append(file)
+    if len(group) > 1:
+        yield group
+
+
+def _rows(table: DeltaTable, files: Sequence[SmallFile]) -> pa.Table:
+    """Read the rows of some files, without the partition columns. Older files may lack columns, which are then null."""
+    partition_columns = table.metadata().partition_columns
+    schema = pa.schema([field for field in table_schema(table) if field.name not in partition_columns])
+    uris = [f"{table.table_uri.rstrip('/')}/{file.path}" for file in files]
+    return dataset_of(uris, schema, ()).to_table()
