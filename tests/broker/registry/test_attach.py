@@ -281,9 +281,17 @@ def test_instants_beyond_the_maximum_delay_are_refused() -> None:
     files = CrashFiles()
     entries = write(files, table_rows([NOW_MS + 41 * DAY_MS]))
     with pytest.raises(InvalidDelay, match="beyond the maximum delay"):
-        checked(files, attachment(entries), delay_ms_max=40 * DAY_MS)
-    with pytest.raises(InvalidDelay, match="due between -5"):
-        checked(files, attachment([msgspec.structs.replace(entries[0], min_due_ms=-5)]))
+        checked(files, attachment(entries, job="bulk"), delay_ms_max=40 * DAY_MS)
+    for job in ("bulk", "compact", "rewrite"):
+        with pytest.raises(InvalidDelay, match="due between -5"):
+            checked(files, attachment([msgspec.structs.replace(entries[0], min_due_ms=-5)], job=job))
+
+
+@pytest.mark.parametrize("job", ["compact", "rewrite"])
+def test_rows_that_were_accepted_before_may_be_due_beyond_the_maximum_delay(job: str) -> None:
+    files = CrashFiles()
+    entries = write(files, table_rows([NOW_MS + 41 * DAY_MS]))
+    checked(files, attachment(entries, job=job), delay_ms_max=40 * DAY_MS)
 
 
 def test_an_attach_with_too_many_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,40 @@ async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
 # ---- compact ------------------------------------------------------------------------------------------------
 
 
+def data_files(world: World) -> list[str]:
+    """The paths of all data files on the disk, also of those that are not part of the table."""
+    buckets = [name for name in world.files.list_dir("pending") if name.startswith("bucket=")]
+    return [f"{bucket}/{name}" for bucket in buckets for name in world.files.list_dir(f"pending/{bucket}")]
+
+
+@on_node()
+async def test_a_lower_maximum_delay_does_not_end_compaction(world: World) -> None:
+    """Messages that were accepted under the old limit are moved to the table, and rewritten there."""
+    await world.send("a", [2 * HOUR_MS] * 3)
+    await world.restart(delay_ms_max=HOUR_MS)
+    assert (await world.broker.compact()).watermark == world.broker.status()["watermark"]
+    await world.rewrite(1)
+    assert len(in_table(world)) == len(delta_seqs(world)) == 3
+
+
+@on_node()
+async def test_files_of_a_compaction_that_is_refused_are_deleted(world: World) -> None:
+    """Another compactor moves the watermark while the broker writes the same rows."""
+    await world.send("a", [FAR_MS] * 2)
+    await world.send("a", [None])
+    other = written(world, 2, 2)
+    change = attachment(other, job="compact", job_id="another", from_seq=1, to_seq=4)
+    async with world.broker.mover.lock:
+        attaching = asyncio.ensure_future(world.broker.attach(change))
+        await asyncio.sleep(0)
+        compacting = asyncio.ensure_future(world.broker.compact())
+        await world.until(lambda: len(data_files(world)) == 2, "the broker has written its file")
+    await attaching
+    with pytest.raises(OutOfRange, match="the watermark is"):
+        await compacting
+    assert data_files(world) == [entry.path for entry in other]
+
+
 @on_node()
 async def test_a_compaction_without_rows_attaches_nothing(world: World) -> None:
     assert await world.broker.compact() is None

@@ -284,8 +284,8 @@ class TableChanges:
         """Attach files that this broker has written. Delete them if the attach is not in the log."""
         try:
             return await self.attach(attachment)
-        except (Unavailable, OverLimit):
-            # Each attempt writes files with new names. While a store is unreachable, they would fill the disk.
+        except (RequestError, Unavailable, OverLimit):
+            # Each attempt writes files with new names. While each attempt is refused, they would fill the disk.
             if self.behind is not None or not self.has_unfinished_attach:
                 await in_thread(self._threads.background, compact.remove, self._files, attachment.files)
             raise
