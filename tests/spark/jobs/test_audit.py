@@ -27,7 +27,7 @@ from timeball.model.errors import OutOfRange
 from timeball.model.limits import HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs import audit, audit_snapshot, ledger
+from timeball.spark.jobs import audit, audit_engines, audit_snapshot, ledger
 from timeball.spark.jobs.audit_engines import AuditEngine, DuckDbEngine, Reads, SparkAuditEngine
 from timeball.spark.jobs.marked import InProcessEngine
 from timeball.spark.source.options import write_options
@@ -519,6 +519,20 @@ def test_a_real_broker_balances_at_every_stage(
     assert {name: getattr(whole, name) for name in audit.COUNTS} == {
         name: getattr(since, name) for name in audit.COUNTS
     }
+
+
+def test_a_bulk_write_of_one_row_balances(
+    session: SparkSession | None, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event looks like that of a single message. It counts once, in the log and in the ledger."""
+    monkeypatch.setattr(audit_engines, "DRIVER_ROWS", 0)  # Spark's tasks read the events of the log
+    send(node.endpoint, 2)
+    bulk(node, broker, 1, 10**9)
+    fresh = audit.run(session, node.endpoint, full=True)
+    assert fresh.ok and (fresh.accepted, fresh.pending, fresh.unknown) == (3, 3, 0), fresh
+    extend_ledger(node)
+    recorded = audit.run(session, node.endpoint, full=True)
+    assert recorded.ok and (recorded.accepted, recorded.pending) == (3, 3), recorded
 
 
 # ---- differences in the tables --------------------------------------------------------------------------------

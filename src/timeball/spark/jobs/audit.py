@@ -323,7 +323,8 @@ class Audit:
         scope, columns = self._scope, ["first_seq", "rows", "event_seq"]
         tables = [EVENT_SCHEMA.empty_table().select(columns)]
         if self._ledger is not None:
-            is_range = ds.field("rows") > 1  # only bulk writes have events of several messages
+            # Only bulk writes have events of several messages. A range of one is among the events of single messages.
+            is_range = ds.field("rows") > 1
             is_inside = (ds.field("event_seq") >= begin) & (ds.field("event_seq") < scope.end)
             tables.append(
                 as_dataset(self._ledger, EVENT_SCHEMA).to_table(columns, filter=is_range & is_inside)
@@ -337,7 +338,8 @@ class Audit:
                     kind, seq = (np.asarray(batch.column(name)) for name in ("kind", "seq"))
                     ranges = batch.filter(pa.array((kind == int(Kind.TABLE)) & (seq >= fresh_begin)))
                     events = pa.Table.from_pylist(list(attach_events(ranges)), EVENT_SCHEMA)
-                    tables.append(events.filter(ds.field("rows") > 1).select(columns))
+                    # All ranges: the fresh events are those of rows that concern one message each.
+                    tables.append(events.select(columns))
                     _find_undone(batch, low, undone)
         return pa.concat_tables(tables), sum(undone.values())
 

@@ -257,7 +257,8 @@ class SparkAuditEngine:
         source = (
             self._source(span).option("read", "events").option("columns", ",".join([*EVENT_COLUMNS, "rows"]))
         )
-        return self._stored(source.load().where("rows = 1").select(*EVENT_COLUMNS))
+        # Only the ranges of bulk writes and starts have no due time. The driver reads the ranges (`read_fresh_events`).
+        return self._stored(source.load().where("rows = 1 and due_ms is not null").select(*EVENT_COLUMNS))
 
     def _logged(self) -> DataFrame:
         reads = self._reads
