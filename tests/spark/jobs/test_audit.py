@@ -612,6 +612,27 @@ def test_a_difference_in_a_table_is_found_in_full_and_since_the_last_audit(
     assert snapshot.read_bytes() == first  # only a balanced audit replaces it
 
 
+FILED_WRONG = "select seq, number, {due} as due_ms, topic, unique_key from {{rows}}".format(
+    due="case when number is null then due_ms else due_ms - 1 end"
+)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_moved_message_of_a_bulk_write_with_a_wrong_due_time_is_found(
+    node: RunningNode, broker: Endpoint, full: bool
+) -> None:
+    """The whole group is of the bulk write, whose due times the log does not have. But it has the new one."""
+    send(node.endpoint, 1)
+    assert audit.run(None, node.endpoint).ok
+    bulk(node, broker, 3 * audit_sql.GROUP_NUMBERS, 10**9)
+    number = broker.status().log.durable_seq - audit_sql.GROUP_NUMBERS
+    node.run(node.broker.reschedule(seqs=[number], delay_ms=2 * 10**9))
+    node.run(node.broker.compact())
+    report = audit_forged(None, node.endpoint, {"filed": FILED_WRONG}, full=full)
+    assert not report.ok and report.changed == 1, report
+    assert [row["seq"] for row in report.offenders["changed"]] == [number]
+
+
 def test_file_removed_from_the_table_is_detected(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
     write_again(node, *range(2, 52))

@@ -516,6 +516,8 @@ def compare(events: pa.Table, rows: pa.Table, bulk: pa.Table, since: int, balanc
     is_suspect |= ((ended & ~known) != 0) | (open_bits != stored)
     # The log does not have the due times of a bulk write.
     is_suspect |= (spread.put(old[0], old[2]) + told != stored_due) & (known != all_bulk)
+    # But it has those of messages that were moved since.
+    is_suspect |= (all_bulk & spread.of(events, "moved_bits")) != 0
     totals = {name: int(_values(events, f"{name}_count").sum()) for name in EVENT_COUNTS}
     return Sums(groups, open_bits, stored_due, is_suspect, _counts(totals, ranges, balanced))
 

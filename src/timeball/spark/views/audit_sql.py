@@ -78,6 +78,7 @@ SELECT grp,
        CAST(sum(CASE WHEN event = 'accepted' THEN bit ELSE 0 END) AS BIGINT) AS accepted_sum,
        coalesce(bit_or(CASE WHEN event IN ('released', 'cancelled') THEN bit END), 0) AS ended_bits,
        CAST(sum(CASE WHEN event IN ('released', 'cancelled') THEN bit ELSE 0 END) AS BIGINT) AS ended_sum,
+       coalesce(bit_or(CASE WHEN event = 'moved' THEN bit END), 0) AS moved_bits,
        CAST(sum(due_hash) AS BIGINT) AS due_sum,
        {counts}
 FROM (
