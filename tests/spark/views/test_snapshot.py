@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +26,8 @@ from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import ledger
+from timeball.spark.jobs.marked import InProcessEngine
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.source import scheduled_writer
 from timeball.spark.table_store import ANY_DUE_TIME, Due, Store, TableFile, open_version, read_files, sibling
@@ -286,6 +289,31 @@ def test_cancel_removed_by_retention_is_read_from_the_ledger(engine: Engine, tmp
             broker, version=1
         )  # was made before they were cancelled, and before the log begins
         assert (engine.seqs(broker, then), then.is_whole) == (list(range(2, 12)), False)
+
+
+def test_a_gap_between_ledger_and_log_is_refused(tmp_path: Path) -> None:
+    """The ledger was not extended for longer than retention keeps rows. Before, these events were left out."""
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 5)
+        node.run(node.broker.compact())
+        mark = broker.status().log.durable_seq
+        uri = sibling(broker.status().table.uri, "ledger")
+        ledger.extend(InProcessEngine(), node.endpoint, uri, mark)
+        node.run(node.broker.cancel(seqs=[3]))
+        fill_segment(node)
+        node.run(node.broker.compact())
+        first = let_go(node)
+        gap = f"the ledger ends at row {mark}, the log begins at {first}: events are lost; move .*{uri}"
+        with SqlSession(node.endpoint) as session:
+            for view in ("ledger", "scheduled"):
+                with pytest.raises(OutOfRange, match=gap):
+                    session.run(f"select * from {view}")
+            assert len(session.run("select * from pending").rows.read_all()) == 5
+        with SqlSession(node.endpoint, version=1) as session:  # it ends at the ledger's mark
+            assert session.run("select * from ledger").rows.read_all().num_rows == 5
+        shutil.rmtree(uri)
+        with SqlSession(node.endpoint) as session:
+            assert session.run("select * from ledger").rows.read_all().num_rows == 0
 
 
 # ---- which version, and which files -------------------------------------------------------------------------

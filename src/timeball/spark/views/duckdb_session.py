@@ -30,7 +30,7 @@ import pyarrow.dataset as ds
 from timeball.model.errors import NotFound, OverLimit, RequestError, TimeballError
 from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.spark.endpoint import GROUP, Endpoint, Group, group_table_uri, groups_of
-from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_events
+from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, read_events
 from timeball.spark.table_store import (
     ANY_DUE_TIME,
     Due,
@@ -372,14 +372,13 @@ class Relations:
     def _make_ledger_events(self) -> None:
         """Make the relation of events: first those in the ledger's table, then newer ones from the log."""
         shot = self.snapshot
-        begin, recorded = 0, ""
-        table = shot.open_ledger_or_archive("ledger")
+        table, recorded = shot.open_ledger_or_archive("ledger"), ""
+        fresh = read_events(self._broker, *shot.fresh_events_range(table))
         if table is not None:
-            begin = int(table.transaction_version(LEDGER_APP_ID) or 0)
             self.version = msgspec.structs.replace(self.version, ledger=table.version())
             self._register("ledger_table", as_dataset(table, EVENT_SCHEMA))
             recorded = f"select * from {self.name('ledger_table')} where event_seq < {shot.end_seq} union all by name "
-        self._write_relation("fresh_events", EVENT_SCHEMA, read_events(self._broker, *shot.log_range(begin)))
+        self._write_relation("fresh_events", EVENT_SCHEMA, fresh)
         self._make_view("ledger_events", f"{recorded}(select * from {self.name('fresh_events')})")
 
     def _make_archive_rows(self) -> None:

@@ -32,10 +32,11 @@ from deltalake import DeltaTable
 from msgspec import UNSET, UnsetType
 
 from timeball.model.answers import Status
-from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.model.errors import NotFound, OutOfRange, RequestError, Unavailable
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.table_store import created_at_ms, default_table_uri, open_table, open_version
+from timeball.spark.log_events import LEDGER_APP_ID
+from timeball.spark.table_store import app_version, created_at_ms, default_table_uri, open_table, open_version
 from timeball.spark.views.broker_state import effective_selections
 from timeball.table import attachment as att
 
@@ -165,6 +166,23 @@ class Snapshot:
             return open_table(self.ledger_uri if name == "ledger" else self.archive_uri)
         except NotFound:
             return None
+
+    def fresh_events_range(self, ledger: DeltaTable | None) -> tuple[int, int]:
+        """Compute the rows of the log whose events are not in the ledger, as (begin, end): begin <= seq < end.
+
+        Without a ledger, these are all rows of the snapshot in the kept log. Raises OutOfRange if retention has removed
+        rows of the snapshot that the ledger does not have.
+        """
+        if ledger is None:
+            return self.log_range()
+        mark = app_version(ledger, LEDGER_APP_ID) or 0
+        # An older version that ends at the mark needs no row of the log.
+        if mark < min(self.first_seq, self.end_seq):
+            raise OutOfRange(
+                f"the ledger ends at row {mark}, the log begins at {self.first_seq}: events are lost; "
+                f"move the ledger at {self.ledger_uri} away to read the events of the log alone"
+            )
+        return self.log_range(mark)
 
 
 def paused_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:

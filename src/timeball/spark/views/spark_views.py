@@ -24,7 +24,7 @@ from pyspark.sql import functions as f
 
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint, Group, read_groups
-from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
+from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA
 from timeball.spark.source.spark_api import described, spark_errors, spark_schema, union_groups
 from timeball.spark.source.table_reader import read_delta
 from timeball.spark.table_store import ANY_DUE_TIME, Due
@@ -193,11 +193,10 @@ def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) 
 def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
     """Unite the events in the ledger's table with newer ones from the log. Also returns the ledger's version."""
     table = shot.open_ledger_or_archive("ledger")
+    fresh = read_events(spark, endpoint, *shot.fresh_events_range(table))
     if table is None:
-        return read_events(spark, endpoint, *shot.log_range()), None
+        return fresh, None
     recorded = read_delta(spark, table, EVENT_SCHEMA).where(f"event_seq < {shot.end_seq}")
-    mark = int(table.transaction_version(LEDGER_APP_ID) or 0)
-    fresh = read_events(spark, endpoint, *shot.log_range(mark))
     return recorded.unionByName(fresh, allowMissingColumns=True), int(table.version())
 
 
