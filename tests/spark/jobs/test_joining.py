@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
@@ -15,7 +16,14 @@ from tests.spark.traffic import log_rows
 
 from timeball.model.message import Kind
 from timeball.spark.jobs import archive, joining, ledger
-from timeball.spark.jobs.joining import JOINED_BYTES, JOINED_ROWS, SmallFile, Write, adjacent_files
+from timeball.spark.jobs.joining import (
+    JOINED_BYTES,
+    JOINED_RAW_BYTES,
+    JOINED_ROWS,
+    SmallFile,
+    Write,
+    adjacent_files,
+)
 from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
 from timeball.spark.table_store import Store, append_once, create_table, open_table, write_file
 
@@ -136,19 +144,54 @@ def test_only_every_hundredth_version_is_tidied(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "archive/_delta_log").glob("*.checkpoint*"))
 
 
+@TABLES
+def test_rows_that_compress_well_are_joined_within_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Fill, write: Write, column: str
+) -> None:
+    """Few bytes of Parquet may be many in memory: two of these files fit, three do not."""
+    uri = str(tmp_path / "table")
+    fill(uri)
+    sizes = [pq.read_metadata(path) for path in map(str, open_table(uri).file_uris())]
+    raw = max(metadata.row_group(0).total_byte_size for metadata in sizes)
+    monkeypatch.setattr(joining, "JOINED_RAW_BYTES", 2 * raw)
+    assert joining.join_small_files(open_table(uri), write) == EPOCHS
+    assert len(open_table(uri).file_uris()) == 2
+    assert values(uri, column) == list(range(1, EPOCHS * EPOCH_ROWS + 1))
+
+
+def test_a_join_that_fails_keeps_nothing_from_being_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A data file was damaged. The Delta log still gets its checkpoints."""
+    uri = str(tmp_path / "archive")
+    fill_archive(uri)
+    Path(open_table(uri).file_uris()[0]).write_bytes(b"PAR1 no footer PAR1")
+    monkeypatch.setattr(joining, "TIDY_EVERY", EPOCHS + 1)
+    joining.maintain("archive", uri, archive.write_joined)
+    assert "not tidied job=archive" in caplog.text
+    assert len(open_table(uri).file_uris()) == EPOCHS
+    assert list((tmp_path / "archive/_delta_log").glob("*.checkpoint*"))
+
+
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.integers(1, JOINED_ROWS // 2), st.integers(1, JOINED_BYTES // 2))
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(1, JOINED_ROWS // 2),
+            st.integers(1, JOINED_BYTES // 2),
+            st.integers(1, 2 * JOINED_RAW_BYTES),
+        )
     )
 )
-def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int, int, int]]) -> None:
-    small = [
-        SmallFile(str(i), {"day": str(d)}, rows, size, i) for i, (d, rows, size) in enumerate(sorted(drawn))
-    ]
-    groups = list(adjacent_files(small))
+def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int, int, int, int]]) -> None:
+    drawn.sort()
+    small = [SmallFile(str(i), {"day": str(d)}, rows, size, i) for i, (d, rows, size, _) in enumerate(drawn)]
+    raw_bytes = {str(i): raw for i, (*_, raw) in enumerate(drawn)}
+    groups = list(adjacent_files(small, raw_bytes.__getitem__))
     assert all(len(group) > 1 and len({each.partition["day"] for each in group}) == 1 for group in groups)
     assert all(sum(each.rows for each in group) <= JOINED_ROWS for group in groups)
     assert all(sum(each.size_bytes for each in group) <= JOINED_BYTES for group in groups)
+    assert all(sum(raw_bytes[each.path] for each in group) <= JOINED_RAW_BYTES for group in groups)
     joined = [each.first_seq for group in groups for each in group]
     assert joined == sorted(set(joined))
     # Nothing is left lying that would still have gone into the group before it.
@@ -157,4 +200,5 @@ def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int,
         for after in small[last + 1 : last + 2]:
             too_many = sum(each.rows for each in group) + after.rows > JOINED_ROWS
             too_large = sum(each.size_bytes for each in group) + after.size_bytes > JOINED_BYTES
-            assert after.partition != group[0].partition or too_many or too_large
+            is_raw = sum(raw_bytes[each.path] for each in [*group, after]) > JOINED_RAW_BYTES
+            assert after.partition != group[0].partition or too_many or too_large or is_raw

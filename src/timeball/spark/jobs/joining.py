@@ -13,21 +13,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction
 
 from timeball.io.clock import SystemClock
-from timeball.spark.table_store import Store, dataset_of, open_table, table_schema
+from timeball.model import storage_uris
+from timeball.model.errors import StorageError
+from timeball.spark.table_store import CHUNK_BYTES, Store, dataset_of, open_table, table_schema
 
 LOG = logging.getLogger("timeball.spark")
 
 APP_ID = "timeball-tidy"
 TIDY_EVERY = 100  # versions
 JOINED_ROWS = 1_000_000
-JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; several times as much in memory while files are joined
+JOINED_BYTES = 64 * 1024 * 1024  # of Parquet
+# Uncompressed. The rows of a join are in memory, and rows that compress well take a hundred times their bytes of
+# Parquet.
+JOINED_RAW_BYTES = CHUNK_BYTES
 
 # Writes rows to new files of the table, at the time `now_ms`, and returns their entries without a change of data.
 Write = Callable[[Store, pa.Table, int], Iterable[AddAction]]
@@ -49,12 +56,20 @@ def maintain(job: str, uri: str, write: Write) -> None:
     table = open_table(uri)
     if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
         return
-    try:
-        join_small_files(table, write)
-        table.vacuum(dry_run=False, full=True)
-        table.create_checkpoint()
-    except DeltaError as error:  # another process has committed at the same time; the next try is enough
-        LOG.warning("table not tidied job=%s reason=%s", job, error)
+    # Unused files are deleted also if the join fails, because each try may leave some.
+    for step in (partial(join_small_files, table, write), partial(_delete_unused, uri)):
+        try:
+            step()
+        except (DeltaError, StorageError, pa.ArrowException, OSError) as error:
+            # Mostly another process has committed at the same time. The next try is enough.
+            LOG.warning("table not tidied job=%s reason=%s", job, error)
+
+
+def _delete_unused(uri: str) -> None:
+    """Delete files that no version has used for a week, and write a checkpoint of the Delta log."""
+    table = open_table(uri)
+    table.vacuum(dry_run=False, full=True)
+    table.create_checkpoint()
 
 
 def join_small_files(table: DeltaTable, write: Write) -> int:
@@ -63,7 +78,8 @@ def join_small_files(table: DeltaTable, write: Write) -> int:
     Raises CommitFailedError if another job joins files of the same version.
     """
     store, replaced = Store(table.table_uri), 0
-    for group in adjacent_files(small_files(table)):
+    raw_bytes = cache(partial(_raw_bytes, table.table_uri))
+    for group in adjacent_files(small_files(table), raw_bytes):
         now_ms = SystemClock().wall_ms()
         added = list(write(store, _rows(table, group), now_ms))
         _replace(table, group, added, now_ms)
@@ -108,21 +124,35 @@ def small_files(table: DeltaTable) -> list[SmallFile]:
     return sorted(small, key=lambda file: (*map(str, file.partition.values()), file.first_seq))
 
 
-def adjacent_files(small_files: Sequence[SmallFile]) -> Iterator[list[SmallFile]]:
-    """Yield groups of two or more consecutive files of one partition, each within JOINED_ROWS and JOINED_BYTES."""
+def adjacent_files(
+    small_files: Sequence[SmallFile], raw_bytes: Callable[[str], int]
+) -> Iterator[list[SmallFile]]:
+    """Yield groups of two or more consecutive files of one partition, each within the limits of a joined file.
+
+    `raw_bytes` reads the uncompressed size of a file, by its path. It is called for files within the other limits only.
+    """
     group: list[SmallFile] = []
     for file in small_files:
-        rows, size = (
-            sum(g.rows for g in group) + file.rows,
-            sum(g.size_bytes for g in group) + file.size_bytes,
-        )
-        if group and (group[0].partition != file.partition or rows > JOINED_ROWS or size > JOINED_BYTES):
+        together = [*group, file]
+        if group and (
+            group[0].partition != file.partition
+            or sum(each.rows for each in together) > JOINED_ROWS
+            or sum(each.size_bytes for each in together) > JOINED_BYTES
+            or sum(raw_bytes(each.path) for each in together) > JOINED_RAW_BYTES
+        ):
             if len(group) > 1:
                 yield group
             group = []
         group.append(file)
     if len(group) > 1:
         yield group
+
+
+def _raw_bytes(uri: str, path: str) -> int:
+    """Read the uncompressed size of a file of the table at `uri` from its footer."""
+    files, full_path = storage_uris.arrow(f"{uri.rstrip('/')}/{path}")
+    metadata = pq.read_metadata(full_path, filesystem=files)
+    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
 
 
 def _rows(table: DeltaTable, files: Sequence[SmallFile]) -> pa.Table:
