@@ -193,6 +193,25 @@ async def test_a_message_may_be_given_up_at_once(world: World) -> None:
 
 
 @on_node()
+async def test_what_one_group_may_not_write_holds_back_no_other_group(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups give messages back in one turn, and only the first group has its retry topic."""
+    await send(world, [b"0", b"1"])
+    mine = (await pop(world)).receipts
+    other = (await engine(world).receive(ReceiveRequest("other", TOPIC), 0)).receipts
+    assert await engine(world).nack(mine[0], MINUTE_MS)
+    monkeypatch.setattr(limits, "TOPICS_MAX", len(world.broker.tables.topics.all()))
+    results = await asyncio.gather(
+        *(engine(world).nack(receipt, MINUTE_MS) for receipt in (other[0], mine[1], mine[1], other[1])),
+        return_exceptions=True,
+    )
+    assert results[1:3] == [mine[1], None], "a receipt counts once"
+    assert all(isinstance(result, OverLimit) for result in (results[0], results[3]))
+    assert engine(world).acknowledge_now(other) == [True, True], "the refused receipts are still valid"
+
+
+@on_node()
 async def test_names_that_make_the_same_retry_topic_are_kept_apart(world: World) -> None:
     assert retry_topic("a_b", "c") == retry_topic("a", "b_c")
     await world.broker.send(batch(1, topic=["c"]))

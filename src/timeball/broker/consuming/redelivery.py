@@ -246,6 +246,33 @@ class Redelivery:
             self._leases.store_all({position.queue for position in returning})
         self._waiters.wake(awaited)
 
+    async def write_apart(self, returning: Sequence[Returning]) -> list[bool | TimeballError]:
+        """Write like `write`, but an error of one queue's messages holds back no messages of other queues.
+
+        The result for each position is its error, or False if the position was settled elsewhere meanwhile.
+        """
+        try:
+            await self.write(returning)
+        except TimeballError as error:
+            by_queue: dict[QueueLeases, list[int]] = {}
+            for at, position in enumerate(returning):
+                by_queue.setdefault(position.queue, []).append(at)
+            # The first ones may be written already.
+            results: list[bool | TimeballError] = [position.lease.is_written for position in returning]
+            if len(by_queue) == 1:
+                return [
+                    error if position.is_current else result
+                    for position, result in zip(returning, results, strict=True)
+                ]
+            # The reason may be one group's, for example too many topics, and must not hold back the others.
+            for of_queue in by_queue.values():
+                again = [at for at in of_queue if self._begin_again(returning[at])]
+                written = await self.write_apart([returning[at] for at in again])
+                for at, result in zip(again, written, strict=True):
+                    results[at] = result
+            return results
+        return [True] * len(returning)
+
     # -- the task ----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -280,22 +307,17 @@ class Redelivery:
                 yield self.begin(queue, offset, EXPIRED)
 
     async def _try_write(self, ended: list[Returning]) -> None:
-        try:
-            await self.write(ended)
-        except TimeballError as error:
-            queues = {position.queue for position in ended}
-            if len(queues) > 1:
-                # The reason may be one group's, for example too many topics, and must not hold back the others.
-                for queue in queues:
-                    of_queue = [position for position in ended if position.queue is queue]
-                    await self._try_write([position for position in of_queue if self._begin_again(position)])
-                return
+        late: dict[QueueLeases, list[TimeballError]] = {}
+        for position, result in zip(ended, await self.write_apart(ended), strict=True):
+            if isinstance(result, TimeballError):
+                late.setdefault(position.queue, []).append(result)
+        for queue, errors in late.items():
             logger.warning(
                 "messages come back later group=%s topic=%s messages=%d reason=%s",
-                ended[0].queue.group,
-                ended[0].queue.topic,
-                len(ended),
-                error,
+                queue.group,
+                queue.topic,
+                len(errors),
+                errors[0],
             )
 
     def _begin_again(self, position: Returning) -> bool:

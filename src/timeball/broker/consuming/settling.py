@@ -190,15 +190,9 @@ class Settling:
                 if queue_and_lease is None
                 else self.redelivery.begin(queue_and_lease[0], request.receipt.offset, request.how)
             )
-        try:
-            await self.redelivery.write([position for position in returning if position is not None])
-        except TimeballError as error:
-            # The first ones may be written already.
-            return [
-                False if position is None else error if position.is_current else True
-                for position in returning
-            ]
-        return [position is not None for position in returning]
+        valid = [position for position in returning if position is not None]
+        results = iter(await self.redelivery.write_apart(valid))
+        return [False if position is None else next(results) for position in returning]
 
     def _lease_of(self, receipt: Receipt) -> tuple[QueueLeases, Lease] | None:
         if receipt.pop_ms < 0:  # NO_RECEIPT is negative and marks positions without a valid receipt
