@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +72,15 @@ def test_the_retry_word_names_the_topic(topic: str, group: str) -> None:
 def test_a_java_bit_set_is_decoded() -> None:
     assert records.decode_bit_set("BQE=") == [0, 2, 8]  # BitSet {0, 2, 8}: bytes 05 01
     assert records.decode_bit_set("") == []
+    assert records.decode_bit_set("AAAAAAAAAIA=") == [63]
     for wrong in ("?", "AAAA" * 10_000):
         with pytest.raises(InvalidMessage, match="bits"):
             records.decode_bit_set(wrong)
+
+
+@given(st.binary(max_size=40))
+def test_the_bits_of_a_set_are_counted_without_decoding(data: bytes) -> None:
+    text = base64.b64encode(data).decode()
+    assert records.bit_count(text) == 8 * len(data)
+    number = int.from_bytes(data, "little")
+    assert records.decode_bit_set(text) == [bit for bit in range(8 * len(data)) if number >> bit & 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from timeball.edges.remoting.codec.frame import Command
 from timeball.edges.remoting.codec.records import CheckPoint
 from timeball.edges.remoting.connection import Member
 from timeball.edges.remoting.handlers.heartbeats import Assignments
-from timeball.edges.remoting.handlers.pops import Pops
+from timeball.edges.remoting.handlers.pops import ACKNOWLEDGED_AT_ONCE, Pops
 from timeball.edges.shared.sessions import Membership
 
 GROUP, TOPIC = "g", "orders"
@@ -224,6 +225,42 @@ async def test_a_batch_with_too_many_acknowledgements_is_refused(world: World) -
         assert (answer.code, str(records.BITS_MAX) in str(answer.remark)) == (
             ResponseCode.INVALID_PARAMETER, True,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "size_bytes"), [(9, records.BITS_MAX // 64), (370, records.BITS_MAX // 8), (9_000, 0)]
+)
+@on_node()
+async def test_bits_that_are_not_set_are_limited_too(world: World, count: int, size_bytes: int) -> None:
+    """The broker examines each bit and checks each entry, also those that acknowledge nothing."""
+    bits = base64.b64encode(bytes(size_bytes)).decode()
+    entry = {"c": GROUP, "t": TOPIC, "so": 0, "q": 0, "pt": 0, "r": "0", "b": bits}
+    async with pop_client(world) as client:
+        answer = await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=[entry] * count)
+        assert answer.code == ResponseCode.INVALID_PARAMETER
+
+
+@pytest.mark.parametrize("bits_each", [records.BITS_MAX, 8])
+@on_node()
+async def test_other_tasks_run_during_a_large_acknowledgement(world: World, bits_each: int) -> None:
+    """A request of 11 KB may name 65,536 messages, or thousands of queues."""
+    bits = base64.b64encode(b"\xff" * (bits_each // 8)).decode()
+    async with pop_client(world) as client:
+        await client.send(6)
+        points = check_points_of(await client.pop())
+        first = {"c": GROUP, "t": TOPIC, "r": "0"} | {
+            "so": points[0].first_offset, "q": points[0].queue_id, "pt": points[0].pop_ms, "b": bits,
+        }  # fmt: skip
+        # Many entries name the same receipts, of which the later ones are not valid any more.
+        acks = [first] * (records.BITS_MAX // bits_each)
+        answer = asyncio.create_task(client.json(RequestCode.BATCH_ACK_MESSAGE, acks=acks))
+        turns = 0
+        while not answer.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert (await answer).code == ResponseCode.SUCCESS
+        assert turns >= records.BITS_MAX // ACKNOWLEDGED_AT_ONCE
+        assert world.broker.offsets(GROUP, TOPIC)[points[0].queue_id] == 3
 
 
 @on_node()

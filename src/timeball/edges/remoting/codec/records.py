@@ -28,6 +28,7 @@ from ipaddress import ip_address
 from zlib import crc32
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from timeball.edges.remoting.codec.codes import MessageFlag
@@ -361,7 +362,7 @@ def pull_fields(next_offset: int, min_offset: int, max_offset: int) -> dict[str,
 NORMAL, RETRY_V1, RETRY_V2 = "0", "1", "2"
 REVIVE_QUEUE, REVIVE_QUEUE_IN_ORDER = 0, 999
 WORDS = 8
-BITS_MAX = 1 << 16  # messages that one entry of a batch may acknowledge
+BITS_MAX = 1 << 16  # of all bit sets in a batch acknowledgement
 
 POP_CK = "POP_CK"
 
@@ -464,6 +465,11 @@ def decode_bit_set(text: str) -> list[int]:
         raise InvalidMessage("bits of a batch acknowledgement: not base64") from error
     if len(data) * 8 > BITS_MAX:
         raise InvalidMessage(f"bits of a batch acknowledgement: more than {BITS_MAX}")
-    return [
-        8 * byte_index + bit for byte_index, byte in enumerate(data) for bit in range(8) if byte >> bit & 1
-    ]
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    set_bits: list[int] = np.flatnonzero(bits).tolist()
+    return set_bits
+
+
+def bit_count(text: str) -> int:
+    """Compute the number of bits of a Java BitSet, given as base64, without decoding it."""
+    return 8 * (len(text) * 3 // 4 - text.count("=", -2))

@@ -12,7 +12,9 @@ it end at once.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import itertools
+from collections.abc import Awaitable, Iterable, Iterator
 
 import msgspec
 import pyarrow as pa
@@ -42,6 +44,7 @@ from timeball.model.message import RETRY_PREFIX, decode_properties, encode_prope
 
 ROWS_MAX = 32  # RocketMQ's limit
 ATTEMPT_ID_CHARACTERS_MAX = 128  # clients send a UUID
+ACKNOWLEDGED_AT_ONCE = 256  # messages of a batch between two turns of the loop, about two milliseconds
 
 
 class _Queue(msgspec.Struct, rename="camel"):
@@ -189,35 +192,38 @@ class Pops:
         consuming = self._broker.consuming
         if not consuming.acknowledge_now([receipt])[0] and not consuming.was_ended([receipt])[0]:
             return _answer_not_leased(call, receipt)
-        return self._answer_acknowledged(call)
+        return call.answer() if consuming.saver.save_ms else self._answer_saved(call)
 
-    def _batch_ack(self, call: Call) -> Reply | Awaitable[Reply]:
+    async def _batch_ack(self, call: Call) -> Reply:
         """Serve BATCH_ACK_MESSAGE. Succeeds if at least one of the receipts is valid or was acknowledged before."""
-        receipts: list[Receipt] = []
-        for ack in call.body(_BatchAcks).acks:
+        acks = call.body(_BatchAcks).acks
+        # An entry without bits counts as one byte, because each entry is checked.
+        if sum(max(8, records.bit_count(ack.b)) for ack in acks) > records.BITS_MAX:
+            raise OutOfRange(f"more than {records.BITS_MAX} bits in one acknowledgement; split it")
+        entries: list[tuple[_BatchAck, list[int]]] = []
+        for number, ack in enumerate(acks, 1):  # all are checked before the first message is acknowledged
             self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=ack.t, group=ack.c)
-            topic = records.real_topic(ack.t, ack.c, ack.r)
-            receipts += [
-                Receipt(ack.c, topic, ack.q, ack.so + bit, ack.pt) for bit in records.decode_bit_set(ack.b)
-            ]
-            if len(receipts) > records.BITS_MAX:
-                raise OutOfRange(f"more than {records.BITS_MAX} messages in one acknowledgement; split it")
-        consuming = self._broker.consuming
-        if not any(consuming.acknowledge_now(receipts)) and not any(consuming.was_ended(receipts)):
+            entries.append((ack, records.decode_bit_set(ack.b)))
+            if number % ACKNOWLEDGED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        receipts = _receipts_of(entries)
+        consuming, is_known = self._broker.consuming, False
+        while part := list(itertools.islice(receipts, ACKNOWLEDGED_AT_ONCE)):
+            is_known |= any(consuming.acknowledge_now(part)) or any(consuming.was_ended(part))
+            if len(part) == ACKNOWLEDGED_AT_ONCE:
+                await asyncio.sleep(0)
+        if not is_known:
             return call.answer(
                 ResponseCode.NO_MESSAGE, "none of these messages is leased under its check point"
             )
-        return self._answer_acknowledged(call)
+        return await self._answer_saved(call)
 
-    def _answer_acknowledged(self, call: Call) -> Reply | Awaitable[Reply]:
-        """Answer at once, or after the save if the settings say so."""
+    async def _answer_saved(self, call: Call) -> Reply:
+        """Answer an acknowledgement: after the save, if the settings say so."""
         saver = self._broker.consuming.saver
-
-        async def answer_saved() -> Reply:
+        if not saver.save_ms:
             await saver.saved()
-            return call.answer()
-
-        return call.answer() if saver.save_ms else answer_saved()
+        return call.answer()
 
     async def _change_invisible(self, call: Call) -> Reply:
         """Serve CHANGE_MESSAGE_INVISIBLETIME: renew a lease and return the fields of its new check point."""
@@ -301,6 +307,14 @@ def _rows_for_client(
         row = rows.schema.get_field_index(name)
         rows = rows.set_column(row, rows.schema.field(row), pa.array(values, pa.string()))
     return rows
+
+
+def _receipts_of(entries: Iterable[tuple[_BatchAck, list[int]]]) -> Iterator[Receipt]:
+    """Yield the receipts of a batch acknowledgement. Each entry has the positions of its set bits."""
+    for ack, set_bits in entries:
+        topic = records.real_topic(ack.t, ack.c, ack.r)
+        for bit in set_bits:
+            yield Receipt(ack.c, topic, ack.q, ack.so + bit, ack.pt)
 
 
 def _answer_not_leased(call: Call, receipt: Receipt) -> Reply:
