@@ -7,16 +7,16 @@ import logging
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.consuming.test_leases import leases_of_queue, take
 from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 from tests.log.test_recovery import flip
 
-from timeball.broker.consuming import retry
+from timeball.broker.consuming import redelivery, retry
 from timeball.broker.consuming.engine import Consuming
-from timeball.broker.consuming.redelivery import SWEEP_ENTRIES_MIN, Deadlines
+from timeball.broker.consuming.redelivery import SWEEP_ENTRIES_MIN, SWEPT_AT_ONCE, Deadlines
 from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.log.format import read_frame
@@ -285,3 +285,57 @@ def test_early_returns_do_not_fill_the_memory() -> None:
         if offset % 10:
             w.done(offset)
     assert sum(len(offsets) for _, offsets in deadlines.pop_due(11)) == w.count.rows
+
+
+def test_no_lease_waits_until_all_entries_are_swept() -> None:
+    """Consumers hold many leases and acknowledge them all: a sweep in one step would block the event loop."""
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    held = 4 * SWEEP_ENTRIES_MIN
+    for offset in range(held):
+        take(w, [offset], 1)
+        deadlines.add(w, [offset], 1, 11)
+    for offset in range(held):
+        w.done(offset)
+    for offset in range(held, 2 * held):
+        before = len(deadlines)
+        take(w, [offset], 1)
+        deadlines.add(w, [offset], 1, 11)
+        w.done(offset)
+        assert before + 1 - len(deadlines) <= SWEPT_AT_ONCE
+    assert len(deadlines) <= SWEEP_ENTRIES_MIN
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), min_size=40, max_size=90))
+def test_during_sweeps_each_lease_ends_once_at_its_deadline(steps: list[tuple[int, int]]) -> None:
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(redelivery, "SWEEP_ENTRIES_MIN", 4)
+        small.setattr(redelivery, "SWEPT_AT_ONCE", 1)
+        w = leases_of_queue()
+        deadlines, ends_ms, now_ms = Deadlines(w.count), dict[int, int](), 0
+        for offset, (step, number) in enumerate(steps):
+            held = sorted(ends_ms)
+            if step < 6:
+                take(w, [offset], 1)
+                ends_ms[offset] = w.in_flight[offset].deadline_ms = now_ms + number
+                is_first = deadlines.add(w, [offset], 1, ends_ms[offset])
+                # An entry that is not live any more may be earlier.
+                assert not is_first or ends_ms[offset] == min(ends_ms.values())
+            elif step == 6:
+                now_ms += number // 9
+                due = [each for _, offsets in deadlines.pop_due(now_ms) for each in offsets]
+                assert sorted(due) == [each for each in held if ends_ms[each] <= now_ms]
+                for each in due:
+                    w.done(each)
+                    del ends_ms[each]
+            elif held and step < 9:
+                w.done(held[number % len(held)])
+                del ends_ms[held[number % len(held)]]
+            elif held:
+                each = held[number % len(held)]
+                ends_ms[each] = w.in_flight[each].deadline_ms = now_ms + number
+                deadlines.add(w, [each], 1, ends_ms[each])
+            next_ms = deadlines.next_ms()
+            assert not ends_ms or (next_ms is not None and next_ms <= min(ends_ms.values()))
+        assert deadlines.first_lease_end_ms() == min(ends_ms.values(), default=None)

@@ -91,54 +91,61 @@ class Returning:
 
 
 SWEEP_ENTRIES_MIN = 1_024
+SWEPT_AT_ONCE = 8  # entries: a sweep ends before the entries are more than twice the open positions
 
 _Entry = tuple[int, int, int, list[int], QueueLeases]  # deadline_ms, serial, pop_ms, offsets, queue
 
 
 class Deadlines:
-    """The ends of leases: a heap with one entry for each batch of positions that share a deadline.
+    """The ends of leases: one entry for each batch of positions that share a deadline.
 
-    An acknowledgement leaves its entry in the heap, and the entry is skipped at its deadline. So that fast consumers
-    with long leases do not fill the memory, the heap is swept when it has more than twice as many entries as there are
-    open positions (`count`).
+    An acknowledgement leaves its entry behind, and the entry is skipped at its deadline. So that fast consumers with
+    long leases do not fill the memory, a sweep removes such entries before there are more than twice as many entries as
+    open positions (`count`). A sweep of all entries in one step would block the event loop for a second. So each `add`
+    moves a few entries from the heap of the unswept entries to the other heap.
     """
 
     def __init__(self, count: OpenCount) -> None:
         self._heap: list[_Entry] = []
+        self._unswept: list[_Entry] = []  # a heap too, and empty between two sweeps
         self._serials = itertools.count()  # orders equal deadlines, because queues cannot be compared
         self._count = count
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._unswept)
 
     def add(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> bool:
         """Add positions that were leased together. True if theirs is now the earliest deadline."""
         entry = (deadline_ms, next(self._serials), pop_ms, offsets, queue)
         # One entry for all positions of a request: they end together, and most are acknowledged before.
         heapq.heappush(self._heap, entry)
-        # Acknowledged leases leave their entries behind, until these are more than half of the heap.
-        if len(self._heap) > SWEEP_ENTRIES_MIN + 2 * self._count.rows:
-            self._heap = [e for e in self._heap if any(True for _ in _live(e))]
-            heapq.heapify(self._heap)
-        return bool(self._heap) and self._heap[0] is entry
+        if not self._unswept and len(self._heap) > SWEEP_ENTRIES_MIN // 2 + self._count.rows * 7 // 4:
+            self._heap, self._unswept = [], self._heap
+        for _ in range(min(SWEPT_AT_ONCE, len(self._unswept))):
+            swept = self._unswept.pop()  # the last entry of a heap is a leaf, so the others are still a heap
+            if any(True for _ in _live(swept)):
+                heapq.heappush(self._heap, swept)
+        heap = self._first_heap()
+        return bool(heap) and heap[0] is entry
 
     def next_ms(self) -> int | None:
         """Find the earliest deadline (ms). None if there is none."""
-        return self._heap[0][0] if self._heap else None
+        heap = self._first_heap()
+        return heap[0][0] if heap else None
 
     def first_lease_end_ms(self) -> int | None:
         """Find the earliest end of a lease (ms), without entries of acknowledged ones. None if there is none."""
         # The task does not use this: with an empty heap, each receive of a fast consumer would wake it.
-        while self._heap and next(_live(self._heap[0]), None) is None:
-            heapq.heappop(self._heap)
+        while (heap := self._first_heap()) and next(_live(heap[0]), None) is None:
+            heapq.heappop(heap)
         return self.next_ms()
 
     def pop_due(self, now_ms: int) -> list[tuple[QueueLeases, list[int]]]:
         """Remove the positions whose leases have ended by `now_ms`, and return them, each position once."""
         due = []
         seen: set[tuple[int, int]] = set()
-        while self._heap and self._heap[0][0] <= now_ms:
-            entry = heapq.heappop(self._heap)
+        while (heap := self._first_heap()) and heap[0][0] <= now_ms:
+            entry = heapq.heappop(heap)
             queue = entry[4]
             # A deadline that was changed and changed back has two entries, and both are live.
             offsets = [offset for offset in _live(entry) if (id(queue), offset) not in seen]
@@ -146,6 +153,11 @@ class Deadlines:
             if offsets:
                 due.append((queue, offsets))
         return due
+
+    def _first_heap(self) -> list[_Entry]:
+        """Find the heap with the earliest entry. It is empty if there are no entries."""
+        heap, unswept = self._heap, self._unswept
+        return unswept if unswept and not (heap and heap[0] < unswept[0]) else heap
 
 
 def _live(entry: _Entry) -> Iterator[int]:
