@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.crash_files import CrashFiles
 
 from timeball import InvalidName, OutOfRange, RequestError
 from timeball.broker.accepting import pacing
+from timeball.broker.accepting.pacing import TOPICS_AT_ONCE
 from timeball.broker.admin.administration import TopicChange
 from timeball.broker.registry.topics import MAX_PER_SECOND, TopicConfig
 from timeball.io.clock import ManualClock
@@ -239,3 +241,29 @@ async def test_a_step_with_many_queues_reads_a_bounded_number_of_entries(world: 
         patch.setattr(pacing, "ENTRIES_MERGED", 512)
         await watched.advance(2 * SECOND_MS)
     assert len(watched.seqs()) == rows
+
+
+@on_node()
+async def test_other_tasks_run_between_the_steps_of_many_topics(world: World) -> None:
+    names = [f"{TOPIC}{number}" for number in range(3 * TOPICS_AT_ONCE)]
+    for name in names:
+        await world.broker.create_topic(name, 1, max_per_second=1)
+    for _ in range(3):
+        await world.broker.send(batch(len(names), topic=names))
+    pacing, writer = world.broker.pacing, world.broker.log.writer
+    await world.until(lambda: not pacing.is_busy, "the first steps are done")
+    assert set(pacing.held().values()) == {2}
+    world.clock.advance(2 * SECOND_MS)
+    pacing.wake()
+    rows, before = [], writer.next_seq
+    while pacing.is_busy:
+        await asyncio.sleep(0)
+        rows.append(writer.next_seq - before)  # each step appends one row
+        before = writer.next_seq
+        if sum(rows) == 2 * TOPICS_AT_ONCE:  # a limit that ends between two steps gets no step any more
+            topics = world.broker.tables.topics
+            topics.set_attribute(topics.get(names[-1]), MAX_PER_SECOND, None)
+            before = writer.next_seq
+    assert max(rows) <= TOPICS_AT_ONCE and sum(rows) >= len(names) - 1
+    assert world.broker.queues(names[-1])[0] == (0, 3)
+    assert set(pacing.held()) == set(names[:-1]) == set(world.broker.tables.shown.values)

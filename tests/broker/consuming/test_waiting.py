@@ -7,12 +7,15 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from tests.broker.consuming.consumer import engine
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.consuming.leases import Lease, OpenCount, QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.consuming.selection import Selection
-from timeball.broker.consuming.waiting import SERVED_AT_ONCE, WaitingReceives
+from timeball.broker.consuming.waiting import QUEUES_AT_ONCE, SERVED_AT_ONCE, WaitingReceives
 from timeball.log.queue_index import QueueIndexes
 from timeball.model import limits
 from timeball.model.errors import NotFound, OverLimit
@@ -27,6 +30,7 @@ class Shop:
         self.deleted: set[str] = set()
         self.given_up = 0
         self.selections = 0
+        self.queues = 1  # that each selection examines
         index = QueueIndexes(CrashFiles()).queue("t", 0)
         self._queue = QueueLeases("g", "t", 0, index, 0, 0, OpenCount())
         self.waiting = WaitingReceives(self._select, self._give_up)
@@ -36,6 +40,7 @@ class Shop:
         if request.topic in self.deleted:
             raise NotFound(f"topic {request.topic}")
         selection = Selection(request.rows, 1, 2, now_ms=1, in_order=False, attempt_id="")
+        selection.examined_queues = self.queues
         selection.has_unsearched = request.topic in self.unsearched
         if self.messages[request.topic]:
             self.messages[request.topic] -= 1
@@ -132,6 +137,32 @@ def test_all_groups_of_a_topic_are_served_in_slices() -> None:
         assert shop.is_empty
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("messages", [0, 6])
+def test_a_slice_ends_when_it_has_examined_many_queues(messages: int) -> None:
+    async def scene() -> None:
+        shop, groups = Shop(), 6
+        shop.queues = QUEUES_AT_ONCE // 2
+        waiting = [shop.begin(f"group-{number}") for number in range(groups)]
+        await turns()
+        shop.add(messages)
+        selections = [0]
+        while shop.selections < groups:
+            await asyncio.sleep(0)
+            selections.append(shop.selections)
+        assert [after - before for before, after in pairwise(selections) if after > before] == [2, 2, 2]
+        shop.add(groups - messages)
+        await asyncio.gather(*waiting)
+        assert shop.is_empty
+
+    asyncio.run(scene())
+
+
+@on_node(queues_per_topic=5)
+async def test_a_selection_counts_the_queues_without_new_messages(world: World) -> None:
+    await world.broker.send(batch(1, topic=["t"]))
+    assert engine(world)._select_now(ReceiveRequest("g", "t", rows=1)).examined_queues == 5
 
 
 def test_a_change_during_a_pass_is_not_missed() -> None:

@@ -34,6 +34,7 @@ STEPS_PER_SECOND = 50
 STEPS_AT_ONCE = 3
 ENTRIES_MERGED = 4_096  # of all queues in one step: with 1,024 queues it takes some 3 ms
 CLOCK_READ_MS = 1_000  # see ticker.py
+TOPICS_AT_ONCE = 16  # steps of topics between two turns of the loop, about three milliseconds
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +101,7 @@ class Pacing:
         self._limited: dict[str, Limited] = {}
         self._active: dict[str, Limited] = {}  # those that may have hidden messages
         self._wake = asyncio.Event()
+        self._is_stepping = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         topics.on_change = self._follow
@@ -128,7 +130,7 @@ class Pacing:
     def is_busy(self) -> bool:
         """True while a step of the present time is not done."""
         is_woken = self._task is not None and self._wake.is_set()
-        return is_woken or any(limited.is_writing for limited in self._active.values())
+        return is_woken or self._is_stepping or any(limited.is_writing for limited in self._active.values())
 
     def wait_ms(self) -> int | None:
         """Compute the time until the next step. None without hidden messages."""
@@ -214,13 +216,12 @@ class Pacing:
         while not self._closing:
             self._wake.clear()
             try:
-                waits_ms = [
-                    wait_ms
-                    for limited in [*self._active.values()]
-                    if (wait_ms := self._step(limited)) is not None
-                ]
+                self._is_stepping = True
+                waits_ms = await self._step_all()
             except Unavailable:  # the broker is stopping
                 return
+            finally:
+                self._is_stepping = False
             # A machine gives no notice when it resumes from suspension, so the clock is read regularly.
             timeout_s = min(*waits_ms, CLOCK_READ_MS) / 1000 if waits_ms else None
             try:
@@ -228,6 +229,19 @@ class Pacing:
                     await self._wake.wait()
             except TimeoutError:
                 pass
+
+    async def _step_all(self) -> list[int]:
+        """Step the active topics. Returns the ms until the next steps of those that must wait."""
+        waits_ms: list[int] = []
+        for number, limited in enumerate([*self._active.values()], 1):
+            # Another task may have ended this limit meanwhile.
+            if self._active.get(limited.topic.name) is limited:
+                wait_ms = self._step(limited)
+                if wait_ms is not None:
+                    waits_ms.append(wait_ms)
+            if number % TOPICS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return waits_ms
 
     def _step(self, limited: Limited) -> int | None:
         """Show the next messages of a topic, if it may. Returns the ms until the next step. None: until woken."""

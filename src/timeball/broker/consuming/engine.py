@@ -459,6 +459,7 @@ class Consuming:
             max(0, min(request.rows, free_positions)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
             now_ms=now_ms, in_order=request.in_order, attempt_id=request.attempt_id,
         )  # fmt: skip
+        selection.examined_queues = len(queues)
         subscription = self._subscription(request.group, request.topic)
         if subscription.max_per_key is not None and not request.in_order:
             self._select_by_key(request, selection, subscription.topic, queues)

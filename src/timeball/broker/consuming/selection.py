@@ -45,6 +45,7 @@ class Selection:
         self._in_order, self._attempt_id = in_order, attempt_id
         self.leased: list[LeasedPosition] = []
         self.queues: list[QueueLeases] = []  # the queues that were searched
+        self.examined_queues = 0  # with those that have no new rows
         self.has_unsearched = False  # True if a queue has entries that were not searched yet
         self.has_more = False  # True if another request may find rows in these queues
         self.rest = 0  # approximate number of rows that the queues still contain

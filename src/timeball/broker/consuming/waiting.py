@@ -20,7 +20,8 @@ from timeball.broker.consuming.selection import Selection
 from timeball.model import limits
 from timeball.model.errors import OverLimit
 
-SERVED_AT_ONCE = 16  # selections of one slice: with the answers, about two milliseconds
+# Selections of one slice, and queues that they may examine: with the answers, about two milliseconds.
+SERVED_AT_ONCE, QUEUES_AT_ONCE = 16, 2_048
 
 
 @dataclass(slots=True, eq=False)
@@ -111,31 +112,39 @@ class WaitingReceives:
                 self._marked.append(line)
 
     def _serve_slice(self) -> None:
+        examined_queues = 0
         for _ in range(SERVED_AT_ONCE):
-            if not self._marked:
-                return
+            # A selection without a message is expensive too if it examines many queues.
+            if not self._marked or examined_queues >= QUEUES_AT_ONCE:
+                break
             line = self._marked.popleft()
-            if self._serve_first(line):
+            has_more, queues = self._serve_first(line)
+            examined_queues += queues
+            if has_more:
                 self._marked.append(line)  # lines take turns
             else:
                 line.is_marked = False
         if self._marked:
             self._loop.call_soon(self._serve_slice)
 
-    def _serve_first(self, line: _Line) -> bool:
-        """Serve the first consumer of a line. False if there is nothing for the next one, or if there is none."""
+    def _serve_first(self, line: _Line) -> tuple[bool, int]:
+        """Serve the first consumer of a line. Returns the number of queues that were examined for it, too.
+
+        False if there is nothing for the next consumer, or if there is none.
+        """
         served = next((consumer for consumer in line.consumers if not consumer.done()), None)
         if served is None:
-            return False
-        has_more = True
+            return False, 0
+        has_more, examined_queues = True, 0
         try:
             selection = self._select(line.request)
         # The topic was deleted, or a limit is reached. The consumer's task raises the error.
         except Exception as error:
             served.set_exception(error)
         else:
+            examined_queues = selection.examined_queues
             if not (selection.leased or selection.has_unsearched):
-                return False
+                return False, examined_queues
             served.set_result(selection)
             has_more = selection.has_more or selection.has_unsearched
         del line.consumers[served]
@@ -144,7 +153,7 @@ class WaitingReceives:
             lines = self._by_topic.get(topic, {})
             if len(lines) > 1 and line in lines:
                 lines[line] = lines.pop(line)
-        return has_more and bool(line.consumers)
+        return has_more and bool(line.consumers), examined_queues
 
     def _begin_line(self, request: ReceiveRequest, topics: Collection[str]) -> _Line:
         line = self._lines[request] = _Line(request, topics)
