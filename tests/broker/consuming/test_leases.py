@@ -59,6 +59,34 @@ def test_a_returned_position_is_open_without_receipt_and_leased_lowest_first() -
     assert w.lease_returned(9, 8, 18, since_ms=8, in_order=True) == [2]
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 19)), max_size=60))
+def test_positions_that_came_back_are_leased_in_their_order(steps: list[tuple[int, int]]) -> None:
+    w, back, first_seq = leases_of_queue(), set[int](), 100  # `take` leases offset n with number 100 + n
+    take(w, list(range(20)))
+    for step, number in steps:
+        if step < 2 and number in w.in_flight:
+            w.give_back(number)
+            back.add(number)
+        elif step == 2 and number in w.in_flight:
+            w.park(number)
+        elif step == 3 and number in w.parked:
+            w.unpark(number)
+            back.add(number)
+        elif step == 4:
+            expected = sorted(back)[: number // 4]
+            assert w.returned_sizes(number // 4) == [10] * len(expected)
+            assert w.lease_returned(number // 4, 7, 17, since_ms=7, in_order=False) == expected
+            back -= set(expected)
+        elif step == 5:
+            first_seq = max(first_seq, 95 + number)
+            w.drop_before(first_seq)
+            back = {offset for offset in back if 100 + offset >= first_seq}
+        assert set(w.returned) == back
+        assert not back or w.first_seq == 100 + min(back)
+    w.forget()
+    assert w.lease_returned(99, 8, 18, since_ms=8, in_order=False) == []
+
+
 def test_positions_done_ahead_count_until_they_are_passed() -> None:
     w = leases_of_queue(5)
     for offset in (6, 6, 9):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tests.broker.consuming.test_leases import leases_of_queue
 from tests.crash_files import CrashFiles
 
+from timeball.broker.consuming.leases import NO_RECEIPT, Lease
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.filters import EVERYTHING, compile_filter, java_hash
 from timeball.log.queue_index import QueueIndex, QueueIndexes
@@ -74,6 +77,32 @@ def test_returned_positions_go_first_and_done_ones_are_skipped() -> None:
     w.ack_ahead(3)
     assert selection(3).lease(w, EVERYTHING) == [1, 2, 4]
     assert selection(3).lease(w, EVERYTHING) == [5]
+
+
+class Walked(dict[int, Lease]):
+    """Counts how often somebody walks over all positions."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_rows_in_log_order_are_taken_without_a_walk_over_all_returned_positions() -> None:
+    """After a restart, a queue may have 10,000 returned positions, and this selection takes them one by one."""
+    queues, returned = [], []
+    for first_seq in (0, 1):
+        w = leases_of_queue(next_offset=40, index=index([10] * 40))
+        leases = {offset: Lease(first_seq + 2 * offset, 10, NO_RECEIPT, 0, 0) for offset in range(39, -1, -1)}
+        returned.append(Walked(leases))
+        w.restore({}, returned[-1], set(), set())
+        queues.append(w)
+    before = [each.walks for each in returned]
+    taken = selection(31)
+    taken.lease_in_log_order(queues, EVERYTHING, only_returned=False)
+    assert [lease.seq for _, _, lease in taken.leased] == list(range(31))
+    assert [each.walks for each in returned] == before
 
 
 def test_in_order_nothing_while_something_is_in_hand_unless_it_is_the_same_attempt() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -126,6 +127,8 @@ class QueueLeases:
     changed_parts: set[int] = field(default_factory=set)  # parts that must be saved (lease_saver.py)
     saved_parts: set[int] = field(default_factory=set)  # parts with a row in the log
     _order: list[int] = field(default_factory=list)  # heap of open positions, and done ones not removed yet
+    # The offsets of `returned`, sorted. A selection by key takes thousands of them one after another.
+    _returned_order: list[int] = field(default_factory=list)
 
     @property
     def ends(self) -> str:
@@ -148,7 +151,7 @@ class QueueLeases:
     def first_seq(self) -> int | None:
         """The sequence number of the position that is leased next. None if there is none."""
         if self.returned:
-            return self.returned[min(self.returned)].seq
+            return self.returned[self._returned_order[0]].seq
         start = max(self.next_offset, self.index.min_offset)
         return self.index.read_numbers(start, 1)[0][0] if start < self.index.max_offset else None
 
@@ -176,11 +179,16 @@ class QueueLeases:
             self.count.add_changed(self)
         self.changed_parts.update(range(first_part, last_part + 1))
 
+    def returned_sizes(self, rows: int) -> list[int]:
+        """Return the sizes (bytes) of the lowest `rows` positions that have come back, in their order."""
+        return [self.returned[offset].size_bytes for offset in self._returned_order[:rows]]
+
     def lease_returned(
         self, rows: int, pop_ms: int, deadline_ms: int, *, since_ms: int, in_order: bool
     ) -> list[int]:
         """Lease the lowest `rows` positions that have come back. Returns their offsets."""
-        offsets = sorted(self.returned)[:rows]
+        offsets = self._returned_order[:rows]
+        del self._returned_order[:rows]
         for offset in offsets:
             lease = self.in_flight[offset] = self.returned.pop(offset)
             lease.pop_ms, lease.deadline_ms, lease.since_ms, lease.in_order = (
@@ -254,6 +262,7 @@ class QueueLeases:
     def unpark(self, offset: int) -> None:
         """Let a parked position, which has a slot now, be leased before new positions."""
         self.returned[offset] = self.parked.pop(offset)
+        insort(self._returned_order, offset)
         self.touch(offset, offset)
 
     def _free_slot(self, lease: Lease) -> None:
@@ -264,6 +273,7 @@ class QueueLeases:
     def give_back(self, offset: int) -> None:
         """End a lease, so that its position is leased again before new positions. It keeps its slot."""
         lease = self.returned[offset] = self.in_flight.pop(offset)
+        insort(self._returned_order, offset)
         self.nacked.discard(offset)
         # The old receipt is void from now on. The next lease has another receipt.
         self.count.ended_pop_ms = max(self.count.ended_pop_ms, lease.pop_ms)
@@ -294,6 +304,8 @@ class QueueLeases:
                 lease = waiting.pop(offset)
                 self.touch(offset, offset)
                 self._free_slot(lease)
+            if removed and waiting is self.returned:
+                self._returned_order = sorted(waiting)
 
     def restore(
         self,
@@ -307,6 +319,7 @@ class QueueLeases:
         self.saved_parts = saved_parts
         self.nacked = {offset for offset, lease in in_flight.items() if lease.nacked_ms is not None}
         self._order = sorted([*in_flight, *returned])
+        self._returned_order = sorted(returned)
         self.count.rows += self.open_rows + len(acked_ahead)
 
     def forget(self) -> None:
@@ -319,6 +332,7 @@ class QueueLeases:
         self.in_flight.clear()
         self.nacked.clear()
         self.returned.clear()
+        self._returned_order.clear()
         self.parked.clear()
         self.acked_ahead.clear()
         for lease in leases:  # now, because a slot may go to a parked position of this queue

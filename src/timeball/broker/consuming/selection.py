@@ -128,9 +128,7 @@ class Selection:
         row_count = self._free_rows_in(
             len(queue.in_flight)
         )  # a parked one must not keep its key's slot waiting
-        fitting = self._take_fitting(
-            [queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:row_count]]
-        )
+        fitting = self._take_fitting(queue.returned_sizes(row_count))
         return queue.lease_returned(
             fitting, self.pop_ms, self.deadline_ms, since_ms=self._now_ms, in_order=self._in_order
         )
