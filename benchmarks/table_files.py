@@ -22,6 +22,7 @@ from timeball.model.message import TABLE_SCHEMA
 from timeball.schedule.outcomes import Holds
 from timeball.table import merging
 from timeball.table.attachment import FileEntry
+from timeball.table.data_file import DataFile
 
 NOW_MS = 1_796_000_000_000  # 2026-11-30
 DAYS, BULK_ROWS, COMPACT_ROWS, MINUTE_ROWS = 40, 1_000_000, 50_000, 10_000
@@ -48,7 +49,7 @@ class Table:
 
     def merge(self, now_ms: int) -> None:
         """Rewrite files as long as a rewrite is worth its cost."""
-        while files := merging.choose(list(self.live.values()), now_ms).files:
+        while files := merging.choose(list(self.live.values()), now_ms, self._raw_bytes).files:
             made = rewrite(
                 self._files, self._files, files, np.empty(0, np.int64),
                 settled_before_ms=now_ms, holds=Holds(), now_ms=now_ms, epoch=1,
@@ -58,6 +59,9 @@ class Table:
             for entry in made.files:
                 self.live[entry.path] = entry
                 self.bytes_by_step["merges"] += entry.size_bytes
+
+    def _raw_bytes(self, entry: FileEntry) -> int:
+        return DataFile(self._files, entry).raw_bytes()
 
     def _rows(self, due_ms: np.ndarray) -> pa.Table:
         count, first_seq = len(due_ms), self._next_seq

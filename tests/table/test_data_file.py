@@ -93,6 +93,14 @@ def test_rows_of_finds_rows_by_due_time_and_number(dues: list[int], data: st.Dat
     assert not file.is_open
 
 
+def test_raw_bytes_are_those_of_the_rows_without_compression() -> None:
+    """In all row groups. The file stays closed."""
+    count, body = 3 * GROUP_ROWS, b"the same body" * 1_000
+    file = one_file(table_rows([BEGIN_MS] * count, body=[body] * count))
+    assert file.entry.size_bytes < count * len(body) < file.raw_bytes() < 1.1 * count * len(body)
+    assert not file.is_open
+
+
 def test_range_reads_only_row_groups_that_may_contain_it() -> None:
     file = one_file(table_rows([BEGIN_MS + i for i in range(10 * GROUP_ROWS)]))
     assert file.max_rows_due_between(BEGIN_MS, BEGIN_MS) == GROUP_ROWS

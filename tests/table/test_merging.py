@@ -14,7 +14,7 @@ from tests.table.small_table import NOW_MS, table_rows, write
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.table import layout, merging
 from timeball.table.attachment import FileEntry
-from timeball.table.merging import FILES_MIN, SIZE_RATIO, Merge, choose, plan
+from timeball.table.merging import FILES_MIN, SIZE_RATIO, Merge
 
 NOTHING = Merge("", [])
 FULL = layout.FILE_ROWS
@@ -25,6 +25,15 @@ def entry(bucket: str, rows: int, due_ms: int, number: int = 0) -> FileEntry:
         path=f"bucket={bucket}/{number}.parquet", bucket=bucket, rows=rows, size_bytes=rows * 50,
         min_due_ms=due_ms, max_due_ms=due_ms, min_seq=1, max_seq=rows,
     )  # fmt: skip
+
+
+def choose(entries: list[FileEntry], now_ms: int) -> Merge:
+    """Choose among files whose rows do not compress."""
+    return merging.choose(entries, now_ms, lambda file: file.size_bytes)
+
+
+def plan(entries: list[FileEntry], now_ms: int) -> list[Merge]:
+    return merging.plan(entries, now_ms, lambda file: file.size_bytes)
 
 
 def alike(count: int, rows: int = 10, ahead_ms: int = HOUR_MS) -> list[FileEntry]:
@@ -83,6 +92,27 @@ def test_one_rewrite_takes_no_more_than_memory_holds() -> None:
     assert choose([alone], NOW_MS).files == [alone]
     heavy = [msgspec.structs.replace(file, size_bytes=merging.BYTES_MAX // 3) for file in alike(FILES_MIN)]
     assert len(choose(heavy, NOW_MS).files) == 3
+
+
+def test_rows_that_compress_well_are_bounded_by_their_size_in_memory() -> None:
+    """16 MiB of small files may have gigabytes of bodies."""
+    files = alike(FILES_MIN)
+    chosen = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 4)
+    assert chosen == ("small", files[:4])
+    chosen = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 2 + 1)
+    assert chosen == NOTHING, "one by one they would be written again for ever"
+    later = alike(FILES_MIN, 10 * SIZE_RATIO + 1)
+    sizes = {10: merging.RAW_BYTES_MAX, later[0].rows: 1}
+    assert merging.choose([*files, *later], NOW_MS, lambda file: sizes[file.rows]).files == later
+
+
+def test_sizes_are_read_for_files_within_the_other_limits_only() -> None:
+    assert merging.choose(alike(FILES_MIN - 1), NOW_MS, no_size) == NOTHING
+    assert merging.choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS, no_size) == NOTHING
+
+
+def no_size(file: FileEntry) -> int:
+    raise AssertionError(file)
 
 
 def test_files_that_fill_a_rewrite_are_not_written_again_one_by_one() -> None:

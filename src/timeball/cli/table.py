@@ -6,8 +6,9 @@ The command reads the newest version of the Delta table, and chooses as the brok
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache, partial
 from typing import Annotated, Any
 
 import typer
@@ -50,10 +51,15 @@ def table(
     show({"tables": tables}, (line for one in tables for line in _lines(one)), as_json=as_json)
 
 
-def _read_tables(endpoint: str, table_uri: str | None) -> Iterator[tuple[str, int, list[Any], int]]:
-    """Read (group, version, files, now_ms) of the table of each group."""
+def _read_tables(
+    endpoint: str, table_uri: str | None
+) -> Iterator[tuple[str, int, list[Any], int, Callable[[str], int]]]:
+    """Read (group, version, files, now_ms, raw_bytes) of the table of each group.
+
+    `raw_bytes` reads the size of a file without compression, by its path.
+    """
     from timeball.spark.endpoint import Endpoint, group_table_uri, groups_of
-    from timeball.spark.table_store import table_files
+    from timeball.spark.table_store import raw_bytes, table_files
 
     with closing(Endpoint(endpoint, patience_s=0)) as broker:
         groups = groups_of(broker.status(), endpoint)
@@ -61,10 +67,13 @@ def _read_tables(endpoint: str, table_uri: str | None) -> Iterator[tuple[str, in
         with closing(Endpoint(group.endpoint, patience_s=0)) as broker:
             status = broker.status()
         uri = group_table_uri("--table-uri", table_uri, group.name, len(groups)) or status.table.uri
-        yield group.name, status.table.version, table_files(uri, status.table.version), status.now_ms
+        files = table_files(uri, status.table.version)
+        yield group.name, status.table.version, files, status.now_ms, partial(raw_bytes, uri)
 
 
-def describe(group: str, version: int, files: list[Any], now_ms: int) -> dict[str, Any]:
+def describe(
+    group: str, version: int, files: list[Any], now_ms: int, raw_bytes: Callable[[str], int]
+) -> dict[str, Any]:
     """Describe the files of one version (table_store.TableFile) by bucket, and their merges."""
     from timeball.table import merging
     from timeball.table.attachment import FileEntry
@@ -97,7 +106,7 @@ def describe(group: str, version: int, files: list[Any], now_ms: int) -> dict[st
                 **_totals(merge.files),
                 "files_after": merge.files_after,
             }
-            for merge in merging.plan(entries, now_ms)
+            for merge in merging.plan(entries, now_ms, cache(lambda entry: raw_bytes(entry.path)))
         ],
     }
 

@@ -190,6 +190,16 @@ def read_files(
         raise StorageError(f"cannot read the pending table at {uri}: {error}") from error
 
 
+def raw_bytes(uri: str, path: str) -> int:
+    """Read the uncompressed size of a Parquet file of the table at `uri` from its footer. Raises StorageError."""
+    files, full_path = storage_uris.arrow(f"{uri.rstrip('/')}/{path}")
+    try:
+        metadata = pq.read_metadata(full_path, filesystem=files)
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"cannot read {path} of {uri}: {error}") from error
+    return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+
+
 def deleted_file_error(uri: str, error: Exception) -> OutOfRange:
     """Build the error for a data file that the broker has deleted since the version was listed."""
     return OutOfRange(

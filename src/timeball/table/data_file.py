@@ -187,6 +187,12 @@ class DataFile:
             rows = self._read(list(range(self._open().num_row_groups)), ["unique_key", "keys"])
         return rows.column("unique_key"), rows.column("keys")
 
+    def raw_bytes(self) -> int:
+        """Read the bytes of all rows without compression from the footer."""
+        with self._reclosing():
+            metadata = self._open().metadata
+            return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+
     def group_count(self) -> int:
         """Count the row groups."""
         with self._reclosing():

@@ -1,4 +1,4 @@
-"""The choice of the pending table's files that a rewrite merges or splits. Pure functions of the files' entries.
+"""The choice of the pending table's files that a rewrite merges or splits. Functions of the files' entries and sizes.
 
 Each compaction and each bulk job adds files. The schedule reads all files that contain a due time, so these must stay
 few. `choose` finds the most urgent rewrite:
@@ -17,6 +17,8 @@ time and no more for any other, and a split leaves shorter buckets.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import accumulate, takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,14 +33,17 @@ SIZE_RATIO = 8
 # Files below this part of a full file (layout.py) are small. FILES_MIN of them make 3 full files, which are cut into at
 # most 7.
 SMALL_PART = 4
-# The files of one rewrite. Its rows are in memory, and rows in memory take a few times their bytes on disk.
-ROWS_MAX, BYTES_MAX = 2_000_000, 128 * 1024 * 1024
+# The files of one rewrite: their rows, their bytes on disk, and their bytes without compression. The rows are in memory
+# twice while they are sorted, and rows that compress well take a hundred times their bytes on disk.
+ROWS_MAX, BYTES_MAX, RAW_BYTES_MAX = 2_000_000, 128 * 1024 * 1024, 256 * 1024 * 1024
 NEAR_MS = 24 * limits.HOUR_MS
 # The broker reads and writes this many bytes of merged files in a minute on average: 9 MB/s, 4 % of the time of a disk
 # with 200 MB/s. 10,000 messages of 100 bytes on disk a second need half of it.
 BYTES_PER_MINUTE = 512 * 1024 * 1024
 HOUR_NAME_LENGTH = len("2026-11-21T13")
 
+# The bytes of a file's rows without compression, which only its footer has. Called for files within the other limits.
+RawBytes = Callable[[FileEntry], int]
 Reason = Literal["split", "small", "overlap", ""]
 
 
@@ -65,11 +70,11 @@ class Merge(NamedTuple):
         return 2 * self.size_bytes * limits.MINUTE_MS // BYTES_PER_MINUTE
 
 
-def choose(entries: list[FileEntry], now_ms: int) -> Merge:
-    """Choose the files of the next rewrite, at most ROWS_MAX rows and BYTES_MAX bytes, or one larger file to split."""
+def choose(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> Merge:
+    """Choose the files of the next rewrite, within the limits of a rewrite, or one larger file to split."""
     # The names of buckets sort by time, so the earliest comes first.
     if near := _near_large_files(sorted(entries, key=lambda entry: entry.bucket), now_ms):
-        return Merge("split", _within_limits(near))
+        return Merge("split", _within_limits(near, raw_bytes))
     small_files, large_files = defaultdict[str, list[FileEntry]](list), list[FileEntry]()
     for entry in entries:
         if _is_small(entry):
@@ -77,17 +82,17 @@ def choose(entries: list[FileEntry], now_ms: int) -> Merge:
         else:
             large_files.append(entry)
     for _, files in sorted(small_files.items()):
-        if chosen := _similar(files):
+        if chosen := _similar(files, raw_bytes):
             return Merge("small", chosen)
-    if chosen := _overlapping(large_files):
+    if chosen := _overlapping(large_files, raw_bytes):
         return Merge("overlap", chosen)
     return Merge("", [])
 
 
-def plan(entries: list[FileEntry], now_ms: int) -> list[Merge]:
+def plan(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> list[Merge]:
     """List the rewrites of these files, in their order. Rewrites of the new files are not known and not included."""
     merges = list[Merge]()
-    while (merge := choose(entries, now_ms)).files:
+    while (merge := choose(entries, now_ms, raw_bytes)).files:
         merges.append(merge)
         chosen_paths = {entry.path for entry in merge.files}
         entries = [entry for entry in entries if entry.path not in chosen_paths]
@@ -120,7 +125,7 @@ def _near_large_files(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
     return near
 
 
-def _overlapping(files: list[FileEntry]) -> list[FileEntry]:
+def _overlapping(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
     """Choose files of similar size that contain the same due time, the earliest such time."""
     begins = np.array([entry.min_due_ms for entry in files], np.int64)
     ends = np.array([entry.max_due_ms for entry in files], np.int64)
@@ -129,29 +134,33 @@ def _overlapping(files: list[FileEntry]) -> list[FileEntry]:
     depths = np.searchsorted(np.sort(begins), times, side="right") - np.searchsorted(np.sort(ends), times)
     for time_ms in times[depths >= FILES_MIN].tolist():
         positions = np.flatnonzero((begins <= time_ms) & (time_ms <= ends)).tolist()
-        if chosen := _similar([files[position] for position in positions]):
+        if chosen := _similar([files[position] for position in positions], raw_bytes):
             return chosen
     return []
 
 
-def _similar(files: list[FileEntry]) -> list[FileEntry]:
+def _similar(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
     """Choose the smallest files of similar size if they are at least FILES_MIN, within the limits of a rewrite."""
     by_rows = sorted(files, key=lambda entry: entry.rows)
     rows = np.array([entry.rows for entry in by_rows], np.int64)
     ends = np.searchsorted(rows, SIZE_RATIO * np.maximum(rows, 1), side="right")
     for begin in np.flatnonzero(ends - np.arange(len(rows)) >= FILES_MIN).tolist():
-        chosen = _within_limits(by_rows[begin : ends[begin]])
+        chosen = _within_limits(by_rows[begin : ends[begin]], raw_bytes)
         # A single file that is as large as a rewrite may be would be written again for ever.
         if len(chosen) >= min(2, FILES_MIN):
             return chosen
     return []
 
 
-def _within_limits(entries: list[FileEntry]) -> list[FileEntry]:
-    """Take the first files within ROWS_MAX and BYTES_MAX, at least one file."""
+def _within_limits(entries: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
+    """Take the first files within ROWS_MAX, BYTES_MAX and RAW_BYTES_MAX, at least one file."""
     rows = np.cumsum([entry.rows for entry in entries])
     size_bytes = np.cumsum([entry.size_bytes for entry in entries])
     count = min(
         np.searchsorted(rows, ROWS_MAX, side="right"), np.searchsorted(size_bytes, BYTES_MAX, side="right")
     )
-    return entries[: max(1, int(count))]
+    within = entries[: max(1, int(count))]
+    if len(within) == 1:
+        return within
+    sizes = accumulate(map(raw_bytes, within))
+    return within[: max(1, sum(1 for _ in takewhile(lambda size: size <= RAW_BYTES_MAX, sizes)))]

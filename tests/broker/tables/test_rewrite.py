@@ -15,7 +15,7 @@ from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, table_rows, write
 from tests.table.test_layout import order
 
-from timeball.broker.tables import table_changes
+from timeball.broker.tables import compact, table_changes
 from timeball.broker.tables.compact import rewrite
 from timeball.schedule.outcomes import Holds
 from timeball.table import merging
@@ -73,6 +73,32 @@ async def test_a_broker_merges_and_splits_and_everything_still_comes(world: Worl
         await world.merge()
     await world.consume()
     assert check(world.observed, await world.outcome()) == []
+
+
+@on_node()
+async def test_a_merge_takes_no_more_files_than_memory_holds(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bodies compress well, so their bytes on disk say little."""
+    for _ in range(FILES_MIN):
+        await world.send("a", [2 * HOUR_MS], body_bytes=100_000)
+        await world.compact()
+    pending = world.broker.scheduling.hour_log.pending
+    monkeypatch.setattr(merging, "RAW_BYTES_MAX", 500_000)
+    assert sum(entry.size_bytes for entry in pending.live_entries()) < merging.RAW_BYTES_MAX
+    await world.merge()
+    files = pending.all()
+    assert [file.entry.rows for file in files if file.entry.rows > 1] == [4]
+    assert all(file.raw_bytes() <= merging.RAW_BYTES_MAX for file in files)
+
+
+def test_a_run_of_a_resume_takes_no_more_files_than_memory_holds() -> None:
+    files = CrashFiles()
+    entries = [entry for n in range(4) for entry in write(files, table_rows([NOW_MS + n * HOUR_MS]))]
+    raw_bytes = {entry.path: compact.REWRITE_RAW_BYTES_MAX // 2 for entry in entries}
+    assert compact.runs(entries, lambda entry: raw_bytes[entry.path]) == [entries[:2], entries[2:]]
+    raw_bytes[entries[1].path] += 1
+    assert [len(run) for run in compact.runs(entries, lambda entry: raw_bytes[entry.path])] == [1, 1, 2]
 
 
 @on_node()

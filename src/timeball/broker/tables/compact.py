@@ -32,6 +32,7 @@ from timeball.table.attachment import Attachment, FileEntry, Ranges, within
 from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.key_index import write_pieces
+from timeball.table.merging import RawBytes
 
 JOB_ID = "broker"
 
@@ -216,8 +217,9 @@ def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 # rows again that it has already loaded.
 
 REWRITE_JOB_ID = "broker-rewrite"
-# Bounds of a run: the campaign files that are read together for a resume.
-REWRITE_ROWS_MAX, REWRITE_BYTES_MAX = 500_000, 64 * 1024 * 1024
+# Bounds of a run: the campaign files that are read together for a resume. Their rows, their bytes on disk, and their
+# bytes without compression.
+REWRITE_ROWS_MAX, REWRITE_BYTES_MAX, REWRITE_RAW_BYTES_MAX = 500_000, 64 * 1024 * 1024, 256 * 1024 * 1024
 
 
 def rewrite(
@@ -251,18 +253,20 @@ def rewrite(
     )
 
 
-def runs(entries: list[FileEntry]) -> list[list[FileEntry]]:
+def runs(entries: list[FileEntry], raw_bytes: RawBytes) -> list[list[FileEntry]]:
     """Group the files of a campaign, sorted by first due time, into runs of at least one file that fit into memory.
 
-    The rows of a run are sorted together and cut into files, so the number of files may change.
+    The rows of a run are sorted together and cut into files, so the number of files may change (background thread).
     """
     grouped: list[list[FileEntry]] = []
-    rows = size_bytes = 0
+    bounds = np.array([REWRITE_ROWS_MAX, REWRITE_BYTES_MAX, REWRITE_RAW_BYTES_MAX])
+    total = np.zeros(len(bounds), np.int64)
     for entry in sorted(entries, key=lambda entry: entry.min_due_ms):
-        rows, size_bytes = rows + entry.rows, size_bytes + entry.size_bytes
-        if not grouped or rows > REWRITE_ROWS_MAX or size_bytes > REWRITE_BYTES_MAX:
+        sizes = np.array([entry.rows, entry.size_bytes, raw_bytes(entry)])
+        total += sizes
+        if not grouped or (total > bounds).any():
             grouped.append([])
-            rows, size_bytes = entry.rows, entry.size_bytes
+            total = sizes
         grouped[-1].append(entry)
     return grouped
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table import attachment as att
 from timeball.table import merging
 from timeball.table.attachment import Attachment, FileEntry, within
-from timeball.table.data_file import overlapping
+from timeball.table.data_file import DataFile, overlapping
 from timeball.table.object_store import THREADS, FileCache
 from timeball.table.pending_table import PendingTable
 
@@ -61,6 +61,7 @@ FETCH_AHEAD_MS = limits.HOUR_MS + 10 * limits.MINUTE_MS
 BURST_ROWS_MIN = 20_000
 POSTPONED_MS_MAX = 10 * limits.MINUTE_MS
 CHOICE_INTERVAL_MS = 1_000
+RAW_SIZES_MAX = 16_384  # sizes of files that are kept in memory, about 5 MB
 
 
 def soon_ms(clock: SchedulerClock) -> int:
@@ -103,6 +104,10 @@ class TableChanges:
         # From this time on the budget of merges allows the next one.
         self._next_merge_ms = 0
         self._burst_from_ms = FAR_MS  # the time at which the current burst was noticed
+        # Read from the footer of each file once.
+        self._raw_bytes = lru_cache(RAW_SIZES_MAX)(
+            lambda entry: DataFile(pending_table.data_files, entry).raw_bytes()
+        )
         self.compactions = compact.Figures(clock.clock)
         # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
         # checkpoint, so no checkpoint may be saved now, and no later attach may overtake this one.
@@ -382,7 +387,9 @@ class TableChanges:
             pending = self._scheduling.hour_log.pending
             available = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
             # In a thread, because there may be thousands of files.
-            merge = await in_thread(self._threads.background, merging.choose, available, now_ms)
+            merge = await in_thread(
+                self._threads.background, merging.choose, available, now_ms, self._raw_bytes
+            )
             # Also without files to merge: a choice reads the list of all files.
             self._next_merge_ms = self._clock.elapsed_ms() + max(merge.cost_ms, CHOICE_INTERVAL_MS)
             if not merge.files:
@@ -422,7 +429,7 @@ class TableChanges:
             entries = [
                 file.entry for file in overlapping(self._scheduling.hour_log.pending.all(), facts.ranges)
             ]
-            runs = dict(enumerate(compact.runs(entries)))
+            runs = dict(enumerate(await in_thread(background, compact.runs, entries, self._raw_bytes)))
             earliest_due_ms = min(scheduler.settled_before_ms, self._scheduling.outcomes.holds.from_ms)
             # Check all files before writing the first one, because there may be thousands.
             await in_thread(

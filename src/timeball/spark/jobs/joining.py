@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction
 
 from timeball.io.clock import SystemClock
-from timeball.model import storage_uris
 from timeball.model.errors import StorageError
-from timeball.spark.table_store import CHUNK_BYTES, Store, dataset_of, open_table, table_schema
+from timeball.spark.table_store import CHUNK_BYTES, Store, dataset_of, open_table, raw_bytes, table_schema
 
 LOG = logging.getLogger("timeball.spark")
 
@@ -78,8 +76,8 @@ def join_small_files(table: DeltaTable, write: Write) -> int:
     Raises CommitFailedError if another job joins files of the same version.
     """
     store, replaced = Store(table.table_uri), 0
-    raw_bytes = cache(partial(_raw_bytes, table.table_uri))
-    for group in adjacent_files(small_files(table), raw_bytes):
+    sizes = cache(partial(raw_bytes, table.table_uri))
+    for group in adjacent_files(small_files(table), sizes):
         now_ms = SystemClock().wall_ms()
         added = list(write(store, _rows(table, group), now_ms))
         _replace(table, group, added, now_ms)
@@ -125,11 +123,11 @@ def small_files(table: DeltaTable) -> list[SmallFile]:
 
 
 def adjacent_files(
-    small_files: Sequence[SmallFile], raw_bytes: Callable[[str], int]
+    small_files: Sequence[SmallFile], raw_bytes_of: Callable[[str], int]
 ) -> Iterator[list[SmallFile]]:
     """Yield groups of two or more consecutive files of one partition, each within the limits of a joined file.
 
-    `raw_bytes` reads the uncompressed size of a file, by its path. It is called for files within the other limits only.
+    `raw_bytes_of` reads the uncompressed size of a file, by its path, if it is within the other limits.
     """
     group: list[SmallFile] = []
     for file in small_files:
@@ -138,7 +136,7 @@ def adjacent_files(
             group[0].partition != file.partition
             or sum(each.rows for each in together) > JOINED_ROWS
             or sum(each.size_bytes for each in together) > JOINED_BYTES
-            or sum(raw_bytes(each.path) for each in together) > JOINED_RAW_BYTES
+            or sum(raw_bytes_of(each.path) for each in together) > JOINED_RAW_BYTES
         ):
             if len(group) > 1:
                 yield group
@@ -146,13 +144,6 @@ def adjacent_files(
         group.append(file)
     if len(group) > 1:
         yield group
-
-
-def _raw_bytes(uri: str, path: str) -> int:
-    """Read the uncompressed size of a file of the table at `uri` from its footer."""
-    files, full_path = storage_uris.arrow(f"{uri.rstrip('/')}/{path}")
-    metadata = pq.read_metadata(full_path, filesystem=files)
-    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
 
 
 def _rows(table: DeltaTable, files: Sequence[SmallFile]) -> pa.Table:
