@@ -109,8 +109,8 @@ class Run:
     def _sorted_by_number(self) -> tuple[Int64Array, Int64Array]:
         """Sort the pairs by number, at the first call only."""
         if not len(self._by_number[1]):
-            order = np.argsort(self.seq, kind="stable")
-            self._by_number = self.due[order], self.seq[order]
+            numbers, due_times = _sorted(self.seq, self.due)
+            self._by_number = due_times, numbers
         return self._by_number
 
 
@@ -310,7 +310,7 @@ class DueIndex:
 
 
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Sort pairs by (due_ms, seq)."""
+    """Sort pairs by (due_ms, seq). The result has no view of the columns."""
     if len(due) >= PACK_ROWS_MIN and (packed := _sorted_packed(due, seq)) is not None:
         return packed
     # `lexsort` sorts by its last key first: by due time, and then by number.
@@ -319,15 +319,15 @@ def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
 
 
 def _sorted_packed(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array] | None:
-    """Sort pairs by keys of due time and position. None if a key needs more than 63 bits or `seq` does not ascend."""
-    low_ms, bits = int(due.min()), len(due).bit_length()
-    if (int(due.max()) - low_ms) >> (63 - bits) or not (seq[1:] > seq[:-1]).all():
+    """Sort pairs by keys of due time and number. None if a key needs more than 63 bits."""
+    low_ms, low_seq = int(due.min()), int(seq.min())
+    bits = (int(seq.max()) - low_seq).bit_length()
+    if bits > 62 or (int(due.max()) - low_ms) >> (63 - bits):
         return None
-    # A key is (due time, index). Sorting keys takes half the time of computing an order, and a start with a million
-    # messages waits for this sort.
-    keys = (due - low_ms) << bits | np.arange(len(due))
+    # Sorting keys takes a tenth of the time of computing an order, for which the event loop waits.
+    keys = (due - low_ms) << bits | (seq - low_seq)
     keys.sort()
-    return (keys >> bits) + low_ms, seq[keys & ((1 << bits) - 1)]
+    return (keys >> bits) + low_ms, (keys & ((1 << bits) - 1)) + low_seq
 
 
 def _merge_sorted(runs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
