@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Reject
 from kombu import Connection, Consumer, Exchange, Producer, Queue
 from kombu.exceptions import ChannelError
-from tests.node_fixture import eventually, running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.client.celery import Control
-from timeball.model.errors import InvalidDelay, InvalidMessage, RequestError
+from timeball.client.celery import Control, transport
+from timeball.model.errors import InvalidDelay, InvalidMessage, RequestError, Unavailable
 from timeball.testing import TestBroker
 
 pytestmark = [
@@ -295,6 +295,70 @@ def test_a_consumer_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> Non
             found[1].ack()
             count = connection.default_channel
             eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
+
+
+@contextmanager
+def outage(tmp_path: Path) -> Iterator[tuple[RunningNode, Connection]]:
+    """A node that the test stops and starts, and a connection that does not wait for it for long."""
+    with running_node(tmp_path / "data") as node:
+        url = node.http_endpoint.replace("http", "timeball", 1)
+        with Connection(url, transport_options={"timeout_ms": 1_000}) as connection:
+            yield node, connection
+
+
+def test_a_prefetch_count_changes_while_the_broker_is_away(tmp_path: Path) -> None:
+    with outage(tmp_path) as (node, connection):
+        channel, found = connection.channel(), list[Any]()
+        with Consumer(channel, [TASKS], on_message=found.append, prefetch_count=1) as consumer:
+            node.stop()
+            consumer.qos(prefetch_count=2)
+            node.start()
+            send(connection, "a", "b")
+            assert len(drain(connection, found, 2)) == 2
+
+
+def test_a_consumer_whose_first_try_has_failed_receives_later(tmp_path: Path) -> None:
+    """kombu's consumer has its tag by then, and does not try again."""
+    with outage(tmp_path) as (node, connection):
+        channel, found = connection.channel(), list[Any]()
+        consumer = Consumer(channel, [TASKS], on_message=found.append)
+        node.stop()
+        with pytest.raises(Unavailable):
+            consumer.consume()
+        node.start()
+        send(connection, "a")
+        assert drain(connection, found, 1)[0].decode() == "a"
+
+
+def test_a_paused_queue_goes_on_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place for its messages gets free while the broker is away."""
+    monkeypatch.setattr(transport, "FULL_S", 0.01)
+    other = Queue("other", Exchange("other"), routing_key="other")
+
+    def turn() -> None:
+        with suppress(TimeoutError):
+            connection.drain_events(timeout=0.02)
+
+    with (
+        outage(tmp_path) as (node, connection),
+        connection.clone() as free,
+        consuming(connection, TASKS, other, prefetch=1) as found,
+    ):
+        send(connection, "a")
+        (running,) = drain(connection, found, 1)
+        send(connection, "b", queue=other)
+        given_back = other(free)
+        while (message := given_back.get()) is None:
+            turn()
+        message.ack()
+        node.stop()
+        running.ack()
+        turn()  # sees the free place
+        node.start()
+        send(connection, "c", queue=other)
+        assert drain(connection, found, 2)[1].decode() == "c"
+        count = connection.default_channel
+        eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
 
 
 # ---- Celery ---------------------------------------------------------------------------------------------------

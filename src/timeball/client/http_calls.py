@@ -347,7 +347,8 @@ class MessageStream:
             elif self._clock.monotonic_ns() - self._received_ns > STREAM_SILENCE_S * 1e9:
                 self._calls.leave(self._connection.endpoint)
                 self._drop()
-            if not messages and self._clock.monotonic_ns() >= end_ns:
+            # Not after bytes without a message: those of a message may be in memory, where no poll sees them.
+            if not (data or messages) and self._clock.monotonic_ns() >= end_ns:
                 break
         return messages
 

@@ -217,8 +217,15 @@ class Link:
         return self._to_transport
 
     def subscribe(self, source: Source) -> None:
-        """Begin to receive. Raises the error of the first try."""
+        """Begin to receive. Raises the error of the first try, after which the thread goes on trying."""
         self._run_in_thread(lambda: self._add(source))
+
+    def replace(self, old: Sequence[Source], new: Sequence[Source]) -> None:
+        """Receive from `new` instead of `old`, soon. The transport must not take messages of `old` any more.
+
+        It neither waits nor fails: it is not the program that asks for it, and running tasks must outlive an outage.
+        """
+        self._add_command(lambda: self._replace(old, new))
 
     def unsubscribe(self, source: Source) -> None:
         """Receive no more, and give back the messages that were not taken."""
@@ -281,19 +288,19 @@ class Link:
         while not self._is_over:
             self._wait_for_work(bell)
             bell.silence()
-            while self._commands:
-                self._commands.popleft()()
-            if self._clock.monotonic_ns() >= self._retry_ns:
-                try:
+            try:
+                while self._commands:
+                    self._commands.popleft()()
+                if self._clock.monotonic_ns() >= self._retry_ns:
                     self._settle()
                     self._renew()
                     self._read()
-                except (Unavailable, OverLimit) as error:
-                    logger.warning("broker not reached, trying again reason=%s", error)
-                    self._pause()
-                except Exception:  # without this thread no lease would be renewed
-                    logger.exception("fault in the thread of the transport, trying again")
-                    self._pause()
+            except (Unavailable, OverLimit) as error:
+                logger.warning("broker not reached, trying again reason=%s", error)
+                self._pause()
+            except Exception:  # without this thread no lease would be renewed
+                logger.exception("fault in the thread of the transport, trying again")
+                self._pause()
 
     def _pause(self) -> None:
         self._retry_ns = self._clock.monotonic_ns() + int(RETRY_S * 1e9)
@@ -383,8 +390,14 @@ class Link:
     def _add(self, source: Source) -> None:
         if source in self._sources:
             return
-        self._take(source, source.read())
+        # Before the first try: kombu counts a consumer as begun even if this raises, and never begins it again.
         self._sources.append(source)
+        self._take(source, source.read())
+
+    def _replace(self, old: Sequence[Source], new: Sequence[Source]) -> None:
+        self._sources.extend(new)  # opened in the next turn, like a source that has ended
+        for source in old:
+            self._remove(source)
 
     def _take(self, source: Source, items: Sequence[Item]) -> None:
         if not self._held:

@@ -421,13 +421,15 @@ class Transport(virtual.Transport):
         """Open the streams of a channel anew if its prefetch count has changed."""
         for queue, consumer in self._consumers.items():
             sources = self._sources.get(queue, [])
-            changed = [
-                each for each in sources if isinstance(each, GroupSource) and each.credit != _credit(channel)
-            ]
-            if consumer.channel is channel and changed and not consumer.is_paused:
-                self.link.unsubscribe(changed[0])
-                self._sources[queue] = [self._group_source(channel, queue)]
-                self.link.subscribe(self._sources[queue][0])
+            is_changed = any(
+                isinstance(each, GroupSource) and each.credit != _credit(channel) for each in sources
+            )
+            if consumer.channel is channel and is_changed:
+                self._replace_sources(queue, [self._group_source(channel, queue)])
+
+    def _replace_sources(self, queue: str, sources: list[Source]) -> None:
+        old, self._sources[queue] = self._sources.get(queue, []), sources
+        self.link.replace(old, sources)
 
     # ---- hand messages over -----------------------------------------------------------------------------
 
@@ -533,16 +535,15 @@ class Transport(virtual.Transport):
                 consumer.full_s = None
                 if consumer.is_paused:
                     consumer.is_paused = False
-                    self._sources[queue] = [self._group_source(consumer.channel, queue)]
-                    self.link.subscribe(self._sources[queue][0])
+                    self._replace_sources(queue, [self._group_source(consumer.channel, queue)])
                 continue
             is_full = True
-            waiting = [each for each in sources if isinstance(each, GroupSource) and each.received]
-            if waiting and consumer.full_s is None:
+            is_waiting = any(isinstance(each, GroupSource) and each.received for each in sources)
+            if is_waiting and consumer.full_s is None:
                 consumer.full_s = now_s
-            if waiting and consumer.full_s is not None and now_s - consumer.full_s >= FULL_S:
+            if is_waiting and consumer.full_s is not None and now_s - consumer.full_s >= FULL_S:
                 consumer.is_paused = True
-                self.link.unsubscribe(waiting[0])
+                self._replace_sources(queue, [])
         return is_full
 
 
