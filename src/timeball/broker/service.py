@@ -280,7 +280,7 @@ class Broker:
         self.virtual_time = (
             VirtualTime(
                 manual, clock=clock, scheduler=self.scheduling.scheduler, ticker=self.ticker, writer=log.writer,
-                delivery=self.delivery, consuming=self.consuming, wakers=self.wakers,
+                delivery=self.delivery, consuming=self.consuming, wake=self.wakers.wake,
             )
             if isinstance(manual, ManualClock)
             else None

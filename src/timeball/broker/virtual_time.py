@@ -10,6 +10,7 @@ Only deadlines of the clock are virtual. Limits of connections and requests foll
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,6 @@ import pyarrow as pa
 
 from timeball.broker.accepting.delivery import Delivery
 from timeball.broker.consuming.engine import Consuming
-from timeball.broker.pending.wakers import Wakers
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.log.writer import LogWriter
 from timeball.model.errors import OutOfRange
@@ -73,10 +73,11 @@ class VirtualTime:
         writer: LogWriter,
         delivery: Delivery,
         consuming: Consuming,
-        wakers: Wakers,
+        wake: Callable[[int], Awaitable[None]],
     ) -> None:
+        """`wake` writes the wake-ups of selections that are due within so many milliseconds (Wakers.wake)."""
         self._manual, self._clock, self._scheduler = manual, clock, scheduler
-        self._ticker, self._writer, self._consuming, self._wakers = ticker, writer, consuming, wakers
+        self._ticker, self._writer, self._consuming, self._wake = ticker, writer, consuming, wake
         self.activities: list[Activity] = []
         self._released: list[pa.RecordBatch] = []
         self._lock = asyncio.Lock()  # one step at a time
@@ -109,7 +110,7 @@ class VirtualTime:
                 )
             self._released.clear()
             # A request may have made messages due now, or earlier than the scheduler knows.
-            await self._wakers.wake(target_ms - now_ms)
+            await self._wake(target_ms - now_ms)
             if self._is_busy():
                 await self._finish_work()
             if self._released:
