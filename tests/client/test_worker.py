@@ -69,6 +69,38 @@ def test_exceptions_of_a_handler_decide_the_redelivery(
     assert "a fault of the handler" in caplog.text and "no such order" in caplog.text
 
 
+def test_a_retry_may_wait_for_longer_than_a_lease(node: RunningNode, ball: Timeball) -> None:
+    send(ball, "days", ["x"])
+
+    def handler(message: Message) -> None:
+        raise Retry("1d")
+
+    with Worker(ball, "g", "days", handler) as worker:
+        counts = node.broker.redeliveries.counts
+        eventually(lambda: counts().get(("g", "days")) == 1, "it waits for its next delivery")
+    assert worker.counts.retried == 1
+
+
+def test_a_retry_that_the_broker_refuses_is_by_the_retry_policy(
+    node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.broker.tables.groups.update(SubscriptionGroup("in-order", consume_message_orderly=True))
+    send(ball, "refused", ["x"])
+    reasons: list[str | None] = []
+
+    def handler(message: Message) -> None:
+        reasons.append(message.nack_reason)
+        if message.attempts < 2:
+            raise Retry("13h") from (KeyError("stock") if message.attempts else None)
+
+    # The lease would end after the test.
+    with Worker(ball, "in-order", "refused", handler, lease="10m") as worker:
+        eventually(lambda: worker.counts.acknowledged == 1, "the third attempt")
+    assert reasons[0] is None and "after=46800000 ms" in str(reasons[1])
+    assert reasons[2] == "KeyError: 'stock'"
+    assert "delay refused, retry policy used group=in-order" in caplog.text
+
+
 def test_a_handler_may_take_many_leases_and_its_message_stays_with_it(ball: Timeball) -> None:
     send(ball, "long", ["slow"])
     may_end, handled = threading.Event(), []

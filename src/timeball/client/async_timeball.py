@@ -65,7 +65,8 @@ class AsyncMessage(Leased):
         """Give the message back as a failed attempt, to be delivered again later.
 
         Args:
-            after: The delay until the next delivery. The default is the delay of the group's retry policy.
+            after: The delay until the next delivery, as long as that of a send may be, or at most 12 h in a group that
+                consumes in order. The default is the delay of the group's retry policy.
             reason: The reason, which the next delivery and the dead letter contain. At most 1,024 bytes are kept.
             counted: With False, this is no attempt: the message cannot be handled yet. The group limits how often.
 

@@ -7,7 +7,8 @@
 The outcome of the handler decides what happens to the message:
 
     returns                 the message is acknowledged
-    raises Retry(after)     the attempt failed, and the message is delivered again after this delay
+    raises Retry(after)     the attempt failed, and the message is delivered again after this delay. If the broker
+                            refuses the delay as too long, the retry policy decides, and the refusal is logged
     raises Dead             the message goes to the group's dead letters at once
     raises anything else    the message is delivered again by the group's retry policy, and the error is logged
 
@@ -421,8 +422,7 @@ class Worker:
         except Retry as retry:
             self.counts.retried += 1
             reason = "" if retry.__cause__ is None else reason_of(retry.__cause__)
-            nacking = message._nack(retry.after_ms, reason, True)
-            self._try_call("nack", lambda: run(nacking))
+            self._try_call("nack", partial(self._nack, message, retry.after_ms, reason))
         except Dead as error:
             self.counts.dead += 1
             logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, error)
@@ -439,6 +439,19 @@ class Worker:
         else:
             return True
         return False
+
+    def _nack(self, message: Message, after_ms: int | None, reason: str) -> None:
+        """Give a message back. If the broker refuses the delay, the retry policy decides on it."""
+        try:
+            run(message._nack(after_ms, reason, True))
+        except RequestError as error:
+            if after_ms is None:
+                raise
+            # Otherwise the message would come back when its lease ends, without a delay.
+            logger.error(
+                "delay refused, retry policy used group=%s id=%s reason=%s", self._group, message.id, error
+            )
+            message.nack(reason=reason or reason_of(error))
 
     def _acknowledge_and_renew(self) -> None:
         """Acknowledge handled messages, and renew the other leases when half of their time has passed."""

@@ -131,6 +131,7 @@ class Answering(msgspec.Struct, forbid_unknown_fields=True):
 class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
     """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again.
 
+    `after` may be as long as the delay of a send, or at most 12 h in a group that consumes in order.
     With `counts` false, no attempt is counted, for messages that no handler has seen.
     """
 

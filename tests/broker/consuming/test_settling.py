@@ -28,7 +28,7 @@ from timeball.broker.filters import compile_filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import TopicConfig
 from timeball.model import limits
-from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.model.message import decode_properties
 
 # ---- handing out and receipts -------------------------------------------------------------------------------
@@ -398,3 +398,47 @@ async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World
     assert [(await pop(world, in_order=each)).rows.num_rows for each in (False, True)] == [0, 0]
     topics.configure(TOPIC, TopicConfig(read_queues=2, write_queues=2))
     assert bodies(await pop(world)) == [b"hidden"]
+
+
+# ---- the delay of a message that is given back --------------------------------------------------------------
+
+
+@on_node()
+async def test_a_message_may_be_given_back_for_days_and_this_is_one_attempt(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world)).receipts
+    assert await engine(world).nack(receipt, 36 * HOUR_MS, "tomorrow")
+    await world.advance(36 * HOUR_MS - 1)
+    assert not (await pop(world)).rows.num_rows
+    await world.advance(1)
+    again = await pop(world)
+    assert bodies(again) == [b"a"] and column(again.rows, "reconsume_times") == [1]
+
+
+@on_node()
+async def test_the_longest_delay_of_a_nack_is_that_of_a_send(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world)).receipts
+    for wrong in (-1, limits.DELAY_MS_MAX + 1):
+        with pytest.raises(InvalidDelay, match=f"after={wrong} ms: between 0 and {limits.DELAY_MS_MAX} ms$"):
+            await engine(world).nack(receipt, wrong)
+    assert await engine(world).nack(receipt, limits.DELAY_MS_MAX)
+    assert world.broker.redeliveries.counts() == {(GROUP, TOPIC): 1}
+
+
+@on_node(delay_ms_max=HOUR_MS)
+async def test_a_shorter_longest_delay_of_sends_does_not_shorten_nacks_below_a_lease(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world)).receipts
+    with pytest.raises(InvalidDelay):
+        await engine(world).nack(receipt, limits.INVISIBLE_MS_MAX + 1)
+    assert await engine(world).nack(receipt, limits.INVISIBLE_MS_MAX)
+
+
+@on_node()
+async def test_a_nack_in_order_has_the_limit_of_a_lease(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world, in_order=True)).receipts
+    with pytest.raises(InvalidDelay, match="after=43200001 ms: between 0 and 43200000 ms for a message"):
+        await engine(world).nack(receipt, limits.INVISIBLE_MS_MAX + 1)
+    assert await engine(world).nack(receipt, limits.INVISIBLE_MS_MAX) == receipt

@@ -255,6 +255,7 @@ class Consuming:
             log=log,
             tables=tables,
             rates=rates,
+            nack_ms_max=max(settings.delay_ms_max, limits.INVISIBLE_MS_MAX),
         )
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
@@ -699,8 +700,10 @@ class Consuming:
         Afterwards the receipt is not valid, except in an ordered group. The next delivery and the dead letter show the
         reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the group's retry policy decides, and `first` is
         the level at which it begins (see `retry_delay_ms`). For an ordered group, None is no delay.
+
+        Raises InvalidDelay for more than the longest delay of a send, or more than 12 h for a message that is leased in
+        order.
         """
-        check_invisible(delay_ms or 0, 0)
         is_valid = await self._settling.give_up(receipt, Return(delay_ms, first, reason), counts=counts)
         return receipt if is_valid else None
 

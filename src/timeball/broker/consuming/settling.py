@@ -28,7 +28,7 @@ from timeball.broker.registry.tables import Tables
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import CommitLog
 from timeball.model import limits
-from timeball.model.errors import TimeballError
+from timeball.model.errors import InvalidDelay, TimeballError
 
 ENDED_MAX = 16_384  # receipts remembered, about 300 bytes each
 RETURNS_PER_TURN = 1_024  # messages that requests give back together, with one append
@@ -53,9 +53,12 @@ class Settling:
         log: CommitLog,
         tables: Tables,
         rates: Rates,
+        nack_ms_max: int,
     ) -> None:
+        """`nack_ms_max`: the longest delay of a message that is given back, unless it is leased in order."""
         self._waiters, self._leases, self._saver = waiters, leases, saver
         self._clock, self._log, self._tables, self._rates = clock, log, tables, rates
+        self._nack_ms_max = nack_ms_max
         self.redelivery = redelivery
         # Receipts with an earlier time are from before the last restart (`_ack_ahead`).
         self._started_ms = clock.now_ms()
@@ -147,11 +150,13 @@ class Settling:
         """Return a message to its group, durably. False if the receipt is not valid.
 
         In an ordered group, its lease ends after the delay, and its queue hands out nothing before.
+        Raises InvalidDelay.
         """
         queue_and_lease = self._lease_of(receipt)
         if queue_and_lease is None:
             return False
         queue, lease = queue_and_lease
+        self._check_delay(lease, how.delay_ms or 0)
         if lease.in_order and not how.is_dead:
             lease.nack_reason = reason_text(how.reason or "")
             now_ms = self._clock.now_ms()
@@ -168,6 +173,15 @@ class Settling:
         if is_valid and how.is_dead:
             self._remember(receipt)
         return is_valid
+
+    def _check_delay(self, lease: Lease, delay_ms: int) -> None:
+        # A message that is leased in order stays leased for the delay, so it has the limit of leases. For any other
+        # message the delay is that of a scheduled message.
+        ms_max, scope = self._nack_ms_max, ""
+        if lease.in_order:
+            ms_max, scope = limits.INVISIBLE_MS_MAX, " for a message that is leased in order"
+        if not 0 <= delay_ms <= ms_max:
+            raise InvalidDelay(f"after={delay_ms} ms: between 0 and {ms_max} ms{scope}")
 
     def give_back(self, receipts: Iterable[Receipt]) -> None:
         """End leases whose consumer disconnected before it received the messages. They are handed out next."""

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, eventually
 
+from timeball.broker.registry.groups import SubscriptionGroup
+
 
 def receipts(client: Client, topic: str, **query: object) -> list[str]:
     return [item["receipt"] for item in client.receive(topic, **query).value["messages"]]
@@ -161,3 +163,23 @@ def test_a_message_that_no_handler_saw_is_given_back_without_an_attempt(client: 
         assert client.ask("POST", f"/v1/topics/unseen/{verb}", body, query=query).value["results"][0]["valid"]
     (received,) = client.receive("unseen", wait="10s").value["messages"]
     assert received["attempt"] == 3
+
+
+def test_a_message_may_be_given_back_for_longer_than_a_lease(client: Client) -> None:
+    client.send("days", {"body": "x"})
+    (receipt,) = receipts(client, "days")
+    body = {"receipts": [receipt], "after": "365d"}
+    answer = client.ask("POST", "/v1/topics/days/nack", body, query={"group": "workers"})
+    assert answer.value["results"][0]["valid"]
+
+
+def test_a_nack_in_order_is_at_most_as_long_as_a_lease(node: RunningNode, client: Client) -> None:
+    node.broker.tables.groups.update(SubscriptionGroup("in-order", consume_message_orderly=True))
+    client.send("ordered-days", {"body": "x"})
+    (receipt,) = receipts(client, "ordered-days", group="in-order")
+    body = {"receipts": [receipt], "after": "13h"}
+    refused = client.ask("POST", "/v1/topics/ordered-days/nack", body, query={"group": "in-order"})
+    assert (refused.status, refused.value["code"]) == (400, "invalid_delay")
+    assert refused.value["detail"] == (
+        "after=46800000 ms: between 0 and 43200000 ms for a message that is leased in order"
+    )
