@@ -45,6 +45,13 @@ def give_up() -> None:
 
 
 @task
+def note_set(word: str) -> set[str]:
+    """Return a value that is not JSON."""
+    RUNS.append(word)
+    return {word}
+
+
+@task
 def leave(name: str) -> None:
     """Raise an exception that is no Exception."""
     raise {"SystemExit": SystemExit, "CancelledError": asyncio.CancelledError}[name]

@@ -322,6 +322,44 @@ def test_a_result_that_cannot_be_stored_or_told_does_not_repeat_its_task(
     assert f"result not stored id={done.id}" in caplog.text
 
 
+def test_a_cache_that_cannot_be_read_costs_no_attempt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("out of order")
+
+    with monkeypatch.context() as patch:
+        for method in ("get", "set"):
+            patch.setattr(LocMemCache, method, refuse)
+        with working():
+            result = shop.note.enqueue("once")
+            wait_for(result, "SUCCESSFUL")
+        assert shop.RUNS == [("once", {})] and result.attempts == 1
+        # The status is that of the broker.
+        with pytest.raises(ValueError, match="cannot be read"):
+            _ = result.return_value
+    assert f"result not read id={result.id}" in caplog.text
+
+
+@pytest.mark.parametrize("results", [None, "default"])
+def test_a_return_value_that_is_not_json_fails_the_task_without_another_run(
+    broker: TestBroker, results: str | None
+) -> None:
+    prefix = f"values-{results}-"
+    with (
+        override_settings(TASKS=tasks(broker.endpoint, prefix=prefix, results=results)),
+        heard() as signals,
+        working(),
+    ):
+        result = shop.note_set.enqueue("once")
+        wait_for(result, "FAILED")
+        (letter,) = backend().ball.dead_letters(f"{prefix}default").dead_letters
+        eventually(lambda: signals[-1] == ("finished", result.id, "FAILED"), "told")
+    assert shop.RUNS == ["once"] and letter.attempts == 1
+    assert letter.reason == "Dead: the return value is not JSON: TypeError: Unsupported type: <class 'set'>"
+    assert ["TypeError" in error.traceback for error in result.errors] == ([True] if results else [])
+
+
 def test_a_running_task_is_running(broker: TestBroker) -> None:
     shop.HOLDING.clear()
     shop.MAY_END.clear()

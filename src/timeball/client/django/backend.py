@@ -11,6 +11,7 @@ The state of a result is that of its message in the group. The broker stores no 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -41,6 +42,8 @@ from timeball.model import limits
 from timeball.model.answers import MessagePlace
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.values import with_valid_fields
+
+logger = logging.getLogger(__name__)
 
 # The state of a visible message in the group of the workers -> the status of its task.
 STATUSES = {
@@ -98,11 +101,11 @@ class TimeballResult(TaskResult):
 
     @property
     def return_value(self) -> Any:
-        """The return value. Raises ValueError if the task has not succeeded, or if return values are not stored."""
+        """The return value. Raises ValueError if the task has not succeeded, or if its value cannot be read."""
         value = super().return_value
         if value is NOT_STORED:
             raise ValueError(
-                "return values are not stored, or no longer: OPTIONS['results'] names a cache for them"
+                "return values are not stored, or no longer, or the cache that OPTIONS['results'] names cannot be read"
             )
         return value
 
@@ -181,6 +184,7 @@ class TimeballBackend(BaseTaskBackend):
     def get_result(self, result_id: str) -> TaskResult:
         """Look a result up by its id.
 
+        If the cache of the option `results` cannot be read, the result has its status, but nothing that is stored.
         Raises TaskResultDoesNotExist if the broker knows no such task, has forgotten it, or if it was cancelled.
         """
         try:
@@ -244,14 +248,19 @@ class TimeballBackend(BaseTaskBackend):
             caches[self.config.results].set(f"timeball:{result.id}", fields, self.config.results_s)
 
     def _stored(self, result_id: str) -> dict[str, Any]:
+        """Read the stored fields of a result. Empty if there are none, or if the cache cannot be read."""
         if self.config.results is None:
             return {}
-        fields: dict[str, Any] = caches[self.config.results].get(f"timeball:{result_id}") or {}
-        if "errors" in fields:
-            fields["errors"] = [
-                TaskError(exception_class_path=path, traceback=traceback)
-                for path, traceback in fields["errors"]
-            ]
+        try:
+            fields: dict[str, Any] = caches[self.config.results].get(f"timeball:{result_id}") or {}
+            if "errors" in fields:
+                fields["errors"] = [
+                    TaskError(exception_class_path=path, traceback=traceback)
+                    for path, traceback in fields["errors"]
+                ]
+        except Exception:  # of any cache: the task runs without it, and the broker has the status
+            logger.exception("result not read id=%s", result_id)
+            return {}
         return fields
 
     # ---- checks -----------------------------------------------------------------------------------------

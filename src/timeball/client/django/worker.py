@@ -1,7 +1,8 @@
 """Workers that run the tasks of received messages: a `Worker` of the client for each queue.
 
 A task that raises an exception is run again by the retry policy of its group, up to `max_attempts` times. Then its
-message becomes a dead letter. A task may raise `timeball.Retry` and `timeball.Dead`, as a handler may.
+message becomes a dead letter. A task may raise `timeball.Retry` and `timeball.Dead`, as a handler may. A task whose
+return value is not JSON has failed, as in the backends of the framework, and is a dead letter at once.
 
 Signals of the framework: `task_started` for each attempt, `task_finished` when the task has succeeded or is given up.
 """
@@ -78,8 +79,7 @@ class TaskHandler:
         # A receiver that raises an error must not repeat the task: Django logs the error.
         task_started.send_robust(type(backend), task_result=result)
         try:
-            context = (TaskContext(task_result=result),) if result.task.takes_context else ()
-            value = normalize_json(result.task.call(*context, *result.args, **result.kwargs))
+            value = _call(result)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # of any kind, as sys.exit() or the cancellation of a coroutine
@@ -97,6 +97,17 @@ class TaskHandler:
             raise
         _update(result, status=TaskResultStatus.SUCCESSFUL, _return_value=value)
         _settle(backend, result)
+
+
+def _call(result: TaskResult) -> Any:
+    """Call the task, and return its value in the types of JSON. Raises Dead for a value that is not JSON."""
+    context = (TaskContext(task_result=result),) if result.task.takes_context else ()
+    value = result.task.call(*context, *result.args, **result.kwargs)
+    try:
+        return normalize_json(value)
+    except Exception as error:  # of any kind of value
+        # The task has done its work, so it must not run again. Its value would be the same.
+        raise Dead(f"the return value is not JSON: {reason_of(error)}") from error
 
 
 def _update(result: TaskResult, **values: Any) -> None:
