@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.cli.processes import environment
 from tests.client import handlers
-from tests.node_fixture import BOUND_S, RunningNode, eventually
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Dead, Message, RequestError, Retry, Timeball, Unauthorized, Worker
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
@@ -152,6 +154,48 @@ def test_stop_finishes_what_is_handled_and_gives_the_rest_back_uncounted(ball: T
         left += ball.pull("stopped", "g", wait="30s")
     assert {message.attempts for message in left} == {0}
     assert {message.body for message in left}.isdisjoint(ended)
+
+
+@contextmanager
+def stopping_without_a_broker(data: Path, timeout_ms: int) -> Iterator[tuple[RunningNode, Worker]]:
+    """A worker that is stopped, and whose last handler ends while no broker runs."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def handler(message: Message) -> None:
+        begun.set()
+        may_end.wait(BOUND_S)
+
+    with running_node(data) as node, Timeball(node.http_endpoint, timeout_ms=timeout_ms) as ball:
+        ball.send("last", "x")
+        worker = Worker(ball, "g", "last", handler, lease="10m")
+        worker.start()
+        assert begun.wait(BOUND_S)
+        node.stop()
+        worker.stop()
+        may_end.set()
+        yield node, worker
+
+
+def test_a_broker_that_is_away_while_a_worker_stops_gets_the_acknowledgement(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stopping_without_a_broker(data, 30_000) as (node, worker):
+        try:
+            eventually(lambda: "trying again call=ack" in caplog.text, "an attempt has failed")
+        finally:
+            node.start()
+        worker.join()
+        assert worker.counts.acknowledged == 1
+
+
+def test_a_worker_that_stops_without_a_broker_ends(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with stopping_without_a_broker(data, 100) as (node, worker):
+        try:
+            worker.join()
+        finally:
+            node.start()
+        assert worker.counts.acknowledged == 0
+    assert "handled messages not acknowledged group=g messages=1" in caplog.text
 
 
 def test_a_worker_that_may_not_go_on_says_why(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:

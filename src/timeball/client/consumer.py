@@ -90,7 +90,7 @@ class Consumer:
 
     def __init__(self, calls: HttpCalls, clock: Clock, message_class: type[Leased] = Message) -> None:
         """Prepare. `message_class`: the class of the messages, which is AsyncMessage for an AsyncTimeball."""
-        self._calls, self.network = calls, calls.network
+        self._calls, self.network, self.timeout_ms = calls, calls.network, calls.timeout_ms
         self._clock, self._message_class = clock, message_class
 
     async def pull_async(

@@ -26,7 +26,7 @@ acknowledging call are acknowledged together by the next call.
 
 `stop`, or SIGTERM or SIGINT during `run`, ends the worker in order. It pulls no more messages. It gives back messages
 that no handler has started, and no attempt is counted for them. Running handlers finish, and their outcomes are
-answered.
+answered. If no broker answers, messages are acknowledged again and again for the time limit of a call.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import logging
 import multiprocessing
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -367,7 +368,8 @@ class Worker:
                     self._open_read,
                 )  # fmt: skip
             except (Unavailable, OverLimit) as error:
-                self._log_and_pause("pull", error)
+                self._log_failure("pull", error)
+                self._stopping.wait(RETRY_PAUSE_S)
                 continue
             except RequestError:
                 if self._stopping.is_set():
@@ -458,6 +460,7 @@ class Worker:
         interval_s = self._lease_ms / 2000  # half a lease
         clock = self._ball._clock
         renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
+        end_ns: int | None = None  # when the attempts to acknowledge end, known after the last handler
         while True:
             with self._state_changed:
                 remaining_s = (renew_ns - clock.monotonic_ns()) / 1e9
@@ -467,11 +470,21 @@ class Worker:
                 handled, self._handled = self._handled, []
                 is_over = not self._live_handlers
                 running, queued = list(self._running), list(self._queued)
-            if handled and not self._acknowledge(handled) and not self._stopping.is_set():
+            if is_over and end_ns is None:
+                end_ns = clock.monotonic_ns() + self._ball._consumer.timeout_ms * 1_000_000
+            is_answered = not handled or self._acknowledge(handled)
+            if is_over and is_answered:
+                return
+            if end_ns is not None and clock.monotonic_ns() >= end_ns:
+                logger.error(
+                    "handled messages not acknowledged group=%s messages=%d", self._group, len(handled)
+                )
+                return
+            if not is_answered:
                 with self._state_changed:
                     self._handled[:0] = handled  # no broker answered, so try these again
-            if is_over:
-                return
+                # Not `_stopping`, because a worker that stops must not try without a pause.
+                time.sleep(RETRY_PAUSE_S)
             if clock.monotonic_ns() >= renew_ns:
                 # A renewal for a running handler counts as an attempt, in case this process dies. A renewal for a
                 # queued message does not.
@@ -487,15 +500,14 @@ class Worker:
         try:
             valid = self._ball.ack(handled)
         except (Unavailable, OverLimit) as error:
-            self._log_and_pause("ack", error)
+            self._log_failure("ack", error)
             return False
         self.counts.acknowledged += valid
         self.counts.late += len(handled) - valid
         return True
 
-    def _log_and_pause(self, call_name: str, error: TimeballError) -> None:
+    def _log_failure(self, call_name: str, error: TimeballError) -> None:
         logger.warning("call failed, trying again call=%s group=%s reason=%s", call_name, self._group, error)
-        self._stopping.wait(RETRY_PAUSE_S)
 
     def _try_call(self, call_name: str, call: Callable[[], object]) -> None:
         """Make a call that may fail: then the lease ends after its time, and the message is delivered again."""
