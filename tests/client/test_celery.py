@@ -122,6 +122,28 @@ def test_a_rejected_message_comes_again_or_is_a_dead_letter(
     assert dead.topic == f"{host}-tasks"
 
 
+def test_requeues_do_not_use_all_attempts_at_once(
+    connection: Connection, broker: TestBroker, host: str
+) -> None:
+    ball = broker.client()
+    send(connection, "a", timeball_id="one")
+
+    def waits_s() -> float | None:
+        """How long the broker holds the message back. None while it is leased."""
+        ((state, until_ms),) = [(each.state, each.until_ms) for each in ball.get("one").groups]
+        return ((until_ms or 0) - broker.clock.now_ms) / 1_000 if state == "waiting" else None
+
+    with consuming(connection, TASKS) as found:
+        drain(connection, found, 1)[0].reject(requeue=True)
+        for count, delay_s in ((2, 1), (3, 2), (4, 4)):
+            drain(connection, found, count)[-1].reject(requeue=True)
+            eventually(lambda: waits_s() is not None, "the answer has come")
+            assert waits_s() == delay_s
+            broker.clock.advance(f"{delay_s}s")
+        drain(connection, found, 5)[-1].ack()
+        nothing_comes(connection)
+
+
 def test_a_prefetch_count_is_a_limit(connection: Connection) -> None:
     send(connection, *"abcd")
     with consuming(connection, TASKS, prefetch=2) as found:

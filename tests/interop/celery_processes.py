@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +58,33 @@ class Broker:
     @property
     def flight(self) -> str:
         return f"grpc://127.0.0.1:{self._ready['port']}"
+
+
+class ManualBroker(Broker):
+    """A broker whose clock the test moves. Its leases and acknowledgements are on disk before its answers."""
+
+    def __init__(self, data: Path) -> None:
+        super().__init__(data, "--clock", "manual", "--ack-save-ms", "0")
+
+    def now(self) -> datetime:
+        return datetime.fromisoformat(self._ask("clock", None)["now"])
+
+    def wait(self, duration: timedelta) -> None:
+        """Let time pass at once."""
+        self._ask("clock/advance", {"after": f"{duration // timedelta(milliseconds=1)}ms"})
+
+    def breathe(self, seconds: float) -> None:
+        """Let time pass by the clocks of the workers, who renew their leases by them."""
+        time.sleep(seconds)
+        self.wait(timedelta(seconds=seconds))
+
+    def _ask(self, path: str, document: Any) -> Any:
+        data = None if document is None else json.dumps(document).encode()
+        request = urllib.request.Request(
+            f"{self.endpoint}/v1/{path}", data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+            return json.load(answer)
 
 
 @contextmanager

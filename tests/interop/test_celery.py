@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.interop.celery_processes import (
     POOLS,
     TIMEBALL,
     Broker,
+    ManualBroker,
     Shop,
     in_seconds,
     redis_server,
@@ -44,6 +46,13 @@ PAGE_URL, PAGE_REDIS, PAGE_DATA = "127.0.0.1:7480", "127.0.0.1:6379", "/tmp/shop
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     running = Broker(tmp_path / "data")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def manual_broker(tmp_path: Path) -> Iterator[ManualBroker]:
+    running = ManualBroker(tmp_path / "data")
     yield running
     running.stop()
 
@@ -73,16 +82,23 @@ def test_tasks_run_once_and_not_before_their_etas(
 
 
 def test_a_child_that_dies_is_replaced_and_its_task_becomes_a_dead_letter(
-    broker: Broker, tmp_path: Path
+    manual_broker: ManualBroker, tmp_path: Path
 ) -> None:
+    broker = manual_broker
     with shop_of(tmp_path, broker.url, **TIMEBALL) as shop:
         worker = shop.worker(*POOLS["prefork"])
         worker.wait_ready()
-        program = "import celery_shop\ncelery_shop.die.delay('poison')\n"
+        program = "import celery_shop\ncelery_shop.die.apply_async(['poison'], timeball_id='poison')\n"
         subprocess.run(
             [sys.executable, "-c", program], env=environment(**shop.environment), cwd=HERE, check=True
         )
         with Timeball(broker.endpoint) as ball:
+            for count in range(2, 17):  # the first time, the task comes back at once
+                eventually(lambda count=count: len(shop.runs()) == count, f"{count} runs")
+                eventually(
+                    lambda: [each.state for each in ball.get("poison").groups] == ["waiting"], "a delay"
+                )
+                broker.wait(timedelta(seconds=min(2 ** (count - 2), 7_200)))  # no longer, or leases end, too
             eventually(lambda: _dead_letters(ball), "a dead letter")
         assert Counter(run["name"] for run in shop.runs()) == {"poison": 17}
         shop.send(["healthy"])

@@ -7,13 +7,11 @@ lives as long as that, so Redis is also shown without kills: then it delivers a 
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -24,7 +22,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from tests.bounds import BOUND_S
-from tests.interop.celery_processes import POOLS, Broker, Shop, shop_of
+from tests.interop.celery_processes import POOLS, ManualBroker, Shop, shop_of
 from tests.node_fixture import eventually
 from tests.ports import free_ports
 from tests.rounds import only_in_a_siege, rounds
@@ -51,33 +49,6 @@ BODY_BYTES = 800  # of a task with one argument
 
 
 # ---- brokers --------------------------------------------------------------------------------------------------
-
-
-class ManualBroker(Broker):
-    """A broker whose clock the test moves. Its leases and acknowledgements are on disk before its answers."""
-
-    def __init__(self, data: Path) -> None:
-        super().__init__(data, "--clock", "manual", "--ack-save-ms", "0")
-
-    def now(self) -> datetime:
-        return datetime.fromisoformat(self._ask("clock", None)["now"])
-
-    def wait(self, duration: timedelta) -> None:
-        """Let time pass at once."""
-        self._ask("clock/advance", {"after": f"{duration // timedelta(milliseconds=1)}ms"})
-
-    def breathe(self, seconds: float) -> None:
-        """Let time pass by the clocks of the workers, who renew their leases by them."""
-        time.sleep(seconds)
-        self.wait(timedelta(seconds=seconds))
-
-    def _ask(self, path: str, document: Any) -> Any:
-        data = None if document is None else json.dumps(document).encode()
-        request = urllib.request.Request(
-            f"{self.endpoint}/v1/{path}", data, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
-            return json.load(answer)
 
 
 class Redis:

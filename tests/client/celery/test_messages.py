@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 from timeball.client.celery import messages
+from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.limits import NAME
 
@@ -113,3 +114,10 @@ def test_a_task_with_an_id_keeps_it() -> None:
     for properties in (OCCURRENCE, {}):
         payload = messages.payload_of(body, "report.1", properties)
         assert payload is not None and payload["headers"] == {"id": "a"}
+
+
+def test_the_delays_of_requeues_grow_to_those_of_the_broker() -> None:
+    delays_ms = [messages.requeue_delay_ms(attempts) for attempts in range(16)]
+    assert delays_ms[:5] == [0, 1_000, 2_000, 4_000, 8_000]
+    assert delays_ms[13:] == [4_096_000, 7_200_000, 7_200_000]
+    assert sum(delays_ms) > 6 * limits.HOUR_MS

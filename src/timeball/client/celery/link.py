@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from timeball.client.celery.messages import payload_of
+from timeball.client.celery.messages import payload_of, requeue_delay_ms
 from timeball.client.consumer import Consumer, Start, receiving
 from timeball.client.http_calls import HttpCalls, MessageStream
 from timeball.client.http_codec import create_topic, path
@@ -347,7 +347,8 @@ class Link:
         elif answer == "give_back":
             self._consumer.give_back(messages)
         elif answer == "nack":
-            messages[0].nack(0, reason="rejected with requeue")
+            after_ms = requeue_delay_ms(messages[0].attempts)
+            messages[0].nack(f"{after_ms}ms", reason="rejected with requeue")
         else:
             messages[0].dead_letter(reason="rejected")
 

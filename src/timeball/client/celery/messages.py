@@ -24,6 +24,7 @@ from timeball.model.errors import InvalidDelay, InvalidMessage
 ID = "timeball_id"  # the property that names one publish, and not its attempts; it is not sent
 SCHEDULE, SCHEDULED_MS = "schedule", "scheduled_ms"  # properties by which the broker marks an occurrence
 EXPIRES = "expires_s"  # the property with the seconds from the time of an occurrence to its expiry
+_REQUEUE_MS, _REQUEUE_MS_MAX = 1_000, 2 * limits.HOUR_MS  # the second delay of a requeue, and the longest
 _OCCURRENCES = uuid.UUID("1f0c5f0e-35d5-4d0b-9f5c-7d0f8f1f2f6a")  # the namespace of their task ids
 _NOT_IN_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 _NOT_IN_LABEL = re.compile(r"[\s|\x00-\x1f]")
@@ -123,3 +124,13 @@ def received(message: Leased, delivery_tag: str) -> dict[str, Any] | None:
         if message.attempts:
             payload["properties"].setdefault("delivery_info", {})["redelivered"] = True
     return payload
+
+
+def requeue_delay_ms(attempts: int) -> int:
+    """The delay before a message that was rejected with requeue comes again, after so many earlier attempts.
+
+    Redis delivers it at once and without end. So does the first requeue here, for example after the death of a child
+    process. But each requeue is a counted attempt of 17: without delays, a task that waits for a lock would be a dead
+    letter within a second. The delays double up to those of the broker's own retries, and are 6 h in all.
+    """
+    return min(_REQUEUE_MS << (attempts - 1), _REQUEUE_MS_MAX) if attempts else 0
