@@ -24,8 +24,8 @@ def broker() -> Iterator[TestBroker]:
         yield running
 
 
-def close_task(broker: TestBroker, backend: str | None) -> Any:
-    url = broker.endpoint.replace("http", "timeball", 1)
+def close_task(broker: TestBroker, backend: str | None, host: str = "") -> Any:
+    url = f"{broker.endpoint.replace('http', 'timeball', 1)}/{host}"
     app = Celery("shop", broker=url, backend=backend, control=Control, set_as_current=False)
 
     @app.task(shared=False, name="shop.close")
@@ -76,3 +76,24 @@ def test_a_backend_that_fails(
     (verdict,) = close.app.control.revoke(close.apply_async(countdown=60).id)
     assert verdict.verdict == "cancelled"
     assert "result not stored" in caplog.text and "no answer" in caplog.text
+
+
+def test_a_revoke_cancels_nothing_of_another_virtual_host(broker: TestBroker) -> None:
+    shop, bank = (close_task(broker, None, host) for host in ("revoke-shop", "revoke-bank"))
+    for close in (shop, bank):
+        close.apply_async(countdown=60, task_id="order-17")
+    broker.client().send("reminders", "x", after="1h", keys="order-17")
+    for verdict in ("cancelled", "not_found"):
+        assert [(each.subject, each.verdict) for each in shop.app.control.revoke("order-17")] == [
+            ("order-17", verdict)
+        ]
+        assert len(broker.pending("revoke-bank-celery")) == len(broker.pending("reminders")) == 1
+    assert broker.pending("revoke-shop-celery") == []
+
+
+def test_an_id_that_cannot_be_a_key_stops_no_list(broker: TestBroker) -> None:
+    close = close_task(broker, "cache+memory://")
+    good, odd, rest = (close.apply_async(countdown=60, task_id=id) for id in ("good-1", "order 17", "rest-1"))
+    verdicts = close.app.control.revoke([good.id, odd.id, rest.id])
+    assert [each.verdict for each in verdicts] == ["cancelled", "not_found", "cancelled"]
+    assert (good.state, odd.state, rest.state) == (states.REVOKED, states.PENDING, states.REVOKED)

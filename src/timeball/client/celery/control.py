@@ -36,11 +36,15 @@ class Control(celery.app.control.Control):
             `not_found` a worker may have it, so all workers are told to revoke it.
         """
         task_ids = [task_id] if isinstance(task_id, str) else list(task_id)
-        with self.app.connection_or_acquire(options.get("connection")) as connection:
-            verdicts: list[Verdict] = connection.default_channel.cancel(task_ids)
-        for verdict in verdicts:
-            if verdict.cancelled:
-                self._store_revoked(verdict.subject)
+        verdicts = list[Verdict]()
+        try:
+            with self.app.connection_or_acquire(options.get("connection")) as connection:
+                for each in task_ids:
+                    verdicts.append(connection.default_channel.cancel(each))
+        finally:  # nobody else stores the states of the tasks that were cancelled before an error
+            for verdict in verdicts:
+                if verdict.cancelled:
+                    self._store_revoked(verdict.subject)
         left = [verdict.subject for verdict in verdicts if not verdict.cancelled]
         if left:
             super().revoke(left, *arguments, **options)

@@ -65,12 +65,17 @@ def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         "body": dumps({**message, "properties": sent}),
         "tag": _label(headers.get("task"), limits.TAG_BYTES_MAX),
-        "keys": _label(headers.get("id"), limits.UNIQUE_KEY_BYTES_MAX),
+        "keys": key_of(headers.get("id")),
         "message_id": properties.get(ID),
     }
     if headers.get("eta"):
         fields["at"] = due_ms(headers["eta"])
     return fields
+
+
+def key_of(task_id: object) -> str | None:
+    """The key of the messages of a task, which is its id. None for an id that cannot be a key, such as "order 17"."""
+    return _label(task_id, limits.UNIQUE_KEY_BYTES_MAX)
 
 
 def _label(text: object, bytes_max: int) -> str | None:

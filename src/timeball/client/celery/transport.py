@@ -17,10 +17,11 @@ A priority is refused. The channel and its QoS belong to kombu's interface and r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from queue import Empty
 from typing import Any, Literal
 
+import msgspec
 from amqp.protocol import queue_declare_ok_t
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
@@ -32,7 +33,8 @@ from timeball.client.celery import messages
 from timeball.client.celery.link import Answer, GroupSource, Link, Source, TailSource
 from timeball.client.credentials import credentials, read_roots
 from timeball.client.http_calls import HttpCalls
-from timeball.client.http_connection import DEFAULT_PORT
+from timeball.client.http_codec import Operation, Page, path
+from timeball.client.http_connection import DEFAULT_PORT, Request
 from timeball.client.messages import Message
 from timeball.client.schedules import Schedules
 from timeball.client.timeball import Timeball
@@ -186,10 +188,10 @@ class TopicChannel(virtual.Channel):
 
     # ---- beyond kombu -----------------------------------------------------------------------------------
 
-    def cancel(self, task_ids: Iterable[str]) -> list[Verdict]:
-        """Cancel pending tasks. Returns a verdict for each id."""
-        verdicts: list[Verdict] = self.connection.cancel(task_ids)
-        return verdicts
+    def cancel(self, task_id: str) -> Verdict:
+        """Cancel a pending task. Returns its verdict."""
+        verdict: Verdict = self.connection.cancel(task_id)
+        return verdict
 
     @property
     def schedules(self) -> Schedules:
@@ -304,13 +306,35 @@ class Transport(virtual.Transport):
             fields["tag"] = tag or None
         self._ball.send(topic, retry=True, **fields)
 
-    def cancel(self, task_ids: Iterable[str]) -> list[Verdict]:
-        """Cancel pending tasks. Returns a verdict for each id: that of the message which this call settled, if any."""
-        verdicts = []
-        for task_id in task_ids:
-            found = self._ball.cancel(key=task_id)
-            verdicts.append(next((each for each in found if each.verdict == "cancelled"), found[-1]))
-        return verdicts
+    def cancel(self, task_id: str) -> Verdict:
+        """Cancel a pending task of this virtual host. Returns the verdict of the message that was settled.
+
+        `not_found` for an id that cannot be a key: the message of such a task has none.
+        """
+        key, found = messages.key_of(task_id), list[Verdict]()
+        if key is None:
+            return Verdict(task_id, "not_found", None, None)
+        pending = self._pending(key) if self._prefix else {}
+        own_ids = [id for id, topic in pending.items() if topic.startswith(self._prefix)]
+        if own_ids:
+            found = self._ball.cancel(ids=own_ids)
+        elif not pending:  # with a prefix nothing is left to cancel, and this only tells the outcome
+            found = self._ball.cancel(key=key)
+        settled = next((each for each in found if each.verdict == "cancelled"), found[-1] if found else None)
+        if settled is None:
+            return Verdict(task_id, "not_found", None, None)
+        return msgspec.structs.replace(settled, subject=task_id)
+
+    def _pending(self, key: str) -> dict[str, str]:
+        """The topics of the pending messages with a key in all virtual hosts, by their ids."""
+
+        def page_after(page: str | None) -> Operation[Page[dict[str, Any]]]:
+            target = path("messages", key=key, max=limits.LISTED_ROWS_MAX, page=page)
+            return Operation(Request("GET", target), _page_of, is_repeatable=True)
+
+        calls = self.link.calls
+        listed = calls.network.drive(calls.read_pages(page_after))
+        return {each["id"]: each["topic"] for each in listed if each.get("id")}
 
     def has_queue(self, queue: str) -> bool:
         """True if a durable queue has its topic."""
@@ -549,6 +573,11 @@ class Transport(virtual.Transport):
 
 def _credit(channel: TopicChannel) -> int:
     return min(channel.qos.prefetch_count or CREDIT, limits.CREDIT_ROWS_MAX)
+
+
+def _page_of(data: bytes) -> Page[dict[str, Any]]:
+    listed = msgspec.json.decode(data)
+    return listed["messages"], listed.get("next_page")
 
 
 def _endpoint_of(client: Any) -> str:
