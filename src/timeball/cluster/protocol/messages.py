@@ -128,6 +128,9 @@ class Members(msgspec.Struct, frozen=True):
     replicas: tuple[str, ...] = ()
 
 
+NO_MEMBERS = Members()
+
+
 # ---- the messages --------------------------------------------------------------------------------------------
 
 MAGIC = 0x31524254  # "TBR1" in a hex dump
@@ -216,13 +219,15 @@ class Hello(Message, frozen=True):
     group: str
     replica: str  # the sender's
     version: int = VERSION
-    members: Members = Members()  # the set in the record by which the sender leads or is a candidate
+    members: Members = NO_MEMBERS  # the set in the record by which the sender leads or is a candidate
     is_elected: bool = False  # a majority of the set has promised the epoch
 
     def payload(self) -> bytes:
         """Encode the fields as JSON."""
+        # Known by its identity as the default, which is omitted.
+        members = NO_MEMBERS if self.members == NO_MEMBERS else self.members
         return msgspec.json.encode(
-            HelloJson(self.group, self.replica, self.version, self.members, self.is_elected)
+            HelloJson(self.group, self.replica, self.version, members, self.is_elected)
         )
 
     @classmethod
@@ -413,17 +418,20 @@ class Complete(Message, frozen=True):
 # ---- encoding ------------------------------------------------------------------------------------------------
 
 
-class HelloJson(msgspec.Struct, frozen=True):
+# Without default values, so that a message has one form: a field with a damaged name would be taken for a missing one.
+
+
+class HelloJson(msgspec.Struct, frozen=True, omit_defaults=True):
     """The JSON payload of HELLO."""
 
     group: str
     replica: str
     version: int
-    members: Members = Members()
+    members: Members = NO_MEMBERS
     is_elected: bool = False
 
 
-class PromiseJson(msgspec.Struct, frozen=True):
+class PromiseJson(msgspec.Struct, frozen=True, omit_defaults=True):
     """The JSON payload of PROMISE."""
 
     replica: str
