@@ -166,6 +166,35 @@ def test_a_batch_that_no_connection_has_carried_is_not_lost(text: str, told: typ
     assert type(exchange.submit(batch()).exception(BOUND_S)) is told
 
 
+class Disconnected(Broken):
+    """A stream that breaks while this method of the writer runs. pyarrow then raises OSError."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__("Socket closed")
+        self.method = method
+
+    def begin(self, _: pa.Schema) -> None:
+        self._break("begin")
+
+    def write_batch(self, _: pa.RecordBatch) -> None:
+        self.written.set()
+        self._break("write_batch")
+
+    def _break(self, method: str) -> None:
+        if method == self.method:
+            raise OSError("Could not write record batch to stream (server disconnect?)")
+
+
+def test_a_stream_that_breaks_while_it_opens_is_not_sent() -> None:
+    with pytest.raises(NotSent, match="server disconnect"):
+        exchange_of(Disconnected("begin"), "grpc://here")
+
+
+def test_a_batch_that_a_broken_stream_did_not_take_is_not_sent() -> None:
+    exchange = exchange_of(Disconnected("write_batch"), "grpc://here")
+    assert type(exchange.submit(batch()).exception(BOUND_S)) is NotSent
+
+
 # ---- a broker that hangs -----------------------------------------------------------------------------------
 
 

@@ -40,6 +40,9 @@ _CHANNEL = [
     ("grpc.http2.max_pings_without_data", 0),  # a read sends no data
 ]
 
+# What pyarrow raises for a call that has failed. OSError: the stream is broken.
+FLIGHT_ERRORS = (pa.ArrowException, flight.FlightError, OSError)
+
 SCHEMES = ("grpc", "grpc+tcp", "grpc+tls", "grpc+unix")
 
 # Verbs that are safe to repeat. An attach carries a job id and an epoch, by which the broker recognizes a repetition.
@@ -94,7 +97,7 @@ class Calls(Attempts):
             if self._flight is None:
                 try:
                     self._flight = dial(self.endpoint, self._who, generic_options=_CHANNEL)
-                except (pa.ArrowException, flight.FlightError) as error:
+                except FLIGHT_ERRORS as error:
                     raise RequestError(
                         f"endpoint {self.endpoint!r}: write it as grpc://host:port ({error})"
                     ) from error
@@ -212,6 +215,8 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
         return Unavailable(f"{endpoint} speaks gRPC, but not Arrow Flight. {PORTS}")
     if NO_GRPC in text:
         return Unavailable(f"{endpoint} is no broker: it speaks HTTP/2, but not gRPC ({text}). {PORTS}")
+    if isinstance(error, OSError):
+        return Unavailable(f"the connection to {endpoint} failed: {text}")
     return TimeballError(f"{endpoint} answered with something else than a broker would: {text}")
 
 
@@ -220,5 +225,5 @@ def translated(endpoint: str) -> Iterator[None]:
     """Translate the Flight errors of the block to errors of Timeball."""
     try:
         yield
-    except (pa.ArrowException, flight.FlightError) as error:
+    except FLIGHT_ERRORS as error:
         raise translate(error, endpoint) from error

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.client.attempts import Lost, NotSent, refusal
-from timeball.client.calls import translate
+from timeball.client.calls import FLIGHT_ERRORS, translate
 from timeball.io.clock import SystemClock
 from timeball.model import limits, rules
 from timeball.model.answers import SendAck, SendAnswer
@@ -141,7 +141,7 @@ class SendExchange:
                     self._writer.write_with_metadata(batch, key.encode())
                 else:
                     self._writer.write_batch(batch)
-            except (pa.ArrowException, flight.FlightError) as error:
+            except FLIGHT_ERRORS as error:
                 failure = error
                 # The reading thread may still receive the broker's reason.
                 self._thread.join(_CLOSE_WAIT_S)
@@ -189,7 +189,7 @@ class SendExchange:
                 self._is_finished = True
                 try:
                     self._writer.write_metadata(END_OF_STREAM)
-                except (pa.ArrowException, flight.FlightError):
+                except FLIGHT_ERRORS:
                     pass  # the stream is broken, and the reading thread receives the reason
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class SendExchange:
             self._thread.join()
         try:
             self._writer.close()
-        except (pa.ArrowException, flight.FlightError):
+        except FLIGHT_ERRORS:
             pass  # every future without an answer has already received an error
 
     # ---- the watching thread --------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ class SendExchange:
             if self._is_cancelled:
                 reader.cancel()
             writer.begin(schema)
-        except (pa.ArrowException, flight.FlightError) as error:
-            # A broker that refuses the caller may end the stream before the schema is written.
+        except FLIGHT_ERRORS as error:
+            # A broker that refuses the caller, or that stops, may end the stream before the schema is written.
             self._opened.set_exception(self._not_sent(translate(error, self.endpoint)))
             return
         self._opened.set_result(None)
@@ -259,7 +259,7 @@ class SendExchange:
                     self._complete_oldest(_decoder.decode(metadata))
         except StopIteration:
             return Lost(f"{self.endpoint} closed the stream")
-        except (pa.ArrowException, flight.FlightError) as error:
+        except FLIGHT_ERRORS as error:
             if self._is_cancelled:
                 return self._overdue()
             reason = translate(error, self.endpoint)
