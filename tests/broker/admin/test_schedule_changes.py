@@ -249,6 +249,22 @@ async def test_a_new_body_does_not_undo_a_selection(world: World, action: str) -
     assert world.broker.tables.schedules.get(NAME)[0].body == b"new"
 
 
+@pytest.mark.parametrize("changes", [{"topic": "elsewhere"}, {"keys": "other"}])
+@on_node()
+async def test_a_new_topic_or_key_replaces_a_selected_occurrence(
+    world: World, changes: dict[str, str]
+) -> None:
+    """The rows that end a pending occurrence have the topic and the keys of its schedule."""
+    await put(world)
+    before = progress(world)
+    facts = SelectionFacts(seq=0, at_ms=0, topics=[TOPIC], action="pause")
+    await world.broker.selections.select(facts, ANONYMOUS)
+    assert await put(world, **changes) == "replaced"
+    after = progress(world)
+    assert after.number > before.number and after.due_ms == before.due_ms
+    assert world.broker.pending_messages == 1
+
+
 @on_node()
 async def test_a_pause_and_a_resume_do_not_undo_a_cancel_of_a_selection(world: World) -> None:
     await put(world)

@@ -206,7 +206,8 @@ class ScheduleChanges:
             self._check_template(name, facts)
             now_ms = self._clock.now_ms()
             # An occurrence that a selection has cancelled, held or moved stays so: the new facts are for the next one.
-            stays = known is not None and known[0].rule == facts.rule and await self._selected(name, *known)
+            # Not with another topic or other keys, because the later rows of the message are built from the facts.
+            stays = known is not None and _same(known[0], facts) and await self._selected(name, *known)
             if known is not None and stays:
                 after = Next(name, facts, known[1], is_put=True)
             else:
@@ -390,6 +391,10 @@ class ScheduleChanges:
         durable = self._appender.append(pa.concat_batches(parts)).durable
         continuation.keep()
         await durable
+
+
+def _same(known: ScheduleFacts, facts: ScheduleFacts) -> bool:
+    return (known.rule, known.topic, known.keys) == (facts.rule, facts.topic, facts.keys)
 
 
 def _may_be_of(name: str, place: MessagePlace) -> bool:
