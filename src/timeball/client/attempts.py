@@ -211,7 +211,7 @@ class Attempts:
             raise Unavailable("the client was closed")
 
     def attempt_limit_s(self, remaining_s: float, *, is_repeatable: bool) -> float:
-        """Compute the time limit of an attempt after which another one may follow. See the module's docstring."""
+        """Compute the time limit of an attempt that another one may follow (see the module's docstring)."""
         has_others = len(self._endpoints) > 1 and self._patience_s is None
         return remaining_s / 2 if is_repeatable and has_others else remaining_s
 

@@ -416,10 +416,8 @@ class Consuming:
         for topic, queue_ids in self._queues_of(request):
             offsets = self._tables.offsets.table.get(request.group, {}).get(topic.name, {})
             for queue_id in queue_ids:
-                queue, index = (
-                    self.leases.get(request.group, topic.name, queue_id),
-                    topic.queues[queue_id].index,
-                )
+                queue = self.leases.get(request.group, topic.name, queue_id)
+                index = topic.queues[queue_id].index
                 if queue is None or not self.leases.is_live(queue):
                     has_rows = max(offsets.get(queue_id, 0), index.min_offset) < index.max_offset
                 else:

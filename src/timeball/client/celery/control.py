@@ -41,7 +41,7 @@ class Control(celery.app.control.Control):
             with self.app.connection_or_acquire(options.get("connection")) as connection:
                 for each in task_ids:
                     verdicts.append(connection.default_channel.cancel(each))
-        finally:  # nobody else stores the states of the tasks that were cancelled before an error
+        finally:  # an error must not leave the tasks that were cancelled before it without their states
             for verdict in verdicts:
                 if verdict.cancelled:
                     self._store_revoked(verdict.subject)
