@@ -28,10 +28,9 @@ from tests.schedule.world import World
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Int64Array, int64
 from timeball.schedule import loaded
-from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log import HourLog, load
 from timeball.schedule.loaded import GRACE_MS, ExternalDelivery
-from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.outcomes import Outcomes, SettledPairs
 from timeball.schedule.scheduler import Scheduler
 
 DUE_MS = 16_000  # after the start: later than the first opening
@@ -226,7 +225,7 @@ class BringsTheCancelled(Scheduler):
     """A wrong scheduler: it does not check whether a brought message was cancelled."""
 
     def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
-        cancelled, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
+        cancelled, self.outcomes._cancelled = self.outcomes._cancelled, SettledPairs()
         try:
             return super().hand_out_dispatched(scheduled_rows)
         finally:

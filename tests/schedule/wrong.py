@@ -22,12 +22,12 @@ from timeball.model.message import Int64Array
 from timeball.schedule import timer_wheel as wheel
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels import Columns, DelayLevels, LevelQueue
-from timeball.schedule.due_index import FAR_MS, DueIndex
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.level_cascade import CascadeState, LevelCascade, holds_last_hops
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import RecordArray
-from timeball.schedule.outcomes import Settled
+from timeball.schedule.outcomes import Settled, SettledPairs
 from timeball.schedule.scheduler import Scheduler
 from timeball.schedule.timer_wheel import Entries, Ring, TimerLog, TimerWheel, WheelState
 from timeball.table.attachment import Attachment
@@ -92,7 +92,7 @@ class DeafToCancels(Scheduler):
     """Confirms a cancel and hands the message out nevertheless."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        before, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
+        before, self.outcomes._cancelled = self.outcomes._cancelled, SettledPairs()
         answers = super().cancel(due_ms, seq)
         self.outcomes._cancelled = before
         return answers
@@ -216,7 +216,7 @@ class ForgetsAtARestart(Scheduler):
     def restore(
         self, backlog: Backlog, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> None:
-        self.outcomes._cancelled = DueIndex()
+        self.outcomes._cancelled = SettledPairs()
         super().restore(backlog, state, settled, waiting, now_ms)
 
 
