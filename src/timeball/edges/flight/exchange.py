@@ -301,7 +301,7 @@ class Upload(FlightCall):
             idle_uploads = [upload for upload in self._context.streams if upload.is_evictable_for(self)]
             if not idle_uploads:
                 raise
-            min(idle_uploads, key=lambda upload: upload._last_active_s)._fail_after_answers(
+            min(idle_uploads, key=lambda upload: upload._last_active_s).fail_after_answers(
                 Unavailable(IDLE_TEXT)
             )
             super()._take_slot()
@@ -362,7 +362,7 @@ class Upload(FlightCall):
                 asyncio.get_running_loop().call_soon(self._next_turn)
                 return
         except Exception as error:  # of any kind: an internal fault must not leave the client waiting
-            self._fail_after_answers(error)
+            self.fail_after_answers(error)
             return
         wanted_bytes = READ_AHEAD_BYTES + max(0, self._message_bytes - self._held_bytes)
         # The window grows in large steps, because each step is a frame for the client to read.
@@ -389,7 +389,7 @@ class Upload(FlightCall):
         """Check the time limits (see Stream). A late message ends the stream after the answers to earlier batches."""
         if self._since_s is not None and now_s - self._since_s > self.READ_S and not self.window.is_finished:
             self._since_s = None
-            self._fail_after_answers(RequestError(f"a message has not come whole within {self.READ_S:.0f} s"))
+            self.fail_after_answers(RequestError(f"a message has not come whole within {self.READ_S:.0f} s"))
         else:
             super().check(now_s)
 
@@ -498,7 +498,7 @@ class Upload(FlightCall):
         super().move()
         self._send_answers()
 
-    def _fail_after_answers(self, error: BaseException) -> None:
+    def fail_after_answers(self, error: BaseException) -> None:
         """End the stream with this error, after the answers to the batches before it."""
         self._final_error = error
         self._parts.clear()

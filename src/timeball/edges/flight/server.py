@@ -179,6 +179,9 @@ class FlightEdge:
         for upload in uploads:
             if upload.window and not upload.window.is_aborted:
                 logger.warning("stream cut unanswered_batches=%d", len(upload.window))
+        for upload in list(self._uploads):
+            # Batches that arrive from now on are discarded. The error tells their clients to send them again.
+            upload.fail_after_answers(Unavailable(STOPPING))
         await self._server.close()
         if self._watch_task is not None:
             self._watch_task.cancel()
