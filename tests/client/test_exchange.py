@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import signal
 import subprocess
@@ -104,6 +105,23 @@ def test_a_stopping_broker_answers_what_it_has_and_ends_the_stream(data: Path) -
     exchange.close()
 
 
+def test_a_stream_that_the_broker_ended_prints_nothing(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Arrow prints the error of a writer that is freed and not closed."""
+    with running_node(data) as node:
+
+        def see_the_end() -> None:
+            exchange = opened(node)
+            exchange.submit(batch()).result(BOUND_S)
+            node.stop()
+            exchange._thread.join(BOUND_S)
+            assert not exchange.alive
+
+        see_the_end()
+        gc.collect()
+        node.start()
+    assert "Close() failed" not in capfd.readouterr().err
+
+
 def test_their_codes_do_not_shadow_the_brokers() -> None:
     assert type(from_code("unavailable", "x")) is Unavailable
     assert {NotSent.code, Lost.code, Unavailable.code, TimeballError.code} == {
@@ -150,6 +168,9 @@ class Broken:
 
     def write_batch(self, _: pa.RecordBatch) -> None:
         self.written.set()
+
+    def close(self) -> None:
+        pass
 
     def read_chunk(self) -> None:
         assert self.written.wait(BOUND_S)

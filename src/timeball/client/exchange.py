@@ -146,6 +146,8 @@ class SendExchange:
                 # The reading thread may still receive the broker's reason.
                 self._thread.join(_CLOSE_WAIT_S)
             self._end_writing(answer, failure)
+            if not self._thread.is_alive():
+                self._close_writer()
         return answer
 
     def _begin(self, answer: Answer) -> None:
@@ -199,6 +201,13 @@ class SendExchange:
         if self._thread.is_alive():
             self._reader.cancel()
             self._thread.join()
+        self._close_writer()
+
+    def _close_writer(self) -> None:
+        """Close the writer of an ended stream: Arrow prints the error of one that is freed and not closed.
+
+        The caller holds the write lock, or the reading thread has ended.
+        """
         try:
             self._writer.close()
         except FLIGHT_ERRORS:
@@ -249,6 +258,9 @@ class SendExchange:
             return
         self._opened.set_result(None)
         self._end(self._read())
+        if self._write_lock.acquire(blocking=False):  # else the thread that holds it closes the writer
+            self._close_writer()
+            self._write_lock.release()
 
     def _read(self) -> TimeballError:
         """Complete the futures until the stream ends. Returns the reason."""

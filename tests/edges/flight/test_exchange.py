@@ -196,7 +196,7 @@ def test_a_stop_ends_open_streams_with_its_reason_after_their_answers(tmp_path: 
         ending.start()  # the client neither finishes nor leaves
         with pytest.raises(flight.FlightServerError, match="the broker is stopping") as refused:
             reader.read_chunk()
-        assert refused.value.extra_info == b"unavailable"  # so the client knows that no other batch is accepted
+        assert refused.value.extra_info == b"unavailable"  # so no other batch is accepted
         ending.join(BOUND_S)
         assert not ending.is_alive()
         node.start()
