@@ -23,7 +23,7 @@ from tests.cluster.written_log import (
     copied,
     opened,
 )
-from tests.crash_files import CrashFiles, PowerCut
+from tests.crash_files import CrashFiles, PowerCut, Survival
 
 from timeball.cluster import replica_log
 from timeball.cluster.protocol.messages import BEGINNING, Members, Position
@@ -393,8 +393,10 @@ def test_damage_makes_another_replica_of_the_rows_before_it(seed: int) -> None:
     file.sync()
     again = opened(files)
     found = content_of(again)
-    is_proved = entry.ordinal != written.end.ordinal or any(
-        synced_to(other) > entry.position + BATCH_BYTES for other in written.entries[number + 1 :]
+    is_proved = (
+        entry.ordinal != written.end.ordinal
+        or number < written.synced
+        or any(synced_to(other) > entry.position + BATCH_BYTES for other in written.entries[number + 1 :])
     )
     assert found == places(written, number)
     assert (again.identity.replica != log.identity.replica) == is_proved
@@ -408,14 +410,79 @@ def test_a_former_leader_finds_damage_in_its_last_batch(has_led: bool) -> None:
     files = CrashFiles()
     log, written = opened(files), Written()
     log.keep_promise(1, log.identity.replica if has_led else "a/1", MEMBERS)
-    for _ in range(3):
+    for _ in range(2):
         written.commit(log, 1)
-    written.sync(log)
-    assert written.end.ordinal == 1 and written.end.end - written.entries[1].position < BATCH_BYTES
+    assert written.synced == 0 and written.end.end < BATCH_BYTES
+    flip(files, 1, written.entries[0].position + 60)
+    again = opened(files)
+    assert content_of(again) == places(written, 0)
+    assert (again.identity.replica != log.identity.replica) == has_led
+
+
+@pytest.mark.parametrize("synced", [1, 2, 3])
+def test_a_follower_finds_damage_in_rows_that_it_had_synced(synced: int) -> None:
+    """A hole behind the last sync is a torn write of the leader's batch."""
+    files = CrashFiles()
+    log, written = opened(files), Written()
+    log.keep_promise(1, "a/1", MEMBERS)
+    for number in range(1, 4):
+        written.commit(log, 1)
+        if number == synced:
+            written.sync(log)
     flip(files, 1, written.entries[1].position + 60)
     again = opened(files)
     assert content_of(again) == places(written, 1)
-    assert (again.identity.replica != log.identity.replica) == has_led
+    assert (again.identity.replica != log.identity.replica) == (synced >= 2)
+
+
+def test_a_power_cut_may_bring_back_an_older_synced_position() -> None:
+    files = CrashFiles()
+    log, written = opened(files), Written()
+    log.keep_promise(1, "a/1", MEMBERS)
+    for _ in range(3):
+        written.commit(log, 1)
+    written.sync(log)
+    files = files.crash(survival="nothing")  # the position was stored, but not synced
+    flip(files, 1, written.entries[1].position + 60)
+    again = opened(files)
+    assert content_of(again) == places(written, 1) and again.identity == log.identity
+
+
+def test_a_synced_position_beyond_the_last_segment_is_damage() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    assert written.synced == len(written.entries) and written.end.ordinal > 1
+    files.remove(segment_name(written.end.ordinal))
+    again = opened(files)
+    assert again.identity.replica != log.identity.replica
+    assert content_of(again) == [place for place in places(written) if place[0] < written.end.ordinal]
+
+
+def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None:
+    files = CrashFiles()
+    opened(files).close()
+    files.replace(IDENTITY_NAME, bytes(files.map_readonly(IDENTITY_NAME))[: 2 * SLOT_BYTES])
+    log, written = opened(files), Written()
+    log.keep_promise(1, "a/1", MEMBERS)
+    for _ in range(2):
+        written.commit(log, 1)
+    written.sync(log)
+    flip(files, 1, written.entries[0].position + 60)
+    again = opened(files)
+    assert content_of(again) == [] and again.identity.replica != log.identity.replica
+
+
+@pytest.mark.parametrize("survival", ["nothing", "everything"])
+def test_a_cut_sets_the_synced_position_back(survival: Survival) -> None:
+    files = CrashFiles()
+    log, written = opened(files), Written()
+    log.keep_promise(1, "a/1", MEMBERS)
+    for _ in range(3):
+        written.commit(log, 1)
+    written.sync(log)
+    log.cut(written.forget_behind(1))
+    again = opened(files.crash(survival=survival))
+    assert content_of(again) == places(written) and again.identity == log.identity
 
 
 @pytest.mark.parametrize("knows_itself", [True, False])
@@ -440,14 +507,13 @@ def test_whole_frames_that_a_start_removes_are_logged(caplog: pytest.LogCaptureF
     files = CrashFiles()
     log, written = opened(files), Written()
     log.keep_promise(1, "a/1", MEMBERS)
-    for _ in range(3):
+    for _ in range(2):
         written.commit(log, 1)
-    written.sync(log)
-    opened(files)
+    opened(files.crash(survival="everything"))
     assert not caplog.records
-    flip(files, 1, written.entries[1].position + 60)
+    flip(files, 1, written.entries[0].position + 60)
     opened(files)
-    assert f"byte={written.entries[2].position}" in caplog.text
+    assert f"byte={written.entries[1].position}" in caplog.text
 
 
 def test_a_sealed_segment_that_is_gone_is_damage() -> None:

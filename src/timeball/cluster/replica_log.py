@@ -3,7 +3,8 @@
 The log of a follower equals its leader's log, byte for byte and in the same segments. The segment files are those of
 a broker alone: `log/0000000001.log` and so on. `log/replica` stores the identity of the replica, the epoch that it
 has promised, and the newest set of replicas that it knows (`IdentityFile`). It is in the log folder so that deleting
-the log makes this disk another replica, even if other files of the data folder stay.
+the log makes this disk another replica, even if other files of the data folder stay. The file also stores how far the
+log was synced (`SyncedPosition`).
 
 While this replica leads, the broker's writer appends. It passes each new segment to `follow_writer`, and it makes the
 frames visible to readers. All methods belong to the replica's thread, except `opened`, which passes the log on to the
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import struct
 from array import array
 from itertools import takewhile
 
@@ -30,7 +32,7 @@ from timeball.cluster.protocol.messages import (
     Position,
 )
 from timeball.cluster.protocol.replica import Log
-from timeball.io.files import Files, disk_full
+from timeball.io.files import File, Files, disk_full
 from timeball.log import format as fmt
 from timeball.log.recovery import Opened, last_written, read_replica, whole_frames
 from timeball.log.segment import (
@@ -42,7 +44,7 @@ from timeball.log.segment import (
     epoch_ends,
     prepare,
 )
-from timeball.model.errors import Corrupt, SetupError
+from timeball.model.errors import Corrupt, OverLimit, SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class IdentityFile:
-    """The file `log/replica`: the identity, twice, each time in a slot of its own.
+    """The identity in the file `log/replica`: twice, each time in a slot of its own.
 
     A slot has the CRC-32C of the JSON (4 bytes, little-endian), and the JSON with zeros behind it. The file is never
     replaced by a new one: overwriting needs no free space on most file systems, so a replica can vote on a full disk.
@@ -84,7 +86,7 @@ class IdentityFile:
             crc, document = content[begin : begin + 4], content[begin + 4 : begin + SLOT_BYTES].rstrip(b"\0")
             if document and google_crc32c.value(document) == int.from_bytes(crc, "little"):
                 identity = msgspec.json.decode(document, type=Identity)
-                if content[:SLOT_BYTES] != content[SLOT_BYTES:]:
+                if content[:SLOT_BYTES] != content[SLOT_BYTES : 2 * SLOT_BYTES]:
                     self.save(identity)
                 return identity
         raise Corrupt(
@@ -98,7 +100,7 @@ class IdentityFile:
         assert len(slot) <= SLOT_BYTES, "names have at most 64 characters"
         slot = slot.ljust(SLOT_BYTES, b"\0")
         if not self._files.exists(IDENTITY_NAME):
-            self._files.replace(IDENTITY_NAME, slot * 2)
+            self._files.replace(IDENTITY_NAME, slot * 2 + bytes(SLOT_BYTES))
             return
         file = self._files.open(IDENTITY_NAME)
         try:
@@ -107,6 +109,57 @@ class IdentityFile:
                 file.sync()
         finally:
             file.close()
+
+
+class SyncedPosition:
+    """The position up to which frames of other leaders were synced: the third slot of `log/replica`.
+
+    It has the CRC-32C of the other fields, the ordinal of the segment, and the byte (4, 8 and 8 bytes, little-endian).
+
+    Invariant: all bytes of the log before it were on this disk, so a hole there is damage. It is stored after each sync
+    of the log, without a sync of its own. A power cut may bring an older one back, which is true as well. Before the
+    log is cut, it is set back durably.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._file: File | None = None
+        self.ordinal = self.end = 0
+
+    def load(self) -> None:
+        """Read the position. It stays (0, 0) if there is none."""
+        if self._files.exists(IDENTITY_NAME):
+            slot = bytes(self._files.map_readonly(IDENTITY_NAME))[2 * SLOT_BYTES :]
+            if len(slot) >= _SYNCED.size:
+                crc, ordinal, end = _SYNCED.unpack_from(slot)
+                if google_crc32c.value(slot[4 : _SYNCED.size]) == crc:
+                    self.ordinal, self.end = ordinal, end
+
+    def store(self, ordinal: int, end: int) -> None:
+        """Store the position after a sync of the log."""
+        self._file = self._file or self._files.open(IDENTITY_NAME)
+        fields = _SYNCED.pack(0, ordinal, end)[4:]
+        try:
+            self._file.write_at(2 * SLOT_BYTES, google_crc32c.value(fields).to_bytes(4, "little") + fields)
+        except OverLimit:
+            return  # a file of an earlier version has no such slot, and the disk is full: the frames tell less
+        self.ordinal, self.end = ordinal, end
+
+    def set_back(self, at: Position) -> None:
+        """Set it back to `at` durably if it is beyond, before the log is cut there."""
+        if (self.ordinal, self.end) > at[:2]:
+            self.store(at.ordinal, at.end)
+            assert self._file is not None
+            self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+_SYNCED = struct.Struct("<IQQ")
 
 
 class LogPiece(msgspec.Struct, frozen=True):
@@ -140,8 +193,13 @@ class ReplicaLog:
             )
         # A promise names the replica that may lead, so no other one has written frames of this epoch.
         has_led = stored is not None and stored.promised_to == stored.replica
+        self._synced = SyncedPosition(files)
+        self._synced.load()
         segments, damage = read_replica(
-            files, batch_bytes=batch_bytes, own_epoch=stored.promised if stored is not None and has_led else 0
+            files,
+            batch_bytes=batch_bytes,
+            own_epoch=stored.promised if stored is not None and has_led else 0,
+            synced=(self._synced.ordinal, self._synced.end),
         )
         if damage and _is_alone(stored):
             raise Corrupt(
@@ -260,8 +318,11 @@ class ReplicaLog:
             raise disk_full("beginning a segment")
 
     def sync(self) -> None:
-        """Sync everything that was written."""
+        """Sync everything that was written, and store how far that is."""
         self._open_file().file.sync()
+        if not self._is_leading:  # the frames of a leader's own log prove by themselves how far it was synced
+            last = self._last
+            self._synced.store(last.ordinal, last.end)
 
     def cut(self, at: Position) -> None:
         """Remove everything after `at`, from the end backwards, so that a crash in between leaves a valid log."""
@@ -329,7 +390,8 @@ class ReplicaLog:
         return Begin(epoch, ordinal, self._segment_bytes, seq, header), ordinal, fmt.ALIGN
 
     def close(self) -> None:
-        """Close the file being written, unless the broker's writer owns it."""
+        """Close the files, except the segment that the broker's writer owns."""
+        self._synced.close()
         if not self._is_leading:
             self._close_file()
 
@@ -389,6 +451,7 @@ class ReplicaLog:
             self._file = None
 
     def _cut_after(self, at: Position, *, keeps_header: bool) -> None:
+        self._synced.set_back(at)
         kept = {ordinal for ordinal in self._segments if ordinal <= at.ordinal}
         if keeps_header and at.ordinal + 1 in self._segments:
             kept.add(at.ordinal + 1)  # begun, but still empty

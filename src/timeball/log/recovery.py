@@ -175,12 +175,15 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_se
     return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
 
 
-def read_replica(files: Files, *, batch_bytes: int, own_epoch: int = 0) -> tuple[list[Segment], str]:
+def read_replica(
+    files: Files, *, batch_bytes: int, own_epoch: int = 0, synced: tuple[int, int] = (0, 0)
+) -> tuple[list[Segment], str]:
     """Read the segments of a replica's log up to its end or to damage. Returns them and the damage ("" if none).
 
     A replica syncs after at most `batch_bytes`, and the `synced_to` of a frame refers to the disk of its leader. So a
     frame after a hole proves damage only if it states that more than a batch after the hole was on disk. Frames of
-    `own_epoch` refer to this disk, because this replica led in that epoch (0: in none).
+    `own_epoch` refer to this disk, because this replica led in that epoch (0: in none). A log that ends before `synced`
+    (ordinal of a segment, byte), to which it was once synced, is damaged, too.
     """
     files.make_dir(FOLDER)
     segments: list[Segment] = []
@@ -210,6 +213,11 @@ def read_replica(files: Files, *, batch_bytes: int, own_epoch: int = 0) -> tuple
             return (
                 segments,
                 f"{last.name}: {reason}; the frame at byte {proof.position} was written behind it",
+            )
+        if (last.ordinal, last.end) < synced:
+            return segments, (
+                f"{last.name} ends at byte {last.end} ({reason}); this disk had stored {segment_name(synced[0])} up "
+                f"to byte {synced[1]}"
             )
     return segments, ""
 
