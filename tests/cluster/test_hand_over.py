@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import Cluster, NodeProcess, client_of, running_cluster
 
+from timeball import Timeball
+from timeball.client.attempts import Lost
 from timeball.io.clock import SystemClock
 
 TOPIC, GROUP = "handed", "readers"
@@ -100,6 +104,38 @@ def test_a_hand_over_costs_no_call(tmp_path: Path) -> None:
     assert not load.failures
     assert seen == Counter(load.accepted)
     assert late_ms.min() >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.xdist_group("etcd")
+def test_a_stop_does_not_wait_for_a_replica_that_is_gone(tmp_path: Path) -> None:
+    """With `--acks all`, the last commit needs this replica."""
+    need_etcd()
+    with running_cluster(tmp_path, **{"lease-ttl-ms": "1s", "acks": "all"}) as cluster:
+        leader = cluster.leader()
+        with leader.client() as ball:
+            stored = ball.send(TOPIC, b"", after="1h")
+        gone = next(node for node in cluster.nodes.values() if node is not leader)
+        gone.kill()
+        epoch, process = cluster.view().record, leader.process
+        assert epoch is not None and process is not None
+        with leader.client(timeout_ms=BOUND_S * 1_000) as ball, ThreadPoolExecutor(1) as sender:
+            waiting = sender.submit(ball.send, TOPIC, b"", after="1h")
+            cluster.wait("the commit waits", lambda: _lags(ball))
+            leader.kill(signal.SIGTERM)
+            assert process.returncode == 0
+            assert isinstance(waiting.exception(BOUND_S), Lost)
+        gone.start()
+        leader.start()
+        with cluster.leader(epoch.epoch).client() as ball:
+            assert ball.get(stored.id).state == "waiting"
+
+
+def _lags(ball: Timeball) -> bool:
+    """Return whether rows of the leader's log are not committed."""
+    replica = ball.status()["replica"]
+    return int(replica["log_seq"]) > int(replica["committed_seq"])  # type: ignore[call-overload, index]
 
 
 def _more(load: SteadyLoad, sends: int) -> object:

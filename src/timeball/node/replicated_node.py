@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 QUORUM_TTLS = 3  # a leader without contact to a majority stops after this many lease times
 ABANDON_S = 2.0  # longest time to end the work of a node that leads no more; else its process is replaced
+LAST_COMMITS_S = 5.0  # longest wait of a leader that stops for the other replicas to store a commit
 HAND_OVER_S = 2.0  # longest wait for the hand-over to the next leader
 POLL_S = 0.01  # interval at which the hand-over is checked
 STALLED_POLL_S = (
@@ -183,7 +184,12 @@ class ReplicatedNode:
         if self._hand_over_task is not None:
             await asyncio.wait([self._hand_over_task])
         elif self.broker_node is not None:
-            await self._stop_leading(self.broker_node, "")
+            try:
+                await self._stop_leading(self.broker_node, "")
+            except LeaseLost as error:
+                # The replica's thread waits for these commits, so it cannot be waited for.
+                logger.warning("stopped out of order reason=%s", error)
+                return await self.member.close()
         await self._gateway.close()
         await self._names.close()
         await self._group_calls.close()
@@ -363,13 +369,31 @@ class ReplicatedNode:
             self.end(error)
 
     async def _stop_leading(self, broker: Node, node: str) -> None:
-        """Stop serving and hand over to `node`, or to any replica if `node` is ""."""
+        """Stop serving and hand over to `node`, or to any replica if `node` is "".
+
+        Raises LeaseLost if the last commits do not end: too few of the other replicas answer, or the disk hangs.
+        """
         # Sending the last answers may take a while, and the next leader need not wait for it.
         closing_edges = asyncio.create_task(broker.close_edges())
         await asyncio.sleep(0)  # lets the task run until the ports are closed
-        await broker.finish()
+        finishing = asyncio.create_task(broker.finish())
+        await self._watch_last_commits(broker, finishing)
+        await finishing
         await self._hand_over(node)
         await closing_edges
+
+    async def _watch_last_commits(self, broker: Node, finishing: asyncio.Task[None]) -> None:
+        """Wait until `finishing` ends. Raises LeaseLost when a commit waits and none has ended for LAST_COMMITS_S."""
+        loop, writer = asyncio.get_running_loop(), broker.broker.log.writer
+        committed, since_s = self.thread.committed, loop.time()
+        while not finishing.done():
+            await asyncio.wait([finishing], timeout=LAST_COMMITS_S / 10)
+            if self.thread.committed != committed or not writer.is_writing:
+                committed, since_s = self.thread.committed, loop.time()
+            elif loop.time() - since_s > LAST_COMMITS_S:
+                raise LeaseLost(
+                    f"the last commits were not stored by enough replicas within {LAST_COMMITS_S:.0f} s"
+                )
 
     async def _hand_over(self, node: str) -> None:
         """Let `node` lead or, if it is "", a replica that has the whole log. Waits at most HAND_OVER_S."""
