@@ -199,6 +199,55 @@ def test_a_backup_that_was_interrupted_is_gone_on_with(stopped: Path, copy: Path
     assert {file.name for file in made.files} >= {"FORMAT", "log/0000000001.log"}
 
 
+class Pulled(Exception):
+    """The target disk is pulled out."""
+
+
+def interrupt_at_the_end(source: Path, target: Path) -> None:
+    """Stop a backup after it has copied its last file, and before it writes its manifest."""
+
+    def pull_out(done_bytes: int, all_bytes: int) -> None:
+        if done_bytes == all_bytes and any(target.glob("FORMAT")):
+            raise Pulled
+
+    with pytest.raises(Pulled):
+        backup.backup(RealFiles(source), RealFiles(target), SystemClock(), pull_out)
+
+
+def check_copies(made: Manifest, source: Path, copy: Path) -> None:
+    for file in made.files:
+        assert (copy / file.name).read_bytes() == (source / file.name).read_bytes()[: file.used_bytes]
+
+
+def test_a_backup_that_goes_on_after_the_log_has_rolled_copies_the_last_segment_again(
+    data: Path, copy: Path
+) -> None:
+    with running_node(data) as node, node.client() as ball:
+        ball.send("t", "before the backup")
+        interrupt_at_the_end(data, copy)
+        ball.send("t", "in the same segment")
+        node.run(node.node.broker.log.writer.roll())
+        ball.send("t", "in the next one")
+        made = backed_up(data, copy)
+        check_copies(made, data, copy)
+    back = copy.with_name("restored")
+    backup.restore(RealFiles(copy), RealFiles(back))
+    with running_node(back) as node, node.client() as ball:
+        assert len(ball.browse_batch("t")) == 3
+
+
+def test_a_backup_that_goes_on_copies_the_files_of_a_replaced_folder_again(data: Path, copy: Path) -> None:
+    for body in ("old", "new"):
+        if data.exists():
+            interrupt_at_the_end(data, copy)
+            data.rename(data.with_name("former"))
+        with running_node(data) as node, node.client() as ball:
+            ball.send("t", body)
+            node.run(node.node.broker.log.writer.roll())
+            ball.send("t", body)
+    check_copies(backed_up(data, copy), data, copy)
+
+
 def test_a_restore_that_was_interrupted_is_no_data_folder_until_it_is_finished(
     stopped: Path, copy: Path
 ) -> None:

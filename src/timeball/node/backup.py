@@ -58,11 +58,11 @@ def backup(
     copied: list[CopiedFile] = []
     for planned in backup_plan.files:
         copied_file = progress.copied.get(planned.name)
-        if copied_file is None or not (planned.is_fixed and _is_copied(target, copied_file)):
+        if copied_file is not None and _is_of(copied_file, planned) and _is_copied(target, copied_file):
+            counter.add(planned.used_bytes)
+        else:
             copied_file = _copy(planned.name, planned.buffer, planned.used_bytes, target, counter)
             progress.add(copied_file)
-        else:
-            counter.add(planned.used_bytes)
         copied.append(copied_file)
     _remove_unplanned(target, progress, backup_plan)
     if source.exists(FORMAT_NAME):
@@ -142,6 +142,14 @@ def _copy(
     return CopiedFile(name, buffer.size, used_bytes, crc32c(target.map_readonly(name), used_bytes))
 
 
+def _is_of(copied: CopiedFile, planned: PlannedFile) -> bool:
+    """Check whether an interrupted run copied exactly the planned bytes."""
+    # The segment that was the last one has grown since, and the source folder may have been replaced by another one.
+    return (copied.size_bytes, copied.used_bytes) == (planned.buffer.size, planned.used_bytes) and (
+        copied.crc32c == crc32c(planned.buffer, planned.used_bytes)
+    )
+
+
 def _is_copied(files: Files, file: CopiedFile) -> bool:
     """Check whether a file exists with the content that was copied, by its checksum."""
     try:
@@ -191,12 +199,11 @@ ATTEMPTS_MAX = 5  # enough, because retention removes files only once a minute
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A mapped file, whose first `used_bytes` are backed up. `is_fixed` means that these bytes never change."""
+    """A mapped file, whose first `used_bytes` are backed up."""
 
     name: str
     buffer: pa.Buffer
     used_bytes: int
-    is_fixed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +247,7 @@ def plan(files: Files) -> Plan:
             missing = str(error)
             continue
         last = segments[-1]
-        log_files = [
-            PlannedFile(segment.name, segment.buffer, segment.end, segment is not last)
-            for segment in segments
-        ]
+        log_files = [PlannedFile(segment.name, segment.buffer, segment.end) for segment in segments]
         return Plan([*data_files, *log_files], segments[0].first_seq, last.next_seq)
     object_store_hint = (
         "; a pending table in an object store (serve --table) cannot be backed up by this command"
@@ -352,7 +356,7 @@ def _plan_data_file(files: Files, entry: FileEntry) -> PlannedFile:
         raise Corrupt(
             f"{name} has {buffer.size} bytes, not {entry.size_bytes}: restore this file from a copy"
         )
-    return PlannedFile(name, buffer, buffer.size, True)
+    return PlannedFile(name, buffer, buffer.size)
 
 
 def _map_file(files: Files, name: str) -> pa.Buffer:
@@ -364,7 +368,7 @@ def _map_file(files: Files, name: str) -> pa.Buffer:
 
 # ---- the manifest, and the record of an interrupted backup ---------------------------------------------------
 # During a backup, `BACKUP.partial` contains a line of JSON for the source, and a line for each file that is copied and
-# synced. An interrupted backup that is started again does not copy these files again.
+# synced. An interrupted backup that is started again does not copy these files again, unless they have changed.
 
 NAME = "BACKUP.json"
 PARTIAL = "BACKUP.partial"

@@ -37,7 +37,7 @@ def test_a_plan_ends_behind_the_last_whole_frame_and_names_the_live_files(data: 
     found = plan(RealFiles(data))
     assert [planned.name for planned in found.files if planned.name.endswith(".log")] == [LOG]
     (log,) = (planned for planned in found.files if planned.name == LOG)
-    assert fmt.ALIGN < log.used_bytes < log.buffer.size and not log.is_fixed
+    assert fmt.ALIGN < log.used_bytes < log.buffer.size
     assert found.first_row == 1 and found.row > 200
     live = {path.relative_to(data).as_posix() for path in data.glob("pending/bucket=*/*.parquet")}
     assert {planned.name for planned in found.files} == {LOG, *live} and len(live) == 2
