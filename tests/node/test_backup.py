@@ -271,6 +271,27 @@ def test_a_restore_that_was_interrupted_is_no_data_folder_until_it_is_finished(
         assert (schedule["table_rows"], schedule["tail_rows"]) == (500, 50)
 
 
+def test_a_restore_that_was_not_finished_goes_on_with_the_same_backup_only(data: Path, copy: Path) -> None:
+    tuesday, back = copy.with_name("tuesday"), copy.with_name("restored")
+    with running_node(data) as node, node.client() as ball:
+        ball.send("t", "on Monday")
+        backed_up(data, copy)
+        node.run(node.node.broker.log.writer.roll())
+        ball.send("t", "on Tuesday")
+        backed_up(data, tuesday)
+    first, last = sorted(tuesday.glob("log/*.log"))
+    last.rename(tuesday / "lost")
+    with pytest.raises(Corrupt, match="use another backup"):
+        backup.restore(RealFiles(tuesday), RealFiles(back))
+    with pytest.raises(SetupError, match="another backup"):
+        backup.restore(RealFiles(copy), RealFiles(back))
+    assert (back / "log" / first.name).read_bytes()[: first.stat().st_size] == first.read_bytes()
+    (tuesday / "lost").rename(last)
+    backup.restore(RealFiles(tuesday), RealFiles(back))
+    with running_node(back) as node, node.client() as ball:
+        assert len(ball.browse_batch("t")) == 2
+
+
 @pytest.mark.parametrize("pattern", ["**/*.parquet", "log/*.log"])
 @pytest.mark.parametrize("fault", ["changed", "cut", "missing"])
 def test_a_damaged_backup_is_refused_by_name(stopped: Path, copy: Path, pattern: str, fault: str) -> None:

@@ -82,18 +82,13 @@ def backup(
 def restore(
     source: Files, target: Files, report_progress: ReportProgress = lambda _done, _total: None
 ) -> Manifest:
-    """Copy a backup into an empty data folder, or into the folder of an interrupted restore. Checks every byte.
+    """Copy a backup into an empty data folder, or into the folder of an interrupted restore of the same backup.
 
-    Raises SetupError for a folder with other files, and Corrupt for a damaged backup.
+    Checks every byte. Raises SetupError for a folder with other files, and Corrupt for a damaged backup.
     """
     manifest = load(source)
     target.make_dir(".")
-    names = target.list_dir(".")
-    if names and RESTORING not in names:
-        raise SetupError(
-            f"{target.external('.')} is not empty: a backup is restored into an empty folder only"
-        )
-    target.replace(RESTORING, b"")
+    _claim(target, b"%08x" % google_crc32c.value(source.map_readonly(NAME)))
     counter = _ProgressCounter(report_progress, manifest.used_bytes)
     segments = [file.name for file in manifest.files if file.name.endswith(SUFFIX)]
     for file in manifest.files:
@@ -109,6 +104,26 @@ def restore(
     target.remove(RESTORING)
     target.sync_dir(".")
     return manifest
+
+
+def _claim(target: Files, backup_id: bytes) -> None:
+    """Mark an empty folder as the unfinished restore of a backup. `backup_id`: the checksum of its manifest.
+
+    Raises SetupError for a folder with other files.
+    """
+    names = target.list_dir(".")
+    if not names:
+        target.replace(RESTORING, backup_id)
+    elif RESTORING not in names:
+        raise SetupError(
+            f"{target.external('.')} is not empty: a backup is restored into an empty folder only"
+        )
+    # A start would read the files of the other backup as well.
+    elif bytes(target.map_readonly(RESTORING)) != backup_id:
+        raise SetupError(
+            f"{target.external('.')} holds an unfinished restore of another backup: remove its files, "
+            "or name another folder"
+        )
 
 
 class _ProgressCounter:

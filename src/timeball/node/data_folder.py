@@ -10,7 +10,8 @@ from timeball.log.segment import contains_log
 from timeball.model.errors import SetupError
 
 FORMAT_NAME = "FORMAT"
-RESTORING = "RESTORING"  # exists until a restore is finished; meanwhile no broker starts on the folder
+# The checksum of the restored backup's manifest. Exists until the restore is finished, and no broker starts meanwhile.
+RESTORING = "RESTORING"
 
 
 class FormatFacts(msgspec.Struct):
