@@ -6,6 +6,7 @@ import asyncio
 import struct
 
 import google_crc32c
+import numpy as np
 import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
@@ -146,6 +147,35 @@ def test_a_body_that_looks_like_a_frame_proves_nothing_about_the_commit_it_was_t
     assert len(inside) == (version == 1)
     flip(files, segment_name(1), torn.position + 100)
     assert reopened(files, segment_bytes=large).segments.next_seq == 4
+
+
+def test_whole_frames_are_found_with_one_search_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that follow each other, and frames between zeros, also at the ends of the steps of the search."""
+    mib = 1 << 20
+    data, rows = bytearray(3 * mib), batch(0, 1)
+
+    def put(position: int) -> int:
+        frame, parts = fmt.encode_frame(
+            rows, first_seq=1, span=1, append_ms=0, epoch=1, position=position, synced_to=0
+        )
+        data[position : frame.end] = b"".join(bytes(part) for part in parts)
+        return frame.end
+
+    size = put(64) - 64
+    row = range(64, 64 + 200 * size, size)
+    expected = [*row, mib - 64, mib - 64 + size, 2 * mib - size, 2 * mib, 3 * mib - size]
+    for position in expected:
+        put(position)
+    searched: list[int] = []
+
+    def counted(values: np.ndarray) -> np.ndarray:
+        searched.append(values.size)
+        return flatnonzero(values)
+
+    flatnonzero = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", counted)
+    assert [frame.position for frame in whole_frames(pa.py_buffer(data), 64)] == expected
+    assert sum(searched) <= len(data) // fmt.ALIGN + 4096, "the words, and the last bytes"
 
 
 def test_frame_out_of_sequence_ends_the_log() -> None:

@@ -333,12 +333,10 @@ def find_later_proof(
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
     """Yield every whole frame at or after the aligned `position`. Skips the bytes between them."""
-    end = last_written(buffer, position)
-    while (position := _next_magic(buffer, position, end)) < end:
-        frame = _frame_or_none(buffer, position)
+    for at in _magic_positions(buffer, position, last_written(buffer, position)):
+        frame = _frame_or_none(buffer, at)
         if frame is not None:
             yield frame
-        position += fmt.ALIGN
 
 
 def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
@@ -351,12 +349,16 @@ def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
         return None
 
 
-def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
-    """Find the first aligned position >= `position` with a frame's magic, or `end` if there is none."""
+def _magic_positions(buffer: pa.Buffer, position: int, end: int) -> Iterator[int]:
+    """Yield the aligned positions from `position` up to `end` that have a frame's magic."""
     # Frames begin at multiples of ALIGN, so only one word in sixteen is compared.
     words = np.frombuffer(buffer, dtype="<u4", count=(buffer.size // fmt.ALIGN) * (fmt.ALIGN // 4))
-    hits = np.flatnonzero(words[position // 4 : end // 4 : fmt.ALIGN // 4] == fmt.FRAME_MAGIC)
-    return position + int(hits[0]) * fmt.ALIGN if len(hits) else end
+    # In steps, because most callers stop at the first frame. Each step is searched once, whatever it contains: a
+    # position inside a whole frame counts, too, because that frame may be a copy in a body that was torn.
+    for begin in range(position, end, 1 << 20):
+        step = words[begin // 4 : min(begin + (1 << 20), end) // 4 : fmt.ALIGN // 4]
+        for hit in np.flatnonzero(step == fmt.FRAME_MAGIC).tolist():
+            yield begin + hit * fmt.ALIGN
 
 
 def last_written(buffer: pa.Buffer, start: int) -> int:
