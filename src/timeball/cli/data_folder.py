@@ -53,13 +53,16 @@ def dump(
     ] = None,
     from_seq: Annotated[int, typer.Option("--from-seq", help="Only from this sequence number on.")] = 0,
     to_seq: Annotated[int | None, typer.Option("--to-seq", help="Only below this sequence number.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Also compare the caches with the log.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also compare the caches with the log, and check all data files.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the contents of a data folder: segments, torn tail, damage, checkpoint, queues.
 
     The command needs no broker and changes nothing, and it may run beside a
-    broker. It compares every frame that it reads with its checksum.
+    broker. It compares every frame that it reads with its checksum, and the
+    sizes of the pending table's data files with the log.
 
     Exit code 5: a part of the folder is damaged.
 

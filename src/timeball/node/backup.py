@@ -37,6 +37,7 @@ from timeball.model.message import Kind
 from timeball.node.data_folder import FORMAT_NAME, RESTORING
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, live_files
+from timeball.table.data_file import check_all
 from timeball.table.layout import FOLDER as TABLE
 
 ReportProgress = Callable[
@@ -261,6 +262,8 @@ def plan(files: Files) -> Plan:
         except _FileRemoved as error:
             missing = str(error)
             continue
+        for planned in data_files:
+            _check_data_file(planned)
         last = segments[-1]
         log_files = [PlannedFile(segment.name, segment.buffer, segment.end) for segment in segments]
         return Plan([*data_files, *log_files], segments[0].first_seq, last.next_seq)
@@ -372,6 +375,14 @@ def _plan_data_file(files: Files, entry: FileEntry) -> PlannedFile:
             f"{name} has {buffer.size} bytes, not {entry.size_bytes}: restore this file from a copy"
         )
     return PlannedFile(name, buffer, buffer.size)
+
+
+def _check_data_file(planned: PlannedFile) -> None:
+    """Check all checksums of a data file. Raises Corrupt."""
+    try:
+        check_all(planned.buffer)
+    except Corrupt as error:
+        raise Corrupt(f"{planned.name}: {error}; restore this file from a copy") from error
 
 
 def _map_file(files: Files, name: str) -> pa.Buffer:

@@ -12,7 +12,8 @@ of a commit that was never acknowledged are not shown.
 
 A report is rows, frames or a summary, as plain dictionaries. A `Selection` chooses the part of the log. Every frame of
 a selected segment is read and checked, even if it is not shown. Torn tails and damage (`Torn`, `Damage`) are always
-reported. `CacheCheck` compares the caches beside the log with the log (`--verify`).
+reported. A summary of the whole folder includes the live data files of the pending table (inspect_table.py).
+`CacheCheck` compares the caches beside the log with the log (`--verify`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from timeball.log.segment import FOLDER, SUFFIX, Segment, segment_name
 from timeball.model.errors import Corrupt, NotFound, SetupError
 from timeball.model.key_hash import KeyRun, UInt64Array, hash_keys
 from timeball.model.message import Int64Array, Kind, without_secrets
+from timeball.node.inspect_table import DataFileCheck
 
 LISTINGS_MAX = 100  # a broker removes a segment every few seconds at most
 
@@ -486,11 +488,16 @@ class Summary:
 
 
 def summarise(folder: FolderDump, selection: Selection, *, verify: bool = False) -> Summary:
-    """Summarise the selected part of a folder. With `verify`, also compare the caches with the log.
+    """Summarise the selected part of a folder, and check the data files if all of the log is selected.
 
-    The log is read only once.
+    With `verify`, also compare the caches with the log, and check all bytes of the data files. The log is read only
+    once.
     """
     check = CacheCheck(folder) if verify else None
+    data_files = None
+    if all(map(selection.has_segment, folder.segments)):
+        checkpoint = folder.checkpoint
+        data_files = DataFileCheck(folder.files, cp.Facts(seq=1) if checkpoint is None else checkpoint.facts)
     segments: list[SegmentSummary] = []
     flaws: list[Torn | Damage] = list(folder.damage)
     for segment in filter(selection.has_segment, folder.segments):
@@ -505,12 +512,23 @@ def summarise(folder: FolderDump, selection: Selection, *, verify: bool = False)
                 continue
             if check is not None:
                 check.add(result)
+            if data_files is not None:
+                data_files.add(segment.buffer, result.frame, result.rows)
             if selection.has_frame(result):
                 summary.add(result)
         if check is not None:
             flaws += check.finish(segment)
         segments.append(summary)
+    if data_files is not None:
+        is_log_whole = not any(isinstance(flaw, Damage) and _is_of_log(flaw) for flaw in flaws)
+        faults = data_files.finish(is_log_whole=is_log_whole, verify=verify)
+        flaws += [Damage(name, None, f"{fault}; restore this file from a copy") for name, fault in faults]
     return Summary(segments, _checkpoint_fields(folder), _queue_ranges(folder), flaws, verify)
+
+
+def _is_of_log(damage: Damage) -> bool:
+    """Check whether rows of the log may be lost, and not only a cache."""
+    return damage.file == FOLDER or damage.file.endswith(SUFFIX)
 
 
 def _checkpoint_fields(folder: FolderDump) -> dict[str, Any] | None:

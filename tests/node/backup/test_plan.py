@@ -69,6 +69,14 @@ def test_a_data_file_that_is_not_as_the_log_says_is_refused(
         plan(RealFiles(data))
 
 
+def test_a_byte_of_a_data_file_that_is_wrong_is_refused(data: Path) -> None:
+    hurt = next(data.glob("pending/bucket=*/*.parquet"))
+    size_bytes = hurt.stat().st_size
+    change(hurt, size_bytes // 3, bytes([hurt.read_bytes()[size_bytes // 3] ^ 1]))
+    with pytest.raises(Corrupt, match=f"{hurt.name}: .*; restore this file from a copy"):
+        plan(RealFiles(data))
+
+
 def test_a_folder_without_a_log_is_none_of_ours(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no log"):
         plan(RealFiles(tmp_path))

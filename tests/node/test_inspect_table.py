@@ -1,0 +1,105 @@
+"""Damage of the pending table's live data files is in the summary of a dump, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.node_fixture import running_node
+
+from timeball.cluster.replica_log import IDENTITY_NAME
+from timeball.io.files import RealFiles
+from timeball.log import checkpoint as cp
+from timeball.log.segment import segment_name
+from timeball.node.inspect_folder import FolderDump, Selection, summarise
+from timeball.table.catalog import DELTA_LOG
+
+ALL = Selection()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two live data files, one attached before a snapshot and one after it, and two former ones."""
+    folder = tmp_path_factory.mktemp("made") / "data"
+    with running_node(folder, segment_bytes=1 << 20) as node, node.client() as ball:
+        for topic in ("a", "b"):
+            rows = [{"body": os.urandom(100), "after": "40d"} for _ in range(500)]
+            ball.send_many(rows, topic=topic)
+            ball.compact()
+            if topic == "a":
+                node.run(node.node.maintenance.snapshot())
+    return folder
+
+
+@pytest.fixture
+def data(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "data"))
+
+
+def damage(data: Path, *, verify: bool, selection: Selection = ALL) -> list[tuple[str, str]]:
+    summary = summarise(FolderDump(RealFiles(data)), selection, verify=verify)
+    return [(damage.file, damage.text.partition(";")[0]) for damage in summary.damage]
+
+
+def live(data: Path) -> list[Path]:
+    return sorted(data.glob("pending/bucket=*/*.parquet"))
+
+
+def lose(data: Path, file: Path) -> str:
+    """Remove a data file with its link. Returns its name."""
+    file.unlink()
+    (data / "pending" / "_live" / file.stem).unlink()
+    return file.relative_to(data).as_posix()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_cut_and_a_missing_file_are_named_also_without_the_checkpoint(data: Path, verify: bool) -> None:
+    assert damage(data, verify=verify) == []
+    first, second = live(data)
+    size_bytes = first.stat().st_size
+    os.truncate(first, size_bytes - 1)
+    expected = [
+        (first.relative_to(data).as_posix(), f"it has {size_bytes - 1} bytes, and the log says {size_bytes}"),
+        (lose(data, second), "it is missing"),
+    ]
+    assert sorted(damage(data, verify=verify)) == expected
+    (data / cp.NAME).unlink()
+    assert sorted(damage(data, verify=verify)) == expected
+
+
+def test_a_wrong_byte_is_found_by_verify(data: Path) -> None:
+    for hurt in live(data):
+        content = bytearray(hurt.read_bytes())
+        content[len(content) // 3] ^= 1
+        hurt.write_bytes(content)
+    assert damage(data, verify=False) == []
+    assert sorted(name for name, _ in damage(data, verify=True)) == [
+        hurt.relative_to(data).as_posix() for hurt in live(data)
+    ]
+
+
+def test_a_file_that_a_start_restores_from_its_link_is_not_missing(data: Path) -> None:
+    live(data)[0].unlink()
+    assert damage(data, verify=True) == []
+
+
+def test_a_replica_and_a_folder_with_copies_of_an_object_store_need_not_have_all_files(data: Path) -> None:
+    lost = lose(data, live(data)[0])
+    assert damage(data, verify=True) == [(lost, "it is missing")]
+    (data / IDENTITY_NAME).touch()
+    assert damage(data, verify=True) == []
+    (data / IDENTITY_NAME).unlink()
+    shutil.rmtree(data / DELTA_LOG)
+    assert damage(data, verify=True) == []
+
+
+def test_a_log_that_is_not_whole_or_not_read_whole_proves_nothing_about_a_missing_file(data: Path) -> None:
+    lose(data, live(data)[0])
+    assert damage(data, verify=False, selection=Selection(to_seq=0)) == []
+    log = data / segment_name(1)
+    content = bytearray(log.read_bytes())
+    content[200] ^= 1
+    log.write_bytes(content)
+    assert [name for name, _ in damage(data, verify=False)] == [segment_name(1)]
