@@ -605,6 +605,28 @@ def test_one_that_is_gone_is_named() -> None:
     assert {(wrong.file, "missing" in wrong.text) for wrong in check(files)} == {(QUEUE, True)}
 
 
+def test_a_file_that_a_checkpoint_is_writing_is_no_damage() -> None:
+    files = folder()
+    file = files.create(f"{SECOND}.new")
+    file.write_at(0, files.content(SECOND)[:50])
+    file.close()
+    assert check(files) == []
+
+
+def test_a_queue_file_that_retention_removes_while_we_look_is_no_damage() -> None:
+    class Retention(CrashFiles):
+        """Removes the oldest queue file between the listing and the look at it."""
+
+        def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
+            if name == QUEUE and self.exists(name):
+                self.remove(name)
+            return super().map_readonly(name)
+
+    files = folder()
+    files.__class__ = Retention
+    assert check(files) == []
+
+
 def test_only_what_the_checkpoint_vouches_for_is_compared() -> None:
     files = folder()
     files.remove(SECOND)

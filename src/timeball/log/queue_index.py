@@ -221,18 +221,20 @@ def open_files(files: Files, first_seq: int, to_seq: int) -> Opened:
 
 def remove_all(files: Files) -> None:
     """Remove all files of the index."""
-    for name in _file_names(files):
+    for name in file_names(files):
         files.remove(name)
 
 
-def _file_names(files: Files) -> list[str]:
+def file_names(files: Files) -> list[str]:
+    """List the index's files, relative to the data folder."""
+    # Without the one that a checkpoint may be writing under another name.
     return [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
 
 
 def _open_undamaged(files: Files) -> list[QueueFile]:
     """Open the files whose tables match their checksum, oldest first."""
     opened = []
-    for name in _file_names(files):
+    for name in file_names(files):
         try:
             opened.append(QueueFile(name, files.map_readonly(name)))
         except Corrupt as error:

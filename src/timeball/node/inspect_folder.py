@@ -32,8 +32,7 @@ from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import recovery
-from timeball.log.queue_index import FOLDER as QUEUES
-from timeball.log.queue_index import Part, QueueFile, file_name
+from timeball.log.queue_index import Part, QueueFile, file_name, file_names
 from timeball.log.recovery import find_later_proof, last_written, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, Segment, segment_name
 from timeball.model.errors import Corrupt, NotFound, SetupError
@@ -575,6 +574,7 @@ class CacheCheck:
         self._segment_keys: list[tuple[UInt64Array, Int64Array]] = []
         self._segment_frames: list[fmt.Frame] = []  # of the current segment
         self._damage: dict[str, Damage] = {}  # the first damage of each file
+        self._unused_queue_files: set[str] = set()  # damaged, or removed by retention while they were listed
         self._queue_files = self._open_queue_files()
         # The queue file that was read last, and its entries by (topic, queue), or None if they are damaged.
         self._last_read: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
@@ -676,19 +676,21 @@ class CacheCheck:
     def _open_queue_files(self) -> list[QueueFile]:
         """Map the queue files. A damaged one is recorded and left out."""
         queue_files = []
-        for name in self._files.list_dir(QUEUES):
+        for name in file_names(self._files):
             try:
-                queue_files.append(
-                    QueueFile(f"{QUEUES}/{name}", self._files.map_readonly(f"{QUEUES}/{name}"))
-                )
+                queue_files.append(QueueFile(name, self._files.map_readonly(name)))
+                continue
+            except NotFound:
+                pass
             except Corrupt as error:
-                self._record(f"{QUEUES}/{name}", None, f"{error}; delete it, it is made again")
+                self._record(name, None, f"{error}; delete it, it is made again")
+            self._unused_queue_files.add(name)
         return sorted(queue_files, key=lambda file: file.first_seq)
 
     def _find_uncovered_ranges(self) -> list[tuple[int, int]]:
         """Find the ranges of rows [begin, end) below the checkpoint that no queue file covers.
 
-        Ranges whose damaged file is already reported are left out.
+        Ranges of files that are not used are left out: their damage is already reported, or their rows are removed.
         """
         covered_seq, ranges = 1, []
         for file in self._queue_files:
@@ -697,7 +699,7 @@ class CacheCheck:
             covered_seq = max(covered_seq, file.next_seq)
         if covered_seq < self._checkpoint_seq:
             ranges.append((covered_seq, self._checkpoint_seq))
-        return [(begin, end) for begin, end in ranges if file_name(begin) not in self._damage]
+        return [(begin, end) for begin, end in ranges if file_name(begin) not in self._unused_queue_files]
 
     def _record(self, name: str, position: int | None, text: str) -> None:
         """Record the first damage of a file."""
