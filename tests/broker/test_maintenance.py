@@ -315,6 +315,31 @@ async def test_an_unused_log_is_removed_by_age(world: World) -> None:
     assert world.broker.log.reader.next_seq == rows
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+@on_node(retention_ms=HOUR_MS)
+async def test_a_clock_that_was_ahead_for_two_seconds_does_not_stop_retention(
+    world: World, is_used: bool
+) -> None:
+    """The broker never accepts the wrong time, but the frames of these two seconds carry it, also after a restart."""
+    ahead_ms = 3_650 * DAY_MS
+    world.clock.step_wall(ahead_ms)
+    await world.send("a", [None])
+    world.clock.advance(2_000)
+    world.clock.step_wall(-ahead_ms)
+    assert world.broker.clock.now_ms() == world.clock.wall
+    segment, wrong_seq = world.broker.log.reader.segments.last, world.broker.log.reader.next_seq - 1
+    assert segment.first_append_ms == segment.newest_append_ms > world.clock.wall + DAY_MS
+    for hour in range(4):
+        if is_used:
+            await fill(world)
+        if hour == 1:
+            await world.restart()
+        await world.checkpoint()
+        await world.let_go()
+        world.clock.advance(HOUR_MS)
+    assert world.broker.log.reader.first_seq > wrong_seq
+
+
 @on_node(retention_ms=1)
 async def test_a_scheduled_message_in_the_tail_does_not_keep_segments_for_ever(world: World) -> None:
     """Its tail is too small for a compaction. It is moved because it prevents the removal of segments."""

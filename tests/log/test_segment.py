@@ -203,7 +203,9 @@ def test_expired_lists_old_unneeded_segments_before_the_first_kept(
     assert len(gone) < len(segments.all)
 
     def may_go(segment: Segment) -> bool:
-        return segment.next_seq <= needed_from_seq and now_ms - segment.newest_append_ms >= retention_ms
+        after = [append_ms for _, append_ms in spans_and_times[segments.all.index(segment) :]]
+        append_ms = next((append_ms for append_ms in after if append_ms <= now_ms), now_ms)
+        return segment.next_seq <= needed_from_seq and now_ms - append_ms >= retention_ms
 
     assert all(map(may_go, gone))
     following = segments.all[len(gone)]
@@ -230,7 +232,21 @@ def test_expired_is_exact_in_time_and_number(now_ms: int, needed_from_seq: int, 
 
 def test_young_segment_keeps_older_ones_after_it() -> None:
     """The clock was set back. Segments are removed by number, or the log would get a gap."""
-    segments = segments_of([(3, 5_000), (3, 100), (3, 300)])
+    segments = segments_of([(3, 1_500), (3, 100), (3, 300)])
+    assert segments.expired(now_ms=2_000, retention_ms=1_000, needed_from_seq=99) == []
+
+
+@pytest.mark.parametrize(("now_ms", "count"), [(299, 0), (1_299, 0), (1_300, 3), (1_399, 3), (1_400, 4)])
+def test_a_time_in_the_future_is_bounded_by_the_next_segment(now_ms: int, count: int) -> None:
+    """The clock was ahead for a moment. The rows before that are as old as the first row with a right time after it."""
+    segments = segments_of([(3, 9_000), (3, 8_000), (3, 300), (3, 400), (3, 9_500)])
+    expired = segments.expired(now_ms=now_ms, retention_ms=1_000, needed_from_seq=99)
+    assert len(expired) == count
+
+
+def test_an_empty_newest_segment_says_nothing_of_the_age() -> None:
+    segments = segments_of([(3, 9_000)])
+    segments.add(Segment(2, 4, BLANK))
     assert segments.expired(now_ms=2_000, retention_ms=1_000, needed_from_seq=99) == []
 
 

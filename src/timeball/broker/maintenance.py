@@ -25,6 +25,7 @@ from timeball.log import checkpoint, recovery
 from timeball.log.checkpoint import Facts
 from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES, Lengths
+from timeball.log.segment import Segment
 from timeball.model import limits
 from timeball.model.errors import MissingFile, OverLimit, RequestError, Unavailable
 from timeball.model.message import Int64Array
@@ -408,8 +409,9 @@ class Maintenance:
         """
         retention_ms = self._settings.retention_ms
         current, now_ms = self._log.reader.segments.last, self._clock.now_ms()
-        # At half the retention time, so that rows are removed after 1.5 times the retention, and segments stay few.
-        if current.first_append_ms is None or current.first_append_ms > now_ms - retention_ms // 2:
+        # At half the retention time, so that rows are removed after 1.5 times the retention, and segments stay few. The
+        # other direction is a wrong clock: the age of a segment that begins in the future is known from the next one.
+        if current.first_append_ms is None or abs(now_ms - current.first_append_ms) < retention_ms // 2:
             return False
         try:
             await self._log.writer.roll()
@@ -418,7 +420,8 @@ class Maintenance:
             logger.warning("the log stays in its old segment reason=%s", error)
             return False
         # The snapshot rows grow old too. Without `is_quiet`, retention would write to an unused log for ever.
-        return not is_quiet and current.newest_append_ms <= now_ms - retention_ms and await self.snapshot()
+        is_recent = now_ms - retention_ms < current.newest_append_ms <= now_ms
+        return not is_quiet and not is_recent and await self.snapshot()
 
     async def _remove_expired(self) -> None:
         if await self._remove_segments():
@@ -427,10 +430,9 @@ class Maintenance:
     async def _remove_segments(self) -> bool:
         """Remove old segments that no reader needs. False if the snapshot before it cannot be written now."""
         oldest = self._log.reader.segments.all[0]
-        is_old = oldest.newest_append_ms <= self._clock.now_ms() - self._settings.retention_ms
         if (
             self._scheduling.compacts
-            and is_old
+            and self._expired(self._settings.retention_ms, oldest.next_seq)
             and self._broker.attach_state.watermark < oldest.next_seq < self._log.reader.next_seq
         ):
             # The tail is too short for the usual compaction, but it keeps an old segment from being removed.
@@ -447,16 +449,13 @@ class Maintenance:
             self._tables.drains.needed_seq,
         ):
             needed_seq = needed_seq if seq is None else min(needed_seq, seq)
-        expired = self._log.reader.segments.expired(
-            now_ms=self._clock.now_ms(),
-            retention_ms=self._settings.retention_ms,
-            needed_from_seq=needed_seq,
-        )
+        expired = self._expired(self._settings.retention_ms, needed_seq)
         if expired:
             # Offsets are saved once a second. Save them now, so that messages that a group has just read do not count
             # as unread.
             self._broker.consuming.saver.save()
-            expired = await self._retention.select_removable(expired)
+            stale_count = len(self._expired(self._settings.unread_retention_ms, expired[-1].next_seq))
+            expired = await self._retention.select_removable(expired, stale_count)
         # Segments may be removed only after a snapshot, and none can be written while an attach is half done.
         if expired and not self._broker.mover.has_unfinished_attach:
             # Before the snapshot, because replicas remove segments as soon as they have applied it.
@@ -478,6 +477,12 @@ class Maintenance:
                 self._broker.attach_state.watermark, self._log.reader.first_seq
             )
         return True
+
+    def _expired(self, retention_ms: int, needed_from_seq: int) -> list[Segment]:
+        """List the oldest segments before row `needed_from_seq` that are at least `retention_ms` old."""
+        return self._log.reader.segments.expired(
+            now_ms=self._clock.now_ms(), retention_ms=retention_ms, needed_from_seq=needed_from_seq
+        )
 
     async def _remove_files(self) -> None:
         """Remove the files of the pending table that no reader needs any more."""

@@ -14,7 +14,9 @@ Retention removes a segment that is older than the retention time if all its row
 needed (computed by broker/maintenance.py): the watermark of the pending table, the checkpoint, the oldest open half
 message, and the oldest row that a backlog reads. The newest segment is never removed. So that its rows can expire too,
 the log rolls when the first rows of the newest segment are half as old as the retention time, even if it is nearly
-empty. A streaming job that lags more than the retention time has missed rows, and gets OutOfRange.
+empty. A streaming job that lags more than the retention time has missed rows, and gets OutOfRange. A wall clock that
+was ahead for a moment leaves frames with a time in the future. Retention does not wait for that time: the rows of the
+segments after them are newer, so their times bound the age.
 
 Each run of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so a bisection
 finds the restarts of the broker from a few headers, even in a long log. Between the last frame of one epoch and the
@@ -182,12 +184,25 @@ class Segments:
     def expired(self, *, now_ms: int, retention_ms: int, needed_from_seq: int) -> list[Segment]:
         """List the oldest segments that retention may remove, in order: old enough, and below `needed_from_seq`."""
         expired = []
-        for segment in self._segments[:-1]:
-            if segment.next_seq > needed_from_seq or segment.newest_append_ms > now_ms - retention_ms:
+        for segment, append_ms in zip(self._segments[:-1], self._append_times(now_ms), strict=False):
+            if segment.next_seq > needed_from_seq or append_ms > now_ms - retention_ms:
                 # Recovery treats a gap in the log as damage, so all segments after one that must stay are kept, too.
                 break
             expired.append(segment)
         return expired
+
+    def _append_times(self, now_ms: int) -> list[int]:
+        """Bound the time (ms) of the latest append of each segment: the time in its frames, unless it is in the future.
+
+        A time in the future is wrong. The wall clock was ahead when the frames were written, or has been set back
+        since. The next segment without such a time bounds it, because rows are appended in the order of the log.
+        """
+        times, bound_ms = list[int](), now_ms
+        for segment in reversed(self._segments):
+            if segment.next_seq > segment.first_seq and segment.newest_append_ms <= now_ms:
+                bound_ms = segment.newest_append_ms
+            times.append(bound_ms)
+        return times[::-1]
 
     def remove(self, files: Files, expired: list[Segment]) -> None:
         """Remove the `expired` segments from the list and the disk, oldest first, so that a crash leaves no gap.

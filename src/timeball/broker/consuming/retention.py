@@ -49,19 +49,21 @@ class Retention:
         # The group, topic and segment of the last log line, so that it is not repeated.
         self._last_reported: tuple[str, str, int] | None = None
 
-    async def select_removable(self, segments: list[Segment]) -> list[Segment]:
-        """Select from the oldest segments, all older than the retention, those that no unread message keeps."""
-        # Segments beyond `unread_retention_ms` go in any case, so the search begins after them.
-        forced = self._count_forced(segments, None)
+    async def select_removable(self, segments: list[Segment], stale_count: int) -> list[Segment]:
+        """Select from the oldest segments, all older than the retention, those that no unread message keeps.
+
+        `stale_count`: so many of them are older than `unread_retention_ms`.
+        """
+        # Stale segments go in any case, so the search begins after them.
         unread = (
-            await self._oldest_unread(segments[forced].first_seq, segments[-1].next_seq)
-            if forced < len(segments)
+            await self._oldest_unread(segments[stale_count].first_seq, segments[-1].next_seq)
+            if stale_count < len(segments)
             else None
         )
         if unread is None:
             return segments
         first_kept = _segment_index(segments, unread.seq)
-        if (forced := self._count_forced(segments[first_kept:], self._bytes_max()) + first_kept) > first_kept:
+        if (forced := self._count_excess(segments[first_kept:], self._bytes_max()) + first_kept) > first_kept:
             # Some segments go in spite of unread messages, because of `kept_bytes`. Search again after them.
             unread = (
                 await self._oldest_unread(segments[forced].first_seq, segments[-1].next_seq)
@@ -99,16 +101,9 @@ class Retention:
         bytes_max = self._settings.kept_bytes
         return max(0, bytes_max - self._tables.repeated_dead_letters.size_bytes) if bytes_max else None
 
-    def _count_forced(self, segments: Sequence[Segment], bytes_max: int | None) -> int:
-        """Count the oldest segments that go in spite of unread messages: by age, and to fit into `bytes_max`."""
-        settings = self._settings
-        stale_ms = self._clock.now_ms() - settings.unread_retention_ms
-        count = next(
-            (index for index, segment in enumerate(segments) if segment.newest_append_ms > stale_ms),
-            len(segments),
-        )
-        left_bytes = sum(segment.end for segment in segments[count:])
-        # Remove the oldest segments until the rest fits.
+    def _count_excess(self, segments: Sequence[Segment], bytes_max: int | None) -> int:
+        """Count the oldest segments that go in spite of unread messages, so that the rest fits into `bytes_max`."""
+        count, left_bytes = 0, sum(segment.end for segment in segments)
         while bytes_max is not None and count < len(segments) and left_bytes > bytes_max:
             left_bytes -= segments[count].end
             count += 1
