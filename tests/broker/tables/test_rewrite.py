@@ -17,6 +17,7 @@ from tests.table.test_layout import order
 
 from timeball.broker.tables import compact, table_changes
 from timeball.broker.tables.compact import rewrite
+from timeball.log import writer
 from timeball.schedule.outcomes import Holds
 from timeball.table import merging
 from timeball.table.attachment import FileEntry
@@ -125,3 +126,21 @@ async def test_merges_stay_within_their_budget_and_wait_for_the_end_of_a_burst(
     assert not await add_and_merge()
     world.clock.advance(1)
     assert await add_and_merge(), "a burst does not postpone it for ever"
+
+
+@on_node()
+async def test_merges_wait_while_the_disk_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced files stay for a day, so merges would use up the space that is kept for releases."""
+    monkeypatch.setattr(merging, "FILES_MIN", 2)
+    for _ in range(2):
+        await world.send("a", [HOUR_MS])
+        await world.broker.mover.compact()
+    log_writer = world.broker.log.writer
+    monkeypatch.setattr(writer, "DISK_FULL_RETRY_S", 0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.files, "free_bytes", lambda: 0)
+        log_writer.next_segment.prepare()
+        await world.until(lambda: log_writer.no_room, "the disk is full")
+        assert await world.broker.mover.merge_in_background() is None
+    await world.until(lambda: not log_writer.no_room, "the disk has room")
+    assert await world.broker.mover.merge_in_background() is not None

@@ -371,7 +371,14 @@ class TableChanges:
                 await in_thread(self._threads.background, give_back)
 
     async def merge_in_background(self) -> Attached | None:
-        """Rewrite some files as `rewrite`, but within the budget of table/merging.py, and not during a burst."""
+        """Rewrite some files as `rewrite`, but within the budget of table/merging.py.
+
+        Does nothing during a burst, and while the disk is full.
+        """
+        # Replaced files stay for readers of older versions, so each merge takes from the space that is kept for
+        # releases.
+        if self._log.writer.no_room:
+            return None
         now_ms, scheduler = self._clock.elapsed_ms(), self._scheduling.scheduler
         is_burst = scheduler.is_full or scheduler.loaded.wheel_rows >= BURST_ROWS_MIN
         self._burst_from_ms = min(self._burst_from_ms, now_ms) if is_burst else FAR_MS
