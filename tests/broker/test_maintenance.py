@@ -6,13 +6,15 @@ import asyncio
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import maintenance
-from timeball.log import checkpoint
+from timeball.broker.registry.rates import GROUPS_AT_ONCE
+from timeball.log import checkpoint, queue_index
 from timeball.log import format as fmt
 from timeball.model import limits
 from timeball.model.config import MIB
@@ -338,6 +340,42 @@ async def test_a_clock_that_was_ahead_for_two_seconds_does_not_stop_retention(
         await world.let_go()
         world.clock.advance(HOUR_MS)
     assert world.broker.log.reader.first_seq > wrong_seq
+
+
+@pytest.mark.parametrize("seals", [True, False])
+@on_node(retention_ms=HOUR_MS)
+async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
+    world: World, monkeypatch: pytest.MonkeyPatch, seals: bool
+) -> None:
+    """Of many queues, a share in each turn of the event loop. A consumer is never offered a removed row."""
+    queue_count = 3 * GROUPS_AT_ONCE
+    await world.create_topic("a", queue_count)
+    await world.send("a", [None] * queue_count)
+    if seals:
+        for module in (maintenance, queue_index):
+            monkeypatch.setattr(module, "SEAL_ENTRIES", 1)
+        assert world.node is not None
+        await world.node.maintenance.seal_queues()
+    await fill(world)
+    await world.checkpoint()
+    world.clock.advance(HOUR_MS)
+    queues = [queue.index for queue in world.broker.tables.topics.find_topic("a").queues]
+    hidden_counts = [0]
+
+    async def look() -> None:
+        while hidden_counts[-1] < queue_count:
+            first_seq = world.broker.log.reader.first_seq
+            shown = [index for index in queues if index.min_offset < index.max_offset]
+            seqs = [index.read_numbers(index.min_offset, 1)[0][0] for index in shown]
+            assert all(seq >= first_seq for seq in seqs)
+            hidden_counts.append(queue_count - len(shown))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    await world.let_go()
+    await looking
+    assert max(np.diff(hidden_counts)) <= GROUPS_AT_ONCE
+    assert world.broker.log.reader.first_seq > queue_count
 
 
 @on_node(retention_ms=1)

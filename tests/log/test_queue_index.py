@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 from timeball.io.files import Files, RealFiles
 from timeball.log import queue_index
 from timeball.log.format import ENTRY
-from timeball.log.queue_index import Part, QueueIndex, QueueIndexes, file_name
+from timeball.log.queue_index import Part, QueueIndex, QueueIndexes, file_name, first_offsets
 from timeball.model.errors import Corrupt, OutOfRange
 from timeball.model.message import Int64Array
 
@@ -282,6 +282,26 @@ def test_forget_returns_files_below_the_first_kept_row() -> None:
     assert (queue.min_offset, queue.max_offset) == (900, 900)
     append(queue, numbers(10_000, 3))
     assert seqs_of(queue) == [10_000, 10_001, 10_002]
+
+
+def test_offsets_are_hidden_before_their_file_is_forgotten() -> None:
+    indexes, queue = three_stretches(CrashFiles())
+    assert indexes.beginning_before(1) == [] and indexes.beginning_before(450) == [queue]
+    assert first_offsets([queue], 450) == [449]
+    queue.hide_before(449)
+    queue.hide_before(3)
+    assert (queue.min_offset, queue.max_offset) == (449, 900) and seqs_of(queue)[0] == 450
+    assert indexes.forget_files(450) == [file_name(1)]
+
+
+def test_a_reader_whose_entries_were_hidden_meanwhile_gets_out_of_range() -> None:
+    """Its offsets were kept when it began. It must not take their absence for damage."""
+    indexes, queue = three_stretches(CrashFiles())
+    offsets = np.array([5])
+    assert queue.at(offsets)["seq"].tolist() == [6]
+    indexes.forget(450)
+    with pytest.raises(OutOfRange, match="offset 5: this queue keeps 449 to 900"):
+        queue.at(offsets)
 
 
 @pytest.mark.parametrize("make", [lambda path: CrashFiles(), RealFiles], ids=["crash", "real"])

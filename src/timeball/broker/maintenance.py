@@ -16,6 +16,7 @@ import msgspec
 
 from timeball.broker.consuming.retention import Retention
 from timeball.broker.cycle_collection import CYCLES
+from timeball.broker.registry.rates import shares
 from timeball.broker.service import Broker
 from timeball.broker.tables import table_changes
 from timeball.broker.tables.memory import give_back
@@ -24,7 +25,7 @@ from timeball.io.threads import in_thread
 from timeball.log import checkpoint, recovery
 from timeball.log.checkpoint import Facts
 from timeball.log.format import SNAPSHOT
-from timeball.log.queue_index import SEAL_ENTRIES, Lengths
+from timeball.log.queue_index import SEAL_ENTRIES, Lengths, first_offsets
 from timeball.log.segment import Segment
 from timeball.model import limits
 from timeball.model.errors import MissingFile, OverLimit, RequestError, Unavailable
@@ -468,8 +469,9 @@ class Maintenance:
             if not await self.snapshot():
                 return False
             await self.checkpoint()
+            await self._hide_offsets(self._log_from_seq)
             await in_thread(self._threads.reader, self._log.reader.segments.remove, self._files, expired)
-            for name in self._tables.topics.indexes.forget(self._log.reader.first_seq):
+            for name in self._tables.topics.indexes.forget_files(self._log_from_seq):
                 await in_thread(self._threads.reader, self._files.remove, name)
             # Only the hour log compacts. With other strategies the watermark moves here: all pending messages are after
             # the removed rows.
@@ -477,6 +479,20 @@ class Maintenance:
                 self._broker.attach_state.watermark, self._log.reader.first_seq
             )
         return True
+
+    async def _hide_offsets(self, before_seq: int) -> None:
+        """Hide the offsets of rows before `before_seq`, in shares of the queues.
+
+        Call it before the rows are removed, so that no consumer is offered a removed row.
+        """
+        indexes = self._tables.topics.indexes
+        # The list of tens of thousands of queues takes too long for the thread that reads for releases.
+        async for share in shares(
+            await in_thread(self._threads.background, indexes.beginning_before, before_seq)
+        ):
+            offsets = await in_thread(self._threads.reader, first_offsets, share, before_seq)
+            for index, offset in zip(share, offsets, strict=True):
+                index.hide_before(offset)
 
     def _expired(self, retention_ms: int, needed_from_seq: int) -> list[Segment]:
         """List the oldest segments before row `needed_from_seq` that are at least `retention_ms` old."""

@@ -38,6 +38,7 @@ import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -410,8 +411,19 @@ class QueueIndex:
 
     def hide(self, first_seq: int) -> None:
         """Hide the entries of rows before `first_seq`: `min_offset` moves past them."""
-        self.min_offset = self.first_offset_from_seq(first_seq, hidden=True)
+        self.hide_before(self.first_offset_from_seq(first_seq, hidden=True))
+
+    def hide_before(self, offset: int) -> None:
+        """Hide the entries before `offset`, and drop the runs of files that have no others."""
+        # First the offset, then the runs: a reader that misses its run must get OutOfRange.
+        self.min_offset = max(self.min_offset, offset)
         self.max_offset = max(self.min_offset, self.max_offset)
+        if self._state.runs and self._state.runs[0].end <= self.min_offset:
+            with self._indexes.changing:
+                runs, tail_first, tail = self._state
+                self._state = _State(
+                    tuple(run for run in runs if run.end > self.min_offset), tail_first, tail
+                )
 
     def first_offset_from_seq(self, seq: int, from_offset: int = 0, *, hidden: bool = False) -> int:
         """Find the first offset from `from_offset` on whose row is `seq` or later. If there is none, `max_offset`.
@@ -440,10 +452,12 @@ class QueueIndex:
         return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
 
     def _find_run(self, offset: int) -> _Run:
-        """Find the sealed run that contains `offset`. Raises Corrupt if there is none."""
+        """Find the sealed run that contains `offset`. Raises OutOfRange if it is hidden, Corrupt if there is none."""
         runs = self._state.runs
         index = bisect_right(runs, offset, key=lambda run: run.first) - 1
         if index < 0 or offset >= runs[index].end:
+            if offset < self.min_offset:
+                raise OutOfRange(f"offset {offset}: this queue keeps {self.min_offset} to {self.max_offset}")
             raise Corrupt(f"queue {self.queue_id} of {self.topic!r} has no entry for offset {offset}")
         return runs[index]
 
@@ -502,13 +516,18 @@ class QueueIndex:
         kept = tuple(replacement if run.file is file else run for run in runs)
         self._state = _State(tuple(run for run in kept if run is not None), tail_first, tail)
 
-    def forget_runs(self, removed_names: set[str]) -> None:
-        """Drop the entries in these files, which are the oldest."""
-        runs, tail_first, tail = self._state
-        kept = tuple(run for run in runs if run.file.name not in removed_names)
-        self._state = _State(kept, tail_first, tail)
-        self.min_offset = max(self.min_offset, kept[0].first if kept else tail_first)
-        self.max_offset = max(self.min_offset, self.max_offset)
+
+def first_offsets(indexes: list[QueueIndex], first_seq: int) -> list[int]:
+    """Find, for each queue, the offset of the first row from `first_seq` on, hidden or not (any thread).
+
+    Each offset takes some reads of files with checksums, so the event loop must not do this for many queues.
+    """
+    offsets = list[int]()
+    while len(offsets) < len(indexes):
+        # Tried again: the event loop may have emptied the topic between two reads, and its offsets begin later.
+        with suppress(OutOfRange):
+            offsets.append(indexes[len(offsets)].first_offset_from_seq(first_seq, hidden=True))
+    return offsets
 
 
 def _check_follows(index: QueueIndex, first_offset: int) -> None:
@@ -655,23 +674,29 @@ class QueueIndexes:
     # -- retention and damage ------------------------------------------------------------------------------
 
     def forget(self, first_seq: int) -> list[str]:
-        """Drop the entries of rows before `first_seq`. Returns the names of the files that the caller must remove."""
-        expired_files = [file for file in self._sealed if file.next_seq <= first_seq]
-        expired_names = {file.name for file in expired_files}
-        affected = {(topic, queue) for file in expired_files for _, topic, queue, _, _ in file.queues()}
+        """Hide the entries of rows before `first_seq` and forget files, as `forget_files`. Blocking: for recovery."""
+        indexes = self.beginning_before(first_seq)
+        for index, offset in zip(indexes, first_offsets(indexes, first_seq), strict=True):
+            index.hide_before(offset)
+        return self.forget_files(first_seq)
+
+    def beginning_before(self, first_seq: int) -> list[QueueIndex]:
+        """List the queues that may have entries of rows before `first_seq` (any thread)."""
+        files = [file for file in self._sealed if file.first_seq < first_seq]
+        keys = dict.fromkeys((topic, queue) for file in files for _, topic, queue, _, _ in file.queues())
+        indexes = dict.fromkeys(self._used[key] for key in keys)
+        return list(indexes | self._open if self._first_seq < first_seq else indexes)
+
+    def forget_files(self, first_seq: int) -> list[str]:
+        """Forget files with only rows before `first_seq`. Returns their names: the caller must remove them.
+
+        The entries of these rows must be hidden. In the file that contains `first_seq`, they stay.
+        """
+        expired_count = sum(file.next_seq <= first_seq for file in self._sealed)
         with self.changing:
-            for key in affected:
-                self._used[key].forget_runs(expired_names)
-            self._sealed = self._sealed[len(expired_files) :]
-        # Only whole files are dropped. In the file that contains `first_seq`, and in memory, the earlier offsets are
-        # hidden.
-        boundary_file = self._sealed[0] if self._sealed and self._sealed[0].first_seq < first_seq else None
-        keys = [(topic, queue) for _, topic, queue, _, _ in boundary_file.queues()] if boundary_file else []
-        trimmed = [self._used[key] for key in keys]
-        trimmed += list(self._open) if self._first_seq < first_seq else []
-        for index in trimmed:
-            index.hide(first_seq)
-        return sorted(expired_names)
+            expired_names = [file.name for file in self._sealed[:expired_count]]
+            self._sealed = self._sealed[expired_count:]
+        return expired_names
 
     def repair(self, damaged: QueueFile, error: Corrupt) -> None:
         """Rebuild a damaged file from its range of the log. Raises Corrupt without a log to read (any thread)."""
