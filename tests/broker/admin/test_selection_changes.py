@@ -493,6 +493,8 @@ async def test_an_operation_has_the_arguments_of_its_action(world: World) -> Non
         await select(world, topics=["a"], action="shift", shift_ms=-(1 << 50))
     with pytest.raises(InvalidName):
         await select(world, topics=["a"], action="move", to_topic="no blanks")
+    with pytest.raises(OutOfRange, match="1001 topics"):  # counted before their names are checked
+        await select(world, topics=["no blanks"] * (limits.SELECTION_TOPICS_MAX + 1))
 
 
 @on_node(delay_ms_max=10 * HOUR_MS)

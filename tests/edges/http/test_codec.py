@@ -56,6 +56,22 @@ def test_an_invalid_time_is_refused_with_the_valid_form(body: bytes, expected_te
         )
 
 
+def test_strings_beyond_the_limit_are_not_decoded() -> None:
+    # The first element is no text. The decoder would say so.
+    too_many = b'{"ids": [1, %b]}' % b",".join([b'""'] * codec.STRINGS_MAX)
+    with pytest.raises(OutOfRange, match="more than 50000 strings"):
+        codec.decode(http_api.CancellingMany, too_many)
+    # A string that ends with a backslash has one quote that does not look escaped.
+    too_many = too_many.replace(b'""', rb'"\\"') + b'"' * codec.STRINGS_MAX
+    with pytest.raises(OutOfRange, match="more than 50000 strings"):
+        codec.decode(http_api.CancellingMany, too_many)
+
+
+def test_quotes_within_strings_are_not_counted() -> None:
+    text = '"' * (2 * codec.STRINGS_MAX)
+    assert codec.decode(http_api.CancellingMany, codec.encode({"ids": [text]})).ids == [text]
+
+
 def test_at_and_after_together_are_refused() -> None:
     with pytest.raises(InvalidDelay, match="at=2000000000000 and after=5s name two due times"):
         codec.due_and_delay_ms(2_000_000_000_000, "5s")

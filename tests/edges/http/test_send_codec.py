@@ -13,8 +13,9 @@ from timeball.broker.accepting import admission
 from timeball.edges.http import codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.edges.http.send_codec import ARROW, DecodedSend
+from timeball.edges.shared.error_codes import Refused
 from timeball.model import http_api, limits
-from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
+from timeball.model.errors import InvalidDelay, InvalidMessage, TimeballError
 
 NOW_MS = 1_800_000_000_000
 
@@ -39,6 +40,38 @@ def test_any_bytes_decode_to_messages_or_raise_a_timeball_error(data: bytes, kin
         assert read(data, kind).row_count
     except TimeballError as error:
         assert str(error)
+
+
+# ---- the number of messages --------------------------------------------------------------------------------------
+
+
+def joined(messages: list[bytes], kind: str) -> bytes:
+    return b"[" + b",".join(messages) + b"]" if kind == JSON else b"\n".join(messages)
+
+
+@pytest.mark.parametrize("kind", [JSON, NDJSON])
+def test_messages_beyond_the_limit_are_not_decoded(kind: str) -> None:
+    # The first message has an unknown field. A decoder would say so, and a count does not look at fields.
+    invalid = b'{"no field": 1}'
+    with pytest.raises(Refused, match="more than 10000 messages") as refused:
+        read(joined([invalid] * (send_codec.MESSAGES_MAX + 1), kind), kind)
+    assert refused.value.protocol_code == 413
+    with pytest.raises(InvalidMessage, match="no field"):
+        read(joined([invalid] * send_codec.MESSAGES_MAX, kind), kind)
+
+
+def test_several_messages_in_a_line_and_empty_lines_are_counted_as_messages_alone() -> None:
+    too_many = send_codec.MESSAGES_MAX + 1
+    with pytest.raises(Refused, match="more than 10000 messages"):
+        read(b'{"no field": 1} ' * too_many, NDJSON)
+    assert read(b'{"body": "x"}' + b"\n" * too_many + b'{"body": "y"}', NDJSON).row_count == 2
+
+
+@pytest.mark.parametrize("kind", [JSON, NDJSON])
+def test_braces_within_messages_are_not_counted(kind: str) -> None:
+    many = send_codec.MESSAGES_MAX + 1
+    text, value = b'{"body": "%b"}' % (b"{" * many), b'{"json": [%b]}' % b",".join([b"{}"] * many)
+    assert read(joined([text, value], kind), kind).row_count == 2
 
 
 @given(
@@ -161,10 +194,10 @@ def test_a_topic_column_is_refused() -> None:
 
 def test_rows_without_bytes_are_limited_by_their_number() -> None:
     nothing = pa.RecordBatch.from_arrays([pa.nulls(limits.ROWS_PER_REQUEST_MAX + 1)], names=["body"])
-    with pytest.raises(OverLimit, match="rows in one batch"):
+    with pytest.raises(Refused, match="rows in one batch"):
         read(stream(nothing), ARROW)
     empty = pa.record_batch({"body": [b""] * (limits.ROWS_PER_REQUEST_MAX // 2 + 1)})
-    with pytest.raises(OverLimit, match="rows in one request"):
+    with pytest.raises(Refused, match="rows in one request"):
         read(stream(empty, empty), ARROW)
 
 

@@ -214,10 +214,10 @@ class SelectionChanges:
 
     def _check(self, wanted: SelectionFacts, caller: Caller) -> None:
         """Raise an error unless the caller may select these messages, and the condition is valid."""
-        for topic in wanted.topics:
-            check_topic(topic)
         if len(wanted.topics) > limits.SELECTION_TOPICS_MAX:
             raise OutOfRange(f"{len(wanted.topics)} topics: at most {limits.SELECTION_TOPICS_MAX}")
+        for topic in wanted.topics:
+            check_topic(topic)
         self._allow(wanted.topics, caller)
         if (wanted.action == "shift") != (wanted.shift_ms != 0) or (wanted.action == "move") != bool(
             wanted.to_topic

@@ -28,6 +28,7 @@ from msgspec import UNSET
 from timeball.edges.http.codec import JSON, NDJSON, decoding_error, due_and_delay_ms, format_time
 from timeball.edges.shared import arrow_ipc
 from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
+from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, time_parsing
 from timeball.model.answers import KEPT, SentState, UniqueMessage
 from timeball.model.errors import UNDECODABLE, InvalidDelay, InvalidMessage, OverLimit
@@ -143,15 +144,21 @@ def decode_messages(
     *,
     may_use_rows: bool = True,
 ) -> DecodedSend:
-    """Decode the messages of a send. Raises InvalidMessage, InvalidDelay and OverLimit.
+    """Decode the messages of a send. Raises InvalidMessage, InvalidDelay and Refused (413).
 
     With `now_ms`, delays may become due times, counted from it. With None, `keeps_delays` or without `may_use_rows`
     they stay delays. With `keeps_delays`, a repeated send has the same content.
     """
     if content_type == ARROW:
-        return _decode_arrow(topic, data)
+        try:
+            return _decode_arrow(topic, data)
+        except OverLimit as error:  # of its rows or bytes: the same request can never succeed
+            raise Refused(413, str(error)) from error
     is_single = content_type == JSON and data.lstrip()[:1] != b"["
     try:
+        # Only a body with as many braces can have too many messages. Braces within messages count, too.
+        if not is_single and data.count(b"{") > MESSAGES_MAX:
+            _check_message_count(data, is_ndjson=content_type == NDJSON)
         if content_type == NDJSON:
             messages = _MESSAGE.decode_lines(data)
         else:
@@ -160,13 +167,28 @@ def decode_messages(
         raise decoding_error(error, Message) from error
     if not messages:
         raise InvalidMessage("no message: send at least one")
-    if len(messages) > MESSAGES_MAX:
-        raise OverLimit(
-            f"{len(messages)} messages in one request; at most {MESSAGES_MAX}: send fewer at once"
-        )
     return _decoded_send(
         topic, messages, ids, now_ms, keeps_delays, is_single=is_single, may_use_rows=may_use_rows
     )
+
+
+def _check_message_count(data: bytes, *, is_ndjson: bool) -> None:
+    """Raise Refused (413) for more than MESSAGES_MAX messages, before any of them is decoded.
+
+    Decoding keeps the interpreter's lock, so all other threads wait: seconds for 8 MiB of `{}`. This pass skips the
+    fields of each message, and ends at the first message beyond the limit. Raises the errors of msgspec.
+    """
+    numbers = iter(range(MESSAGES_MAX))
+
+    class Counted(msgspec.Struct, gc=False):
+        def __post_init__(self) -> None:
+            if next(numbers, None) is None:
+                raise Refused(413, f"more than {MESSAGES_MAX} messages in one request: send fewer at once")
+
+    if is_ndjson:
+        msgspec.json.Decoder(Counted).decode_lines(data)
+    else:
+        msgspec.json.decode(data, type=list[Counted])
 
 
 def decode_cloud_event(

@@ -12,6 +12,7 @@ from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode
 
 from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 
 
@@ -110,6 +111,9 @@ def test_the_offsets_of_a_group_are_read_and_set(client: Client) -> None:
     assert client.ask("GET", path, query=query).value["offsets"] == {"0": 1}
     for offsets, status in (({"0": 3}, 416), ({"0": -1}, 416), ({"x": 1}, 400)):
         assert client.ask("PUT", path, {"offsets": offsets}, query=query).status == status
+    too_many = {"offsets": {str(number): -1 for number in range(limits.QUEUES_PER_TOPIC_MAX + 1)}}
+    refused = client.ask("PUT", path, too_many, query=query)
+    assert (refused.status, "a topic has at most 1024" in refused.value["detail"]) == (416, True)
     assert client.ask("GET", "/v1/topics/none-such").status == 404
     assert client.ask("GET", path).status == 400
 

@@ -84,6 +84,7 @@ def test_messages_are_cancelled_and_rescheduled_by_ids_or_keys(client: Client) -
         ("/v1/cancel", {"ids": [""]}, 400),
         ("/v1/cancel", {"ids": ["a" * 300]}, 400),
         ("/v1/cancel", {"ids": ["a"] * 10_001}, 416),
+        ("/v1/cancel", {"ids": [""] * 10_001}, 416),  # counted before they are checked
         ("/v1/reschedule", {"ids": ["a"]}, 400),
         ("/v1/reschedule", {"ids": ["a"], "at": 5_000_000_000_000, "after": "1h"}, 400),
     ],

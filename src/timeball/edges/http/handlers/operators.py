@@ -221,6 +221,10 @@ class Groups:
         request: http_api.Committing = await read_request(
             call, http_api.Committing, self._broker.policy, Verb.RECEIVE, topic=topic, group=group
         )
+        if len(request.offsets) > limits.QUEUES_PER_TOPIC_MAX:
+            raise OutOfRange(
+                f"offsets of {len(request.offsets)} queues: a topic has at most {limits.QUEUES_PER_TOPIC_MAX}"
+            )
         if any(number < 0 for pair in request.offsets.items() for number in pair):
             raise OutOfRange("queues and offsets are not negative")
         await self._broker.commit_offsets(group, topic, request.offsets, call.caller)

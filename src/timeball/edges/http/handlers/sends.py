@@ -314,13 +314,13 @@ def _check_names(ids: list[str], keys: list[str]) -> None:
     """Raise InvalidMessage unless a request names messages either by ids or by keys, and OutOfRange for too many."""
     if bool(ids) == bool(keys):
         raise InvalidMessage("name the messages by ids or by keys")
-    for name in (*ids, *keys):
-        if not 0 < size_bytes(name) <= limits.UNIQUE_KEY_BYTES_MAX:
-            raise InvalidMessage(f"an id or key has 1 to {limits.UNIQUE_KEY_BYTES_MAX} bytes")
     if len(ids) + len(keys) > limits.CANCELS_PER_REQUEST_MAX:
         raise OutOfRange(
             f"{len(ids) + len(keys)} names: at most {limits.CANCELS_PER_REQUEST_MAX} in a request"
         )
+    for name in (*ids, *keys):
+        if not 0 < size_bytes(name) <= limits.UNIQUE_KEY_BYTES_MAX:
+            raise InvalidMessage(f"an id or key has 1 to {limits.UNIQUE_KEY_BYTES_MAX} bytes")
 
 
 async def settled_answer(verdicts: list[Verdict]) -> Answer:
