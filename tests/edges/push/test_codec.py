@@ -156,7 +156,8 @@ def test_a_missing_body_is_sent_as_an_empty_body() -> None:
     [
         (None, 0), ("", 0), ("soon", 0), ("-5", 0), ("0", 0), ("120", 120_000), (" 7 ", 7_000), ("1.5", 0),
         ("9" * 400, 999_999_999_000), ("Fri, 31 Jan 2031 09:00:10 GMT", 10_000), ("Fri, 31 Jan 2031 08:59:50 GMT", 0),
-        ("Fri, 31 Jan 2031 09:00:10", 10_000), ("31 Jan 99999999 09:00:10 GMT", 0), ("٣", 0),
+        ("Fri, 31 Jan 2031 09:00:10", 10_000), ("31 Jan 99999999 09:00:10 GMT", 0),
+        ("Fri, 31 Jan 2031 09:00:10 +99999999999999", 0), ("٣", 0),
     ],
 )  # fmt: skip
 def test_retry_after_is_parsed_as_seconds_or_as_a_date(text: str | None, ms: int) -> None:

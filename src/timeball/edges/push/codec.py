@@ -143,7 +143,7 @@ def retry_after_ms(value: str | None, now_ms: int) -> int:
         return int(text[:9]) * 1_000  # nine digits are thirty years, and the caller applies a limit
     try:
         retry_time = parsedate_to_datetime(text)
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, OverflowError):  # OverflowError: a time zone with many digits
         return 0
     retry_time = retry_time if retry_time.tzinfo is not None else retry_time.replace(tzinfo=UTC)
     return max(0, (retry_time - _EPOCH) // timedelta(milliseconds=1) - now_ms)

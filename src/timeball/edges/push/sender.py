@@ -27,7 +27,9 @@ from timeball.model.addresses import Allowed, Target, parse_address
 from timeball.model.errors import InvalidMessage
 
 ANSWER_BYTES_MAX = 64 * 1024  # an answer up to this size is read, so that its connection can be reused
-HEADER_BYTES_MAX = 8 * 1024  # of one header line of an answer
+# Of one header line of an answer. A longer line hides the status, and an accepted message would be sent again. So this
+# limit is far above those of common servers.
+HEADER_BYTES_MAX = 64 * 1024
 CONNECT_S_MAX = 10.0
 # Common servers close an idle connection after 5 s. The shorter time avoids a request on a connection that closes.
 IDLE_S = 4.0
@@ -169,9 +171,9 @@ class Receiver:
 def _answer(response: aiohttp.ClientResponse, now_ms: int) -> Answer:
     """Derive the outcome of a request from the status and Retry-After of its response."""
     status, detail = response.status, f"status {response.status}"
-    wait_ms = retry_after_ms(response.headers.get("retry-after"), now_ms)
     if 200 <= status < 300:
         return Answer("delivered", status)
+    wait_ms = retry_after_ms(response.headers.get("retry-after"), now_ms)
     if 300 <= status < 400:
         return Answer("redirect", status, f"{detail}: redirects are not followed", wait_ms)
     return Answer("client_error" if 400 <= status < 500 else "server_error", status, detail, wait_ms)
