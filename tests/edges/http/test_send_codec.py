@@ -16,6 +16,7 @@ from timeball.edges.http.send_codec import ARROW, DecodedSend
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import http_api, limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, TimeballError
+from timeball.model.values import decode_properties
 
 NOW_MS = 1_800_000_000_000
 
@@ -231,6 +232,25 @@ def test_a_body_of_a_type_without_preflight_is_only_raw_with_a_header(kind: str)
 def test_a_body_with_an_invalid_type_is_not_raw(kind: str) -> None:
     assert not send_codec.is_raw({"content-type": kind})
     assert send_codec.is_raw({"content-type": "image/png"})
+
+
+EVENT = {"ce-specversion": "1.0", "ce-id": "e-1", "ce-source": "/shop", "ce-type": "paid"}
+
+
+def test_a_cloud_event_has_the_properties_of_its_headers() -> None:
+    headers = {**EVENT, "timeball-property-region": "eu%20west"}
+    (row,) = rows_of(send_codec.decode_cloud_event("t", headers, b"{}", Ids()))
+    assert decode_properties(str(row["properties"])) == {**EVENT, "region": "eu west"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("timeball-id", "the id of a CloudEvent is its ce-id"),
+     ("timeball-property-ce-source", "also the attribute 'ce-source' of the CloudEvent")],
+)  # fmt: skip
+def test_a_cloud_event_with_a_second_value_of_an_attribute_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(InvalidMessage, match=reason):
+        send_codec.decode_cloud_event("t", {**EVENT, name: "x"}, b"{}", Ids())
 
 
 @given(st.dictionaries(st.sampled_from(["id", "key", "tag", "after", "at", "property-a"]), st.text()))

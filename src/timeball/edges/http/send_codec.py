@@ -211,7 +211,15 @@ def decode_cloud_event(
     for name in ("ce-id", "ce-source", "ce-type"):
         if not attributes.get(name):
             raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
-    message = _message_from_headers(headers, data, attributes["ce-id"], attributes)
+    # One of two values of an id or an attribute would be lost.
+    if f"{HEADER}id" in headers:
+        raise InvalidMessage(f"header '{HEADER}id': the id of a CloudEvent is its ce-id")
+    properties = _properties_from_headers(headers)
+    for name in attributes.keys() & properties.keys():
+        raise InvalidMessage(
+            f"header '{PROPERTY_HEADER}{name[:80]}': also the attribute {name[:80]!r} of the CloudEvent"
+        )
+    message = _message_from_headers(headers, data, attributes["ce-id"], {**attributes, **properties})
     return _decoded_send(
         topic, [message], ids, now_ms, keeps_delays, is_single=True, may_use_rows=may_use_rows
     )
@@ -246,19 +254,27 @@ def decode_raw(
     may_use_rows: bool = True,
 ) -> DecodedSend:
     """Decode the message of a raw body and its headers. Raises InvalidMessage and InvalidDelay."""
-    properties = {}
-    for name, value in headers.items():
-        if name.startswith(PROPERTY_HEADER):
-            properties[unquote(name.removeprefix(PROPERTY_HEADER))] = unquote(value)
     if headers.get(f"{HEADER}raw", "true") != "true":
         raise InvalidMessage(f"{HEADER}raw: 'true', or leave it out")
     quoted_id = headers.get(f"{HEADER}id")
     message = _message_from_headers(
-        headers, data, None if quoted_id is None else unquote(quoted_id), properties
+        headers,
+        data,
+        None if quoted_id is None else unquote(quoted_id),
+        _properties_from_headers(headers),
     )
     return _decoded_send(
         topic, [message], ids, now_ms, keeps_delays, is_single=True, may_use_rows=may_use_rows
     )
+
+
+def _properties_from_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Read the headers `timeball-property-NAME` as properties by name."""
+    return {
+        unquote(name.removeprefix(PROPERTY_HEADER)): unquote(value)
+        for name, value in headers.items()
+        if name.startswith(PROPERTY_HEADER)
+    }
 
 
 def _check_header_names(headers: Mapping[str, str]) -> None:
