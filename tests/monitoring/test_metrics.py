@@ -17,7 +17,7 @@ from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.rates import Stat
 from timeball.io.clock import BOUNDS_NS, Durations, ManualClock
-from timeball.model.access import ANONYMOUS
+from timeball.model.access import ANONYMOUS, Access, Caller, parse
 from timeball.model.limits import DAY_MS
 from timeball.monitoring import metrics
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures
@@ -26,10 +26,10 @@ from timeball.monitoring.metrics import OTHERS, ROLES, durations, histogram, rep
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 
-async def samples(world: World) -> dict[tuple[str, ...], float]:
+async def samples(world: World, caller: Caller = ANONYMOUS) -> dict[tuple[str, ...], float]:
     """Every sample by name and the values of its labels, as Prometheus reads them."""
     assert world.node is not None
-    text = (await world.node.metrics.text(ANONYMOUS)).decode()
+    text = (await world.node.metrics.text(caller)).decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -133,6 +133,36 @@ async def test_more_topics_than_are_shown_are_one_series(
     assert {key[1]: value for key, value in found.items() if key[0] == name} == {"a": 5, "b": 4, OTHERS: 3}
     name = "timeball_group_lag_messages"
     assert [value for key, value in found.items() if key[0] == name] == [5, 4, 3]
+
+
+ACCESS = b"""
+[[accounts]]
+access_key = "reader"
+secret_key = "secret-of-reader"
+topics = { c = "SUB" }
+"""
+
+
+@on_node()
+async def test_the_counter_of_the_others_never_falls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "SERIES_MAX", 2)
+    name, delete = "timeball_accepted_messages_total", world.broker.administration.delete_topic
+    reader = Access(parse(ACCESS, "access.toml")).named("reader")
+    for topic, rows in (("a", 5), ("b", 4), ("c", 2), ("d", 1)):
+        await world.broker.send(batch(rows, topic=[topic] * rows))
+    assert (await samples(world))[name, OTHERS] == 3
+    assert (await samples(world, reader))[name, OTHERS] == 10, "it may not look at a, b and d"
+    await delete("d", ANONYMOUS)
+    assert (await samples(world))[name, OTHERS] == 3
+    await world.broker.send(batch(1, topic=["c"]))
+    assert (await samples(world))[name, OTHERS] == 4
+    await delete("a", ANONYMOUS)  # now b and c are shown
+    assert (await samples(world))[name, OTHERS] == 4
+    assert (await samples(world, reader))[name, OTHERS] == 10
+    await delete("b", ANONYMOUS)
+    await delete("c", ANONYMOUS)
+    found = await samples(world)
+    assert {key[1]: value for key, value in found.items() if key[0] == name} == {OTHERS: 4}
 
 
 @on_node(strategy="timer_wheel")

@@ -44,6 +44,8 @@ BY_TOPIC = (
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Labels = TypeVar("Labels", bound=tuple[str, ...])
+Names = tuple[str, ...]  # of labels: a name is also that of the argument of Policy.allows
+TOPIC, GROUP, GROUP_TOPIC = ("topic",), ("group",), ("group", "topic")
 HORIZONS = (("1m", MINUTE_MS), ("1h", HOUR_MS), ("1d", DAY_MS))  # of timeball_due_messages
 
 
@@ -63,6 +65,7 @@ class Metrics:
         self._free_bytes, self._connections = free_bytes, connections
         self.replica = replica  # set on a node of a cluster
         self._process = ProcessCollector(registry=None)
+        self._others, self._one_reading = _Others(), asyncio.Lock()
         self.push: dict[str, PushFigures] = {}  # by subscription; the push edge writes these figures
 
     async def text(self, caller: Caller) -> bytes:
@@ -71,23 +74,25 @@ class Metrics:
         Raises Forbidden and Unauthorized.
         """
         self._broker.policy.allow(caller, Verb.LOOK)
-        may_see, metrics = _Visibility(self._broker.policy, caller), list[Metric]()
-        async for metric in self._collect(may_see):
-            metrics.append(metric)
-            await asyncio.sleep(0)  # lets the event loop do its other work
+        reading, metrics = _Reading(self._broker.policy, caller, self._others), list[Metric]()
+        # One reading at a time: the slower of two would find sums below those of the other, as if they had fallen.
+        async with self._one_reading:
+            async for metric in self._collect(reading):
+                metrics.append(metric)
+                await asyncio.sleep(0)  # lets the event loop do its other work
         metrics += await table_and_job_metrics(self._broker)
         return await asyncio.to_thread(as_text, metrics)
 
-    async def _collect(self, may_see: _Visibility) -> AsyncIterator[Metric]:
+    async def _collect(self, reading: _Reading) -> AsyncIterator[Metric]:
         """Yield each metric. Runs on the event loop."""
-        async for metric in self._messages(may_see):
+        async for metric in self._messages(reading):
             yield metric
         for build in (self._waiting, self._log):
             for metric in build():
                 yield metric
-        async for metric in self._consumers(may_see):
+        async for metric in self._consumers(reading):
             yield metric
-        for metric in self._pushes(may_see):
+        for metric in self._pushes(reading):
             yield metric
         for build in (self._spans, self._machine, self._replica):
             for metric in build():
@@ -97,7 +102,7 @@ class Metrics:
         if self.replica is not None:
             yield from replica_metrics(self.replica.figures())
 
-    async def _messages(self, may_see: _Visibility) -> AsyncIterator[Metric]:
+    async def _messages(self, reading: _Reading) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.rates
         counts: dict[str, dict[tuple[str], int]] = {stat: {} for stat in BY_TOPIC}
         async for topics in shares(broker.tables.topics.all()):
@@ -113,19 +118,15 @@ class Metrics:
             for topic, _, group in (key.partition("@"),)
         }
         # Scheduled messages count for RocketMQ's timer topic until they are released into their own topics.
-        yield _largest(
-            CounterMetricFamily(
-                "timeball_accepted_messages", "Messages that entered a topic.", labels=["topic"]
-            ),
+        yield reading.largest(
+            CounterMetricFamily,
+            "timeball_accepted_messages",
+            "Messages that entered a topic.",
+            TOPIC,
             accepted,
-            may_see.topic,
         )
-        yield _largest(
-            CounterMetricFamily(
-                "timeball_dead_letters", "Messages a group gave up.", labels=["group", "topic"]
-            ),
-            dead,
-            may_see.group,
+        yield reading.largest(
+            CounterMetricFamily, "timeball_dead_letters", "Messages a group gave up.", GROUP_TOPIC, dead
         )
         for name, text, stat in (
             ("released", "Scheduled messages put into their queues.", Stat.RELEASED_NUMS),
@@ -133,8 +134,7 @@ class Metrics:
             ("rescheduled", "Scheduled messages that were given another instant.", Stat.RESCHEDULED_NUMS),
             ("expired", "Scheduled messages that were not released in time.", Stat.EXPIRED_NUMS),
         ):
-            family = CounterMetricFamily(f"timeball_{name}_messages", text, labels=["topic"])
-            yield _largest(family, counts[stat], may_see.topic)
+            yield reading.largest(CounterMetricFamily, f"timeball_{name}_messages", text, TOPIC, counts[stat])
         unique = CounterMetricFamily(
             "timeball_unique_sends", "Sends with a unique key, by their outcome.", labels=["outcome"]
         )
@@ -275,48 +275,54 @@ class Metrics:
         )
         yield GaugeMetricFamily("timeball_disk_free_bytes", "Free space of the disk.", self._free_bytes())
 
-    async def _consumers(self, may_see: _Visibility) -> AsyncIterator[Metric]:
+    async def _consumers(self, reading: _Reading) -> AsyncIterator[Metric]:
         groups = self._broker.groups
-        yield _of_groups(
-            "timeball_group_lag_messages",
-            "Messages behind a group's stored offsets.",
-            await groups.lags(),
-            may_see,
+        for name, text, counts in (
+            (
+                "timeball_group_lag_messages",
+                "Messages behind a group's stored offsets.",
+                await groups.lags(),
+            ),
+            (
+                "timeball_group_in_flight_messages",
+                "Messages that members of a group hold.",
+                await groups.in_flight(),
+            ),
+            (
+                "timeball_group_retry_messages",
+                "Messages that members have given back and that wait for their next delivery.",
+                self._broker.redeliveries.counts(),
+            ),
+        ):
+            yield reading.largest(GaugeMetricFamily, name, text, GROUP_TOPIC, counts)
+        yield reading.largest(
+            GaugeMetricFamily,
+            "timeball_held_messages",
+            "Messages that wait for their topic's limit.",
+            TOPIC,
+            {(topic,): rows for topic, rows in self._broker.pacing.held().items()},
         )
-        yield _of_groups(
-            "timeball_group_in_flight_messages",
-            "Messages that members of a group hold.",
-            await groups.in_flight(),
-            may_see,
-        )
-        yield _of_groups(
-            "timeball_group_retry_messages",
-            "Messages that members have given back and that wait for their next delivery.",
-            self._broker.redeliveries.counts(),
-            may_see,
-        )
-        held = GaugeMetricFamily(
-            "timeball_held_messages", "Messages that wait for their topic's limit.", labels=["topic"]
-        )
-        held_rows = {(topic,): rows for topic, rows in self._broker.pacing.held().items()}
-        yield _largest(held, held_rows, may_see.topic)
         expired, letters = groups.expired()
-        unread = CounterMetricFamily(
+        yield reading.largest(
+            CounterMetricFamily,
             "timeball_expired_unread_messages",
             "Messages that retention removed, or a deleted topic took along, before a group read them.",
-            labels=["group", "topic"],
+            GROUP_TOPIC,
+            expired,
         )
-        yield _largest(unread, expired, may_see.group)
-        dead = CounterMetricFamily(
-            "timeball_expired_dead_letters", "Dead letters that retention removed.", labels=["group"]
+        yield reading.largest(
+            CounterMetricFamily,
+            "timeball_expired_dead_letters",
+            "Dead letters that retention removed.",
+            GROUP,
+            letters,
         )
-        yield _largest(dead, letters, may_see.group)
         connections = GaugeMetricFamily("timeball_connections", "Open connections.", labels=["edge"])
         for edge, count in self._connections().items():
             connections.add_metric([edge], count)
         yield connections
 
-    def _pushes(self, may_see: _Visibility) -> Iterator[Metric]:
+    def _pushes(self, reading: _Reading) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "timeball_push_requests",
             "Requests to receivers that have ended.",
@@ -337,7 +343,7 @@ class Metrics:
             labels=["subscription"],
         )
         # At most PUSH_SUBSCRIPTIONS_MAX, made by administrators. Those that send the most are shown.
-        names = self.push if may_see.is_all else self.push.keys() & self._broker.push.all(may_see.caller)
+        names = self.push if reading.is_all else self.push.keys() & self._broker.push.all(reading.caller)
         shown = sorted(names, key=lambda name: -sum(self.push[name].durations.counts))[:SERIES_MAX]
         for name in shown:
             figures = self.push[name]
@@ -398,38 +404,56 @@ def as_text(metrics: Sequence[Metric]) -> bytes:
     return generate_latest(registry)
 
 
-class _Visibility:
-    """The rights of a caller to look at topics and groups, checked by the labels of a series."""
+class _Others:
+    """Keeps the counters of `(others)` from falling. Belongs to the event loop.
 
-    def __init__(self, policy: Policy, caller: Caller) -> None:
-        self._policy, self.caller = policy, caller
+    Prometheus takes a counter that falls for a restart, and counts its whole value again. The sum of the others falls
+    when one of them is deleted, when one of them takes the place of a deleted topic, when an idle counter is dropped,
+    and when the caller may look at more. The missing part is added from then on.
+    """
+
+    def __init__(self) -> None:
+        # By account and metric, because each account sees other topics: the latest sum, and the sum of all its falls.
+        self._sums: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def count(self, account: str, metric: str, value: int) -> int:
+        """Convert the sum of the others to a counter."""
+        latest, fallen = self._sums.get((account, metric), (0, 0))
+        fallen += max(0, latest - value)
+        self._sums[account, metric] = value, fallen
+        return value + fallen
+
+
+class _Reading:
+    """Builds the metrics of topics and groups for one caller."""
+
+    def __init__(self, policy: Policy, caller: Caller, others: _Others) -> None:
+        self._policy, self.caller, self._others = policy, caller, others
         self.is_all = policy.allows(caller, Verb.ADMIN)
 
-    def topic(self, labels: tuple[str]) -> bool:
-        return self.is_all or self._policy.allows(self.caller, Verb.LOOK, topic=labels[0])
+    def largest(
+        self, kind: type[Family], name: str, text: str, labels: Names, counts: Mapping[Labels, int]
+    ) -> Family:
+        """Build a metric with a series for each of the largest counts, and one for the sum of all others.
 
-    def group(self, labels: tuple[str, ...]) -> bool:
-        """Check the labels of a group, and of a topic after it if there is one."""
-        group, topic = labels[0], labels[1] if len(labels) > 1 else None
-        return self.is_all or self._policy.allows(self.caller, Verb.LOOK, topic=topic, group=group)
+        Counts of topics and groups that the caller may not look at are among the others.
+        """
+        family = kind(name, text, labels=labels)
+        seen = counts if self.is_all else [values for values in counts if self._may_see(labels, values)]
+        # A heap, because only a few of up to a hundred thousand are shown.
+        shown = heapq.nlargest(SERIES_MAX, seen, key=counts.__getitem__)
+        for values in shown:
+            family.add_metric(list(values), counts[values])
+        others = sum(counts.values()) - sum(counts[values] for values in shown)
+        if isinstance(family, CounterMetricFamily):
+            others = self._others.count(self.caller.name, name, others)
+        # Without others of its own, a counter may still have those of deleted topics.
+        if others or len(counts) > len(shown):
+            family.add_metric([OTHERS] * len(labels), others)
+        return family
 
-
-def _of_groups(
-    name: str, text: str, counts: Mapping[tuple[str, str], int], may_see: _Visibility
-) -> GaugeMetricFamily:
-    return _largest(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts, may_see.group)
-
-
-def _largest(family: Family, counts: Mapping[Labels, int], may_see: Callable[[Labels], bool]) -> Family:
-    """Add a series for each of the largest counts that the caller may see, and one for the sum of all others."""
-    # A heap, because only a few of up to a hundred thousand are shown.
-    shown = heapq.nlargest(SERIES_MAX, filter(may_see, counts), key=counts.__getitem__)
-    for labels in shown:
-        family.add_metric(list(labels), counts[labels])
-    if len(counts) > len(shown):
-        others = sum(counts.values()) - sum(counts[labels] for labels in shown)
-        family.add_metric([OTHERS] * len(next(iter(counts))), others)
-    return family
+    def _may_see(self, labels: Names, values: tuple[str, ...]) -> bool:
+        return self._policy.allows(self.caller, Verb.LOOK, **dict(zip(labels, values, strict=True)))
 
 
 def _flag(value: object) -> int:
