@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from timeball import __version__
 from timeball.broker.accepting.delivery import Lateness
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.rates import Stat
+from timeball.broker.registry.rates import GROUPS_AT_ONCE, Stat
 from timeball.io.clock import BOUNDS_NS, Durations, ManualClock
-from timeball.model.access import ANONYMOUS, Access, Caller, parse
+from timeball.model.access import ANONYMOUS, Access, Caller, Verb, parse
+from timeball.model.errors import Forbidden
 from timeball.model.limits import DAY_MS
 from timeball.monitoring import metrics
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures
@@ -163,6 +165,35 @@ async def test_the_counter_of_the_others_never_falls(world: World, monkeypatch: 
     await delete("c", ANONYMOUS)
     found = await samples(world)
     assert {key[1]: value for key, value in found.items() if key[0] == name} == {OTHERS: 4}
+
+
+class CountingCaller(Caller):
+    """An account that may look at every topic. Counts the checks of its rights."""
+
+    __slots__ = ("checks",)
+
+    def __init__(self) -> None:
+        self.checks = 0
+
+    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        self.checks += 1
+        if verb is Verb.ADMIN:
+            raise Forbidden("no administrator")
+
+
+@on_node()
+async def test_a_reading_holds_the_loop_for_a_share_of_the_topics(world: World) -> None:
+    for number in range(1_000):
+        world.broker.tables.topics.ensure(f"topic-{number}", 1)
+    assert world.node is not None
+    caller, most_checks = CountingCaller(), 0
+    reading = asyncio.ensure_future(world.node.metrics.text(caller))
+    while not reading.done():
+        checks_before = caller.checks
+        await asyncio.sleep(0)
+        most_checks = max(most_checks, caller.checks - checks_before)
+    assert f'timeball_accepted_messages_total{{topic="{OTHERS}"}} 0.0' in reading.result().decode()
+    assert most_checks < 2 * GROUPS_AT_ONCE and caller.checks < 1_100, "once for each topic"
 
 
 @on_node(strategy="timer_wheel")

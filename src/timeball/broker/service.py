@@ -48,7 +48,7 @@ from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.selections import Selected
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topics import MAX_PER_SECOND, ON_PENDING
+from timeball.broker.registry.topics import MAX_PER_SECOND, ON_PENDING, Topic
 from timeball.broker.revoking.cancel import Act, LoneCancels, cancel, recall, settle
 from timeball.broker.revoking.find_message import find_message, sent_states
 from timeball.broker.revoking.ranges import cancel_ranges
@@ -560,12 +560,17 @@ class Broker:
         self.policy.allow(caller, Verb.ADMIN)
         return starts(self.log.reader.segments, from_seq, to_seq)
 
-    def topics(self, caller: Caller = ANONYMOUS) -> dict[str, dict[str, int]]:
-        """List the topics that the caller may see, with their numbers of queues."""
+    def topics(
+        self, caller: Caller = ANONYMOUS, share: Iterable[Topic] | None = None
+    ) -> dict[str, dict[str, int]]:
+        """List the topics that the caller may see, with their numbers of queues.
+
+        `share`: only of these topics. A caller on the event loop asks in shares (registry/rates.py).
+        """
         self.policy.allow(caller, Verb.LOOK)
         return {
             topic.name: {"queues": len(topic.queues)}
-            for topic in self.tables.topics.all()
+            for topic in (self.tables.topics.all() if share is None else share)
             if self.policy.allows(caller, Verb.LOOK, topic=topic.name)
         }
 

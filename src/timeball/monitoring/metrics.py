@@ -104,28 +104,28 @@ class Metrics:
 
     async def _messages(self, reading: _Reading) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.rates
-        counts: dict[str, dict[tuple[str], int]] = {stat: {} for stat in BY_TOPIC}
+        largest = {stat: _Largest() for stat in BY_TOPIC}
         async for topics in shares(broker.tables.topics.all()):
-            for stat, of in counts.items():
-                of.update(((topic.name,), rates.total(stat, topic.name)) for topic in topics)
-        # Dead letters are counted below, by the topics that they were sent to.
-        accepted = counts[Stat.TOPIC_PUT_NUMS]
-        for labels in [labels for labels in accepted if labels[0].startswith(DLQ_PREFIX)]:
-            del accepted[labels]
+            for topic in topics:
+                is_visible = reading.may_see(TOPIC, (topic.name,))
+                for stat, of in largest.items():
+                    # Dead letters are counted below, by the topics that they were sent to.
+                    if stat != Stat.TOPIC_PUT_NUMS or not topic.name.startswith(DLQ_PREFIX):
+                        of.add((topic.name,), rates.total(stat, topic.name), is_visible=is_visible)
         dead = {
             (group, topic): count
             for key, count in rates.totals(Stat.DEAD_NUMS).items()
             for topic, _, group in (key.partition("@"),)
         }
         # Scheduled messages count for RocketMQ's timer topic until they are released into their own topics.
-        yield reading.largest(
+        yield reading.build(
             CounterMetricFamily,
             "timeball_accepted_messages",
             "Messages that entered a topic.",
             TOPIC,
-            accepted,
+            largest[Stat.TOPIC_PUT_NUMS],
         )
-        yield reading.largest(
+        yield await reading.largest(
             CounterMetricFamily, "timeball_dead_letters", "Messages a group gave up.", GROUP_TOPIC, dead
         )
         for name, text, stat in (
@@ -134,7 +134,7 @@ class Metrics:
             ("rescheduled", "Scheduled messages that were given another instant.", Stat.RESCHEDULED_NUMS),
             ("expired", "Scheduled messages that were not released in time.", Stat.EXPIRED_NUMS),
         ):
-            yield reading.largest(CounterMetricFamily, f"timeball_{name}_messages", text, TOPIC, counts[stat])
+            yield reading.build(CounterMetricFamily, f"timeball_{name}_messages", text, TOPIC, largest[stat])
         unique = CounterMetricFamily(
             "timeball_unique_sends", "Sends with a unique key, by their outcome.", labels=["outcome"]
         )
@@ -294,8 +294,8 @@ class Metrics:
                 self._broker.redeliveries.counts(),
             ),
         ):
-            yield reading.largest(GaugeMetricFamily, name, text, GROUP_TOPIC, counts)
-        yield reading.largest(
+            yield await reading.largest(GaugeMetricFamily, name, text, GROUP_TOPIC, counts)
+        yield await reading.largest(
             GaugeMetricFamily,
             "timeball_held_messages",
             "Messages that wait for their topic's limit.",
@@ -303,14 +303,14 @@ class Metrics:
             {(topic,): rows for topic, rows in self._broker.pacing.held().items()},
         )
         expired, letters = groups.expired()
-        yield reading.largest(
+        yield await reading.largest(
             CounterMetricFamily,
             "timeball_expired_unread_messages",
             "Messages that retention removed, or a deleted topic took along, before a group read them.",
             GROUP_TOPIC,
             expired,
         )
-        yield reading.largest(
+        yield await reading.largest(
             CounterMetricFamily,
             "timeball_expired_dead_letters",
             "Dead letters that retention removed.",
@@ -424,6 +424,35 @@ class _Others:
         return value + fallen
 
 
+class _Largest:
+    """The SERIES_MAX largest of many counts, and the sum of all others. Takes one count at a time.
+
+    So a loop over a hundred thousand topics can pause, and keeps nothing of those that are not shown.
+    """
+
+    def __init__(self) -> None:
+        self.others, self.has_others = 0, False
+        # A heap: count, order and labels. Among equal counts the first stays, so that a new topic replaces no series.
+        self._heap: list[tuple[int, int, tuple[str, ...]]] = []
+        self._order = 0
+
+    def add(self, values: tuple[str, ...], count: int, *, is_visible: bool) -> None:
+        """Take one count. One that is not visible is among the others."""
+        if is_visible and len(self._heap) < SERIES_MAX:
+            self._order -= 1
+            heapq.heappush(self._heap, (count, self._order, values))
+            return
+        self.has_others = True
+        if is_visible and count > self._heap[0][0]:
+            self._order -= 1
+            count, _, _ = heapq.heapreplace(self._heap, (count, self._order, values))
+        self.others += count
+
+    def shown(self) -> list[tuple[tuple[str, ...], int]]:
+        """List the labels of the largest counts, each with its count, the largest first."""
+        return [(values, count) for count, _, values in sorted(self._heap, reverse=True)]
+
+
 class _Reading:
     """Builds the metrics of topics and groups for one caller."""
 
@@ -431,29 +460,33 @@ class _Reading:
         self._policy, self.caller, self._others = policy, caller, others
         self.is_all = policy.allows(caller, Verb.ADMIN)
 
-    def largest(
+    def may_see(self, labels: Names, values: tuple[str, ...]) -> bool:
+        """Check whether the caller may look at the topic or group that the labels of a series name."""
+        return self.is_all or self._policy.allows(
+            self.caller, Verb.LOOK, **dict(zip(labels, values, strict=True))
+        )
+
+    async def largest(
         self, kind: type[Family], name: str, text: str, labels: Names, counts: Mapping[Labels, int]
     ) -> Family:
-        """Build a metric with a series for each of the largest counts, and one for the sum of all others.
+        """Build a metric of the largest counts. Counts that the caller may not see are among the others."""
+        largest = _Largest()
+        async for share in shares(counts.items()):
+            for values, count in share:
+                largest.add(values, count, is_visible=self.may_see(labels, values))
+        return self.build(kind, name, text, labels, largest)
 
-        Counts of topics and groups that the caller may not look at are among the others.
-        """
-        family = kind(name, text, labels=labels)
-        seen = counts if self.is_all else [values for values in counts if self._may_see(labels, values)]
-        # A heap, because only a few of up to a hundred thousand are shown.
-        shown = heapq.nlargest(SERIES_MAX, seen, key=counts.__getitem__)
-        for values in shown:
-            family.add_metric(list(values), counts[values])
-        others = sum(counts.values()) - sum(counts[values] for values in shown)
+    def build(self, kind: type[Family], name: str, text: str, labels: Names, largest: _Largest) -> Family:
+        """Build a metric with a series for each of the largest counts, and one for the sum of all others."""
+        family, others = kind(name, text, labels=labels), largest.others
+        for values, count in largest.shown():
+            family.add_metric(values, count)
         if isinstance(family, CounterMetricFamily):
             others = self._others.count(self.caller.name, name, others)
         # Without others of its own, a counter may still have those of deleted topics.
-        if others or len(counts) > len(shown):
+        if others or largest.has_others:
             family.add_metric([OTHERS] * len(labels), others)
         return family
-
-    def _may_see(self, labels: Names, values: tuple[str, ...]) -> bool:
-        return self._policy.allows(self.caller, Verb.LOOK, **dict(zip(labels, values, strict=True)))
 
 
 def _flag(value: object) -> int:

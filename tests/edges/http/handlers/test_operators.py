@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.accounts import SECRETS, guarded_node
-from tests.edges.http.client import Client, client_of
+from tests.accounts import ACCESS_FILE, SECRETS, guarded_node
+from tests.edges.http.client import Client, Reply, client_of
 from tests.node_fixture import RunningNode, running_node
 
+from timeball.broker.registry.rates import GROUPS_AT_ONCE
+from timeball.model.access import Account, parse
 from timeball.monitoring.figures import ReplicaFigures, ReplicaGroup, ReplicaReaders, ReplicaState
 
 
@@ -92,6 +97,45 @@ def test_each_account_has_the_permissions_of_its_lines(tmp_path: Path) -> None:
 def test_without_a_port_there_is_no_edge(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", http_port=-1) as node:
         assert node.node.http_port == -1
+
+
+class CountingAccounts(dict[str, Account]):
+    """Accounts that count how often they are read: each check of a right does."""
+
+    reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.reads += 1
+        return super().get(key, default)
+
+
+def test_a_list_of_topics_holds_the_loop_for_a_share_of_them(tmp_path: Path) -> None:
+    names, accounts = [f"topic-{number}" for number in range(1_000)], CountingAccounts()
+
+    async def create(node: RunningNode) -> None:
+        for name in reversed(names):
+            node.broker.tables.topics.ensure(name, 1)
+        await node.broker.log.writer.flushed()
+
+    async def most_reads(listing: Future[Reply]) -> int:
+        most = 0
+        while not listing.done():
+            reads_before = accounts.reads
+            await asyncio.sleep(0)
+            most = max(most, accounts.reads - reads_before)
+        return most
+
+    with guarded_node(tmp_path, http_port=0) as node, ThreadPoolExecutor(1) as threads:
+        accounts.update(parse(ACCESS_FILE.encode(), "access.toml"))
+        access = node.node.security.access
+        assert access is not None
+        access.replace(accounts)
+        node.run(create(node))
+        with client_of(node, f"Bearer root:{SECRETS['root']}") as root:
+            listing = threads.submit(root.ask, "GET", "/v1/topics")
+            assert node.run(most_reads(listing)) < 3 * GROUPS_AT_ONCE
+            listed = listing.result().value["topics"]
+    assert [topic["topic"] for topic in listed] == sorted(names)
 
 
 def test_a_topic_is_created_enlarged_and_deleted(client: Client) -> None:
