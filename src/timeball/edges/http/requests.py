@@ -139,9 +139,10 @@ class Call:
         return b"".join(chunks)
 
     @property
-    def is_disconnected(self) -> bool:
-        """True if the client is known to have disconnected."""
-        return self.exchange.disconnected
+    def is_leaving(self) -> bool:
+        """True if the client has disconnected, or has announced it by closing its direction."""
+        # Bytes that are written to a closing transport are discarded.
+        return self.exchange.disconnected or self.exchange.transport.is_closing()
 
     async def wait_for_disconnect(self) -> None:
         """Wait until the client disconnects. Must not run while the body is read, which uses the same events."""

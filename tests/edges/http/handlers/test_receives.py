@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+from tests.bounds import BOUND_S
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, eventually
 
+from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 
 
@@ -51,6 +55,80 @@ def test_messages_for_a_disconnected_client_go_to_another(node: RunningNode, cli
     )
     client.send("left", {"body": "x"})
     assert [item["attempt"] for item in client.receive("left").value["messages"]] == [1]
+
+
+def test_a_client_that_ends_its_direction_at_any_moment_takes_no_message(
+    node: RunningNode, client: Client
+) -> None:
+    """The direction ends a varying number of loop turns after the message: before, during and after the hand-out."""
+    consuming, server = node.broker.consuming, node.node.edges.http._server  # type: ignore[union-attr]
+    request, query = ReceiveRequest("workers", "half-closed", invisible_ms=60_000), {"group": "workers"}
+    node.run(node.broker.create_topic("half-closed", 1))
+
+    async def return_and_end(held: Received, turns: int) -> None:
+        while not consuming.waiting_receives:
+            await asyncio.sleep(0)
+        (connection,) = [each for each in server.server_state.connections if each._serving is not None]
+        consuming.return_unseen(held.receipts)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connection.eof_received()
+
+    answered = 0
+    for turns in range(12):
+        client.send("half-closed", {"body": "x"})
+        held = node.run(consuming.receive(request, 0))
+        with socket.create_connection(("127.0.0.1", node.node.http_port), BOUND_S) as leaving:
+            leaving.sendall(
+                b"POST /v1/topics/half-closed/receive?group=workers&wait=60s&lease=1h HTTP/1.1\r\n"
+                b"Host: localhost\r\n\r\n"
+            )
+            node.run(return_and_end(held, turns))
+            answer = leaving.makefile("rb").read()
+        answered += bool(answer)
+        value = (
+            json.loads(answer.partition(b"\r\n\r\n")[2]) if answer else client.receive("half-closed").value
+        )
+        (message,) = value["messages"]
+        assert message["attempt"] == 1
+        client.ask("POST", "/v1/topics/half-closed/ack", {"receipts": [message["receipt"]]}, query=query)
+    assert 0 < answered < 12
+
+
+def test_a_receive_begins_when_the_client_reads_earlier_answers(node: RunningNode, client: Client) -> None:
+    topics = ("unread-large", "unread-small")
+    for topic, size_bytes in zip(
+        topics, (4_000_000, 1), strict=True
+    ):  # more than the buffers of both sockets
+        client.send(topic, {"body": "x" * size_bytes})
+
+    def held() -> list[str]:
+        return [
+            queue.topic
+            for queue in node.broker.consuming.leases.all()
+            if queue.open_rows and queue.topic in topics
+        ]
+
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        unread.connect(("127.0.0.1", node.node.http_port))
+        for topic in topics:
+            head = (
+                f"POST /v1/topics/{topic}/receive?group=workers&lease=1h HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            )
+            unread.sendall(head.encode())
+        eventually(lambda: "unread-large" in held(), "the first is leased")
+        server = node.node.edges.http._server  # type: ignore[union-attr]
+        eventually(
+            lambda: any(
+                each._serving is not None and "unread-small" in each._serving.target.path
+                for each in server.server_state.connections
+            ),
+            "the second is served",
+        )
+        assert held() == ["unread-large"]
+    (received,) = client.receive("unread-small", wait="10s").value["messages"]
+    assert received["attempt"] == 1
 
 
 def test_messages_are_filtered_by_tags_or_by_sql(client: Client) -> None:

@@ -25,7 +25,15 @@ from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec
 from timeball.edges.http.codec import NDJSON, Answer
-from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream, check_no_body, read_request
+from timeball.edges.http.requests import (
+    ANSWER_S,
+    Call,
+    ClientDisconnected,
+    Paths,
+    Stream,
+    check_no_body,
+    read_request,
+)
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.model import http_api, limits
 from timeball.model.access import Verb
@@ -123,7 +131,7 @@ class Receives:
             try:
                 # `Exchange.send` waits before it writes. So if the stream is closed here, nothing was written.
                 yield b"\n".join(self._encode(received, request.group, request.topic)) + b"\n"
-                is_written = not _is_leaving(call)
+                is_written = not call.is_leaving
             finally:
                 if not is_written:
                     consuming.return_unseen(received.receipts)
@@ -170,7 +178,14 @@ class Receives:
         return self._encoder.encode(received.handed_out, topic, handles)
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
-        """Receive messages. If the client disconnects meanwhile, give them back and raise ClientDisconnected."""
+        """Receive messages. If the client disconnects meanwhile, give them back and raise ClientDisconnected.
+
+        The answer must be written in the same turn of the loop. Later, the client may have disconnected.
+        """
+        exchange = call.exchange
+        # A client that does not read earlier answers gets no messages, and this answer need not wait for it.
+        if exchange.flow.write_paused and not await exchange.drain(ANSWER_S):
+            raise ClientDisconnected
         watch = _DisconnectWatch(call)
         try:
             received = await self._wait_and_receive(request, call.query, wait_ms, watch.begin)
@@ -180,7 +195,7 @@ class Receives:
             raise
         finally:
             watch.end()
-        if call.is_disconnected:
+        if call.is_leaving:
             self._broker.consuming.return_unseen(received.receipts)
             raise ClientDisconnected
         return received
@@ -323,12 +338,6 @@ class _DisconnectWatch:
         if self._task is not None:
             self.has_cancelled = True
             self._task.cancel()
-
-
-def _is_leaving(call: Call) -> bool:
-    """True if the client of a stream has disconnected, or has announced it by closing its direction."""
-    exchange = call.exchange
-    return exchange is not None and (exchange.disconnected or exchange.transport.is_closing())
 
 
 def _group_of(call: Call) -> str:
