@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.schedule.contract import MANY
-from tests.schedule.rigs import AHEAD_MS, LevelsRig
+from tests.schedule.rigs import AHEAD_MS, LEVELS, LevelsRig
 from tests.schedule.stage import Built, Restart
 from tests.schedule.world import World
 
@@ -24,6 +25,7 @@ from timeball.model.errors import Corrupt, InvalidMessage, SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import (
     SCHEDULE_TOPIC,
+    Int64Array,
     Kind,
     build_rows,
     decode_properties,
@@ -182,22 +184,70 @@ def test_cancelled_message_is_not_released_after_a_step_back() -> None:
     world.close()
 
 
-def restarted(world: World, state: dict[int, LevelFacts], *durations_ms: int) -> DelayLevels:
-    """Make a second backlog over the same log and queues."""
+def restarted(
+    world: World, state: dict[int, LevelFacts], *durations_ms: int, back_ms: int = 0
+) -> DelayLevels:
+    """Make a second backlog over the same log and queues. Its clock is `back_ms` behind that of `world`."""
     rig = world.rig
     assert isinstance(rig, LevelsRig)
     table = LevelTable(durations_ms or (HOUR_MS,) * 3)
     levels = DelayLevels(world.reader, table, lambda: rig.indexes, world.strategy.outcomes, ahead_ms=AHEAD_MS)
-    levels.restore(LevelsState(state), NOTHING_SETTLED, NOTHING, world.now_ms)
+    levels.restore(LevelsState(state), NOTHING_SETTLED, NOTHING, world.now_ms - back_ms)
     return levels
+
+
+def unshifted(seq: Int64Array) -> Int64Array:
+    return np.zeros(len(seq), np.int64)
 
 
 def test_shorter_level_table_releases_no_message_earlier(world: World) -> None:
     world.admit([world.now_ms + HOUR_MS])
     again = restarted(world, levels_of(world).state(0).levels, 1_000)
     assert again.first_due_ms == world.now_ms + HOUR_MS
-    again.clock_stepped(world.now_ms, lambda seq: np.zeros(len(seq), np.int64))
+    again.clock_stepped(world.now_ms, unshifted)
     assert again.first_due_ms == world.now_ms + HOUR_MS
+
+
+def test_level_that_was_longer_for_a_while_releases_no_message_earlier(world: World) -> None:
+    """The queue is one stretch. Its last message was accepted for two hours, its first one for an hour."""
+    first_due_ms = world.now_ms + HOUR_MS
+    world.admit([first_due_ms] * LEVELS)
+    world.advance(MINUTE_MS)
+    world.admit([world.now_ms + 2 * HOUR_MS] * LEVELS)
+    again = restarted(world, {})
+    assert again.first_due_ms == first_due_ms
+    again.clock_stepped(world.now_ms, unshifted)
+    assert again.first_due_ms == first_due_ms
+
+
+@settings(max_examples=30)
+@given(
+    accepted=st.lists(
+        st.tuples(st.integers(0, 120).map(lambda minutes: minutes * MINUTE_MS), st.integers(1, 4)),
+        min_size=1,
+        max_size=8,
+    ),
+    hours=st.integers(1, 4),
+    back_ms=st.sampled_from([0, 0, MINUTE_MS, 5 * HOUR_MS]),
+)
+def test_no_sequence_of_tables_releases_a_message_earlier(
+    accepted: list[tuple[int, int]], hours: int, back_ms: int
+) -> None:
+    """Each message: the time since the one before it, and the hours of the table by which it was accepted."""
+    dues = dict[int, int]()
+    with closing(World(LevelsRig())) as world:
+        for gap_ms, level_hours in accepted:
+            world.advance(gap_ms)
+            due_ms = world.now_ms + level_hours * HOUR_MS
+            dues |= dict.fromkeys(world.admit([due_ms] * LEVELS), due_ms)
+        now_ms = world.now_ms - back_ms
+        again = restarted(world, {}, *(hours * HOUR_MS,) * LEVELS, back_ms=back_ms)
+        opened = world.run(again.open(now_ms, now_ms + DAY_MS))
+    assert sorted(opened.seq.tolist()) == sorted(dues)
+    longest_ms = max(hours, *(level_hours for _, level_hours in accepted)) * HOUR_MS
+    for due_ms, seq in zip(opened.due_ms.tolist(), opened.seq.tolist(), strict=True):
+        # A message waits for the rest of its duration, so it may be due earlier by the step, and no earlier than that.
+        assert dues[seq] - back_ms <= due_ms <= min(dues[seq], now_ms + longest_ms)
 
 
 def test_saved_offset_outside_its_queue_is_moved_into_it(world: World) -> None:

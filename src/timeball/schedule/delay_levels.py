@@ -363,12 +363,13 @@ class DelayLevels(Backlog):
             queue.advance(self._outcomes)
 
     def _restore_durations(self, queue: LevelQueue) -> None:
-        """Restore the duration with which the entries of a queue were accepted, if it is longer than in the table."""
+        """Restore the durations with which the entries of a queue were accepted, if they exceed that of the table."""
         for stretch in queue.stretches:
-            entry = queue.index.read(stretch.next, 1)
+            entry = queue.index.read(stretch.end - 1, 1)
             row = self.reader.read_rows(entry["seq"].astype(np.int64))
-            # One row per stretch is enough, because all its messages were accepted for the same level, in order.
-            queue.extend_duration(stretch.head_ms - int(int64(row.column("store_ms"))[0]))
+            # One stretch may have entries of several tables. Its last entry alone decides by how much it is shifted
+            # (`shorten_long_waits`), so no entry before it is read.
+            queue.extend_duration(stretch.last_ms - int(int64(row.column("store_ms"))[0]))
 
 
 # ---- the queue of one level ----------------------------------------------------------------------------------
@@ -488,7 +489,8 @@ class LevelQueue:
 
         An entry that would wait longer was accepted before the clock was set back, perhaps while no broker ran, so the
         size of the step is not known. The last entry of its stretch then waits for the whole duration. The due times of
-        the earlier entries keep their distances to it.
+        the earlier entries keep their distances to it: they were accepted before it, so the same step affects them,
+        whatever the durations of their tables were.
         """
         if self._duration_ms is None:
             return
