@@ -1,5 +1,7 @@
 """A browsed message is a view of its row."""
 
+import zlib
+
 import pyarrow as pa
 
 from timeball.client.batch_rows import view
@@ -48,6 +50,17 @@ def test_a_message_due_before_its_acceptance_is_late_from_there() -> None:
         at = READ_SCHEMA.get_field_index("accepted_ms")
         batch = rows().set_column(at, READ_SCHEMA.field(at), pa.array([accepted_ms, None], pa.int64()))
         assert view(batch, received_ms=2_000)[0].lateness_ms == late_ms
+
+
+def test_a_body_that_the_producer_compressed_is_readable() -> None:
+    batch = rows()
+    for name, values in (
+        ("body", pa.array([zlib.compress(b"x")] * 2)),
+        ("sys_flag", pa.array([1, 0], pa.int32())),
+    ):
+        at = READ_SCHEMA.get_field_index(name)
+        batch = batch.set_column(at, READ_SCHEMA.field(at), values)
+    assert [message.body for message in view(batch, received_ms=2_000)] == [b"x", zlib.compress(b"x")]
 
 
 def test_missing_things_are_none_or_empty() -> None:

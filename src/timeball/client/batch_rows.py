@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from timeball.client.messages import Message
+from timeball.model.bodies import readable_body
 from timeball.model.message import decode_properties, lateness_ms
 
 
@@ -32,8 +33,7 @@ class BatchRow:
 
     @property
     def body(self) -> bytes:
-        body: bytes = self._value("body") or b""
-        return body
+        return readable_body(self._value("body") or b"", self._value("sys_flag"))
 
     @property
     def tag(self) -> str | None:

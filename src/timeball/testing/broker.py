@@ -20,6 +20,7 @@ import msgspec
 
 from timeball.model import limits, time_parsing
 from timeball.model.answers import PageRequest
+from timeball.model.bodies import readable_body
 from timeball.model.config import Settings
 from timeball.model.errors import NotFound, SetupError
 from timeball.model.message import decode_properties
@@ -390,12 +391,22 @@ def _split_keys(keys: str | None) -> tuple[str, ...]:
 
 def _messages_of(rows: pa.RecordBatch) -> list[ReleasedMessage]:
     """Convert rows (READ_SCHEMA) to messages."""
-    names = ("topic", "due_ms", "unique_key", "keys", "tag", "body", "properties", "reconsume_times")
+    names = (
+        "topic",
+        "due_ms",
+        "unique_key",
+        "keys",
+        "tag",
+        "body",
+        "properties",
+        "reconsume_times",
+        "sys_flag",
+    )
     columns = [rows.column(name).to_pylist() for name in names]
     return [
         ReleasedMessage(
-            topic, due_ms or 0, unique_key, _split_keys(keys), tag, body or b"",
-            decode_properties(properties or ""), times or 0,
+            topic, due_ms or 0, unique_key, _split_keys(keys), tag,
+            readable_body(body or b"", sys_flag), decode_properties(properties or ""), times or 0,
         )
-        for topic, due_ms, unique_key, keys, tag, body, properties, times in zip(*columns, strict=True)
+        for topic, due_ms, unique_key, keys, tag, body, properties, times, sys_flag in zip(*columns, strict=True)
     ]  # fmt: skip

@@ -17,9 +17,9 @@ from timeball.model.errors import Forbidden, NotFound
 LONG_S = 30.0
 
 
-def ids(rows: pa.RecordBatch, offsets: Offsets) -> bytes:
-    """An encoding that identifies the messages."""
-    return " ".join(column(rows, "unique_key")).encode()
+def ids(rows: pa.RecordBatch, offsets: Offsets) -> tuple[bytes, None]:
+    """An encoding that identifies the messages, and leaves none out."""
+    return " ".join(column(rows, "unique_key")).encode(), None
 
 
 async def read(

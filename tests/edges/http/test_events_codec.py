@@ -25,7 +25,7 @@ def test_each_event_has_the_position_after_it_as_its_id() -> None:
         {"seq": 5, "queue_id": 1, "queue_offset": 7, "body": b"line\nline", "due_ms": 1_767_225_600_000},
         {"seq": 6, "queue_id": 0, "queue_offset": 3, "body": b"\xff", "tag": "t", "keys": "a b"},
     )
-    first, second, rest = answers_codec.encode_events(result, (3, 7)).decode().split("\n\n")
+    first, second, rest = answers_codec.encode_events(result, (3, 7))[0].decode().split("\n\n")
     assert rest == ""
     assert first.split("\n")[0] == "id: 3-8"
     assert second.split("\n")[0] == "id: 4-8"
@@ -42,8 +42,17 @@ def test_lateness_counts_from_the_acceptance_of_overdue_messages() -> None:
     result = rows(
         {"seq": 5, "queue_id": 0, "queue_offset": 0, "due_ms": now_ms - DAY_MS, "accepted_ms": now_ms - 3}
     )
-    event = json.loads(answers_codec.encode_events(result, (0,)).decode().split("data: ")[1])
+    event = json.loads(answers_codec.encode_events(result, (0,))[0].decode().split("data: ")[1])
     assert (event["due"], event["lateness_ms"]) == ("2025-12-31T00:00:00.005Z", 3)
+
+
+def test_events_that_exceed_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = rows(*({"seq": seq, "queue_id": seq % 2, "queue_offset": seq, "body": b"x"} for seq in range(4)))
+    data, position = answers_codec.encode_events(result, (0, 0))
+    assert data.count(b"id: ") == 4 and position is None
+    monkeypatch.setattr(answers_codec, "EVENTS_BYTES_MAX", len(data) // 2)
+    data, position = answers_codec.encode_events(result, (0, 0))
+    assert data.count(b"id: ") == 3 and position == (3, 2)
 
 
 def test_a_formatted_event_id_is_parsed_to_the_same_offsets() -> None:

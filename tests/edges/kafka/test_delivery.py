@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from dataclasses import replace
 
 import pytest
 from tests.edges.kafka.conftest import SmallKafka
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.edges.kafka.delivery import END_MARKERS_S, NO_ENVELOPE, Delivery, read_position
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
 from timeball.io.clock import ManualClock, SystemClock
+from timeball.model import limits
 from timeball.model.errors import SetupError
 
 
@@ -34,6 +38,30 @@ def test_a_message_of_another_client_becomes_a_dead_letter(
     assert dead.value() == b"by hand" and headers["timeball-reason"] == NO_ENVELOPE.encode()
     assert headers["timeball-topic"] == options.topic.encode() and read_position(options) == 1
     assert (counts.undeliverable, counts.transactions) == (1, 1)
+
+
+def test_a_compressed_message_of_a_remoting_producer_becomes_a_readable_record(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: BridgeQueue, stop: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(limits, "PULL_BYTES_MAX", 1_500)  # decompressed bodies of one transaction
+    counts = Counts()
+    delivery = Delivery(options, queue, counts, SystemClock())
+    delivery.open(stop)
+    with Wire.to(node) as wire:
+        for text in (b"a", b"b", b"c"):
+            assert sent(wire, zlib.compress(text * 1_000), topic=options.topic, e=0, f=1).code == 0
+    running = threading.Thread(target=delivery.run, args=(stop,))
+    running.start()
+    eventually(lambda: counts.delivered == 3, "all are delivered")
+    stop.set()
+    running.join()
+    assert sorted(record.value() for record in kafka.read(options.dead)) == [
+        b"a" * 1_000,
+        b"b" * 1_000,
+        b"c" * 1_000,
+    ]
+    assert read_position(options) == 3
 
 
 class RecordingEvent(threading.Event):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from base64 import b64decode
 from typing import Any
 
@@ -54,6 +55,11 @@ def test_a_message_has_all_its_headers() -> None:
         "timeball-key": "order-7 cust%251",
         "timeball-property-a": "1",
     }
+
+
+def test_a_body_that_the_producer_compressed_is_sent_readable() -> None:
+    assert delivery(body=zlib.compress(b"text"), sys_flag=1).body == b"text"
+    assert delivery(body=zlib.compress(b"text"), sys_flag=0).body == zlib.compress(b"text")
 
 
 def test_a_row_of_the_retry_topic_has_no_due_header() -> None:

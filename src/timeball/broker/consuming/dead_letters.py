@@ -51,6 +51,7 @@ from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import DeadLetterPage, DeadLetterRow, Resolved
+from timeball.model.bodies import readable_body
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.message import (
@@ -144,9 +145,8 @@ class DeadLetters:
         positions = list(islice(self._positions(group, topic, begin), rows + 1))
         shown = positions[:rows]
         rows_read = await self._read(topic, shown)
-        letters = [
-            _answer_row(position, row) for position, row in zip(shown, rows_read.to_pylist(), strict=True)
-        ]
+        # In the reader thread, as bodies may have to be decompressed.
+        letters = await in_thread(self._reader_thread, _answer_rows, shown, rows_read)
         return DeadLetterPage(letters, handle_of(shown[-1]) if len(positions) > rows else None)
 
     async def resend(
@@ -583,9 +583,15 @@ def _next_position(position: Position) -> Position:
     return position[0], position[1] + 1
 
 
+def _answer_rows(positions: list[Position], rows: pa.RecordBatch) -> list[DeadLetterRow]:
+    """Convert the READ_SCHEMA rows at these positions to the answer of a page."""
+    return [_answer_row(position, row) for position, row in zip(positions, rows.to_pylist(), strict=True)]
+
+
 def _answer_row(position: Position, row: dict[str, Any]) -> DeadLetterRow:
     """Convert a READ_SCHEMA row to the answer of a page. The body is cut to SHOWN_BODY_BYTES_MAX."""
-    properties, body = decode_properties(row["properties"] or ""), row["body"] or b""
+    properties = decode_properties(row["properties"] or "")
+    body = readable_body(row["body"] or b"", row["sys_flag"])
     return DeadLetterRow(
         dead_letter=handle_of(position),
         id=row["unique_key"],

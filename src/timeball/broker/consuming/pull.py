@@ -178,8 +178,9 @@ def _store_ms(reader: LogReader, index: QueueIndex, offset: int) -> int:
 ROWS_MAX, BYTES_MAX = 256, 1024 * 1024  # limits of one read; a single message may be larger
 
 Offsets = tuple[int, ...]
-# Encodes the rows of a read, and the offsets at which it began, for all readers at this position.
-Encode = Callable[[pa.RecordBatch, Offsets], bytes]
+# Encodes the rows of a read, and the offsets at which it began, for all readers at this position. Returns the position
+# before the rows that it left out, or None for all rows.
+Encode = Callable[[pa.RecordBatch, Offsets], tuple[bytes, Offsets | None]]
 _Read = asyncio.Future[tuple[bytes, Offsets]]
 
 
@@ -274,13 +275,13 @@ class LiveTail:
             next_offsets[queue_id] = selection.next_offset
 
         # Encode in the reader thread: encoding 1 MiB of JSON on the loop takes as long as a hundred releases.
-        def read_and_encode() -> bytes:
+        def read_and_encode() -> tuple[bytes, Offsets | None]:
             seqs = np.concatenate([self._matching_seqs(selection, tag_filter) for selection in selections])
-            return encode(self._reader.read_rows(np.sort(seqs)), offsets) if len(seqs) else b""
+            return encode(self._reader.read_rows(np.sort(seqs)), offsets) if len(seqs) else (b"", None)
 
-        data = await in_thread(self._reader_thread, read_and_encode)
+        data, reached_offsets = await in_thread(self._reader_thread, read_and_encode)
         self._rates.add(Stat.BROKER_GET_NUMS, "", sum(len(selection.seqs) for selection in selections))
-        return data, tuple(next_offsets)
+        return data, reached_offsets or tuple(next_offsets)
 
     def _matching_seqs(self, selection: FilteredPull, tag_filter: Filter) -> np.typing.NDArray[np.int64]:
         return decide(selection, self._reader, tag_filter).seqs

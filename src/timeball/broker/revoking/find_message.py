@@ -37,6 +37,7 @@ from timeball.log.reader import LogReader
 from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.answers import Content, MessagePlace, SentState, Verdict
+from timeball.model.bodies import readable_body
 from timeball.model.key_hash import hash_text
 from timeball.model.message import BASE, CANCEL_REASON, CANCELLED_BY, READ_SCHEMA, Kind, decode_properties
 from timeball.model.send_options import EXPIRED_PREFIX
@@ -52,7 +53,7 @@ MayRead = Callable[[str], bool]  # whether the caller may see bodies of a topic
 
 _COLUMNS = [
     "seq", "kind", "topic", "queue_id", "queue_offset", "unique_key", "due_ms", "store_ms", "source_seq",
-    "reconsume_times", "tag", "keys", "properties",
+    "reconsume_times", "tag", "keys", "properties", "sys_flag",
 ]  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def _matches_names(topic: str, names: Names) -> bool:
 
 
 def _content(row: Mapping[str, Any]) -> Content:
-    body = row["body"] or b""
+    body = readable_body(row["body"] or b"", row["sys_flag"])
     return Content(
         # Only the beginning is shown, but the size is that of the whole body.
         body[: limits.SHOWN_BODY_BYTES_MAX],

@@ -29,6 +29,7 @@ from timeball.model.answers import (
     PendingPage,
     Verdict,
 )
+from timeball.model.bodies import readable_body
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.http_api import (
     DeadLetter,
@@ -271,8 +272,10 @@ RETRY_MS = 1_000  # after this time a browser connects again
 _ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})*")
 _COLUMNS = (
     "seq", "queue_id", "queue_offset", "store_ms", "unique_key", "body", "tag", "keys", "properties", "due_ms",
-    "accepted_ms",
+    "accepted_ms", "sys_flag",
 )  # fmt: skip
+# Of the events of one read together. A compressed body may become a thousand times as large.
+EVENTS_BYTES_MAX = 2 * limits.POP_BYTES_MAX
 
 
 class Event(msgspec.Struct, omit_defaults=True):
@@ -310,15 +313,31 @@ def format_event_id(offsets: Sequence[int]) -> bytes:
     return "-".join(map(str, offsets)).encode()
 
 
-def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> bytes:
+def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> tuple[bytes, tuple[int, ...] | None]:
     """Encode rows in READ_SCHEMA as events, each with the position after it.
 
-    `offsets` is the position before the first row.
+    `offsets` is the position before the first row. Returns None as the position after all rows. If the events exceed
+    EVENTS_BYTES_MAX, those that follow are left out, and the result is the position before them.
     """
-    position, encoded = list(offsets), []
+    position, encoded, free_bytes = list(offsets), list[bytes](), EVENTS_BYTES_MAX
     for values in zip(*(rows.column(name).to_pylist() for name in _COLUMNS), strict=True):
-        seq, queue, offset, store_ms, unique_key, body, tag, keys, properties, due_ms, accepted_ms = values
-        text, not_utf8 = text_or_bytes(body or b"")
+        if free_bytes < 0:
+            return b"".join(encoded), tuple(position)
+        (
+            seq,
+            queue,
+            offset,
+            store_ms,
+            unique_key,
+            body,
+            tag,
+            keys,
+            properties,
+            due_ms,
+            accepted_ms,
+            sys_flag,
+        ) = values
+        text, not_utf8 = text_or_bytes(readable_body(body or b"", sys_flag))
         event = Event(
             seq, queue, offset, format_time(store_ms), unique_key, text, not_utf8, tag, (keys or "").split(),
             decode_properties(properties or ""),
@@ -327,7 +346,8 @@ def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> bytes:
             event.due, event.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
         position[queue] = offset + 1
         encoded.append(b"id: %s\ndata: %s\n\n" % (format_event_id(position), encode(event)))
-    return b"".join(encoded)
+        free_bytes -= len(encoded[-1])
+    return b"".join(encoded), None
 
 
 # ---- pending messages: queries, pages and forecasts ----------------------------------------------------------

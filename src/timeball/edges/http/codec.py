@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from operator import itemgetter
@@ -18,6 +18,7 @@ import msgspec
 from timeball.edges.shared.error_codes import Refused, codes_of, sentence
 from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits, time_parsing
+from timeball.model.bodies import readable_body
 from timeball.model.errors import (
     UNDECODABLE,
     AlreadyPending,
@@ -180,8 +181,10 @@ def start_ms(text: str) -> int:
 
 _LEASED_COLUMNS = (
     "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys", "properties",
-    "due_ms", "accepted_ms", "source_seq",
+    "due_ms", "accepted_ms", "source_seq", "sys_flag",
 )  # fmt: skip
+# Of the messages of one answer together. A compressed body may become a thousand times as large.
+LEASED_BYTES_MAX = 2 * limits.POP_BYTES_MAX
 _BEFORE_RECEIPT = b'{"receipt":'  # the receipt is the first field
 _KEPT_MAX, _KEPT_BYTES_MAX = 2_048, 2_048  # messages that are kept encoded, and bytes of each: 4 MiB
 _LEASED_VALUES = itemgetter(*map(READ_SCHEMA.get_field_index, _LEASED_COLUMNS))
@@ -200,22 +203,27 @@ class LeasedEncoder:
     def encode(self, rows: ReadRows, topic: str, receipts: Sequence[str]) -> list[bytes]:
         """Encode the rows of a receive. `receipts` has the receipt of each row.
 
-        `topic` is the requested topic; some rows may come from the group's retry topic.
+        Returns fewer messages than rows if they exceed LEASED_BYTES_MAX: at least one, and those that follow are left
+        out. `topic` is the requested topic; some rows may come from the group's retry topic.
         """
-        if not isinstance(rows, NumberedRows):
+        encoded, free_bytes = list[bytes](), LEASED_BYTES_MAX
+        for receipt, message in zip(receipts, self._messages(rows, topic), strict=True):
+            encoded.append(_with_receipt(receipt, message))
+            free_bytes -= len(message)
+            if free_bytes < 0:
+                break
+        return encoded
+
+    def _messages(self, rows: ReadRows, topic: str) -> Iterator[bytes]:
+        """Encode the rows one at a time, without their receipts."""
+        if isinstance(rows, NumberedRows):
+            # Rows as values are as the log has them, so the number identifies the whole message.
+            for row in rows.values:
+                yield self._encoded.get((topic, row[0])) or self._keep(topic, row[0], _LEASED_VALUES(row))
+        else:
             columns = (rows.column(name).to_pylist() for name in _LEASED_COLUMNS)
-            return [
-                _with_receipt(receipt, _encode_leased(row, topic))
-                for receipt, row in zip(receipts, zip(*columns, strict=True), strict=True)
-            ]
-        # Rows as values are as the log has them, so the number identifies the whole message.
-        return [
-            _with_receipt(
-                receipt,
-                self._encoded.get((topic, row[0])) or self._keep(topic, row[0], _LEASED_VALUES(row)),
-            )
-            for receipt, row in zip(receipts, rows.values, strict=True)
-        ]
+            for values in zip(*columns, strict=True):
+                yield _encode_leased(values, topic)
 
     def _keep(self, topic: str, seq: int, row: Sequence[Any]) -> bytes:
         encoded = _encode_leased(row, topic)
@@ -234,9 +242,9 @@ def _encode_leased(row: Sequence[Any], topic: str) -> bytes:
     """Encode a message, from the end of its receipt on. `row` has the values of _LEASED_COLUMNS."""
     (
         seq, queue, offset, store_ms, reconsume_times, unique_key, body, tag, keys, properties, due_ms, accepted_ms,
-        source_seq,
+        source_seq, sys_flag,
     ) = row  # fmt: skip
-    text, not_utf8 = text_or_bytes(body or b"")
+    text, not_utf8 = text_or_bytes(readable_body(body or b"", sys_flag))
     message = Leased(
         "", topic, 1 + (reconsume_times or 0), seq, queue, offset, format_time(store_ms), unique_key, text,
         not_utf8, tag, keys.split() if keys else [], decode_properties(properties) if properties else {},

@@ -57,6 +57,8 @@ from timeball.edges.kafka.records import (
     UndeliverableFile,
 )
 from timeball.io.clock import Clock
+from timeball.model import limits
+from timeball.model.bodies import readable_body
 from timeball.model.errors import OutOfRange, SetupError
 
 logger = logging.getLogger(__name__)
@@ -393,14 +395,19 @@ class Delivery:
 
     def _deliver(self, rows: pa.RecordBatch, stop: threading.Event) -> None:
         """Write these messages in one transaction, each in its first form that is not known to be refused."""
-        names = ("unique_key", "body", "properties", "due_ms", "accepted_ms")
+        names = ("unique_key", "body", "properties", "due_ms", "accepted_ms", "sys_flag")
         columns = [rows.column(name).to_pylist() for name in names]
-        candidates = [self._to_record(*values) for values in zip(*columns, strict=True)]
+        candidates, free_bytes = list[OutgoingRecord](), limits.PULL_BYTES_MAX
+        for values in zip(*columns, strict=True):
+            candidates.append(self._to_record(*values))
+            free_bytes -= candidates[-1].size_bytes
+            if free_bytes < 0:  # as compressed bodies may have, which are decompressed one at a time
+                break
         self._topic_limits.refresh({record.envelope.topic for record in candidates})
         chosen = [self._choose_form(record) for record in candidates]
         outgoing = [record for record in chosen if record is not None]
         self._single_record = chosen[0] if len(chosen) == 1 else None
-        end_offset = self._offset + rows.num_rows
+        end_offset = self._offset + len(candidates)
         self._write(outgoing, end_offset, stop)
         now_ms, counts = self._clock.wall_ms(), self._counts
         self._offset = end_offset
@@ -536,6 +543,7 @@ class Delivery:
         properties: str | None,
         due_ms: int | None,
         accepted_ms: int | None,
+        sys_flag: int | None,
     ) -> OutgoingRecord:
         """Build the record of a message.
 
@@ -543,6 +551,7 @@ class Delivery:
         """
         begin_ms = None if due_ms is None else max(due_ms, accepted_ms or 0)
         envelope, message_id = records.envelope_of(properties), unique_key or ""
+        body = readable_body(body, sys_flag)
         if envelope is None:
             # Another client of Timeball sent this message, so its destination is unknown.
             return self._dead_letter(

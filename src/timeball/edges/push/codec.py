@@ -22,6 +22,7 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from timeball.broker.consuming.retry import SPENT
+from timeball.model.bodies import readable_body
 from timeball.model.message import decode_properties
 from timeball.model.trace_context import TRACEPARENT, TRACESTATE
 from timeball.monitoring.figures import Outcome
@@ -41,7 +42,7 @@ _INTERNAL_PROPERTIES = SPENT | {
 }  # fmt: skip
 _COLUMNS = (
     "topic", "body", "tag", "keys", "unique_key", "properties", "born_ms", "born_host", "store_ms",
-    "reconsume_times", "due_ms",
+    "reconsume_times", "due_ms", "sys_flag",
 )  # fmt: skip
 
 Headers = list[tuple[str, str]]
@@ -79,7 +80,7 @@ def build_deliveries(rows: pa.RecordBatch, subscription: str, topic: str) -> Ite
     for row in zip(*columns, strict=True):
         (
             stored_topic, body, tag, keys, unique_key, properties_text, born_ms, born_host, store_ms, reconsume_times,
-            due_ms,
+            due_ms, sys_flag,
         ) = row  # fmt: skip
         properties, body = decode_properties(properties_text or ""), body or b""
         raw_id = (
@@ -114,7 +115,7 @@ def build_deliveries(rows: pa.RecordBatch, subscription: str, topic: str) -> Ite
                     )
                 )
         headers += _property_headers(properties)
-        yield Delivery(message_id, body, headers, attempt)
+        yield Delivery(message_id, readable_body(body, sys_flag), headers, attempt)
 
 
 def signed_headers(delivery: Delivery, secrets: Sequence[bytes], now_ms: int) -> Headers:

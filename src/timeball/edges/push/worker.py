@@ -314,13 +314,18 @@ class Worker:
             if not capacity:
                 return
             received = await consuming.receive(self._receive_request(capacity), 0)
-            deliveries = list(build_deliveries(received.rows, self._name, self._subscription.topic))
+            deliveries = build_deliveries(received.rows, self._name, self._subscription.topic)
+            begun_count, free_bytes = 0, limits.POP_BYTES_MAX
             for delivery, receipt in zip(deliveries, received.receipts, strict=True):
                 self._begin_request(_PushRequest(delivery, receipt, len(delivery.body) + 1))
+                begun_count, free_bytes = begun_count + 1, free_bytes - len(delivery.body)
+                if free_bytes < 0:  # as compressed bodies may have, which are decompressed one at a time
+                    consuming.return_unseen(received.receipts[begun_count:])
+                    break
         finally:
             self._body_quota.remove(self._name, limits.POP_BYTES_MAX)
         # No pause after messages that the filter leaves out: with a manual clock, the next ones would be late.
-        if not deliveries and await consuming.wait_for_rows(request, 0):
+        if not received.receipts and await consuming.wait_for_rows(request, 0):
             await self._idle(asyncio.sleep(EMPTY_RECEIVE_PAUSE_S))
 
     async def _wait_for_capacity(self) -> int:

@@ -195,7 +195,7 @@ def test_a_body_that_cannot_be_decompressed_is_sent_as_stored(compression: int) 
 
 @pytest.mark.parametrize("compression", [0, 2])
 def test_a_body_that_decompresses_to_too_much_is_sent_as_stored(compression: int) -> None:
-    large = bytes(messages_out.DECOMPRESSED_BYTES_MAX + 1)
+    large = bytes(limits.BODY_BYTES_MAX + 1)
     compressed = zlib.compress(large) if compression == 0 else pa.compress(large, "zstd", asbytes=True)
     assert len(compressed) < limits.BODY_BYTES_MAX
     assert message(sys_flag=1 | compression << 8, body=compressed).body == compressed

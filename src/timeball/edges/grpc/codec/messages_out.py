@@ -5,21 +5,18 @@ comes from a retry topic shows the topic that it was sent to. RESERVED lists the
 messages_in.py refuses them as user properties. A gRPC client sets such values in fields (a tag, keys, a due time).
 RocketMQ's remoting clients look for them among the properties.
 
-A remoting producer may compress a body with zlib, LZ4 or Zstandard. Every gRPC client reads gzip, but only some read
-zlib. So these bodies are decompressed here, up to the maximum size of a body. The digest is MD5, because all clients
-write it in the same form. They write CRC32 in three forms.
+Every gRPC client reads gzip, but only some read zlib. So bodies that a producer has compressed are decompressed here
+(model/bodies.py). The digest is MD5, because all clients write it in the same form. They write CRC32 in three forms.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import md5
 from operator import itemgetter
 from typing import NamedTuple
 
-import pyarrow as pa
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from timeball.broker.consuming import retry
@@ -34,7 +31,7 @@ from timeball.edges.grpc._generated.definition_pb2 import (
     SystemProperties,
 )
 from timeball.log.row_encoder import NumberedRows, ReadRows
-from timeball.model import limits
+from timeball.model.bodies import COMPRESSED_BIT, decompressed_body
 from timeball.model.message import (
     DLQ_PREFIX,
     LITE_TOPIC,
@@ -45,12 +42,8 @@ from timeball.model.message import (
     decode_properties,
 )
 
-COMPRESSED_BIT, COMMITTED_BITS, ENDED_BITS = 1, 8, 12  # of RocketMQ's sysFlag
-COMPRESSION_BITS, COMPRESSION_SHIFT = 0x700, 8
-LZ4, ZSTD = 1, 2  # values of these bits; 0 and 3 are zlib
+COMMITTED_BITS, ENDED_BITS = 8, 12  # of RocketMQ's sysFlag
 GZIP_MAGIC = b"\x1f\x8b"
-# The maximum body of a producer. A body that decompresses to more is sent as it is stored.
-DECOMPRESSED_BYTES_MAX = limits.BODY_BYTES_MAX
 DLQ_TOPIC, DLQ_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
 MESSAGE_ID_DIGITS = 32
 INT32_DIGITS = 10  # a number with fewer digits fits into 32 bits
@@ -232,21 +225,7 @@ def _make_readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
     if not sys_flag & COMPRESSED_BIT:
         return body, IDENTITY
     if not body.startswith(GZIP_MAGIC):
-        decompressed = _decompress_body(body, (sys_flag & COMPRESSION_BITS) >> COMPRESSION_SHIFT)
+        decompressed = decompressed_body(body, sys_flag)
         if decompressed is not None:
             return decompressed, IDENTITY
     return body, Encoding.GZIP
-
-
-def _decompress_body(body: bytes, compression: int) -> bytes | None:
-    """Decompress a body. Returns None if that fails or the result is too large."""
-    try:
-        if compression in (LZ4, ZSTD):
-            stream = pa.CompressedInputStream(pa.BufferReader(body), "lz4" if compression == LZ4 else "zstd")
-            result: bytes = stream.read(DECOMPRESSED_BYTES_MAX + 1)
-            return result if len(result) <= DECOMPRESSED_BYTES_MAX else None
-        decompressor = zlib.decompressobj()
-        result = decompressor.decompress(body, DECOMPRESSED_BYTES_MAX)
-        return result if decompressor.eof else None
-    except (zlib.error, pa.ArrowInvalid, OSError):
-        return None

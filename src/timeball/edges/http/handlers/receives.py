@@ -90,8 +90,9 @@ class Receives:
         rows_max = _number_of(query.get("max", "32"), "max", limits.POP_ROWS_MAX)
         request = await self._request_of(call, rows_max, is_patient=bool(wait_ms))
         received = await self._receive_for_client(call, request, wait_ms)
-        messages = b'{"messages":[%b]}' % b",".join(self._encode(received, group, topic))
-        return Answer(200, messages, size_bytes=received.size_bytes)
+        encoded, _ = self._encode(received, group, topic)
+        messages = b'{"messages":[%b]}' % b",".join(encoded)
+        return Answer(200, messages, size_bytes=len(messages))
 
     async def _open_stream(self, call: Call) -> Stream:
         """Lease messages to a group as they become visible, up to the credit of the stream."""
@@ -126,15 +127,16 @@ class Receives:
                 yield b"\n"
                 await asyncio.sleep(OVER_LIMIT_PAUSE_S)
                 continue
-            credit.hold(consuming.leases, received.receipts)
+            lines, receipts = self._encode(received, request.group, request.topic)
+            credit.hold(consuming.leases, receipts)
             is_written = False
             try:
                 # `Exchange.send` waits before it writes. So if the stream is closed here, nothing was written.
-                yield b"\n".join(self._encode(received, request.group, request.topic)) + b"\n"
+                yield b"\n".join(lines) + b"\n"
                 is_written = not call.is_leaving
             finally:
                 if not is_written:
-                    consuming.return_unseen(received.receipts)
+                    consuming.return_unseen(receipts)
             if not is_written:
                 return
 
@@ -173,9 +175,14 @@ class Receives:
             counts_times=True,
         )
 
-    def _encode(self, received: Received, group: str, topic: str) -> list[bytes]:
+    def _encode(self, received: Received, group: str, topic: str) -> tuple[list[bytes], list[Receipt]]:
+        """Encode the messages for one answer, and give back those that exceed it. Returns the others' receipts, too."""
         handles = self._handles.encode_answer(received.receipts, group, topic)
-        return self._encoder.encode(received.handed_out, topic, handles)
+        encoded = self._encoder.encode(received.handed_out, topic, handles)
+        count = len(encoded)
+        if count < len(received.receipts):
+            self._broker.consuming.return_unseen(received.receipts[count:])
+        return encoded, received.receipts[:count]
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
         """Receive messages. If the client disconnects meanwhile, give them back and raise ClientDisconnected.
