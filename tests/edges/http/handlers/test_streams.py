@@ -6,12 +6,13 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.accounts import SECRETS, guarded_node
+from tests.accounts import ACCESS_FILE, SECRETS, guarded_node
 from tests.bounds import BOUND_S
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, eventually
@@ -20,6 +21,7 @@ from timeball.broker.consuming.engine import Consuming
 from timeball.edges.http import requests
 from timeball.edges.http.handlers import receives
 from timeball.model import limits
+from timeball.model.access import parse
 
 
 class Lines:
@@ -207,6 +209,26 @@ def test_an_invalid_stream_is_refused(node: RunningNode, client: Client, query: 
     client.send("refused", {"body": "x"})
     with stream(node, "refused", query) as lines:
         assert lines.answer.status == status
+
+
+def test_a_removed_account_gets_no_message_that_it_waited_for(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node, ThreadPoolExecutor(1) as threads:
+        node.run(node.broker.create_topic("orders"))
+        with (
+            stream(node, "orders", account="shop") as lines,
+            client_of(node, f"Bearer shop:{SECRETS['shop']}") as shop,
+            client_of(node, f"Bearer root:{SECRETS['root']}") as root,
+        ):
+            polling = threads.submit(shop.receive, "orders", wait="60s")
+            eventually(lambda: consuming(node).waiting_receives == 2, "both wait")
+            access, accounts = node.node.security.access, parse(ACCESS_FILE.encode(), "access.toml")
+            assert access is not None
+            access.replace({name: account for name, account in accounts.items() if name != "shop"})
+            root.send("orders", {"body": "x"})
+            assert polling.result().status == 401
+            assert lines.messages(1) == [], "the stream has ended"
+            (received,) = root.receive("orders", wait="60s").value["messages"]
+            assert received["attempt"] == 1
 
 
 def test_a_stream_needs_the_right_to_receive(tmp_path: Path) -> None:

@@ -142,9 +142,7 @@ class Receives:
 
     async def _receive_for_stream(self, call: Call, request: ReceiveRequest) -> Received:
         """Receive messages. If the stream ends meanwhile, give back those that it would have got."""
-        receiving = asyncio.ensure_future(
-            self._wait_and_receive(request, call.query, round(1_000 * KEEP_ALIVE_S))
-        )
+        receiving = asyncio.ensure_future(self._wait_and_receive(call, request, round(1_000 * KEEP_ALIVE_S)))
         try:
             return await asyncio.shield(receiving)
         except asyncio.CancelledError:
@@ -195,7 +193,7 @@ class Receives:
             raise ClientDisconnected
         watch = _DisconnectWatch(call)
         try:
-            received = await self._wait_and_receive(request, call.query, wait_ms, watch.begin)
+            received = await self._wait_and_receive(call, request, wait_ms, watch.begin)
         except asyncio.CancelledError:
             if watch.has_cancelled:
                 raise ClientDisconnected from None
@@ -209,14 +207,14 @@ class Receives:
 
     async def _wait_and_receive(
         self,
+        call: Call,
         request: ReceiveRequest,
-        query: QueryParams,
         wait_ms: int,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Received:
         """Receive messages. If the topic does not exist, first wait for the message that creates it.
 
-        Calls `on_wait` before each wait.
+        Calls `on_wait` before each wait. Raises Unauthorized or Forbidden if the account lost its right meanwhile.
         """
         if wait_ms and self._broker.policy.will_be_created(request.topic):
             on_wait()
@@ -226,10 +224,16 @@ class Receives:
                 return Received(NO_ROWS, [])
             wait_ms = max(0, round(1_000 * (deadline_s - loop.time())))
         topic = self._broker.tables.topics.find_topic(request.topic)
-        wanted = self._build_filter(query, request.topic, topic)
-        return await self._broker.consuming.receive(
+        wanted = self._build_filter(call.query, request.topic, topic)
+        received = await self._broker.consuming.receive(
             request if wanted is request.wanted else replace(request, wanted=wanted), wait_ms, on_wait
         )
+        try:
+            self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=request.topic, group=request.group)
+        except (Forbidden, Unauthorized):  # the access file changed during the wait
+            self._broker.consuming.return_unseen(received.receipts)
+            raise
+        return received
 
     def _build_filter(self, query: QueryParams, topic_name: str, topic: Topic | None) -> Filter:
         """Build the filter of a receive. Raises InvalidFilter and InvalidMessage."""
