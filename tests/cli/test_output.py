@@ -7,11 +7,12 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from timeball.cli import output
 from timeball.cli.output import (
@@ -88,6 +89,16 @@ def test_anything_else_is_our_fault_and_says_how_to_see_more() -> None:
     assert code == ExitCode.FAULT
     assert "TIMEBALL_DEBUG=1" in sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("console", [output.out, output.err])
+def test_a_name_between_colons_is_not_replaced_by_an_emoji(
+    console: Callable[[], Console], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "http://[2001:db8:a:b::1]:7480/ has no topic shop:x:eu"
+    console().print(text, markup=False)
+    printed = capsys.readouterr()
+    assert printed.out + printed.err == f"{text}\n"
 
 
 def test_only_the_first_line_of_an_error_is_shown() -> None:

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 
 # ---- results, notes and progress ------------------------------------------------------------------------------
-# Rich is imported on its first use: a broker does not print with it, and starts sooner without the import.
+# Rich is imported on its first use: a broker does not print with it, and starts sooner without the import. Without
+# `emoji=False` it would replace a part of a name or address such as `:x:` by an emoji.
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def out() -> Console:
     """Get the console for results, on stdout."""
     from rich.console import Console
 
-    return Console(soft_wrap=True, highlight=False)
+    return Console(soft_wrap=True, highlight=False, emoji=False)
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def err() -> Console:
     """Get the console for progress and notes, on stderr."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
 def print_json(document: object) -> None:
