@@ -193,6 +193,28 @@ def test_async_durability_loses_the_end_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
+def test_async_durability_keeps_synced_messages_that_are_written_again(strategy: str) -> None:
+    """Their new rows are not synced when the power is cut, so each message must still be found in its old row."""
+    settings = {"strategy": strategy, "timer_wheel_ms": 60 * SECOND_MS, "durability": "async"}
+    world = World(CutFiles(), ManualClock(), **settings)
+
+    async def rewrite() -> None:
+        await world.start()
+        await world.send("a", [90 * SECOND_MS] * 4)
+        await world.broker.log.writer.synced()
+        await world.checkpoint()
+        world.clock.advance(60 * SECOND_MS)
+        world.broker.ticker.wake()
+        statistics = world.broker.scheduling.scheduler.statistics
+        await world.until(lambda: statistics()["moved_rows"] == 4, "all messages are written again")
+
+    run(until_cut(world, world.files, rewrite))
+    cut = Cut("rewrite", world.files, world.observed, world.clock, "the end", settings)
+    wrong = list(images(cut, [*EXTREMES, *((SEED + at, "random") for at in range(6))]))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
 def test_a_state_from_before_the_hour_log_compacted_is_not_used(strategy: str) -> None:
     """The hour log moved these messages to the table, and ended without a checkpoint: they were delivered twice."""
 

@@ -173,6 +173,7 @@ class Walk:
     def save(self) -> None:
         files = self.backlog.files_to_sync()
         state = self.rig.state(self.backlog.state(self.settled_ms))
+        self.backlog.rows_synced()
         for _, some in files:
             for file in some:
                 file.sync()

@@ -140,6 +140,57 @@ def test_low_passes_a_slot_when_its_rolls_are_durable(minute: World) -> None:
     assert [seq for _, seq in to_the_end(minute)] == seqs
 
 
+def marked_entries(world: World) -> int:
+    entries = wheel_of(world)._log.entries
+    return int((entries.read(entries.begin, entries.end)["row_seq"] < 0).sum())
+
+
+def roll_some(world: World) -> None:
+    """Roll three of five messages of one slot."""
+    world.drain()
+    world.admit([world.now_ms + 40 * MINUTE_MS] * 5)
+    world.advance(MINUTE.begin_ms(first_slot(world)) - AHEAD_MS // 2 - world.now_ms)
+    world.take()
+    world.settle()
+    world.take()
+    world.land_part(3)
+
+
+def test_entries_of_rolled_messages_are_marked_after_the_log_is_synced(minute: World) -> None:
+    """A mark may reach the disk at once. With the mark and without the new row, a restart would not find a message."""
+    minute.save()
+    roll_some(minute)
+    minute.begin_save()
+    assert marked_entries(minute) == 0
+    minute.land_part(1)
+    minute.end_save()
+    assert marked_entries(minute) == 3, "the row of the fourth message is newer than the state that was saved"
+    minute.save()
+    assert marked_entries(minute) == 4
+
+
+def test_checkpoint_that_is_not_saved_leaves_its_marks_to_the_next_one(minute: World) -> None:
+    roll_some(minute)
+    minute.begin_save()
+    minute.land_part(1)
+    minute.save()
+    assert marked_entries(minute) == 4
+    seqs = sorted(minute.model.waiting)
+    minute.restart(power_cut=1)
+    assert [seq for _, seq in to_the_end(minute)] == seqs
+
+
+def test_entries_of_passed_slots_are_not_marked(minute: World) -> None:
+    """Without checkpoints their number would grow."""
+    roll_some(minute)
+    minute.land()
+    minute.advance(2 * AHEAD_MS)
+    minute.drain()
+    assert wheel_of(minute)._moved
+    needed_by(minute)
+    assert not wheel_of(minute)._moved
+
+
 def test_late_roll_keeps_low_at_its_slot(minute: World) -> None:
     """The broker was down until the due time: the message is in a slot that is not its own, and is near at once."""
     minute.drain()

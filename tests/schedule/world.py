@@ -252,6 +252,7 @@ class World(Attaching):
         """Take the second half of a checkpoint, in another thread: sync the files, then save it."""
         assert self._saving is not None
         (saved, dirty), self._saving = self._saving, None
+        self.backlog.rows_synced()
         for folder, files in [(folder, files) for folder, files in dirty if files]:
             for file in files:
                 file.sync()

@@ -244,6 +244,7 @@ class Maintenance:
 
             try:
                 await self._log.writer.synced()
+                self._scheduling.backlog.rows_synced()
                 # This order is required: the index, then the strategy's files, then the checkpoint that depends on
                 # both.
                 await in_thread(self._threads.reader, write)

@@ -157,6 +157,11 @@ class Backlog(Protocol):
         """List (folder, files) written since the last call. They are synced before `state` is saved."""
         return []
 
+    # Between `files_to_sync` and the sync of these files.
+    def rows_synced(self) -> None:
+        """Change the files by facts from before the last `files_to_sync`: the rows of the log so far are synced."""
+        return
+
     def sync_failed(self) -> None:
         """Undo the last `files_to_sync`, whose files were not synced."""
         return

@@ -169,11 +169,15 @@ class MappedLog:
             records[mask] = _verified(chunk, self._marked, self._name(number))
         return records
 
+    def expect_marks(self, indexes: Int64Array) -> None:
+        """Count the files of these records as written, because `mark` changes them before the next sync."""
+        self._dirty.update(number for number, _, _ in self._by_file(indexes))
+
     def mark(self, indexes: Int64Array) -> None:
         """Mark the records at these indexes, in place: replace the marked field by its complement.
 
-        A second mark has no effect. Use this only for facts that hold whether or not the pages reach the disk. A
-        restart may see the mark or not.
+        A second mark has no effect. A mark may reach the disk at any time, or be lost. So use this only for facts that
+        no power cut undoes, and that a restart finds without the mark unless `files_to_sync` had the file.
         """
         assert self._marked is not None
         for number, _, positions in self._by_file(indexes):

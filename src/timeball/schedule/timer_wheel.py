@@ -42,9 +42,11 @@ As in RocketMQ, the ring contains the newest link of each slot's chain, and each
 Unlike in RocketMQ, a link covers all messages of one batch that share a slot, so slots are read and written in batches.
 The first link of a slot has -1 as `prev`.
 
-No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message durably
-has another entry (the *mark*). A power cut may lose the mark. Then the commit log after the checkpoint contains the new
-location, and the restart marks the entry again.
+No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message has
+another entry (the *mark*). While the broker runs, no slot is opened twice, so only a restart needs marks. Pages of
+mapped files may reach the disk before the commit log does. So a checkpoint sets the marks, after it has synced the
+commit log with the new rows. The commit log after the checkpoint contains later rows, and the restart marks the old
+entries of their messages.
 
 Space is freed by *spans*, parts of the log that end after a number of entries or slots. When the last slot of a span is
 delivered, the span is dropped, and the rows of the commit log to which it refers are no longer needed.
@@ -168,7 +170,7 @@ class TimerLog:
         return self.entries_of(np.concatenate(link_batches))
 
     def mark_moved(self, index: Int64Array) -> None:
-        """Mark these entries, because their messages durably have another entry."""
+        """Mark these entries, because their messages have another entry, and its row of the commit log is synced."""
         self.entries.mark(index)
 
     def forget(self, low: int) -> None:
@@ -241,6 +243,8 @@ RING = f"{FOLDER}/ring"
 ARRIVALS_MAX = 4_096
 OPEN_ROWS = 1 << 20  # messages read in one opening, about 40 MB; a slot is always opened as a whole
 
+Moved = tuple[int, Int64Array]  # a bound of the ring, and the indexes of entries in slots before it
+
 
 class WheelState(msgspec.Struct, frozen=True):
     """The data that a restart needs besides the files: their generation and bounds, and the dimensions of the ring."""
@@ -283,15 +287,19 @@ class TimerWheel(BacklogInFiles):
         self._arrivals_first: int | None = None  # the first slot from `bound` on that has an arrival
         # Opened messages outside the slot of their due time: to be rolled, or rolled too late. They keep `low` back.
         self._kept_entries: list[Entries] = []
+        # The indexes of entries whose messages have been rolled, and the bound at that time: their slots are before it.
+        # Since the last `files_to_sync`, and those that the current checkpoint marks.
+        self._moved, self._moved_in_checkpoint = list[Moved](), list[Moved]()
         self._opened: int | None = None  # slots before it are opened; None: all before `bound`
 
     # -- the five operations of a backlog --------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Add messages as arrivals. Mark the old entries of rolled messages."""
+        """Add messages as arrivals. The next checkpoint marks the old entries of rolled messages."""
         if rewritten is not None:
-            # The new rows are durable now. A restart must find each message in exactly one entry, the old or the new.
-            self._log.mark_moved(rewritten.note)
+            # Not marked here: with `async` durability the new rows may not be synced yet, and a power cut may keep the
+            # mark and lose the row.
+            self._moved.append((self._ring.bound, rewritten.note))
             self._kept_entries = [
                 held.part(~np.isin(held.index, rewritten.note)) for held in self._kept_entries
             ]
@@ -419,9 +427,22 @@ class TimerWheel(BacklogInFiles):
         self._update_first_due()
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
-        """List the files of the timer log. The ring is never synced."""
+        """List the files of the timer log, with those that `rows_synced` changes. The ring is never synced."""
         self.flush()
+        self._moved, self._moved_in_checkpoint = [], self._moved
+        for _, index in self._moved_in_checkpoint:
+            self._log.entries.expect_marks(index)
         return super().files_to_sync()
+
+    def rows_synced(self) -> None:
+        """Mark the entries of messages that were rolled before the last `files_to_sync`."""
+        for _, index in self._moved_in_checkpoint:
+            self._log.mark_moved(index)
+
+    def sync_failed(self) -> None:
+        """Leave the marks to the next checkpoint. Those that are set are set again."""
+        super().sync_failed()
+        self._moved = [*self._moved_in_checkpoint, *self._moved]
 
     def close(self) -> None:
         """Close the files."""
@@ -470,6 +491,8 @@ class TimerWheel(BacklogInFiles):
         if low > self._low:
             self._low = low
             self._log.forget(low)
+            # A restart reads no entries of earlier slots.
+            self._moved = [(bound, index) for bound, index in self._moved if bound > low]
 
     def _push_links(self) -> RecordArray:
         """Push all durable links into the empty ring. Return the links of opened slots from `low` on."""
