@@ -63,6 +63,17 @@ async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receip
     assert world.broker.offsets("g", "orders") == {0: 2}
 
 
+@on_node(strategy="timer_wheel", timer_congest_num_each_slot=1)
+async def test_the_limit_of_a_slot_refuses_sends_and_no_returned_messages(world: World) -> None:
+    receipts = (await popped(world, 3)).receipts
+    await asyncio.gather(*(engine(world).nack(receipt, 10_000) for receipt in receipts))
+    due_ms = world.clock.wall + 10_000
+    with pytest.raises(OverLimit, match="timer-congest-num-each-slot"):
+        await world.broker.send(batch(1, due_ms=[due_ms]))
+    await world.advance(10_000)
+    assert (await retries(world)).num_rows == 3
+
+
 @on_node()
 async def test_a_refused_request_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (receipt,) = (await popped(world)).receipts

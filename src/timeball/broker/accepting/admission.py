@@ -154,19 +154,22 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
+def check_capacity(backlog: Backlog, rows: pa.RecordBatch) -> None:
+    """Raise OverLimit if the backlog has no capacity for the scheduled messages among admitted rows."""
+    is_scheduled = _is_in_backlog(rows)
+    if is_scheduled.any():
+        backlog.check_capacity(int64(rows.column("due_ms").filter(pa.array(is_scheduled))))
+
+
 def encode_for_backlog(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
     """Let the backlog add its own properties to the scheduled messages among admitted rows.
 
-    Only for backlogs other than the hour log, which stores rows unchanged. Raises OverLimit if the backlog is full.
+    Only for backlogs other than the hour log, which stores rows unchanged.
     """
-    is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
-    # Rows of delay levels are stored by `DelayLevels` instead.
-    is_scheduled &= np.asarray(rows.column("queue_offset").is_null())
+    is_scheduled = _is_in_backlog(rows)
     if not is_scheduled.any():
         return rows
     scheduled_rows = rows if is_scheduled.all() else rows.filter(pa.array(is_scheduled))
-    # This is the last check that may refuse. From here on nothing may fail until the rows are appended.
-    backlog.check_capacity(int64(scheduled_rows.column("due_ms")))
     encoded = backlog.encode_for_log(scheduled_rows, now_ms)
     if encoded is scheduled_rows or is_scheduled.all():
         return rows if encoded is scheduled_rows else encoded
@@ -175,6 +178,12 @@ def encode_for_backlog(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> p
     )
     properties_index = LOG_SCHEMA.get_field_index("properties")
     return rows.set_column(properties_index, LOG_SCHEMA.field(properties_index), properties)
+
+
+def _is_in_backlog(rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Mark the scheduled messages among these rows. Those of delay levels are stored by `DelayLevels` instead."""
+    is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
+    return np.asarray(is_scheduled & np.asarray(rows.column("queue_offset").is_null()))
 
 
 def _check_size(size_bytes: int) -> None:

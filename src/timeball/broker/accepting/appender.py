@@ -362,15 +362,22 @@ class Appender:
         if level is not None:
             self._topics.ensure(SCHEDULE_TOPIC, self._scheduling.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
+        if not self._compacts:
+            # This is the last check that may refuse. From here on nothing may fail until the rows are appended.
+            admission.check_capacity(self._scheduling.backlog, rows)
+        return self.prepare_accepted(rows, now_ms)
+
+    def prepare_accepted(self, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+        """Prepare rows of messages that have been accepted before, which no backlog may refuse any more."""
         # Before the rows, in the same commit.
         self._zones.use_in(rows)
-        return (
-            rows if self._compacts else admission.encode_for_backlog(self._scheduling.backlog, rows, now_ms)
-        )
+        return self.encode_scheduled(rows, now_ms)
 
     def encode_scheduled(self, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-        """Convert scheduled messages to the form that the log stores, also if the backlog is full."""
-        return rows if self._compacts else self._scheduling.backlog.encode_for_log(rows, now_ms)
+        """Convert the scheduled messages among rows to the form that the log stores, also if the backlog is full."""
+        if self._compacts:
+            return rows
+        return admission.encode_for_backlog(self._scheduling.backlog, rows, now_ms)
 
     def make_topics(self, rows: pa.RecordBatch) -> None:
         """Create the missing topics of these rows. For topics that no client has chosen. Raises OverLimit.

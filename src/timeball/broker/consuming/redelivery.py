@@ -363,7 +363,8 @@ class Redelivery:
         self._log.writer.check_admission()
         now_ms = self._clock.now_ms()
         copies = self._copies(rows, returning, now_ms)
-        prepared = self._appender.prepare(copies, now_ms)  # runs every check that may refuse
+        # A limit of the backlog is for sends. These messages have been sent before.
+        prepared = self._appender.prepare_accepted(copies, now_ms)
         # A group that was moved during the read begins again elsewhere, and gets no copies.
         for group, topic in {(position.queue.group, position.queue.topic) for position in returning}:
             self._leases.forget_moved(group, topic)

@@ -450,7 +450,8 @@ class DrainReceiver:
         self._appender.make_topics(
             scheduled_rows
         )  # the topics' own META rows must precede the rows that use them
-        rows = self._appender.prepare(scheduled_rows, now_ms)
+        # A limit of the backlog is for sends. The other group has accepted these messages.
+        rows = self._appender.prepare_accepted(scheduled_rows, now_ms)
         facts = AdoptedFacts(
             since_ms=question.since_ms, transfer=question.transfer, rows=rows_before + rows.num_rows
         )
