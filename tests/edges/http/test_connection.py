@@ -57,6 +57,9 @@ class Kept(asyncio.Transport):
         self.writes: list[bytes] = []
         self.unread_bytes = 0
         self.is_closed = self.is_aborted = self.is_paused = False
+        self.on_full: Callable[[], None] | None = (
+            None  # called by a write that the system cannot take at once
+        )
 
     def abort(self) -> None:
         self.is_closed = self.is_aborted = True
@@ -69,6 +72,8 @@ class Kept(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self.writes.append(bytes(data))
+        if self.on_full is not None:
+            self.on_full()
 
     def close(self) -> None:
         self.is_closed = True
@@ -400,6 +405,60 @@ def test_an_answer_waits_for_a_client_that_does_not_read(
 
     for module in (bounds, requests):
         monkeypatch.setattr(module, "ANSWER_S", BOUND_S if reads else 0.01)
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "task"])
+@pytest.mark.parametrize("reads", [True, False], ids=["in time", "never"])
+def test_a_written_answer_is_counted_until_the_client_reads_it(
+    monkeypatch: pytest.MonkeyPatch, *, is_direct: bool, reads: bool
+) -> None:
+    async def serve() -> None:
+        served = Served(short=requests.DirectHandler(begin, short) if is_direct else short)
+        served.stored.on_full = served.connection.pause_writing
+        await served.receive(get_of("short"))
+        assert served.statuses == [b"200"]
+        assert served.limits.sent.held_bytes == len(b"short")
+        if reads:
+            served.connection.resume_writing()
+            await served.settle()
+        while served.connection.tasks:  # within the limit
+            await asyncio.wait(served.connection.tasks)
+        assert served.limits.sent.held_bytes == 0
+        assert served.stored.is_aborted is not reads
+
+    def begin(_: requests.Call, respond: requests.Respond) -> bool:
+        respond(Answer(200, b"short"))
+        return True
+
+    monkeypatch.setattr(requests, "ANSWER_S", BOUND_S if reads else 0.01)
+    asyncio.run(serve())
+
+
+def test_a_large_answer_that_was_begun_before_the_limit_was_reached_is_refused() -> None:
+    async def serve() -> None:
+        served = Served(large=large)
+        await served.receive(get_of("large"))
+        served.limits.sent.add("", requests.SENT_BYTES_MAX)  # answers to other requests of this address
+        is_built.set()
+        await served.settle()
+        assert served.statuses == [b"429"]
+
+    async def large(_: requests.Call) -> Answer:
+        await is_built.wait()
+        return Answer(200, b"large", size_bytes=5)
+
+    is_built = asyncio.Event()
+    asyncio.run(serve())
+
+
+def test_an_answer_that_the_system_takes_at_once_is_not_counted() -> None:
+    async def serve() -> None:
+        served = Served(short=short)
+        await served.receive(get_of("short"))
+        assert served.statuses == [b"200"]
+        assert not served.connection.tasks and served.limits.sent.held_bytes == 0
+
     asyncio.run(serve())
 
 

@@ -110,13 +110,14 @@ class Exchange(RequestResponseCycle):
             return False
         return True
 
-    def write(self, answer: Answer) -> None:
+    def write(self, answer: Answer) -> int:
         """Write an answer at once, head and body together. The client must be able to take it (`flow.write_paused`).
 
+        Returns the number of bytes of the body.
         uvicorn's `send` does the same in two events, and checks headers that do not come from Timeball.
         """
         if self.disconnected:
-            return
+            return 0
         data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
         head = _first_lines(answer.status, answer.media_type)
         if answer.headers:
@@ -131,6 +132,7 @@ class Exchange(RequestResponseCycle):
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
+        return len(body)
 
 
 @lru_cache(64)

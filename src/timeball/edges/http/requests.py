@@ -4,7 +4,7 @@ page            the check for requests that a browser sends for a page of anothe
 caller          identified by the headers, before the body is read
 permission      checked by the policy before the body is read, if the path identifies the operation
 body            at most BODY_BYTES_MAX, within BODY_S, and within the byte quota of the client's address
-answer          JSON; its bytes count towards a limit until they are written, which may take ANSWER_S
+answer          JSON; its bytes count towards a limit until the client has read them, which may take ANSWER_S
 problem         RFC 9457, with the codes of docs/operations.md
 """
 
@@ -320,6 +320,9 @@ class Endpoint:
         """Run a handler, and send its answer (a task)."""
         try:
             answer = await handler(call)
+            if isinstance(answer, Answer) and answer.size_bytes and call.exchange.method == "GET":
+                # Requests that came together have all passed the check of `_admit`. A GET has changed nothing.
+                self._request_limits.sent.check(call.peer, answer.size_bytes)
         except ClientDisconnected:
             self._end(call)
             return
@@ -337,8 +340,8 @@ class Endpoint:
                 await answer.chunks.aclose()
         elif call.exchange.flow.write_paused:
             await self._write_later(call, answer)
-        else:
-            self._write(call, answer)
+        elif unread_bytes := self._write(call, answer):
+            await self._wait_until_read(call, unread_bytes)
 
     def _respond(
         self, call: Call, run: Callable[[Coroutine[Any, Any, None]], None], outcome: Answer | BaseException
@@ -350,15 +353,25 @@ class Endpoint:
         answer = self._problem_of(call, outcome) if isinstance(outcome, BaseException) else outcome
         if call.exchange.flow.write_paused:
             run(self._write_later(call, answer))
-            return
-        self._write(call, answer)
+        elif unread_bytes := self._write(call, answer):
+            run(self._wait_until_read(call, unread_bytes))
 
-    def _write(self, call: Call, answer: Answer) -> None:
-        """Write an answer to a client that reads."""
+    def _write(self, call: Call, answer: Answer) -> int:
+        """Write an answer to a client that reads. Returns its size, or 0 if the system took most of it at once."""
         try:
-            call.exchange.write(answer)
+            size_bytes = call.exchange.write(answer)
         except Exception as error:  # an answer that cannot be encoded, and the client waits for one
-            call.exchange.write(self._problem_of(call, error))
+            size_bytes = call.exchange.write(self._problem_of(call, error))
+        return size_bytes if call.exchange.flow.write_paused else 0
+
+    async def _wait_until_read(self, call: Call, size_bytes: int) -> None:
+        """Count a written answer until the client has read it. Aborts the connection after ANSWER_S."""
+        sent, exchange = self._request_limits.sent, call.exchange
+        sent.add(exchange.peer, size_bytes)
+        try:
+            await exchange.drain(ANSWER_S)
+        finally:
+            sent.remove(exchange.peer, size_bytes)
 
     def _problem_of(self, call: Call, error: BaseException) -> Answer:
         exchange = call.exchange
@@ -379,8 +392,8 @@ class Endpoint:
             is_read = await exchange.drain(ANSWER_S)
         finally:
             sent.remove(exchange.peer, answer.size_bytes)
-        if is_read:
-            self._write(call, answer)
+        if is_read and (unread_bytes := self._write(call, answer)):
+            await self._wait_until_read(call, unread_bytes)
 
     async def _send_stream(self, stream: Stream, call: Call) -> None:
         """Send the chunks of a stream until it ends, or until the client disconnects or does not read.
