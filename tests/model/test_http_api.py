@@ -23,7 +23,7 @@ REQUESTS = {
 ANSWERS = {
     http_api.Sent: {"id": "a", "seq": 1, "durable": True},
     http_api.Answered: {"receipt": "r", "valid": True},
-    http_api.Places: {"id": "a", "messages": [{"state": "waiting", "seq": 1}]},
+    http_api.Places: {"id": "a", "messages": [{"state": "waiting", "seq": 1}], "messages_cut": True},
     http_api.SettledMany: {"verdicts": [{"id": "a", "verdict": "cancelled"}]},
     http_api.Topics: {"topics": [{"topic": "t", "queues": 8, "messages": 0}]},
     http_api.TopicQueues: {"topic": "t", "queues": {"0": {"min": 0, "max": 1}}},

@@ -172,6 +172,8 @@ class MessagePlace(msgspec.Struct, frozen=True):
     groups     set for a visible message: its state in each group as which the caller may consume
     by         the account that cancelled the message
     reason     the reason that this account gave, if any, or the selection that holds a waiting message
+
+    With `content_cut`, the content is left out because newer messages of the answer have many bytes.
     """
 
     state: str
@@ -185,6 +187,7 @@ class MessagePlace(msgspec.Struct, frozen=True):
     groups: list[GroupPlace] = []
     by: str | None = None
     reason: str | None = None
+    content_cut: bool = False
 
 
 class TopicState(msgspec.Struct, frozen=True):

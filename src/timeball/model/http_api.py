@@ -191,7 +191,7 @@ class GroupAt(msgspec.Struct, omit_defaults=True):
 class Place(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The state of a message (waiting, visible, cancelled or expired) and its location.
 
-    `body` has at most the first 64 KiB.
+    `body` has at most the first 64 KiB. With `content_cut`, the content is left out: that of newer messages has 4 MiB.
     """
 
     state: str
@@ -213,13 +213,15 @@ class Place(msgspec.Struct, omit_defaults=True, kw_only=True):
     groups: list[GroupAt] = []
     by: str | None = None
     reason: str | None = None
+    content_cut: bool = False
 
 
-class Places(msgspec.Struct):
-    """The messages with an id, the newest first."""
+class Places(msgspec.Struct, omit_defaults=True):
+    """The messages with an id, the newest first. With `messages_cut` there are more than these 1,000."""
 
     id: str
     messages: list[Place]
+    messages_cut: bool = False
 
 
 class CancellingMany(msgspec.Struct, forbid_unknown_fields=True):

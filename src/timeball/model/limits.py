@@ -51,6 +51,8 @@ TOPIC_RATE_MAX = 100_000  # messages of a topic with a limit that become visible
 EXPIRED_TOPICS_MAX = 1_000  # per group; each change writes all of them
 DEAD_LETTERS_PER_REQUEST_MAX = 1_000
 SHOWN_BODY_BYTES_MAX = 64 * 1024  # per displayed message
+FOUND_MESSAGES_MAX = 1_000  # with one id, in the answer to a look-up: the newest ones
+FOUND_BODY_BYTES_MAX = 4 * 1024 * 1024  # of the newest of them, as displayed
 NAME = re.compile(r"^[%|a-zA-Z0-9_-]+$")  # RocketMQ's own pattern; excludes path separators and dots
 
 CLIENT_ID_CHARACTERS_MAX = 1_024  # an address and a name; gRPC's clients send it with every call

@@ -12,8 +12,11 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.consuming.group_places import GroupPlaces
+from timeball.broker.revoking import find_message as find_module
+from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.find_message import MayRead, find_message
 from timeball.broker.revoking.scheduled_lookup import Names
+from timeball.model import limits
 from timeball.model.access import Caller
 from timeball.model.answers import MessagePlace
 
@@ -114,6 +117,41 @@ async def test_messages_with_the_same_id_are_found_newest_first(world: World) ->
     assert [one.state for one in (newest, oldest)] == ["visible", "visible"]
     assert await world.broker.find("same", "a") == [oldest]
     assert await world.broker.find("other") == []
+
+
+def bodies_of(places: list[MessagePlace]) -> list[bytes | None]:
+    return [None if place.content is None else place.content.body for place in places]
+
+
+@pytest.mark.parametrize("is_visible", [True, False], ids=["visible", "waiting"])
+@pytest.mark.parametrize("is_in_memory", [True, False], ids=["in memory", "in the log"])
+@on_node()
+async def test_only_the_newest_messages_with_an_id_are_found_and_their_bodies_are_limited(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_visible: bool, is_in_memory: bool
+) -> None:
+    monkeypatch.setattr(limits, "FOUND_MESSAGES_MAX", 3)
+    monkeypatch.setattr(limits, "FOUND_BODY_BYTES_MAX", 5)
+    monkeypatch.setattr(find_module, "READ_ROWS", 1)
+    monkeypatch.setattr(find_module, "LOG_ROWS", 2)
+    if not is_in_memory:
+        monkeypatch.setattr(scheduled_lookup, "VALUES_ROWS", 1)
+    count = 6
+    bodies = [b"%d." % number for number in range(count)]
+    await world.broker.send(
+        batch(
+            topic=["a"] * count, unique_key=["same"] * count, body=bodies,
+            due_ms=[None if is_visible else world.clock.wall + FAR_MS] * count,
+        )
+    )  # fmt: skip
+    found = await world.broker.find("same")
+    assert [place.state for place in found] == ["visible" if is_visible else "waiting"] * 4
+    assert [place.seq for place in found] == sorted((place.seq for place in found), reverse=True)
+    # 4 of 5 bytes, and the fourth message only says that there are more than three.
+    assert bodies_of(found) == [b"5.", b"4.", None, None]
+    assert [place.content_cut for place in found] == [False, False, True, True]
+    hidden = await find(world, Names(["same"]), _nothing)
+    assert bodies_of(hidden) == [None] * 4
+    assert not any(place.content_cut for place in hidden)
 
 
 @on_node()

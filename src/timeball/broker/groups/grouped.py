@@ -23,7 +23,7 @@ from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.selections import Selected
 from timeball.broker.registry.topics import MESSAGE_TYPE
 from timeball.broker.revoking.cancel import SETTLED, RecallRefused, decode_handle
-from timeball.broker.revoking.find_message import sent_states
+from timeball.broker.revoking.find_message import limit_contents, sent_states
 from timeball.broker.revoking.group_questions import (
     AdoptHere,
     AnyQuestion,
@@ -142,7 +142,7 @@ class GroupedBroker(Broker):
             # All states were `handed`: the heir may have answered before it had the message. Ask once more.
             if places or is_last or not_handed == group_places:
                 break
-        return places
+        return limit_contents(places)
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Cancel the message of a recall handle, in the group that created the handle. See Broker.recall."""

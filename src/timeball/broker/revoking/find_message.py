@@ -2,16 +2,20 @@
 
 `find_message` returns states, queue positions and, if permitted, the content. A `MessagePlace` (model/answers.py)
 describes one message. Copies that return to a consumer after a failed delivery are left out unless the caller names
-their topic (scheduled_lookup.py). `sent_states` returns only states.
+their topic (scheduled_lookup.py). Of many messages with an id, only the newest are found, and only the newest of these
+have a content. `sent_states` returns only states.
 
 Both only read. They end no scheduled message.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -51,6 +55,10 @@ WAITING = "waiting"
 MayRead = Callable[[str], bool]  # whether the caller may see bodies of a topic
 
 
+# Rows that are read at once: each may have a body of 4 MiB.
+READ_ROWS = 16
+LOG_ROWS = 128  # rows of a frame are decoded together, so small parts cost more
+
 _COLUMNS = [
     "seq", "kind", "topic", "queue_id", "queue_offset", "unique_key", "due_ms", "store_ms", "source_seq",
     "reconsume_times", "tag", "keys", "properties", "sys_flag",
@@ -61,11 +69,35 @@ _COLUMNS = [
 class _RowsByKind:
     """The rows of the log that carry an id, grouped by kind."""
 
-    visible: dict[int, MessagePlace] = field(default_factory=dict)  # by the seq of the visible row
+    # The newest ones (FOUND_MESSAGES_MAX and one more), by the seq of the visible row.
+    visible: dict[int, MessagePlace] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     cancels: dict[int, dict[str, str]] = field(
         default_factory=dict
     )  # properties of each CANCEL row, by the number of the cancelled message
+    # The visible rows that have a content, in the order of the log, and the bytes of their bodies.
+    _with_content: deque[int] = field(default_factory=deque)
+    _body_bytes: int = 0
+
+    def add_visible(self, seq: int, place: MessagePlace) -> None:
+        """Add a visible row. If the bodies become too large, older rows lose their content."""
+        self.visible[seq] = place
+        if place.content is None:
+            return
+        self._with_content.append(seq)
+        self._body_bytes += len(place.content.body)
+        while self._body_bytes > limits.FOUND_BODY_BYTES_MAX:
+            oldest = self._with_content.popleft()
+            content = self.visible[oldest].content
+            assert content is not None
+            self._body_bytes -= len(content.body)
+            self.visible[oldest] = _without_content(self.visible[oldest])
+
+    def drop_oldest(self) -> None:
+        """Keep only the newest visible messages."""
+        if len(self.visible) > limits.FOUND_MESSAGES_MAX + 1:
+            by_number = sorted(self.visible.items(), key=lambda item: item[1].seq, reverse=True)
+            self.visible = dict(sorted(by_number[: limits.FOUND_MESSAGES_MAX + 1]))
 
 
 async def find_message(
@@ -81,11 +113,10 @@ async def find_message(
 ) -> list[MessagePlace]:
     """Find the messages with the id in `names`, the newest first. The list is empty for an unknown id.
 
-    A message has no content if `may_read` refuses its topic.
+    It has at most FOUND_MESSAGES_MAX messages, and one more if there are older ones. A message has no content if
+    `may_read` refuses its topic, or if newer messages have too many bytes (`limit_contents`).
     """
-    topics: dict[int, str] = {}
-    contents: dict[int, Content] = {}
-    holders: dict[int, dict[str, str]] = {}
+    pending: dict[int, Candidate] = {}
     names.check()
     async with look_ups.gate.passing():
         lookup = await look_ups.look_up_present(names)
@@ -98,46 +129,87 @@ async def find_message(
             candidates = await pending_ones(scheduling.outcomes, found)
             if len(candidates) < len(found):
                 log_rows = None  # the rows of some messages came after the look-up, or are not durable yet
-            topics.update({candidate.number: candidate.shown_topic for candidate in candidates})
-            holders.update(_holders(candidates))
-            verdicts.update({c.number: _waiting(c) for c in candidates})
-            # The content needs a permission that the state does not need.
-            readable = [candidate for candidate in candidates if may_read(candidate.shown_topic)]
-            contents.update(
-                await _contents_of(
-                    readable, reader=log.reader, scheduling=scheduling, file_keys=file_keys,
-                    file_thread=threads.files,
-                )
-            )  # fmt: skip
+            async for part in in_slices(candidates):
+                pending.update({candidate.number: candidate for candidate in part})
+                verdicts.update({candidate.number: _waiting(candidate) for candidate in part})
 
-        verdicts = await settle_found(look_ups, names, lookup, add_pending)
+        newest = await _newest(await settle_found(look_ups, names, lookup, add_pending))
     if log_rows is not None:
         named_rows = [dict(zip(READ_SCHEMA.names, row, strict=True)) for row in log_rows]
-        rows_by_kind = _by_kind(named_rows, lambda index: named_rows[index]["body"], names, may_read)
+        rows_by_kind = _RowsByKind()
+        _add_rows(rows_by_kind, named_rows, lambda index: named_rows[index]["body"], names, may_read)
     else:
         # Read after the verdicts: a message that was released meanwhile is then found as a visible row.
         rows_by_kind = await in_thread(
             threads.reader, _read_log, names, may_read, reader=log.reader, key_index=log.key_index
         )
-    copies_by_row = copies_by_message(rows_by_kind.copies, rows_by_kind.visible)
-    places = {
-        place.seq: msgspec.structs.replace(place, groups=await groups.of(place, copies_by_row[place.seq]))
-        for place in rows_by_kind.visible.values()
-    }
-    for verdict in verdicts:
-        number = verdict.seq
-        # A released message has a visible row, so it is in `places` unless the log no longer has that row.
-        if verdict.verdict in ("released", "not_found") or number is None:
-            continue
+    waiting = [pending[number] for number, verdict in newest.items() if verdict.verdict == WAITING]
+    # The content needs a permission that the state does not need. It is read last, because a look-up that waits for a
+    # thread should hold no bodies.
+    contents, unread = await _contents_of(
+        [candidate for candidate in waiting if may_read(candidate.shown_topic)],
+        reader=log.reader, scheduling=scheduling, file_keys=file_keys, file_thread=threads.files,
+    )  # fmt: skip
+    places = await _visible_places(rows_by_kind, groups)
+    holders = _holders(waiting)
+    for number, verdict in newest.items():
         state = "cancelled" if verdict.verdict == "already_cancelled" else verdict.verdict
         if number not in places:
-            content = contents.get(number) if state == WAITING else None
+            candidate = pending.get(number)
+            topic = None if candidate is None else candidate.shown_topic
             cancel_properties = holders.get(number) or _cancel_properties(number, rows_by_kind, lookup)
             places[number] = MessagePlace(
-                state, number, topics.get(number), at_ms=verdict.at_ms, due_ms=verdict.due_ms, content=content,
+                state, number, topic, at_ms=verdict.at_ms, due_ms=verdict.due_ms,
+                content=contents.get(number) if state == WAITING else None,
                 by=cancel_properties.get(CANCELLED_BY), reason=cancel_properties.get(CANCEL_REASON),
+                content_cut=number in unread,
             )  # fmt: skip
-    return [places[number] for number in sorted(places, reverse=True)]
+    return limit_contents([places[number] for number in sorted(places, reverse=True)])
+
+
+async def _visible_places(rows: _RowsByKind, groups: GroupPlaces) -> dict[int, MessagePlace]:
+    """Add to the visible messages their states in the groups. The result is by number."""
+    copies_by_row = copies_by_message(rows.copies, rows.visible)
+    places: dict[int, MessagePlace] = {}
+    async for part in in_slices(list(rows.visible.values())):
+        for place in part:
+            in_groups = await groups.of(place, copies_by_row[place.seq])
+            places[place.seq] = msgspec.structs.replace(place, groups=in_groups)
+    return places
+
+
+async def _newest(verdicts: Sequence[Verdict]) -> dict[int, Verdict]:
+    """Select the verdicts of the newest messages (FOUND_MESSAGES_MAX and one more), by number, the newest first.
+
+    A released message is left out. It has a visible row, unless the log no longer has that row.
+    """
+    newest: list[tuple[int, Verdict]] = []
+    async for part in in_slices(verdicts):
+        newest += [
+            (verdict.seq, verdict)
+            for verdict in part
+            if verdict.verdict not in ("released", "not_found") and verdict.seq is not None
+        ]
+        newest.sort(key=itemgetter(0), reverse=True)
+        del newest[limits.FOUND_MESSAGES_MAX + 1 :]
+    return dict(newest)
+
+
+def limit_contents(places: Sequence[MessagePlace]) -> list[MessagePlace]:
+    """Take the first places (FOUND_MESSAGES_MAX and one more), and the contents from those whose bodies are too much.
+
+    The bodies that stay have at most FOUND_BODY_BYTES_MAX together.
+    """
+    limited: list[MessagePlace] = []
+    left_bytes = limits.FOUND_BODY_BYTES_MAX
+    for place in places[: limits.FOUND_MESSAGES_MAX + 1]:
+        left_bytes -= 0 if place.content is None else len(place.content.body)
+        limited.append(_without_content(place) if left_bytes < 0 and place.content is not None else place)
+    return limited
+
+
+def _without_content(place: MessagePlace) -> MessagePlace:
+    return msgspec.structs.replace(place, content=None, content_cut=True)
 
 
 def _waiting(candidate: Candidate) -> Verdict:
@@ -177,51 +249,72 @@ async def _contents_of(
     scheduling: Scheduling,
     file_keys: TableKeys,
     file_thread: Executor,
-) -> dict[int, Content]:
-    """Find the content of these scheduled messages, by number. The look-up may have read it already."""
+) -> tuple[dict[int, Content], set[int]]:
+    """Find the content of these scheduled messages, by number. The look-up may have read it already.
+
+    Also returns the numbers of those that are not read, because the bodies of others have enough bytes.
+    """
     contents = {
         candidate.number: _content(dict(zip(READ_SCHEMA.names, candidate.row, strict=True)))
         for candidate in candidates
         if candidate.row is not None
     }
     unread = [candidate for candidate in candidates if candidate.row is None]
-    if unread:
-        contents.update(
-            await in_thread(
-                file_thread, _read_contents, unread, reader=reader, hour_log=scheduling.hour_log,
-                file_keys=file_keys,
-            )
-        )  # fmt: skip
-    return contents
+    if not unread:
+        return contents, set()
+    read, left = await in_thread(
+        file_thread, _read_contents, unread, reader=reader, hour_log=scheduling.hour_log, file_keys=file_keys
+    )
+    return contents | read, left
 
 
 def _read_contents(
     candidates: list[Candidate], *, reader: LogReader, hour_log: HourLog, file_keys: TableKeys
-) -> dict[int, Content]:
-    """Read the content of these scheduled messages, by number (file thread).
+) -> tuple[dict[int, Content], set[int]]:
+    """Read the content of the first of these scheduled messages, by number, until the bodies are enough (file thread).
 
-    Messages that are in neither log nor table any more are left out.
+    Messages that are in neither log nor table any more are left out. Also returns the numbers of those not read.
     """
     number_by_seq = {candidate.seq: candidate.number for candidate in candidates}
     # Taken in this thread: it is the one that deletes files, or files stay for a day after they left the table. So no
     # listed file disappears before it is read.
     live_files = hour_log.pending.live
-    rows = scheduled_lookup.read_scheduled_rows(reader, file_keys, live_files, candidates).to_pylist()
-    return {number_by_seq[row["seq"]]: _content(row) for row in rows if row["seq"] in number_by_seq}
+    contents: dict[int, Content] = {}
+    body_bytes = begin = 0
+    while begin < len(candidates) and body_bytes < limits.FOUND_BODY_BYTES_MAX:
+        part = candidates[begin : begin + READ_ROWS]
+        begin += READ_ROWS
+        for row in scheduled_lookup.read_scheduled_rows(reader, file_keys, live_files, part).to_pylist():
+            if row["seq"] in number_by_seq:
+                contents[number_by_seq[row["seq"]]] = content = _content(row)
+                body_bytes += len(content.body)
+    return contents, {candidate.number for candidate in candidates[begin:]}
 
 
 def _read_log(names: Names, may_read: MayRead, *, reader: LogReader, key_index: KeyIndex) -> _RowsByKind:
     """Read the rows of the log with these ids, and group them by kind (reader thread)."""
-    rows = reader.read_rows(key_index.find_rows(hash_text(pa.array(names.ids, pa.string()))))
-    bodies = rows.column("body")
-    return _by_kind(rows.select(_COLUMNS).to_pylist(), lambda index: bodies[index].as_py(), names, may_read)
+    result, seqs = _RowsByKind(), key_index.find_rows(hash_text(pa.array(names.ids, pa.string())))
+    for begin in range(0, len(seqs), LOG_ROWS):
+        rows = reader.read_rows(seqs[begin : begin + LOG_ROWS])
+        bodies = partial(_body_at, rows.column("body"))
+        _add_rows(result, rows.select(_COLUMNS).to_pylist(), bodies, names, may_read)
+    result.drop_oldest()
+    return result
 
 
-def _by_kind(
-    rows: Iterable[Mapping[str, Any]], body_of: Callable[[int], bytes | None], names: Names, may_read: MayRead
-) -> _RowsByKind:
+def _body_at(bodies: pa.Array, index: int) -> bytes | None:
+    body: bytes | None = bodies[index].as_py()
+    return body
+
+
+def _add_rows(
+    result: _RowsByKind,
+    rows: Iterable[Mapping[str, Any]],
+    body_of: Callable[[int], bytes | None],
+    names: Names,
+    may_read: MayRead,
+) -> None:
     """Group rows of the log by kind. They may include rows with other ids. `body_of`: the body of the n-th row."""
-    result = _RowsByKind()
     for index, row in enumerate(rows):
         # The index contains hashes, and another id may have the same hash.
         if row["unique_key"] not in names.ids:
@@ -234,11 +327,11 @@ def _by_kind(
             # The body is taken only for this row, as a redelivered message may have many rows.
             content = _content({**row, "body": body_of(index)}) if may_read(row["topic"]) else None
             number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
-            result.visible[row["seq"]] = MessagePlace(
+            place = MessagePlace(
                 "visible", number, row["topic"], row["queue_id"], row["queue_offset"], row["store_ms"],
                 row["due_ms"], content,
             )  # fmt: skip
-    return result
+            result.add_visible(row["seq"], place)
 
 
 def _matches_names(topic: str, names: Names) -> bool:

@@ -185,6 +185,7 @@ def show_message(message: MessagePlace) -> Place:
         queue_offset=message.queue_offset, at_ms=message.at_ms, due_ms=message.due_ms,
         at=_format_optional_time(message.at_ms), due=_format_optional_time(message.due_ms),
         groups=[_show_group(group) for group in message.groups], by=message.by, reason=message.reason,
+        content_cut=message.content_cut,
     )  # fmt: skip
     content = message.content
     if content is None:

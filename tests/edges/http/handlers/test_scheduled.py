@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests.edges.http.client import Client
-from tests.node_fixture import eventually
+from tests.node_fixture import RunningNode, eventually
+
+from timeball import Timeball
+from timeball.io import threads
+from timeball.model import limits
 
 
 def test_a_scheduled_message_is_shown_rescheduled_and_cancelled(client: Client) -> None:
@@ -53,6 +57,26 @@ def test_a_message_is_shown_with_its_state_in_each_group(client: Client) -> None
     path, query = "/v1/topics/plans-of-groups/ack", {"group": "planners"}
     client.ask("POST", path, {"receipts": [received["receipt"]]}, query=query)
     assert groups() == [{"group": "planners", "state": "done"}]
+
+
+def test_many_messages_with_an_id_are_cut(
+    client: Client, node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.send("plans-of-one", [{"id": "one-id", "body": text, "after": "1h"} for text in "abcd"])
+    whole = client.ask("GET", "/v1/messages/one-id").value
+    assert [place["body"] for place in whole["messages"]] == ["d", "c", "b", "a"]
+    assert "messages_cut" not in whole and "content_cut" not in whole["messages"][3]
+    monkeypatch.setattr(limits, "FOUND_BODY_BYTES_MAX", 2)
+    monkeypatch.setattr(threads, "SLICE_ROWS", 2)
+    *first, last = client.ask("GET", "/v1/messages/one-id").value["messages"]
+    assert [place.get("body") for place in (*first, last)] == ["d", "c", None, None]
+    assert last["content_cut"] and not {"size_bytes", "keys", "properties"} & last.keys()
+    monkeypatch.setattr(limits, "FOUND_MESSAGES_MAX", 3)
+    cut = client.ask("GET", "/v1/messages/one-id").value
+    assert (cut["messages"], cut["messages_cut"]) == (first, True)
+    with Timeball(node.http_endpoint) as timeball:
+        newest = timeball.get("one-id")
+    assert newest.content is not None and newest.content.body == b"d"
 
 
 def test_an_unknown_id_is_not_found(client: Client) -> None:

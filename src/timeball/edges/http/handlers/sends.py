@@ -254,18 +254,23 @@ class Scheduled:
         }
 
     async def _get(self, call: Call) -> Answer:
-        """Show the messages with an id, the newest first."""
+        """Show the messages with an id, the newest first, in slices."""
         messages = await self._broker.find(call.path["id"], call.query.get("topic"), call.caller)
         if not messages:
             return problem(
                 404, "not_found", "no message has this id, or the broker no longer keeps its outcome"
             )
-        answer = http_api.Places(
-            call.path["id"], [answers_codec.show_message(message) for message in messages]
+        shown = messages[: limits.FOUND_MESSAGES_MAX]
+        parts = [
+            codec.encode([answers_codec.show_message(message) for message in part])[1:-1]
+            async for part in in_slices(shown)
+        ]
+        data = b'{"id":%b,"messages":[%b]%b}' % (
+            codec.encode(call.path["id"]),
+            b",".join(parts),
+            b',"messages_cut":true' if len(shown) < len(messages) else b"",
         )
-        return Answer(
-            200, answer, size_bytes=sum(message.content.size_bytes for message in messages if message.content)
-        )
+        return Answer(200, data, size_bytes=len(data))
 
     async def _reschedule(self, call: Call) -> Answer:
         """Change the due time of a message."""
