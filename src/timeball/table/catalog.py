@@ -99,6 +99,8 @@ class Catalog:
         # Files that a reader still needs, even if they leave the table.
         self._protected: list[frozenset[str]] = []
         self.data, self.foreign = LiveFiles(files), ForeignCommits()
+        # Paths of the files of the commit that has begun. They are in the table if only its answer was lost.
+        self._committing: frozenset[str] = frozenset()
         # The newest TABLE row that the table includes, and its watermark. Both are 0 before `bring_up`.
         self._attach_seq = self._watermark = 0
         self._is_reconciled = False  # True once `bring_up` has made the table contain exactly `data.live`
@@ -249,6 +251,7 @@ class Catalog:
     def _follow_foreign_commits(self, now_ms: int) -> None:
         """Compare the table with the log after commits of another program, and repair it if they differ."""
         self._files.absorb(FOLDER)
+        self._check_committers()
         commits = self._foreign_commits(after_version=self._version)
         if not commits and self._files.exists(f"{DELTA_LOG}/{self._version + 1:020d}.json"):
             return  # a commit of this broker whose answer was lost; `commit` is repeated and finds it
@@ -267,20 +270,28 @@ class Catalog:
             self._log_foreign_commits(commits, "none")
         self.restore_missing_live_files()
 
-    def _foreign_commits(self, after_version: int = 0) -> list[tuple[int, str]]:
-        """List the commits of other programs after a version, as (version, operation).
+    def _check_committers(self) -> None:
+        """Do nothing: only one broker has the data folder."""
 
-        Examines the newest COMMITS_MAX commits.
-        """
-        names = self._files.list_dir(DELTA_LOG)
+    def _foreign_commits(self, after_version: int = 0) -> list[tuple[int, str]]:
+        """List the commits of other programs after a version, as (version, operation)."""
         commits = []
-        for name in [name for name in names if name.endswith(".json") and name[0].isdigit()][-COMMITS_MAX:]:
-            version = int(name.removesuffix(".json"))
-            actions = (self._read_actions(name) or []) if version > after_version else []
+        for version, actions in self._commits(after_version):
             info = _commit_info(actions) or {}
-            if actions and "job" not in info and not _is_creation(info):
+            if actions and not is_of_broker(actions) and not _is_creation(info):
                 commits.append((version, str(info.get("operation", "a commit"))))
         return commits
+
+    def _commits(self, after_version: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yield the (version, actions) of the commits after a version, among the newest COMMITS_MAX ones.
+
+        The actions of an unreadable entry are empty.
+        """
+        names = self._files.list_dir(DELTA_LOG)
+        for name in [name for name in names if name.endswith(".json") and name[0].isdigit()][-COMMITS_MAX:]:
+            version = int(name.removesuffix(".json"))
+            if version > after_version:
+                yield version, self._read_actions(name) or []
 
     def _repair(self, difference: str, commits: list[tuple[int, str]], now_ms: int) -> None:
         """Make the table contain exactly the live files.
@@ -436,11 +447,14 @@ class Catalog:
         """Commit an attach, as `commit` does, without the conversion of errors."""
         from timeball.table import delta_rs
 
+        self._committing = frozenset(entry.path for entry in attachment.files)
         if self._is_reconciled and not self._is_newest_ours():
             self._follow_foreign_commits(now_ms)
         table = self._delta_table()
         table.update_incremental()
-        if (table.transaction_version(delta_rs.APP_ID) or 0) >= attach_seq:
+        if self._is_reconciled and table.version() != self._version:
+            self._check_committers()  # of a commit that came after the check above
+        if (table.transaction_version(delta_rs.APP_ID) or 0) >= attach_seq and self._is_committed(attachment):
             self._make_durable()  # the last try may have failed between the commit and its sync
             self._record_commit(attachment, attach_seq, removed, now_ms)
             return int(table.version())
@@ -457,10 +471,15 @@ class Catalog:
         self._record_commit(attachment, attach_seq, removed, now_ms)
         return version
 
+    def _is_committed(self, attachment: Attachment) -> bool:
+        """Check that the table has the files of an attach: its row's number alone may be of another broker's log."""
+        return self._committing <= {entry.path for entry in self.state().files} if attachment.files else True
+
     def _record_commit(
         self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
     ) -> None:
         """Update the live files and positions in memory after a commit."""
+        self._committing = frozenset()
         for entry in removed:
             self._removed_ms[entry.path] = now_ms
         if self._is_reconciled and attach_seq > self._attach_seq:
@@ -570,7 +589,7 @@ class Catalog:
         # schema. A commit of another program counts as complete if it parses. If it is truncated, the table differs
         # from the commit log anyway and is repaired.
         info = _commit_info(actions)
-        if info is not None and "job" not in info and not _is_creation(info):
+        if info is not None and not is_of_broker(actions) and not _is_creation(info):
             return True
         return any("txn" in action or "metaData" in action for action in actions)
 
@@ -604,6 +623,11 @@ class Catalog:
 
         if is_disk_full(error):
             raise disk_full(f"writing {DELTA_LOG}") from error
+
+
+def is_of_broker(actions: list[dict[str, Any]]) -> bool:
+    """Check whether a broker made this commit, and not another program."""
+    return "job" in (_commit_info(actions) or {})
 
 
 def _commit_info(actions: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -13,7 +13,8 @@ A request without an answer raises `Unavailable` and changes nothing in the comm
 of truth: when the store answers again, the table is updated from it.
 
 Two brokers must not share a URI. A table with files that the commit log does not contain is refused. It is not
-recreated, because another broker may own it.
+recreated, because another broker may own it. A start checks this, and so do each attach, before its row, and each check
+for commits of others: two brokers may both have opened a table that was empty.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, TypeVar
+from urllib.parse import unquote
 
 from timeball.io import files
 from timeball.io.files import RESERVE_OF_LIBRARIES, Files
 from timeball.model.errors import Corrupt, SetupError, Unavailable
 from timeball.table.attachment import PATH, Attachment, FileEntry
-from timeball.table.catalog import Catalog
+from timeball.table.catalog import Catalog, is_of_broker
 from timeball.table.data_file import DataFiles
 from timeball.table.key_index import TableKeys
 from timeball.table.object_store import ANSWER_S, FileCache, ObjectStore, RangedFiles
@@ -90,7 +92,10 @@ class StoredCatalog(Catalog):
         self._cache.upload_missing(live)
 
     def sync_data(self, entries: list[FileEntry]) -> None:
-        """Upload the data files (step 1)."""
+        """Upload the data files (step 1). Raises SetupError if another broker uses the table, Unavailable."""
+        # Before the decision: a file of the commit log must not be in another broker's folder, which may delete it.
+        if self._is_reconciled and not self._is_newest_ours():
+            self._check_committers()
         self._cache.put(entries)
 
     def bring_up(
@@ -157,11 +162,31 @@ class StoredCatalog(Catalog):
         # Other programs use another form of file name. `_repair` removes such files from the table.
         unknown = [e.path for e in table_files if e.path not in known and PATH.fullmatch(e.path)]
         if unknown:
-            raise SetupError(
-                f"--table {self.uri}: the table there has {len(unknown)} files that this data folder's log does not "
-                f"know, as {unknown[0]}: it is another broker's, or the log was restored from a backup; name an "
-                "empty folder"
-            )
+            raise self._refusal(unknown)
+
+    def _check_committers(self) -> None:
+        """Raise SetupError if another broker has committed to the table since the last commit of this one.
+
+        A commit of this broker whose answer was lost adds only files of its log: names of files are random.
+        """
+        known = self._committing.union(self.data.live)
+        added = [
+            unquote(action["add"]["path"])
+            for _, actions in self._commits(after_version=self._version)
+            if is_of_broker(actions)
+            for action in actions
+            if "add" in action
+        ]
+        if unknown := [path for path in added if path not in known]:
+            raise self._refusal(unknown)
+
+    def _refusal(self, unknown: list[str]) -> SetupError:
+        """Build the error for a table with files that the commit log does not know."""
+        return SetupError(
+            f"--table {self.uri}: the table there has {len(unknown)} files that this data folder's log does not "
+            f"know, as {unknown[0]}: it is another broker's, or the log was restored from a backup; name an "
+            "empty folder"
+        )
 
     def _remove_file(self, path: str) -> None:
         super()._remove_file(path)

@@ -275,6 +275,55 @@ def test_a_start_is_refused_at_the_place_of_another_or_at_one_that_never_answere
     assert open_table(world.uri).to_pyarrow_table().num_rows == 1
 
 
+@pytest.mark.parametrize("attaches", [True, False])
+def test_of_two_brokers_that_opened_an_empty_table_the_second_stops(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attaches: bool
+) -> None:
+    """It must take no commit of the other for its own. Its messages stay in its log, and the other broker goes on."""
+    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)  # its duties must not be first
+    other = RunningNode(tmp_path / "other", world.clock, table=world.uri, compact_rows=0)
+    other.start()
+    with world.node.client() as ball:
+        ball.send_many([{"body": "mine", "after": "40d"}] * 5, topic="mine")
+    world.compact()
+    with other.client() as ball:
+        ball.send_many([{"body": "other", "after": "40d"}] * 3, topic="other")
+    mover, catalog = other.broker.mover, other.broker.pending_table.catalog
+    with pytest.raises(SetupError, match="has 1 files that this data folder's log does not know"):
+        if attaches:
+            other.run(mover.compact())
+        else:
+            catalog.check_foreign_commits(world.clock.wall)
+    assert not mover.has_unfinished_attach and not list(
+        other.broker.scheduling.hour_log.pending.live_entries()
+    )
+    other.stop()
+    world.attach("more", 3 * DAY_MS)
+    assert open_table(world.uri).to_pyarrow_table().num_rows == 6
+    again = RunningNode(tmp_path / "other", world.clock, table=f"{world.uri}-other", compact_rows=0)
+    again.start()
+    again.run(again.broker.mover.compact())
+    assert open_table(f"{world.uri}-other").to_pyarrow_table().num_rows == 3
+    again.stop()
+
+
+def test_a_row_number_of_another_broker_does_not_count_as_a_commit(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit has no files, so it does not show yet that the table is shared. The own file is in the table."""
+    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)  # its duties must not be first
+    other = RunningNode(tmp_path / "other", world.clock, table=world.uri, compact_rows=0)
+    other.start()
+    with other.client() as ball:
+        ball.send_many([{"body": "now"}] * 50, topic="other")
+    other.run(other.broker.mover.compact(even_without_rows=True))
+    world.attach("mine", 3 * DAY_MS)
+    assert open_table(world.uri).to_pyarrow_table().num_rows == 1
+    with pytest.raises(SetupError):
+        other.broker.pending_table.catalog.check_foreign_commits(world.clock.wall)
+    other.stop()
+
+
 def refused(node: RunningNode) -> str:
     """Return the reason why a node does not start."""
     with pytest.raises(SetupError) as refusal:
