@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
 import grpc
 import pytest
 from tests.certificates import certificate
-from tests.edges.grpc.wire import Wire, consumer_settings, d, s
+from tests.edges.grpc.wire import Wire, consumer_settings, d, receive_request, s
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
+from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
 from timeball.edges.http2.connection import HEADERS_BYTES_MAX
 from timeball.model.errors import SetupError
@@ -114,3 +116,46 @@ def test_a_taken_port_is_an_error_with_a_certificate_too(tmp_path: Path) -> None
             running_node(tmp_path / "data", grpc_port=taken.getsockname()[1], **issued.settings),
         ):
             pass
+
+
+def test_a_client_that_ends_its_direction_at_any_moment_takes_no_message(node: RunningNode) -> None:
+    """The direction ends a varying number of loop turns after the message: before, during and after the hand-out."""
+    consuming, edge = node.broker.consuming, node.node.edges.grpc  # type: ignore[union-attr]
+    request = ReceiveRequest("g", "t", invisible_ms=60_000)
+    node.run(node.broker.create_topic("t", 1))
+
+    async def return_and_end(held: Received, turns: int) -> None:
+        while not consuming.waiting_receives:
+            await asyncio.sleep(0)
+        (connection,) = [each for each in edge._server._connections if each.streams.open]
+        consuming.return_unseen(held.receipts)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connection.eof_received()
+        connection._transport.close()  # as asyncio does after `eof_received`
+
+    answered = 0
+    for turns in range(12):
+        with node.client() as ball:
+            ball.send("t", "x")
+        held = node.run(consuming.receive(request, 0))
+        with Wire.to(node) as leaving:
+            responses = leaving.stream("ReceiveMessage", receive_request("g", "t", wait_ms=20_000))
+            node.run(return_and_end(held, turns))
+            try:
+                messages = [each.message for each in responses if each.HasField("message")]
+            except grpc.RpcError:
+                messages = []
+        answered += bool(messages)
+        with Wire.to(node) as other:
+            (message,) = messages or other.receive("g", "t", wait_ms=1_000)
+            assert message.system_properties.delivery_attempt == 1
+            entry = s.AckMessageEntry(
+                message_id=message.system_properties.message_id,
+                receipt_handle=message.system_properties.receipt_handle,
+            )
+            other.ask_ok(
+                "AckMessage",
+                s.AckMessageRequest(group=d.Resource(name="g"), topic=d.Resource(name="t"), entries=[entry]),
+            )
+    assert 0 < answered < 12

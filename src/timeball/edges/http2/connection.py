@@ -199,6 +199,14 @@ class Connection(asyncio.Protocol):
             peer, (connection.streams.peer for connection in self._connections), CONNECTIONS_MAX
         )
 
+    def eof_received(self) -> None:
+        """Write the answers of this turn, and end all other calls. See asyncio.Protocol.
+
+        The transport closes afterwards and discards later answers. A call that ends here gives back its messages.
+        """
+        self.streams.flush()
+        self.streams.end_all()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End the calls of all streams. See asyncio.Protocol."""
         self._connections.discard(self)
