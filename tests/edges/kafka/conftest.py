@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from tests.bounds import BOUND_S
@@ -37,6 +39,26 @@ class SmallKafka:
         for record in records:
             producer.produce(topic, **{"partition": 0, **record})
         assert producer.flush(BOUND_S) == 0
+
+    def produce_header_name(self, topic: str, name: bytes, value: bytes) -> None:
+        """Produce a record with a header of this name. confluent_kafka only produces names that are text."""
+        (path,) = (Path(confluent_kafka.__file__).parents[1] / "confluent_kafka.libs").glob("librdkafka*")
+        library, error = ctypes.CDLL(str(path)), ctypes.create_string_buffer(512)
+        library.rd_kafka_conf_new.restype = library.rd_kafka_new.restype = ctypes.c_void_p
+        conf = ctypes.c_void_p(library.rd_kafka_conf_new())
+        library.rd_kafka_conf_set(conf, b"bootstrap.servers", self.bootstrap.encode(), error, len(error))
+        producer = ctypes.c_void_p(library.rd_kafka_new(0, conf, error, len(error)))
+        topic_tag, partition_tag, value_tag, header_tag = map(ctypes.c_int, (1, 3, 4, 9))
+        sizes, names = (
+            [ctypes.c_size_t(len(data)) for data in (value, b"x")],
+            map(ctypes.c_char_p, (name, b"x")),
+        )
+        assert not library.rd_kafka_producev(
+            producer, topic_tag, ctypes.c_char_p(topic.encode()), partition_tag, ctypes.c_int32(0),
+            value_tag, ctypes.c_char_p(value), sizes[0], header_tag, *names, sizes[1], ctypes.c_int(0),
+        )  # fmt: skip
+        assert not library.rd_kafka_flush(producer, round(1_000 * BOUND_S))
+        library.rd_kafka_destroy(producer)
 
     def read(self, topic: str) -> list[Any]:
         properties = {"bootstrap.servers": self.bootstrap, "group.id": "reader", "enable.partition.eof": True}

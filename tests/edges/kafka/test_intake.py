@@ -16,7 +16,7 @@ from timeball.client.source import Source
 from timeball.edges.kafka import intake
 from timeball.edges.kafka.intake import Intake, split_batches
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
-from timeball.edges.kafka.records import BridgeMessage, Headers, Record
+from timeball.edges.kafka.records import BridgeMessage, Headers, Record, envelope_of
 from timeball.io.clock import SystemClock
 from timeball.model import limits
 from timeball.model.errors import Conflict, InvalidDelay, NotFound, OverLimit, SetupError
@@ -79,6 +79,22 @@ def test_a_message_cancelled_in_its_own_batch_is_never_sent(
         states = [ball.get(f"{options.name}-0-{at}").state for at in (0, 3, 4)]
         assert states == ["cancelled", "waiting", "visible"]
         assert [verdict.verdict for verdict in ball.cancel(key=f"{options.name}/k")].count("cancelled") == 1
+
+
+def test_a_record_with_a_header_name_that_is_not_text_becomes_a_dead_letter(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: BridgeQueue, made: Make
+) -> None:
+    kafka.produce_header_name(options.own, b"caf\xe9", b"0")
+    kafka.produce(options.own, {"value": b"1", "headers": LATER})
+    counts = taken(made, 2)
+    assert (counts.taken, counts.dead) == (2, 1)
+    with node.client() as ball:
+        scheduled, dead = ball.get(f"{options.name}-0-1"), ball.get(f"{options.name}-0-0")
+        assert (scheduled.state, dead.state) == ("waiting", "visible")
+    rows = queue.pull(0, 1, 10_000)
+    envelope = envelope_of(rows["properties"][0].as_py())
+    assert envelope is not None and envelope.topic == options.dead
+    assert dict(envelope.headers)["timeball-reason"] == b"a header name is not UTF-8"
 
 
 def test_a_cancel_waits_for_the_batch_before_it(

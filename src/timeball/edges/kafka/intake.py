@@ -220,11 +220,15 @@ class Intake:
 
     def _to_record(self, message: Message) -> Record:
         """Copy a message of Kafka's client to a Record. A record without a timestamp gets the current time."""
-        timestamp_ms = message.timestamp()[1]
+        timestamp_ms, headers, fault = message.timestamp()[1], cast("records.Headers", []), ""
+        try:
+            headers = cast("records.Headers", message.headers() or [])
+        # Kafka does not check names. confluent_kafka fails with SystemError where it should raise UnicodeDecodeError.
+        except (SystemError, UnicodeDecodeError):
+            fault = "a header name is not UTF-8"
         return Record(
             message.topic() or "", message.partition() or 0, message.offset() or 0, message.key(), message.value(),
-            cast("records.Headers", message.headers() or []),
-            timestamp_ms if timestamp_ms > 0 else self._clock.wall_ms(),
+            headers, timestamp_ms if timestamp_ms > 0 else self._clock.wall_ms(), fault,
         )  # fmt: skip
 
     # ---- converting and sending -------------------------------------------------------------------------
@@ -252,7 +256,9 @@ class Intake:
         indexes_by_key: dict[str, list[int]] = {}  # key -> the indexes in `items` of the messages to send
         cancelled_keys: set[str] = set()
         for record in batch:
-            if not records.is_cancel(record):
+            if record.fault:
+                message = records.dead_letter(record, self._options.dead, record.fault)
+            elif not records.is_cancel(record):
                 message = self._convert_record(record, now_ms)
                 earliest_due_ms = min(earliest_due_ms, message.due_ms or now_ms)
                 if message.keys:

@@ -76,7 +76,11 @@ class RecordLocation(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One record, as Kafka's client returns it. `timestamp_ms` is the timestamp of the record."""
+    """One record, as Kafka's client returns it. `timestamp_ms` is the timestamp of the record.
+
+    If `fault` is not empty, the client cannot read the headers, and `fault` is the reason. `headers` is empty then, but
+    the record is not one without headers: it may be a cancel.
+    """
 
     topic: str
     partition: int
@@ -85,6 +89,7 @@ class Record(NamedTuple):
     value: bytes | None
     headers: Headers
     timestamp_ms: int
+    fault: str = ""
 
     @property
     def location(self) -> RecordLocation:
