@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.edges.kafka.conftest import SmallKafka
@@ -12,6 +14,8 @@ from tests.edges.remoting.handlers.test_sends import sent
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually
 
+from timeball.client.calls import Calls
+from timeball.client.http_calls import HttpCalls
 from timeball.edges.kafka.delivery import END_MARKERS_S, NO_ENVELOPE, Delivery, read_position
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
 from timeball.io.clock import ManualClock, SystemClock
@@ -103,6 +107,33 @@ def test_a_position_behind_the_end_of_the_queue_is_a_setup_error(
     kafka.produce(options.position_topic, {"key": b"position", "value": b'{"offset":3}'})
     with pytest.raises(SetupError, match="another data folder, or an older copy"):
         Delivery(options, queue, Counts(), SystemClock()).open(stop)
+
+
+def test_a_running_bridge_does_not_deliver_again_from_an_older_copy(
+    kafka: SmallKafka, options: BridgeOptions, stop: threading.Event, tmp_path: Path
+) -> None:
+    data, copy, bodies = tmp_path / "data", tmp_path / "copy", [{"topic": options.topic, "body": "x"}] * 2
+    node = RunningNode(data)
+    node.start()
+    operations, columns = HttpCalls(node.http_endpoint, 30_000), Calls(node.endpoint, 30_000)
+    queue = BridgeQueue(operations, columns, options.topic)
+    queue.ensure()
+    delivery = Delivery(options, queue, Counts(), SystemClock())
+    delivery.open(stop)
+    for older, newer in ((data, copy), (copy, data)):
+        with node.client() as ball:
+            ball.send_many(bodies)
+        delivery._deliver(delivery._pull(), stop)
+        node.stop()
+        shutil.rmtree(newer, ignore_errors=True)
+        shutil.copytree(older, newer)
+        node.start()
+    assert read_position(options) == 4
+    with pytest.raises(SetupError, match=r"4 messages were delivered, and .* has had 2: .* an older copy"):
+        delivery._pull()
+    operations.close()
+    columns.close()
+    node.stop()
 
 
 def test_a_missing_topic_of_out_is_a_setup_error(

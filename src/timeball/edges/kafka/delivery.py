@@ -58,6 +58,7 @@ from timeball.edges.kafka.records import (
 )
 from timeball.io.clock import Clock
 from timeball.model import limits
+from timeball.model.answers import QueueRange
 from timeball.model.bodies import readable_body
 from timeball.model.errors import OutOfRange, SetupError
 
@@ -294,19 +295,24 @@ class Delivery:
                 )
             # Write a position before the first record, so that a missing position always means that it was lost.
             self._write([], 0, stop)
-        elif position > offsets.max:
+        else:
+            self._check_position(position, offsets)
+        self._offset = position or 0
+
+    def _check_position(self, position: int, offsets: QueueRange) -> None:
+        """Raise SetupError if the position is behind the end of Timeball's queue."""
+        if position > offsets.max:
             raise SetupError(
-                f"--name {options.name}: {position} messages were delivered, and Timeball's topic "
+                f"--name {self._options.name}: {position} messages were delivered, and Timeball's topic "
                 f"{self._queue.topic!r} has had {offsets.max}: this is another data folder, or an older copy; choose "
                 "another --name"
             )
-        self._offset = position or 0
 
     def run(self, stop: threading.Event) -> None:
         """Deliver until `stop` is set.
 
         After KafkaException and Unavailable, the caller starts again with a new object. SetupError means that another
-        process has fenced this bridge.
+        process has fenced this bridge, or that Timeball has come back with an older copy of its data folder.
         """
         failures, committed_ms = 0, self._clock.wall_ms()
         while not stop.is_set():
@@ -375,20 +381,23 @@ class Delivery:
         self._refusals[record.envelope.topic] = KnownRefusal(size_bytes, reason, until_ms)
 
     def _pull(self) -> pa.RecordBatch:
-        """Read the next messages. If retention has removed some, count them as lost and continue after them."""
+        """Read the next messages. If retention has removed some, count them as lost and continue after them.
+
+        Raises SetupError if the queue ends before the position.
+        """
         try:
             # A message that was refused is tried alone.
             rows = 1 if self._refusal_reasons else self._rows_max
             return self._queue.pull(self._offset, rows, WAIT_MS)
         except OutOfRange:
-            first_offset = self._queue.span().min
-            logger.error(
-                "messages lost to retention before they were delivered messages=%d",
-                first_offset - self._offset,
-            )
-            self._counts.lost += max(0, first_offset - self._offset)
-            self._offset = first_offset
-            self._refusal_reasons.clear()
+            offsets = self._queue.span()
+            self._check_position(self._offset, offsets)
+            # The queue may also have reached the position since the pull. The position never moves back.
+            if (lost_count := offsets.min - self._offset) > 0:
+                logger.error("messages lost to retention before they were delivered messages=%d", lost_count)
+                self._counts.lost += lost_count
+                self._offset = offsets.min
+                self._refusal_reasons.clear()
             return self._queue.pull(self._offset, self._rows_max, 0)
 
     # ---- one transaction --------------------------------------------------------------------------------
