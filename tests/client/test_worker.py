@@ -39,6 +39,28 @@ def test_each_message_is_handled_once_and_acknowledged(ball: Timeball) -> None:
     assert is_empty(ball, "worked", "g") and sum(ball.offsets("g", "worked").values()) == 200
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("missing")
+
+
+@pytest.mark.parametrize("base", [ValueError, Retry, Dead])
+def test_an_exception_without_a_text_ends_no_worker(ball: Timeball, base: type[Exception]) -> None:
+    topic = f"unprintable-{base.__name__}"
+    send(ball, topic, ["broken", "good"])
+
+    def handler(message: Message) -> None:
+        if message.body == b"broken":
+            if base is Retry:
+                raise Retry("1h") from Unprintable()
+            raise type("Odd", (Unprintable, base), {})()
+
+    with Worker(ball, "g", topic, handler) as worker:
+        eventually(lambda: worker.counts.acknowledged == 1, "the other message is handled")
+        eventually(lambda: worker.counts.retried + worker.counts.dead == 1, "the message is given back")
+    assert ball.pull(topic, "g", wait=0) == []
+
+
 def test_exceptions_of_a_handler_decide_the_redelivery(
     node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
 ) -> None:

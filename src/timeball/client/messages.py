@@ -301,7 +301,10 @@ class Message(Leased):
 
 def reason_of(error: BaseException) -> str:
     """Format an exception as the reason of a nack: its type and its text."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # of the program's own `__str__`
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -427,8 +427,9 @@ class Worker:
             self._try_call("nack", partial(self._nack, message, retry.after_ms, reason))
         except Dead as error:
             self.counts.dead += 1
-            logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, error)
-            self._try_call("dead_letter", partial(message.dead_letter, reason=reason_of(error)))
+            reason = reason_of(error)
+            logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, reason)
+            self._try_call("dead_letter", partial(message.dead_letter, reason=reason))
         except Exception as error:  # a handler may raise any error
             self.counts.retried += 1
             logger.exception(
