@@ -112,24 +112,39 @@ def test_a_pull_that_is_cancelled_leaves_its_message_to_another_member(node: Run
     run(node, scenario)
 
 
-def test_messages_that_come_while_a_pull_is_cancelled_are_given_back(
-    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["pull", "consume"])
+@pytest.mark.parametrize("again", [False, True])
+def test_messages_that_come_while_a_receive_is_cancelled_are_given_back(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, how: str, again: bool
 ) -> None:
+    """`again`: the scopes of anyio cancel at each step of the loop until the task has ended."""
+    topic = f"too-late-{how}-{again}"
+
     async def scenario(ball: AsyncTimeball) -> None:
-        receive = LoopStream.data_received
+        receive, loop = LoopStream.data_received, asyncio.get_running_loop()
+
+        async def consume() -> None:
+            async with aclosing(ball.consume(topic, "g", lease="10m")) as messages:
+                async for _ in messages:
+                    raise AssertionError("it was cancelled before")
+
+        def cancel() -> None:
+            receiving.cancel()
+            if again and not receiving.done():
+                loop.call_soon(cancel)
 
         def cancel_too(stream: LoopStream, data: bytes) -> None:
             receive(stream, data)
-            if b'"receipt"' in data:
-                poll.cancel()
+            if b'"receipt"' in data and not receiving.cancelling():
+                cancel()
 
-        await ball.send("too-late", "x")
+        await ball.send(topic, "x")
         monkeypatch.setattr(LoopStream, "data_received", cancel_too)
-        poll = asyncio.create_task(ball.pull("too-late", "g", lease="10m"))
+        receiving = asyncio.create_task(ball.pull(topic, "g", lease="10m") if how == "pull" else consume())
         with pytest.raises(asyncio.CancelledError):
-            await poll
+            await receiving
         monkeypatch.undo()
-        (message,) = await ball.pull("too-late", "g", wait="60s")
+        (message,) = await ball.pull(topic, "g", wait="60s")
         assert message.attempts == 0
 
     run(node, scenario)

@@ -230,7 +230,7 @@ class AsyncTimeball:
         try:
             for open_read in list(self._open_reads):
                 open_read.cancel()
-            if self._tasks:
+            while self._tasks:
                 await asyncio.wait(self._tasks)
             # Loops that the program left by `break`. Python may close their iterators much later.
             for loop in list(self._loops):
@@ -344,17 +344,19 @@ class AsyncTimeball:
         loop = ConsumeLoop(consumer, self._ball._clock, feed, lease=lease, idle=until_idle, stop=stop)
         self._open_reads.add(open_read)
         self._loops.add(loop)
+        # A loop that is cancelled twice leaves its work under way. The end must not overtake it.
+        turn = asyncio.Lock()
         try:
             while (message := loop.next()) is not None or not loop.is_over:
                 if message is None:
-                    await self._run_apart(loop.work(), open_read)
+                    await self._run_apart(_in_turn(turn, loop.work()), open_read)
                 else:
                     yield cast(AsyncMessage, message)
         finally:
             self._open_reads.discard(open_read)
             if not self._is_closed:  # else `close` ends it
-                await self._run_apart(loop.end())
                 self._loops.discard(loop)
+                await self._run_apart(_in_turn(turn, loop.end()))
 
     async def browse(
         self,
@@ -419,17 +421,38 @@ class AsyncTimeball:
 
         `open_read`: is cancelled then, so that the end comes soon. `give_back`: takes a result that comes then.
         """
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._create_task(coroutine)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if open_read is not None:
-                open_read.cancel()
-                await asyncio.wait([task], timeout=2 * LAST_BYTES_S if open_read.has_begun else 0)
-                task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled() and task.exception() is None and give_back is not None:
-                await self._run_apart(give_back(task.result()))
+            # In a task of its own too: the scopes of anyio cancel again at each step of the loop.
+            await asyncio.shield(self._create_task(_end_apart(task, open_read, give_back)))
             raise
+
+    def _create_task(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Create a task that `close` waits for."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _end_apart(
+    task: asyncio.Task[T],
+    open_read: OpenRead | None,
+    give_back: Callable[[T], Coroutine[Any, Any, None]] | None,
+) -> None:
+    """End a task of `_run_apart` whose caller was cancelled, and give back its result."""
+    if open_read is not None:
+        open_read.cancel()
+        await asyncio.wait([task], timeout=2 * LAST_BYTES_S if open_read.has_begun else 0)
+        task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled() and task.exception() is None and give_back is not None:
+        await give_back(task.result())
+
+
+async def _in_turn(turn: asyncio.Lock, coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a part of a loop when the earlier part has ended."""
+    async with turn:
+        await coroutine
