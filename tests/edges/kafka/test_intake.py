@@ -209,6 +209,23 @@ def test_an_intake_from_latest_skips_no_record_that_arrives_later(
             ball.get(f"{options.name}-0-0")
 
 
+def test_records_lost_to_retention_are_counted_once(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make
+) -> None:
+    kafka.produce(options.own, {"value": b"0", "headers": LATER})
+    taken(made, 1)
+    # The mock keeps 5 MiB of a partition.
+    kafka.produce(options.own, *({"value": bytes(900_000), "headers": LATER} for _ in range(8)))
+    lost_counts = []
+    for _ in range(2):
+        reader, counts = made()
+        reader._assign_partitions()
+        reader._consumer.close()
+        lost_counts.append(counts.lost)
+    assert lost_counts[0] > 0 and lost_counts[1] == 0
+    assert node.broker.tables.source_positions.of("", options.name)[0] == 1 + lost_counts[0]
+
+
 def test_a_topic_that_was_created_again_is_a_setup_error(
     kafka: SmallKafka, calls: Calls, options: BridgeOptions, made: Make
 ) -> None:

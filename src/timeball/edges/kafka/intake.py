@@ -157,18 +157,18 @@ class Intake:
             self._start_offset(partition, log_positions.get(partition), start)
             for partition in range(partition_count)
         ]
-        self._log_positions = {
-            partition: log_positions.get(partition, offset) for partition, offset in enumerate(start_offsets)
-        }
+        self._log_positions = dict(enumerate(start_offsets))
         self._next_offsets = dict(self._log_positions)
         # Store the position of a new partition before its first record is read. Otherwise a bridge that starts at the
         # end of the topic, and restarts before it has sent a record, would skip the records that arrived meanwhile.
-        if new_positions := {
+        # Store the position after lost records too. Otherwise they would be counted again until the next record.
+        if end := {
             partition: offset
             for partition, offset in self._log_positions.items()
-            if partition not in log_positions
+            if log_positions.get(partition) != offset
         }:
-            self._source.send(self._to_batch([]), new_positions, new_positions)
+            begin = {partition: log_positions.get(partition, offset) for partition, offset in end.items()}
+            self._source.send(self._to_batch([]), begin, end)
         self._consumer.assign(
             [TopicPartition(topic, partition, offset) for partition, offset in enumerate(start_offsets)]
         )
