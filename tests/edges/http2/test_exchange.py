@@ -95,6 +95,20 @@ def test_a_request_in_pieces_is_one_request(node: RunningNode) -> None:
         assert client.status(number) == (0, "")
 
 
+def test_a_request_in_tiny_pieces_takes_little_more_than_its_bytes(node: RunningNode) -> None:
+    request = frames.PREFIX.pack(0, 8_000) + bytes(8_000)
+    with RawClient(node) as client:
+        number = client.headers()
+        pieces = [request[at : at + 2] for at in range(0, 7_000, 2)]
+        client.send(b"".join(frame(frames.DATA, 0, number, piece) for piece in pieces))
+        client.send(frame(frames.PING, 0, 0, b"the last"))
+        next(None for kind, *_ in client.frames() if kind == frames.PING)
+        (stream,) = node.node.edges.grpc._server.open_streams()  # type: ignore[union-attr]
+        assert stream._held_bytes == 7_000 and len(stream._parts) < 10  # type: ignore[attr-defined]
+        client.data(number, request[7_000:])
+        assert client.status(number)[0] == 13, "the whole request has come, and is no request"
+
+
 def test_a_client_that_continues_to_send_after_the_answer_is_reset(node: RunningNode) -> None:
     with RawClient(node) as client:
         number = client.headers(headers=fields(x_mq_client_id="raw"))

@@ -330,8 +330,7 @@ class Upload(FlightCall):
         """Handle DATA from the client (see Stream)."""
         if self._is_over or self.window.is_finished:
             return
-        self._parts.append(payload)
-        self._held_bytes += len(payload)
+        self._keep(payload)
         self._last_active_s = asyncio.get_running_loop().time()
         self._read()
 

@@ -37,6 +37,7 @@ from timeball.model.access import ANONYMOUS, Caller
 
 # ---- the exchange of requests and responses ------------------------------------------------------------------
 
+SMALL_PART_BYTES = 1_024  # smaller payloads are joined to parts of up to twice this size
 WAITING_MAX = 4_096  # calls that wait for memory. Each holds the bytes of its first window
 
 
@@ -137,10 +138,24 @@ class Exchange(Stream):
             return  # the call's only request is complete
         if not self._parts and self._try_single_frame(payload):
             return
-        self._parts.append(payload)
-        self._held_bytes += len(payload)
+        self._keep(payload)
         if self._request is None and not self._asked_bytes:
             self._read()
+
+    def _keep(self, payload: Payload) -> None:
+        """Add a payload to `_parts`. A small one joins the last part, because an object of its own takes 50 bytes more.
+
+        These bytes would not count in the quota. A client may send a request in frames of one byte.
+        """
+        self._held_bytes += len(payload)
+        if len(payload) < SMALL_PART_BYTES and self._parts:
+            last = self._parts[-1]
+            if len(last) < SMALL_PART_BYTES:
+                if not isinstance(last, bytearray):
+                    last = self._parts[-1] = bytearray(last)
+                last += payload
+                return
+        self._parts.append(payload)
 
     def _try_single_frame(self, payload: Payload) -> bool:
         """Start the call if its request is exactly this DATA frame, the usual case.
