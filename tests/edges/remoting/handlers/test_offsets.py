@@ -10,6 +10,7 @@ from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.model.access import ANONYMOUS
 
 QUERY, UPDATE = RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.UPDATE_CONSUMER_OFFSET
 PULL = {"maxMsgNums": 1, "sysFlag": 4, "commitOffset": 0, "subscription": "*", "subVersion": 0}
@@ -36,9 +37,9 @@ def test_a_one_way_commit_is_stored(node: RunningNode, wire: Wire) -> None:
     assert not wire._answers
 
 
-def beat(wire: Wire, *topics: str) -> None:
+def beat(wire: Wire, *topics: str, model: str = "CLUSTERING") -> None:
     subscribed = [{"topic": topic, "subString": "*", "subVersion": 1} for topic in topics]
-    group = {"groupName": "group", "subscriptionDataSet": subscribed}
+    group = {"groupName": "group", "subscriptionDataSet": subscribed, "messageModel": model}
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [group]})
 
 
@@ -69,10 +70,33 @@ def test_a_group_misses_nothing_that_is_sent_after_it_has_subscribed(node: Runni
     assert query_offset(wire, topic="later") == "0"
     beat(wire, "orders", "later")  # as clients do all the time
     assert query_offset(wire, queue_id=1) == "0"
-    assert query_offset(wire, queue_id=1, setZeroIfNotFound=False) is None
+    assert query_offset(wire, queue_id=2, setZeroIfNotFound=False) is None
+    sent(wire, e=2)
     beat(wire, "later")
     beat(wire, "later", "orders")
-    assert query_offset(wire, queue_id=1) is None, "it has given the topic up in between"
+    assert query_offset(wire, queue_id=1) == "0", "the broker has stored where the group begins"
+    assert query_offset(wire, queue_id=2) is None, "it has given the topic up in between"
+
+
+def test_a_group_begins_where_it_has_begun_before_its_consumer_died(node: RunningNode, wire: Wire) -> None:
+    node.run(node.broker.create_topic("orders", 1))
+    with Wire.to(node) as consumer:
+        beat(consumer, "orders")
+        assert query_offset(consumer) == "0"
+    edges = node.node.edges
+    assert edges is not None and edges.remoting is not None
+    sessions = edges.remoting.context.sessions
+    eventually(lambda: sessions.group("group") is None, "the consumer has gone")
+    sent(wire, e=0)
+    beat(wire, "orders")
+    assert query_offset(wire) == "0"
+
+
+def test_the_beginning_of_a_broadcasting_group_is_not_stored(node: RunningNode, wire: Wire) -> None:
+    node.run(node.broker.create_topic("orders", 1))
+    beat(wire, "orders", model="BROADCASTING")
+    assert query_offset(wire) == "0"
+    assert node.broker.offsets("group", "orders", ANONYMOUS) == {}
 
 
 def test_a_group_begins_with_the_first_of_its_retries(node: RunningNode, wire: Wire) -> None:

@@ -30,7 +30,7 @@ from timeball.edges.remoting.codec.frame import (
 from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON
 from timeball.edges.remoting.handlers import pulls as module
 from timeball.edges.remoting.handlers.pulls import Pulls, StoredFrames
-from timeball.model.access import Caller
+from timeball.model.access import ANONYMOUS, Caller
 
 PULL, LITE = RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE
 
@@ -307,6 +307,32 @@ async def test_a_message_sent_as_a_pull_begins_to_wait_is_found(world: World) ->
 
     world.broker.waiters.wait = wait
     assert bodies(await begun) == [b"body"]
+    pair.close()
+
+
+@on_node()
+async def test_a_waiting_pull_finds_the_messages_of_a_topic_that_is_created_again(world: World) -> None:
+    """A deletion wakes the pull. Before it runs, another client's message may have created the topic again."""
+    await world.broker.create_topic("orders", 1)
+    pair, rooms = await Pair.create(), Pulls(context_of(world.broker)).handlers
+    ext = {
+        "consumerGroup": "group", "topic": "orders", "queueId": 0, "queueOffset": 0, "subscription": "*",
+        "sysFlag": int(PullFlag.SUBSCRIPTION | PullFlag.SUSPEND), "suspendTimeoutMillis": 15_000,
+    }  # fmt: skip
+    waits = []
+
+    async def wait(*_: object) -> bool:
+        assert not waits, "it waits for what is there"
+        waits.append(1)
+        await world.broker.administration.delete_topic("orders", ANONYMOUS)
+        await world.broker.send(batch(1))
+        return True
+
+    world.broker.waiters.wait = wait
+    answer: Any = await rooms[PULL](  # type: ignore[misc]
+        Call(pair.connection, Command(PULL, ext={name: str(value) for name, value in ext.items()}))
+    )
+    assert bodies(answer) == [b"body"]
     pair.close()
 
 

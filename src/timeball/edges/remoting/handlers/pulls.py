@@ -278,7 +278,8 @@ class Pulls:
                 return _answer_empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
             with call.connection.cancelled_on_close():
                 await self._broker.waiters.wait(topic.name, remaining_s, fields.queue_id)
-            # The topic may have been deleted, or made unreadable, meanwhile.
+            # The topic may have been deleted, or made unreadable, meanwhile. One that was created again has the same
+            # queues.
             self._broker.policy.readable(topic.name, call.caller)
 
     def _answer_with(
@@ -408,9 +409,24 @@ class Offsets:
             RETRY_PREFIX
         ):  # a retry topic has only the group's own messages
             return True
-        group = self._context.sessions.group(fields.consumer_group)
+        return self._was_empty_at_subscription(fields, topic.queues[fields.queue_id])
+
+    def _was_empty_at_subscription(self, fields: _Query, queue: Queue) -> bool:
+        """Return whether the queue had no messages when the group subscribed. If so, the offset 0 is committed.
+
+        The session ends with the group's last member. Without the commit, a consumer that dies before its first commit
+        would begin behind the messages that were sent after its subscription.
+        """
+        name, group = fields.consumer_group, self._context.sessions.group(fields.consumer_group)
         nonempty = None if group is None else group.nonempty_queues.get(fields.topic)
-        return nonempty is not None and fields.queue_id not in nonempty
+        if group is None or nonempty is None or fields.queue_id in nonempty:
+            return False
+        # Members of a broadcasting group keep their offsets themselves.
+        if self._broker.is_group(name) and group.membership.message_model != BROADCASTING:
+            self._broker.tables.offsets.commit(
+                name, fields.topic, {fields.queue_id: 0}, {fields.queue_id: queue.index.max_offset}
+            )
+        return True
 
     def _update(self, call: Call) -> Reply:
         """Serve UPDATE_CONSUMER_OFFSET: commit an offset of an existing group."""
