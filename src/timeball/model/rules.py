@@ -493,6 +493,12 @@ def reply_topic(cluster_name: str) -> str:
     return f"{cluster_name}_REPLY_TOPIC"
 
 
+def is_reply_topic(topic: str, cluster_name: str) -> bool:
+    """Return whether clients send replies to this topic. A client with a namespace puts `namespace%` in front."""
+    name = reply_topic(cluster_name)
+    return topic == name or topic.endswith(f"%{name}")
+
+
 def forbidden(topic: str) -> str | None:
     """Explain why no client may send to this topic (answer NO_PERMISSION). None if clients may."""
     if topic in _NOT_WRITABLE or topic.startswith(SYSTEM_PREFIX):

@@ -46,6 +46,24 @@ def test_a_reply_is_pushed_to_the_requesting_producer(
     assert TOPIC not in node.broker.topics(), "it is kept nowhere"
 
 
+def test_a_client_with_a_namespace_replies_to_the_topic_of_its_namespace(
+    node: RunningNode, wire: Wire
+) -> None:
+    """As `ClientConfig.setNamespace("ns")` names it. Its route exists without automatic creation of topics, too."""
+    object.__setattr__(node.broker.settings, "auto_create_topics", False)
+    topic = f"ns%{TOPIC}"
+    [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=topic))["queueDatas"]
+    assert (queues["writeQueueNums"], queues["perm"]) == (1, 6)
+    with Wire.to(node) as asker:
+        asker.ask_ok(RequestCode.HEART_BEAT, BEAT)
+        asked = wire.send(REPLY_V2, b"yes", **(SHORT | {"b": topic}))
+        pushed = asker.next_pushed()
+        assert (pushed.ext["topic"], pushed.body) == (topic, b"yes")
+        asker.reply(pushed)
+        assert wire.answer_to(asked).code == ResponseCode.SUCCESS
+    assert sent(wire, topic=topic).code == ResponseCode.TOPIC_NOT_EXIST, "only replies go there"
+
+
 def test_a_reply_that_cannot_be_pushed_is_refused_at_once(node: RunningNode, wire: Wire) -> None:
     def refused(**changed: object) -> str:
         answer = wire.ask(REPLY_V2, b"yes", **(SHORT | changed))
@@ -54,7 +72,8 @@ def test_a_reply_that_cannot_be_pushed_is_refused_at_once(node: RunningNode, wir
 
     assert "channel of <asker> not found" in refused()
     assert "REPLY_TO_CLIENT" in refused(i="CORRELATION_ID\x017\x02")
-    assert TOPIC in refused(b="orders")
+    for other in ("orders", f"ns-{TOPIC}", f"{TOPIC}%ns"):
+        assert TOPIC in refused(b=other)
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "asker", "consumerDataSet": [{"groupName": "g"}]})
     assert "not found" in refused(), "a consumer waits for no reply"
     with Wire.to(node) as asker:

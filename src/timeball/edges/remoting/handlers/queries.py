@@ -27,7 +27,7 @@ from timeball.model.access import Verb
 from timeball.model.errors import OutOfRange
 from timeball.model.key_hash import hash_text
 from timeball.model.message import RETRY_PREFIX, Int64Array, Kind, byte_lengths
-from timeball.model.rules import AUTO_CREATE_TOPIC
+from timeball.model.rules import AUTO_CREATE_TOPIC, is_reply_topic
 
 # ---- messages ------------------------------------------------------------------------------------------------
 
@@ -248,6 +248,10 @@ class Routes:
             perm |= INHERIT  # tells a producer that it may create a topic from the template
         elif system_topic_queues is not None:
             read = write = system_topic_queues
+        elif is_reply_topic(topic, context.cluster_name):
+            # Of a namespace. Replies are not stored, so no topic is created.
+            check_topic(topic)
+            read = write = 1
         else:
             check_topic(topic)
             raise Refused(

@@ -37,7 +37,7 @@ from timeball.model import limits
 from timeball.model.access import Verb
 from timeball.model.errors import OutOfRange, TimeballError, Unavailable
 from timeball.model.message import SEND_COLUMNS, Kind, decode_properties, encode_properties
-from timeball.model.rules import reply_topic
+from timeball.model.rules import is_reply_topic, reply_topic
 
 # ---- retries of failed messages ------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Replies:
 
     async def _push(self, call: Call, fields: SendFields) -> Reply:
         """Push a reply to its producer and answer the consumer. Raises Refused if the producer does not accept it."""
-        if fields.topic != self._topic:
+        if not is_reply_topic(fields.topic, self._context.cluster_name):
             # A client with permission for any other topic must not be able to push messages to every client.
             remark = f"replies go to topic[{self._topic}], not to [{fields.topic}]"
             raise Refused(ResponseCode.INVALID_PARAMETER, remark)
