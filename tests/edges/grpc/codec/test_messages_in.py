@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.edges.grpc.sending import message
 
 from timeball.broker.accepting import admission
 from timeball.broker.accepting.admission import batch_of
@@ -313,3 +316,48 @@ def test_a_received_message_can_be_forwarded_with_its_properties(
     other = plain()
     other.user_properties.update({name: "g1"})
     assert decode_properties(row_of(other)["properties"])[name] == "g1"
+
+
+def encoded_gzip(body: bytes) -> tuple[bytes, int]:
+    encoded = message(body, body_encoding=d.Encoding.GZIP)
+    row = dict(
+        zip(SEND_NAMES, encode_row(encoded, d.MessageType.NORMAL, "t", 1, NOW_MS, 1, "h"), strict=True)
+    )
+    return row["body"], row["sys_flag"]
+
+
+def optional_header_parts(data: bytes) -> bytes:
+    """A gzip stream with all optional parts of its header: extra field, name, comment and checksum."""
+    plain = gzip.compress(data)
+    header = plain[:3] + bytes([4 | 8 | 16 | 2]) + plain[4:10] + b"\x03\x00abc" + b"name\x00" + b"comment\x00"
+    return header + (zlib.crc32(header) & 0xFFFF).to_bytes(2, "little") + plain[10:]
+
+
+@pytest.mark.parametrize("level", [0, 1, 9])
+@pytest.mark.parametrize(
+    "data", [b"", b"text", bytes(limits.BODY_BYTES_MAX)], ids=["empty", "short", "largest"]
+)
+def test_a_gzip_body_becomes_the_same_data_in_zlib(data: bytes, level: int) -> None:
+    compressed = gzip.compress(data, level)
+    if len(compressed) <= limits.BODY_BYTES_MAX:
+        body, sys_flag = encoded_gzip(compressed)
+        assert (zlib.decompress(body), sys_flag) == (data, 1) and len(body) < len(compressed)
+    assert zlib.decompress(encoded_gzip(optional_header_parts(b"text"))[0]) == b"text"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (gzip.compress(bytes(limits.BODY_BYTES_MAX + 1)), d.Code.MESSAGE_BODY_TOO_LARGE),
+        (gzip.compress(b"text")[:-1], d.Code.BAD_REQUEST),
+        (gzip.compress(b"text")[:-8] + bytes(8), d.Code.BAD_REQUEST),  # its checksum is wrong
+        (gzip.compress(b"text") + b"more", d.Code.BAD_REQUEST),
+        (zlib.compress(b"text"), d.Code.BAD_REQUEST),
+        (b"\x1f\x8b", d.Code.BAD_REQUEST),
+    ],
+    ids=["too large", "cut", "wrong checksum", "more behind it", "zlib", "two bytes"],
+)
+def test_a_body_that_is_no_readable_gzip_is_refused(body: bytes, code: d.Code) -> None:
+    with pytest.raises(Refused) as refused:
+        encoded_gzip(body)
+    assert refused.value.protocol_code == code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 from typing import Any
 
@@ -161,9 +162,10 @@ TYPICAL = [
     typical(due_ms=NOW_MS + 5_077),
     typical(properties={"who": "Ada"}),
     message(b"x"),
-    message(b"\x1f\x8b", body_encoding=d.Encoding.GZIP, born_timestamp={}),
+    message(b"x", body_encoding=d.Encoding.IDENTITY, born_timestamp={}),
 ]
 UNUSUAL: list[dict[str, Any]] = [
+    {"body": gzip.compress(b"x"), "body_encoding": d.Encoding.GZIP},
     {"message_type": Type.FIFO, "message_group": "g"},
     {"message_type": Type.TRANSACTION},
     {"properties": {"a": "1", "b": "2"}},

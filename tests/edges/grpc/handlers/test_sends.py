@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,9 +73,16 @@ def test_several_delayed_messages_in_one_call_are_accepted(node: RunningNode, wi
     assert [scheduled.due_ms - due_ms for scheduled in pending] == [0, 1]
 
 
-def test_a_compressed_body_is_stored_unchanged(node: RunningNode, wire: Wire) -> None:
-    sent(wire, message(b"\x1f\x8b...", body_encoding=d.Encoding.GZIP))
-    assert (rows(node)[0]["body"], rows(node)[0]["sys_flag"]) == (b"\x1f\x8b...", 1)
+def test_a_gzip_body_is_stored_as_zlib_which_remoting_consumers_read(node: RunningNode, wire: Wire) -> None:
+    sent(wire, message(gzip.compress(b"hello " * 1_000), body_encoding=d.Encoding.GZIP))
+    [row] = rows(node)
+    assert (zlib.decompress(row["body"]), row["sys_flag"]) == (b"hello " * 1_000, 1)
+
+
+@pytest.mark.parametrize("body", [b"\x1f\x8b...", b"text", zlib.compress(b"text")])
+def test_a_body_that_is_no_gzip_is_refused(node: RunningNode, wire: Wire, body: bytes) -> None:
+    response = wire.ask("SendMessage", send_request(message(body, body_encoding=d.Encoding.GZIP)))
+    assert response.status.code == d.Code.BAD_REQUEST and "no gzip" in response.status.message
 
 
 # ---- FIFO ---------------------------------------------------------------------------------------------------

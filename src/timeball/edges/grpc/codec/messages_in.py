@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from zlib import crc32
@@ -75,7 +76,16 @@ UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION, WITH_PRIORITY = (
 ILLEGAL_ID, ILLEGAL_TAG = Code.ILLEGAL_MESSAGE_ID, Code.ILLEGAL_MESSAGE_TAG
 
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_ENCODING_BITS = {Encoding.ENCODING_UNSPECIFIED: 0, Encoding.IDENTITY: 0, Encoding.GZIP: COMPRESSED_BIT}
+_ENCODINGS = (Encoding.ENCODING_UNSPECIFIED, Encoding.IDENTITY, Encoding.GZIP)
+_GZIP = 16 + zlib.MAX_WBITS
+# Of gzip (RFC 1952) and zlib (RFC 1950): the bytes around the same compressed data.
+_GZIP_HEADER_BYTES, _GZIP_TRAILER_BYTES, _ZLIB_HEADER = 10, 8, b"\x78\x9c"
+_GZIP_EXTRA, _GZIP_NAME, _GZIP_COMMENT, _GZIP_HEADER_CRC = (
+    4,
+    8,
+    16,
+    2,
+)  # flags of optional parts of the header
 # message type -> whether it has a message group, a delivery timestamp, a priority
 _FIELDS_OF_TYPE = {
     NORMAL: (False, False, False),
@@ -130,8 +140,11 @@ def encode_row(
     `message_type` is from `message_type_of`. `queues` is the number of queues of the topic that can be written. `peer`
     is the born host of a message that has none.
     """
-    system, body = message.system_properties, message.body
-    sys_flag = _check_body(body, system)
+    system = message.system_properties
+    _check_body(message.body, system)
+    body, sys_flag = message.body, 0
+    if system.body_encoding == Encoding.GZIP:
+        body, sys_flag = _gzip_to_zlib(body), COMPRESSED_BIT
     message_id = _check_text(system.message_id, ILLEGAL_ID, "message_id", "unique_key")
     tag, keys = _check_tag(system.tag), _join_keys(system)
     properties, queue_id, due_ms = _encode_user_properties(message, message_type, tag, keys), -1, None
@@ -178,18 +191,55 @@ def encode_row(
     )  # fmt: skip
 
 
-def _check_body(body: bytes, system: SystemProperties) -> int:
-    """Check the body and its digest. Returns the bits of sysFlag for the body's encoding."""
+def _check_body(body: bytes, system: SystemProperties) -> None:
+    """Check the body, its encoding and its digest. Raises Refused."""
     if not body:
         raise Refused(Code.MESSAGE_BODY_EMPTY, "the message has no body")
     if (fault := rules.fault("body", body)) is not None:
         raise Refused(Code.MESSAGE_BODY_TOO_LARGE, f"{fault}: send a reference to it instead")
-    bits = _ENCODING_BITS.get(system.body_encoding)
-    if bits is None:
+    if system.body_encoding not in _ENCODINGS:
         raise Refused(Code.BAD_REQUEST, f"body_encoding {system.body_encoding}: IDENTITY or GZIP")
     if system.HasField("body_digest"):
         _check_digest(body, system.body_digest.type, system.body_digest.checksum)
-    return bits
+
+
+def _gzip_to_zlib(body: bytes) -> bytes:
+    """Convert a gzip body to zlib, which remoting's consumers expect of a compressed body. Raises Refused.
+
+    The compressed data stays as it is. Only its header and its checksum differ in the two formats.
+    """
+    decompressor = zlib.decompressobj(_GZIP)
+    try:
+        data = decompressor.decompress(body, limits.BODY_BYTES_MAX)
+        is_larger = not decompressor.eof and bool(decompressor.decompress(decompressor.unconsumed_tail, 1))
+    except zlib.error:
+        raise _no_gzip() from None
+    if is_larger:
+        raise Refused(
+            Code.MESSAGE_BODY_TOO_LARGE,
+            f"the body decompresses to more than {limits.BODY_BYTES_MAX} bytes: send a reference to it instead",
+        )
+    if not decompressor.eof or decompressor.unused_data:
+        raise _no_gzip()
+    deflated = body[_gzip_header_bytes(body) : -_GZIP_TRAILER_BYTES]
+    return _ZLIB_HEADER + deflated + zlib.adler32(data).to_bytes(4, "big")
+
+
+def _no_gzip() -> Refused:
+    return Refused(
+        Code.BAD_REQUEST, "body_encoding GZIP: the body is no gzip, or not exactly one complete stream"
+    )
+
+
+def _gzip_header_bytes(body: bytes) -> int:
+    """Find the size of the header of a valid gzip stream."""
+    flags, at = body[3], _GZIP_HEADER_BYTES
+    if flags & _GZIP_EXTRA:
+        at += 2 + int.from_bytes(body[at : at + 2], "little")
+    for text in (_GZIP_NAME, _GZIP_COMMENT):
+        if flags & text:
+            at = body.index(0, at) + 1
+    return at + 2 if flags & _GZIP_HEADER_CRC else at
 
 
 def _check_digest(body: bytes, digest_type: DigestType, checksum: str) -> None:

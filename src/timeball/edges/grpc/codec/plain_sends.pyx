@@ -14,7 +14,7 @@ from libc.string cimport memchr, memcpy
 from timeball.model import limits
 from timeball.edges.grpc._generated.definition_pb2 import MessageType
 from timeball.edges.grpc.codec.messages_in import (
-    TIMESTAMP_SECONDS_MAX, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,
+    TIMESTAMP_SECONDS_MAX, BORN_HOST_CHARACTERS_MAX, USER_PROPERTIES_BYTES_MAX,
 )
 from timeball.edges.grpc.codec.messages_out import DELIVER_MS, KEYS, RESERVED, TAGS, UNIQ_KEY
 from timeball.model.send_options import EXPIRY_NAMES, ON_PENDING, UNIQUE_KEY
@@ -32,7 +32,6 @@ cdef enum:
     NORMAL = 1
     DELAY = 3
     IDENTITY = 1
-    GZIP = 2
 
 assert (NORMAL, DELAY) == (MessageType.NORMAL, MessageType.DELAY)
 
@@ -43,7 +42,6 @@ cdef Py_ssize_t ALL_KEYS_MAX = min(limits.KEYS_BYTES_MAX, limits.PROPERTIES_BYTE
 cdef Py_ssize_t HOST_MAX = BORN_HOST_CHARACTERS_MAX
 cdef Py_ssize_t USER_MAX = USER_PROPERTIES_BYTES_MAX
 cdef Py_ssize_t PROPERTIES_MAX = limits.PROPERTIES_BYTES_MAX
-cdef int COMPRESSED = COMPRESSED_BIT
 cdef bytes _tags = TAGS.encode(), _keys = KEYS.encode(), _id = UNIQ_KEY.encode(), _deliver = DELIVER_MS.encode()
 
 # Property names that the reference refuses, or that make a send no plain one.
@@ -76,7 +74,6 @@ cdef class PlainSend:
     cdef readonly bint needs_now
     cdef readonly Py_ssize_t size_bytes
     cdef object body, tag, keys, message_id, properties, born_ms, born_host
-    cdef int sys_flag
 
     def row(self, str topic, now_ms, str peer):
         """Create the row with the values of SEND_NAMES. `now_ms` and `peer` replace values that are not set."""
@@ -84,7 +81,7 @@ cdef class PlainSend:
             topic, self.body, self.tag, self.keys, self.message_id, self.properties, -1,
             now_ms if self.born_ms is None else self.born_ms,
             peer if self.born_host is None else self.born_host,
-            0, self.sys_flag, 0, self.due_ms, None,
+            0, 0, 0, self.due_ms, None,
         )
 
 
@@ -267,7 +264,7 @@ cdef bint is_plain(Fields* fields) noexcept:
             return False
     elif fields.message_type != NORMAL or fields.due_ms >= 0:
         return False
-    if not 0 < fields.body.size <= BODY_BYTES_MAX or fields.encoding > GZIP or fields.host.size > HOST_MAX:
+    if not 0 < fields.body.size <= BODY_BYTES_MAX or fields.encoding > IDENTITY or fields.host.size > HOST_MAX:
         return False
     if not 0 < fields.message_id.size <= ID_MAX or not is_word(fields.message_id):
         return False
@@ -310,7 +307,6 @@ cdef object send_of(Fields* fields):
     send.keys = keys or None
     send.message_id = text_of(fields.message_id)
     send.born_host = text_of(fields.host) if fields.host.size else None
-    send.sys_flag = COMPRESSED if fields.encoding == GZIP else 0
     send.properties = properties_of(fields, keys)
     send.size_bytes = fields.body.size + len(<str> send.properties)
     return None if len(<str> send.properties) > PROPERTIES_MAX else send
