@@ -24,6 +24,7 @@ from timeball.edges.grpc.codec import messages_out
 from timeball.edges.grpc.codec.messages_out import RESERVED, ReceiptFields, messages, timestamp
 from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.model.time_parsing import LOCAL_TIME
 
 TOPIC_RESOURCE = Resource(name="orders")
 NOW_MS = 1_700_000_000_123
@@ -152,7 +153,7 @@ def test_the_time_of_a_nack_is_no_user_property() -> None:
 def test_all_other_properties_are_user_properties(properties: dict[str, str]) -> None:
     mixed = {**properties, **dict.fromkeys(sorted(messages_out.RESERVED)[:5], "x")}
     shown = dict(message(properties=encode_properties(mixed)).user_properties)
-    hidden = messages_out.RESERVED | {"NACK_TIME"}
+    hidden = messages_out.RESERVED | {"NACK_TIME", "TIMEBALL_LOCAL_TIME"}
     assert shown == {n: v for n, v in properties.items() if n not in hidden}
 
 
@@ -213,7 +214,7 @@ def test_names_of_rocketmq_s_properties_are_reserved(name: str) -> None:
 
 
 def test_properties_of_delays_are_reserved() -> None:
-    assert SPENT <= RESERVED
+    assert {LOCAL_TIME} == SPENT - RESERVED, "a sender may set the local time of a delay"
 
 
 @pytest.mark.parametrize("name", ["", "tags", "order", "REASON", "customer-id"])

@@ -170,6 +170,7 @@ UNUSUAL: list[dict[str, Any]] = [
     {"message_type": Type.TRANSACTION},
     {"properties": {"a": "1", "b": "2"}},
     {"properties": {"TAGS": "x"}},
+    {"properties": {"TIMEBALL_LOCAL_TIME": "2030-01-31T09:00 Europe/Berlin"}},
     {"tag": "é"},
     {"keys": [""] * (limits.KEYS_PER_MESSAGE_MAX + 1)},
     {"keys": [str(n) for n in range(17)]},

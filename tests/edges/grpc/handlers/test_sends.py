@@ -85,6 +85,32 @@ def test_a_body_that_is_no_gzip_is_refused(node: RunningNode, wire: Wire, body: 
     assert response.status.code == d.Code.BAD_REQUEST and "no gzip" in response.status.message
 
 
+def test_a_local_time_stays_beside_the_delivery_timestamp(node: RunningNode, wire: Wire) -> None:
+    due_ms = node.broker.clock.now_ms() + 3_600_000
+    local = {"TIMEBALL_LOCAL_TIME": "2030-01-31T09:00 Europe/Berlin"}
+    [entry] = sent(wire, message(due_ms=due_ms, properties=local))
+    with node.client() as ball:
+        pending = ball.get(entry.message_id)
+        assert pending.due_ms == due_ms and pending.content is not None
+        assert pending.content.properties["TIMEBALL_LOCAL_TIME"] == "2030-01-31T09:00:00 Europe/Berlin"
+
+
+@pytest.mark.parametrize(
+    ("local", "delay_ms", "code"),
+    [
+        ("2030-01-31T09:00 Europe/Berlin", None, d.Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+        ("tomorrow", 3_600_000, d.Code.ILLEGAL_DELIVERY_TIME),
+        ("2030-01-31T09:00 Europe/Nowhere", 3_600_000, d.Code.ILLEGAL_DELIVERY_TIME),
+    ],
+)
+def test_a_local_time_without_a_delay_or_of_another_form_is_refused(
+    node: RunningNode, wire: Wire, local: str, delay_ms: int | None, code: d.Code
+) -> None:
+    due_ms = None if delay_ms is None else node.broker.clock.now_ms() + delay_ms
+    each = message(due_ms=due_ms, properties={"TIMEBALL_LOCAL_TIME": local})
+    assert wire.ask("SendMessage", send_request(each)).status.code == code
+
+
 # ---- FIFO ---------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
 from timeball.model.message import PRIORITY, SendRow, send_row
 from timeball.model.send_options import EXPIRY_NAMES, UNIQUE_KEY, check_expiry, unique_key, with_unique_key
+from timeball.model.time_parsing import LOCAL_TIME, local_due_ms, stored_local_time
 
 # ---- from a message to a row ---------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ def _too_many_keys() -> Refused:
 
 
 def _encode_user_properties(message: Message, message_type: MessageType, tag: str, keys: str) -> list[str]:
-    """Encode the user properties, followed by tag and keys, as `name \\x01 value \\x02`. Raises Refused.
+    """Encode the user properties, followed by tag and keys, as `name \\x01 value \\x02`. Raises Refused, InvalidDelay.
 
     A property that duplicates a field of the message is left out, because the field is encoded later.
     """
@@ -343,6 +344,8 @@ def _encode_user_properties(message: Message, message_type: MessageType, tag: st
             )
         if name == _DUPLICATE_PROPERTY.get(message_type):
             continue  # the client forwards a message that it has received with this property
+        if name == LOCAL_TIME:
+            value = _check_local_time(value, message_type)
         size_bytes += rules.size_bytes(name) + rules.size_bytes(value)
         encoded.append(f"{name}\x01{value}\x02")
     if size_bytes > USER_PROPERTIES_BYTES_MAX:
@@ -355,6 +358,16 @@ def _encode_user_properties(message: Message, message_type: MessageType, tag: st
     if keys:
         encoded.append(f"{KEYS}\x01{keys}\x02")
     return encoded
+
+
+def _check_local_time(text: str, message_type: MessageType) -> str:
+    """Convert a local time and its zone to the form that is stored. Raises Refused and InvalidDelay."""
+    if message_type != DELAY:
+        raise Refused(
+            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+            f"property {LOCAL_TIME!r}: set the delivery_timestamp, too, which the local time has now",
+        )
+    return local_due_ms(*stored_local_time(text))[1]
 
 
 def _check_message_group(group: str) -> str:

@@ -41,6 +41,7 @@ from timeball.model.message import (
     RETRY_TOPIC,
     decode_properties,
 )
+from timeball.model.time_parsing import LOCAL_TIME
 
 COMMITTED_BITS, ENDED_BITS = 8, 12  # of RocketMQ's sysFlag
 GZIP_MAGIC = b"\x1f\x8b"
@@ -64,7 +65,8 @@ CHECK_IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"
 TRANSACTION_ID = "__transactionId__"
 
 # RocketMQ's MessageConst.STRING_HASH_SET, the properties of delays, and those that duplicate a field of the message.
-RESERVED = SPENT | frozenset(
+# A sender may set the local time of a delay.
+RESERVED = (SPENT - {LOCAL_TIME}) | frozenset(
     {
         PRIORITY, LITE_TOPIC, TAGS, KEYS, UNIQ_KEY, DELIVER_MS, TRACE_CONTEXT, PREPARED, PRODUCER_GROUP, CHECK_IMMUNITY,
         "1ST_POP_TIME", "ARRIVE_TIME", "BORN_TIMESTAMP", "BUYER_ID", "CLUSTER", "CONSUME_START_TIME",
@@ -77,8 +79,9 @@ RESERVED = SPENT | frozenset(
     }
 )  # fmt: skip
 
-# NACK_TIME is not RocketMQ's, so a sender may set it. The broker sets it to count leases, so clients do not get it.
-_HIDDEN = RESERVED | {NACK_TIME}
+# NACK_TIME is not RocketMQ's, so a sender may set it. The broker sets it to count leases, so clients do not get it. The
+# local time belongs to the delay, which has passed.
+_HIDDEN = RESERVED | {NACK_TIME, LOCAL_TIME}
 
 
 class _Row(NamedTuple):

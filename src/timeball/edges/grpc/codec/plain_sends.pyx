@@ -18,6 +18,7 @@ from timeball.edges.grpc.codec.messages_in import (
 )
 from timeball.edges.grpc.codec.messages_out import DELIVER_MS, KEYS, RESERVED, TAGS, UNIQ_KEY
 from timeball.model.send_options import EXPIRY_NAMES, ON_PENDING, UNIQUE_KEY
+from timeball.model.time_parsing import LOCAL_TIME
 
 cdef extern from "Python.h":
     object PyBytes_FromStringAndSize(const char* data, Py_ssize_t size)
@@ -45,7 +46,7 @@ cdef Py_ssize_t PROPERTIES_MAX = limits.PROPERTIES_BYTES_MAX
 cdef bytes _tags = TAGS.encode(), _keys = KEYS.encode(), _id = UNIQ_KEY.encode(), _deliver = DELIVER_MS.encode()
 
 # Property names that the reference refuses, or that make a send no plain one.
-NOT_PLAIN = RESERVED | EXPIRY_NAMES | {UNIQUE_KEY, ON_PENDING}
+NOT_PLAIN = RESERVED | EXPIRY_NAMES | {UNIQUE_KEY, ON_PENDING, LOCAL_TIME}
 
 assert KEYS_MAX <= limits.KEYS_PER_MESSAGE_MAX and BODY_BYTES_MAX <= limits.BODY_BYTES_MAX
 
