@@ -255,14 +255,15 @@ def parse_ticket(message: bytes) -> bytes:
     return bytes(_bytes_field(dict(_fields(memoryview(message))), 1))
 
 
-def parse_data(chunks: Sequence[bytes | memoryview]) -> Data:
+def parse_data(chunks: Sequence[bytes | bytearray | memoryview]) -> Data:
     """Decode a FlightData that arrived in several chunks. A body at its end is not copied: it stays in the chunks."""
     size_bytes = sum(map(len, chunks))
     if len(chunks) > 1:
         head = _fields_before_body(memoryview(chunks[0]), size_bytes)
         if head is not None:
             fields, body_offset = head
-            return _data(fields, [memoryview(chunks[0])[body_offset:], *chunks[1:]], size_bytes)
+            views = [memoryview(chunk) for chunk in chunks]
+            return _data(fields, [views[0][body_offset:], *views[1:]], size_bytes)
         chunks = [b"".join(chunks)]
     fields = dict(_fields(memoryview(chunks[0])))
     return _data(fields, [_bytes_field(fields, BODY_FIELD)], size_bytes)

@@ -151,9 +151,9 @@ class Exchange(Stream):
         if len(payload) < SMALL_PART_BYTES and self._parts:
             last = self._parts[-1]
             if len(last) < SMALL_PART_BYTES:
-                if not isinstance(last, bytearray):
-                    last = self._parts[-1] = bytearray(last)
-                last += payload
+                joined = last if isinstance(last, bytearray) else bytearray(last)
+                joined += payload
+                self._parts[-1] = joined
                 return
         self._parts.append(payload)
 

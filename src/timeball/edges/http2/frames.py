@@ -38,7 +38,7 @@ _GOAWAY = Struct(">II")
 _STATUS_200 = b"\x88"  # from HPACK's static table
 
 
-Payload = bytes | memoryview
+Payload = bytes | bytearray | memoryview
 Frame = tuple[int, int, int, Payload]  # kind, flags, stream number, payload
 
 
