@@ -202,6 +202,9 @@ class Reader:
         Raises:
             NotFound: Messages create no topics at this broker, and the topic does not exist.
             RequestError: An argument is out of range, or both `tag` and `sql` are given.
+            OverLimit: The broker has reached a limit. Try again later.
+            Unavailable: The broker is away for longer than the attempts of a call. The loop ends, and a new loop
+                continues the group. A `Worker` goes on trying instead.
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
