@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.bad_disk import make_unreadable
 from tests.crash_files import CrashFiles
 
 from timeball.io import files as module
@@ -540,3 +541,19 @@ def test_uncreatable_data_folder_is_named(tmp_path: Path) -> None:
 
 def test_free_bytes_equals_the_free_space_of_the_file_system(tmp_path: Path) -> None:
     assert 0 < RealFiles(tmp_path).free_bytes() <= shutil.disk_usage(tmp_path).total
+
+
+def test_bytes_are_loaded_or_the_first_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    size_bytes = 6 * mmap.PAGESIZE
+    (tmp_path / "a").write_bytes(bytes(size_bytes))
+    mapped = RealFiles(tmp_path).map_readonly("a")
+    make_unreadable(mapped, 3 * mmap.PAGESIZE + 5)
+    part = mapped.slice(100)
+    assert module.load(mapped, 0, 3 * mmap.PAGESIZE) is None
+    assert module.load(mapped, 4 * mmap.PAGESIZE, size_bytes) is None
+    assert module.load(mapped, 10, size_bytes) == 3 * mmap.PAGESIZE
+    assert module.load(mapped, 3 * mmap.PAGESIZE + 7, size_bytes) == 3 * mmap.PAGESIZE + 7
+    assert module.load(part, 0, part.size) == 3 * mmap.PAGESIZE - 100
+    assert module.load(mapped, size_bytes, size_bytes) is None
+    assert module.load(pa.py_buffer(b"in memory"), 0, 9) is None
+    assert module.load(pa.py_buffer(b""), 0, 0) is None

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.bad_disk import PAGE, BadDisk
 from tests.node_fixture import running_node
 
 from timeball.cluster.replica_log import IDENTITY_NAME
@@ -103,3 +104,16 @@ def test_a_log_that_is_not_whole_or_not_read_whole_proves_nothing_about_a_missin
     content[200] ^= 1
     log.write_bytes(content)
     assert [name for name, _ in damage(data, verify=False)] == [segment_name(1)]
+
+
+def test_pages_that_the_disk_cannot_read_are_named(data: Path) -> None:
+    files = BadDisk(data)
+    hurt = live(data)[0].relative_to(data).as_posix()
+    end = files.size(segment_name(1)) - PAGE
+    files.bad = {hurt: [2 * PAGE], segment_name(1): [PAGE, end]}
+    found = summarise(FolderDump(files), ALL, verify=True).damage
+    assert {(damage.file, damage.text.partition(";")[0]) for damage in found} == {
+        (segment_name(1), f"the disk cannot read byte {PAGE}"),
+        (segment_name(1), f"the disk cannot read byte {end}"),
+        (hurt, f"the disk cannot read byte {2 * PAGE}"),
+    }

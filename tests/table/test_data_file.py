@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.bad_disk import PAGE, BadDisk
 from tests.crash_files import CrashFiles
 from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows, write
 from tests.table.test_layout import order
@@ -340,3 +342,28 @@ def test_a_closed_file_reads_again() -> None:
     file.close()
     assert answers(file) == before
     assert NOW_MS < BEGIN_MS
+
+
+def test_pages_that_the_disk_cannot_read_raise_corrupt(tmp_path: Path) -> None:
+    files = BadDisk(tmp_path)
+    files.make_dir(KEYS_FOLDER)
+    dues = [BEGIN_MS + number for number in range(4_000)]
+    [entry] = write(files, table_rows(dues))
+    name = f"{FOLDER}/{entry.path}"
+    assert entry.size_bytes > 10 * PAGE
+    for bad in range(0, entry.size_bytes, PAGE):
+        files.bad = {name: [bad]}
+        file = DataFile(files, entry)
+        outcomes = []
+        for read in (
+            lambda file=file: file.rows_between(*EVERYTHING),
+            lambda file=file: file.read_group_rows(0, np.array([1]), TABLE_SCHEMA.names),
+            lambda file=file: file.identities_at(list(range(0, 4_000, 100))),
+            lambda: data_file.check_all(files.map_readonly(name)),
+        ):
+            try:
+                read()
+            except Corrupt as error:
+                outcomes.append(str(error))
+        assert outcomes, "each page is needed for an answer"
+        assert all("the disk cannot read byte" in text for text in outcomes)

@@ -8,6 +8,7 @@ error or ends the process.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -135,6 +136,7 @@ def _app(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code (see output.py)."""
+    faulthandler.enable(2)  # a crash outside Python leaves a stack trace, and not only a signal
     output.configure_logging("warning", "text")  # serve, up and pipeline run reconfigure it by options
     try:
         app(args=arguments, prog_name="timeball")

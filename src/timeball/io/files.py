@@ -11,7 +11,8 @@ on exactly these guarantees:
     * bytes written through the same Files object are visible in a mapping at once.
 
 Errors of the operating system become typed errors. ENOSPC, EDQUOT, EMFILE and ENFILE become OverLimit: after freeing
-space or descriptors the caller may go on. A missing name becomes NotFound, everything else DiskFailed.
+space or descriptors the caller may go on. A missing name becomes NotFound, everything else DiskFailed. A byte that the
+disk cannot read becomes Corrupt: see `load`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError
+from timeball.model.errors import Corrupt, DiskFailed, NotFound, OverLimit, SetupError
 
 WARM_STEP = 8 * 1024 * 1024
+LOADED_BYTES_MAX = (
+    64 * 1024
+)  # a smaller file is read when it is mapped; the system reads more than this ahead
 _CLOSED_FD = (1 << 31) - 1  # a descriptor number that no process has: every call on it fails with EBADF
 
 
@@ -89,7 +93,7 @@ class Files(Protocol):
         """Open an existing file for writing."""
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-        """Map a whole file. Valid after removal of the name.
+        """Map a whole file. Valid after removal of the name. Raises Corrupt for a small one that cannot be read.
 
         `at_random`: accesses are scattered, so no reading ahead.
         """
@@ -137,6 +141,11 @@ _mmap.argtypes = (
 )  # fmt: skip
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+# A handle that holds the GIL, as a page fault does: to take it again could cost more than the call.
+_populate = ctypes.PyDLL(None, use_errno=True).madvise
+_populate.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
+_EHWPOISON = 133  # a page of faulty memory; Python's errno has no name for it
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -271,6 +280,29 @@ class _Mapping:
             _munmap(self._address, self._size_bytes)
 
 
+def load(mapped: pa.Buffer, begin: int, end: int) -> int | None:
+    """Load the bytes [begin, end) of a mapping. Returns the first one that the disk cannot read, or None.
+
+    A read of such a byte ends the process with SIGBUS. So bytes are loaded before they are read for the first time.
+    """
+    if _is_loaded(mapped, begin, end):
+        return None
+    for page in range(begin - (mapped.address + begin) % mmap.PAGESIZE, end, mmap.PAGESIZE):
+        if not _is_loaded(mapped, max(page, begin), min(page + mmap.PAGESIZE, end)):
+            return max(page, begin)
+    return None  # it can be read now
+
+
+def _is_loaded(mapped: pa.Buffer, begin: int, end: int) -> bool:
+    """Load the pages of these bytes. False if the disk, or faulty memory, cannot supply one of them."""
+    address = mapped.address + begin
+    offset = address % mmap.PAGESIZE
+    if end <= begin or _populate(address - offset, end - begin + offset, _MADV_POPULATE_READ) == 0:
+        return True
+    # All other errors, such as EINVAL of an old kernel, say nothing about the disk.
+    return ctypes.get_errno() not in (errno.EFAULT, _EHWPOISON)
+
+
 class RealFiles:
     """A folder of the operating system, used by one process at a time."""
 
@@ -349,6 +381,12 @@ class RealFiles:
                 mapped = _Mapping(fd, size_bytes).buffer() if size_bytes else pa.py_buffer(b"")
             finally:
                 os.close(fd)
+        if size_bytes <= LOADED_BYTES_MAX and not at_random:
+            unreadable = load(mapped, 0, size_bytes)
+            if unreadable is not None:
+                raise Corrupt(
+                    f"{name}: the disk cannot read byte {unreadable}; restore this file from a copy"
+                )
         if at_random and size_bytes:
             _madvise(mapped.address, size_bytes, mmap.MADV_RANDOM)
         return mapped

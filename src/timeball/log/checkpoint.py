@@ -36,6 +36,7 @@ import pyarrow as pa
 
 from timeball.io.files import Files
 from timeball.log import format as fmt
+from timeball.log.frame_scan import FrameScan, check_readable
 from timeball.log.segment import Segment, Segments
 from timeball.model.errors import UNDECODABLE, Corrupt
 from timeball.model.message import SNAPSHOT_KEY, Int64Array, meta_rows
@@ -230,12 +231,19 @@ def parse(data: bytes) -> Checkpoint:
     return decode(payload)
 
 
+def read(files: Files) -> Checkpoint:
+    """Read the checkpoint file. Raises NotFound, Corrupt."""
+    mapped = files.map_readonly(NAME)
+    check_readable(mapped, 0, mapped.size)
+    return parse(bytes(mapped))
+
+
 def load(files: Files) -> Checkpoint | None:
     """Load the checkpoint, or None when there is no file or it is damaged."""
     if not files.exists(NAME):
         return None
     try:
-        return parse(bytes(files.map_readonly(NAME)))
+        return read(files)
     except Corrupt as error:
         logger.warning("checkpoint not used, the log is replayed from its last snapshot reason=%s", error)
         return None
@@ -293,6 +301,6 @@ def _find_snapshot_frame(segment: Segment, to_seq: int) -> int | None:
 
 def _read_snapshot(segment: Segment, position: int) -> Checkpoint:
     """Read and check the snapshot in the frame at `position`. Raises Corrupt."""
-    frame = fmt.read_frame(segment.buffer, position)
+    frame = FrameScan(segment.buffer).read(position)
     assert frame is not None, "a frame with a flag has a magic"
     return decode(fmt.decode_rows(segment.buffer, frame).column("body")[0].as_py())

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.log import format as fmt
+from timeball.log.frame_scan import NEAR_BYTES, FrameScan
 from timeball.log.row_encoder import read_numbered_row, readable
 from timeball.log.segment import Segment, Segments
 from timeball.model.errors import Corrupt, OutOfRange
@@ -91,6 +92,8 @@ class LogReader:
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
         self._cache: FrameCache[tuple[int, pa.RecordBatch]] = FrameCache(segments, CACHE_FRAMES_MAX)
+        self._scan: FrameScan | None = None  # of the last segment that was read: the next frame is often near
+        segments.on_drop.append(self._forget_scan)
 
     @property
     def first_seq(self) -> int:
@@ -269,12 +272,22 @@ class LogReader:
     ) -> tuple[int, T]:
         """Decode a frame with `decode`. Returns its first row and the result. Raises Corrupt on a wrong checksum."""
         try:
-            frame = fmt.read_frame(segment.buffer, position)
+            frame = self._scan_of(segment).read(position)
             if frame is None:
                 raise Corrupt(f"the frame at byte {position} has become blank")
             return frame.first_seq, decode(segment.buffer, frame)
         except Corrupt as error:
             raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
+
+    def _scan_of(self, segment: Segment) -> FrameScan:
+        scan = self._scan
+        if scan is None or scan.segment is not segment.buffer:
+            scan = self._scan = FrameScan(segment.buffer, NEAR_BYTES)
+        return scan
+
+    def _forget_scan(self, _removed: list[Segment]) -> None:
+        """Drop the mapping, which would keep the disk space of a removed segment."""
+        self._scan = None
 
     def _decode(self, segment: Segment, position: int, *, keep: bool) -> tuple[int, pa.RecordBatch]:
         """Decode the frame at `position`, or get it from the cache. `keep` puts it into the cache."""

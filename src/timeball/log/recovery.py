@@ -47,7 +47,16 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.io.files import File, Files
+from timeball.io.files import load as load_bytes
 from timeball.log import format as fmt
+from timeball.log.frame_scan import (
+    LOAD_BYTES,
+    PAGE_BYTES,
+    FrameScan,
+    Unreadable,
+    check_readable,
+    read_segment_header,
+)
 from timeball.log.segment import (
     FOLDER,
     SUFFIX,
@@ -103,8 +112,9 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
     name = index_name(segment)
     if not files.exists(name):
         return False
-    data = files.map_readonly(name)
     try:
+        data = files.map_readonly(name)
+        check_readable(data, 0, data.size)
         magic, count, crc = HEADER.unpack_from(data)
         if magic != MAGIC or data.size != ARRAYS_AT + 16 * count:
             raise ValueError("not a frame index: bad magic or length")
@@ -204,8 +214,11 @@ def read_replica(
                 segments,
                 f"{segments[-1].name} ends at seq {segments[-1].next_seq} ({reason}), {segment.name} begins later",
             )
-        reason = _read_frames(segment)
         segments.append(segment)
+        try:
+            reason = _read_frames(segment)
+        except Unreadable as error:
+            return segments, f"{segment.name}: {error}"
     if segments:
         last = segments[-1]
         proof = find_later_proof(last.buffer, last.end, last.next_seq, batch_bytes, own_epoch)
@@ -223,13 +236,18 @@ def read_replica(
 
 
 def _read_frames(segment: Segment) -> str:
-    """Add all whole frames to `segment`. Returns a description of the bytes after them."""
+    """Add all whole frames to `segment`. Returns a description of the bytes after them. Raises Unreadable."""
+    scan, text = FrameScan(segment.buffer), "nothing behind it"
     try:
-        while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
+        while (frame := scan.read(segment.end)) is not None:
             segment.add(_check_in_sequence(segment, frame))
+    except Unreadable:
+        raise
     except Corrupt as error:
-        return str(error)
-    return "nothing behind it"
+        text = str(error)
+    # A torn commit is cut only if all its bytes were looked at.
+    check_readable(segment.buffer, segment.end, segment.buffer.size)
+    return text
 
 
 def _find_segments(files: Files) -> tuple[list[Segment], list[int]]:
@@ -256,7 +274,7 @@ def _find_segments(files: Files) -> tuple[list[Segment], list[int]]:
 def _read_first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
     """Read a segment's first sequence number, or None for a spare. Raises Corrupt."""
     try:
-        first_seq = fmt.read_segment_header(buffer)
+        first_seq = read_segment_header(buffer)
     except Corrupt as error:
         if is_last and last_written(buffer, 0) <= fmt.ALIGN:
             return None  # torn while it was begun: the header is synced before any frame is written
@@ -268,8 +286,9 @@ def _read_first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | Non
 
 def _scan_sealed(segment: Segment, following: Segment) -> None:
     """Add all frames of a sealed segment. Raises Corrupt unless they reach the first row of the `following` one."""
+    scan = FrameScan(segment.buffer)
     try:
-        while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
+        while (frame := scan.read(segment.end)) is not None:
             segment.add(_check_in_sequence(segment, frame))
     except Corrupt as error:
         raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
@@ -283,7 +302,10 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
 
 def _scan_last(segment: Segment) -> tuple[str, int]:
     """Add all whole frames to `segment`. Returns a description of the bytes after them, and the end of these bytes."""
-    end_state = _read_frames(segment)
+    try:
+        end_state = _read_frames(segment)
+    except Unreadable as error:
+        raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
     end = last_written(segment.buffer, segment.end)
     # Searched after a clean end too: zeros among acknowledged frames look like the end of the log.
     proof = find_later_proof(segment.buffer, segment.end, segment.next_seq) if end > segment.end else None
@@ -333,16 +355,17 @@ def find_later_proof(
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
     """Yield every whole frame at or after the aligned `position`. Skips the bytes between them."""
+    scan = FrameScan(buffer)
     for at in _magic_positions(buffer, position, last_written(buffer, position)):
-        frame = _frame_or_none(buffer, at)
+        frame = _frame_or_none(scan, at)
         if frame is not None:
             yield frame
 
 
-def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
+def _frame_or_none(scan: FrameScan, position: int) -> fmt.Frame | None:
     """Read the frame at `position`, or None if there is no valid one."""
     try:
-        return fmt.read_frame(buffer, position)
+        return scan.read(position)
     # Most positions among torn or damaged bytes are no frame, and the bytes of a body may look like a frame of any
     # version.
     except (Corrupt, SetupError):
@@ -355,28 +378,51 @@ def _magic_positions(buffer: pa.Buffer, position: int, end: int) -> Iterator[int
     words = np.frombuffer(buffer, dtype="<u4", count=(buffer.size // fmt.ALIGN) * (fmt.ALIGN // 4))
     # In steps, because most callers stop at the first frame. Each step is searched once, whatever it contains: a
     # position inside a whole frame counts, too, because that frame may be a copy in a body that was torn.
-    for begin in range(position, end, 1 << 20):
-        step = words[begin // 4 : min(begin + (1 << 20), end) // 4 : fmt.ALIGN // 4]
+    for begin, step_end in _readable_steps(buffer, position, end):
+        step = words[begin // 4 : step_end // 4 : fmt.ALIGN // 4]
         for hit in np.flatnonzero(step == fmt.FRAME_MAGIC).tolist():
             yield begin + hit * fmt.ALIGN
 
 
+def _readable_steps(buffer: pa.Buffer, position: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of parts of up to LOAD_BYTES, without the pages that the disk cannot read."""
+    while position < end:
+        step_end = min(position + LOAD_BYTES, end)
+        unreadable = load_bytes(buffer, position, step_end)
+        if unreadable is None:
+            yield position, step_end
+            position = step_end
+            continue
+        if unreadable > position:
+            yield position, unreadable
+        position = unreadable - unreadable % PAGE_BYTES + PAGE_BYTES
+
+
 def last_written(buffer: pa.Buffer, start: int) -> int:
-    """Find the position after the last non-zero byte at or after `start`, or `start` if there is none."""
+    """Find the position after the last non-zero byte at or after `start`, or `start` if there is none.
+
+    Bytes that the disk cannot read count as written.
+    """
     view = np.frombuffer(buffer, dtype=np.uint8)
     begin, end = start, view.size
     # Searched from the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
     for step in (1 << 20, 1 << 16, 1 << 12):
-        begin, end = _last_written_part(view, begin, end, step)
+        begin, end = _last_written_part(buffer, view, begin, end, step)
+    if load_bytes(buffer, begin, end) is not None:
+        return end
     # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
     written = np.flatnonzero(view[begin:end].copy())
     return begin + int(written[-1]) + 1 if len(written) else start
 
 
-def _last_written_part(view: np.ndarray, start: int, end: int, step: int) -> tuple[int, int]:
+def _last_written_part(
+    buffer: pa.Buffer, view: np.ndarray, start: int, end: int, step: int
+) -> tuple[int, int]:
     """Return begin and end of the last part of `step` bytes that has a non-zero byte; no bytes if there is none."""
     for end_at in range(end, start, -step):
         begin = max(start, end_at - step)
+        if load_bytes(buffer, begin, end_at) is not None:
+            return begin, end_at
         part = view[begin:end_at]
         # Compared as 8-byte words, which is faster: a start examines nearly all of a segment.
         odd_bytes = part.size % 8

@@ -29,6 +29,7 @@ from timeball.io.clock import Clock
 from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
+from timeball.log.frame_scan import FrameScan, Unreadable, check_readable
 from timeball.log.recovery import find_later_proof, last_written
 from timeball.log.segment import FOLDER as LOG
 from timeball.log.segment import SUFFIX, segment_name
@@ -148,6 +149,7 @@ def _copy(
     try:
         for begin in range(0, used_bytes, CHUNK_BYTES):
             chunk = buffer[begin : min(begin + CHUNK_BYTES, used_bytes)]
+            _check_readable(name, chunk, 0, chunk.size)
             file.write_at(begin, chunk)
             counter.add(chunk.size)
         file.sync()
@@ -156,6 +158,14 @@ def _copy(
     target.sync_dir(folder)
     # The checksum is computed from the written file, so it also detects faulty memory or a faulty path to the disk.
     return CopiedFile(name, buffer.size, used_bytes, crc32c(target.map_readonly(name), used_bytes))
+
+
+def _check_readable(name: str, buffer: pa.Buffer, begin: int, end: int) -> None:
+    """Load the bytes [begin, end) of a mapped file. Raises Corrupt if the disk cannot read them."""
+    try:
+        check_readable(buffer, begin, end)
+    except Unreadable as error:
+        raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
 
 
 def _is_of(copied: CopiedFile, planned: PlannedFile) -> bool:
@@ -172,7 +182,10 @@ def _is_copied(files: Files, file: CopiedFile) -> bool:
         buffer = files.map_readonly(file.name)
     except NotFound:
         return False
-    return buffer.size >= file.used_bytes and crc32c(buffer, file.used_bytes) == file.crc32c
+    try:
+        return buffer.size >= file.used_bytes and crc32c(buffer, file.used_bytes) == file.crc32c
+    except Unreadable:
+        return False
 
 
 def _map_from_backup(source: Files, file: CopiedFile) -> pa.Buffer:
@@ -285,6 +298,7 @@ def _list_segments(files: Files) -> list[_Segment]:
     for ordinal in ordinals:
         name = segment_name(ordinal)
         buffer = _map_file(files, name)
+        _check_readable(name, buffer, 0, fmt.ALIGN)
         first_seq = fmt.read_segment_header(buffer)
         if first_seq is None:
             break  # a spare segment, which is not in use yet
@@ -305,8 +319,9 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
     for _ in range(ATTEMPTS_MAX):
         fault = "nothing behind it"
         written = last_written(segment.buffer, segment.end)
+        scan = FrameScan(segment.buffer)
         try:
-            while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
+            while (frame := scan.read(segment.end)) is not None:
                 if frame.first_seq != segment.next_seq:
                     raise Corrupt(f"a frame begins with seq {frame.first_seq}, expected {segment.next_seq}")
                 if frame.flags & fmt.SNAPSHOT:
@@ -314,6 +329,8 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
                 segment.end, segment.next_seq = frame.end, frame.next_seq
         except Corrupt as error:
             fault = str(error)
+        if until_seq is None:
+            _check_readable(segment.name, segment.buffer, segment.end, segment.buffer.size)
         # Later bytes prove nothing if the broker has written them during this look. Else they belong to a commit that
         # is being written or was never acknowledged, unless a frame among them proves the contrary.
         if until_seq is None and (
@@ -503,8 +520,12 @@ class Progress:
 
 
 def crc32c(buffer: pa.Buffer, used_bytes: int) -> int:
-    """Compute the CRC-32C of the first bytes of a file, in steps, so that other threads can run in between."""
+    """Compute the CRC-32C of the first bytes of a file, in steps, so that other threads can run in between.
+
+    Raises Unreadable.
+    """
     crc = 0
     for begin in range(0, used_bytes, CHUNK_BYTES):
+        check_readable(buffer, begin, min(begin + CHUNK_BYTES, used_bytes))
         crc = google_crc32c.extend(crc, bytes(buffer[begin : min(begin + CHUNK_BYTES, used_bytes)]))
     return crc

@@ -32,6 +32,7 @@ from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import recovery
+from timeball.log.frame_scan import FrameScan, Unreadable, check_readable, read_segment_header
 from timeball.log.queue_index import Part, QueueFile, file_name, file_names
 from timeball.log.recovery import find_later_proof, last_written, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, Segment, segment_name
@@ -134,7 +135,7 @@ class FolderDump:
 
     def _checkpoint(self) -> cp.Checkpoint | None:
         try:
-            return cp.parse(bytes(self.files.map_readonly(cp.NAME)))
+            return cp.read(self.files)
         except NotFound:
             return None
         except Corrupt as error:
@@ -187,6 +188,7 @@ class _SegmentWalk:
 
     def __init__(self, files: Files, segment: InspectedSegment) -> None:
         self.files, self.segment, self.buffer = files, segment, segment.buffer
+        self.scan = FrameScan(self.buffer)
         self.position, self.expected_seq = fmt.ALIGN, segment.first_seq
         self.is_refused = False  # True if the frame at `position` has another version
 
@@ -210,7 +212,7 @@ class _SegmentWalk:
         """Read the frame at the current position. Returns it or its fault, or neither if nothing was written."""
         self.is_refused = False
         try:
-            frame = fmt.read_frame(self.buffer, self.position)
+            frame = self.scan.read(self.position)
         except Corrupt as error:
             return None, str(error)
         # The folder has a supported format, so a frame of another version is damage. A broker refuses to start on it.
@@ -234,6 +236,10 @@ class _SegmentWalk:
             if fault is None and is_end:
                 return None  # `_check_end` compares this end with the next segment
             return Damage(segment.name, position, fault or "blank, though the log went on here")
+        try:
+            check_readable(self.buffer, position, self.buffer.size)
+        except Unreadable as error:
+            return Damage(segment.name, position, str(error))
         size_bytes = last_written(self.buffer, position) - position
         if size_bytes == 0:
             return None
@@ -250,6 +256,7 @@ class _SegmentWalk:
         # The file is mapped again, because it may have grown.
         try:
             self.buffer = self.files.map_readonly(self.segment.name)
+            self.scan = FrameScan(self.buffer)
         except NotFound:
             return False  # retention has removed the segment meanwhile
         return self._read()[0] is not None
@@ -338,13 +345,13 @@ def _read_header(ordinal: int, buffer: pa.Buffer, *, is_final: bool) -> tuple[in
     `is_final`: this is the last file of the log, whose header may be torn.
     """
     try:
-        first_seq = fmt.read_segment_header(buffer)
+        first_seq = read_segment_header(buffer)
     except Corrupt as error:
         is_torn_spare = is_final and not _holds_frames(buffer)
         return None, None if is_torn_spare else Damage(segment_name(ordinal), 0, str(error))
     if first_seq is None and _holds_frames(buffer):
         # A broker may have begun the segment after the header was read above. It writes the header before the frames.
-        first_seq = fmt.read_segment_header(buffer)
+        first_seq = read_segment_header(buffer)
         if first_seq is not None:
             return first_seq, None
         return None, Damage(segment_name(ordinal), 0, "it holds data but its header is blank")

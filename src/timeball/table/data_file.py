@@ -18,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from timeball.io.files import load
 from timeball.model.errors import Corrupt
 from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry, Ranges, overlap
 from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, Row, has_identities
-from timeball.table.layout import FOLDER, check_seal, sealed_bytes
+from timeball.table.layout import FOLDER, TRAILER, check_seal, sealed_bytes
 
 Position = tuple[int, int]  # (due_ms, seq)
 
@@ -56,6 +57,7 @@ class DataFile:
         # lateness counts. Otherwise 0.
         self.lateness_from_ms = 0
         # While open: True if the file is read by range requests from the object store, False if it is mapped.
+        self._mapped: pa.Buffer | None = None  # the bytes of an open file, unless it is read by ranges
         self.is_ranged = False
         # `_group_starts`: the first row of each row group, then the total (n + 1 values). `_group_min`, `_group_max`:
         # the smallest and largest due time (ms) of each group.
@@ -250,6 +252,7 @@ class DataFile:
 
         Pages after the last of these rows are not read.
         """
+        self._load_columns([group], columns)
         batches, begin = [], 0
         try:
             for batch in self._open().iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
@@ -268,7 +271,7 @@ class DataFile:
 
     def close(self) -> None:
         """Drop the footer and the mapping. The next read opens the file again."""
-        self._parquet = None
+        self._parquet = self._mapped = None
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._group_seqs = _NO_GROUPS, _NO_GROUPS
 
@@ -289,7 +292,7 @@ class DataFile:
             parquet = self._parse_file(data)
             self.is_ranged = not isinstance(data, pa.Buffer)
             self._check(parquet, data.size() if self.is_ranged else data.size)
-            self._parquet = parquet
+            self._parquet, self._mapped = parquet, None if self.is_ranged else data
         return self._parquet
 
     def _parse_file(self, data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
@@ -343,15 +346,38 @@ class DataFile:
         return groups
 
     def _read(self, groups: list[int], columns: list[str]) -> pa.Table:
+        self._load_columns(groups, columns)
         try:
             # One thread for a single group: waking other threads for its columns costs more than it saves.
             return self._open().read_row_groups(groups, columns=columns, use_threads=len(groups) > 1)
         except (OSError, pa.ArrowInvalid) as error:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
 
+    def _load_columns(self, groups: list[int], columns: list[str]) -> None:
+        """Load these columns of row groups of a mapped file from the disk. Raises Corrupt if it cannot read them."""
+        metadata = self._open().metadata
+        if self._mapped is None:
+            return
+        column_numbers = sorted(map(TABLE_SCHEMA.get_field_index, columns))
+        spans: list[tuple[int, int]] = []
+        for chunk in (metadata.row_group(group).column(at) for group in groups for at in column_numbers):
+            begin = chunk.data_page_offset
+            if chunk.has_dictionary_page:
+                begin = min(begin, chunk.dictionary_page_offset)
+            end = begin + chunk.total_compressed_size
+            if spans and spans[-1][1] == begin:  # neighbours are loaded at once
+                begin = spans.pop()[0]
+            spans.append((begin, end))
+        try:
+            for begin, end in spans:
+                _load(self._mapped, begin, min(end, self._mapped.size))
+        except Corrupt as error:
+            raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
+
 
 def check_all(data: pa.Buffer) -> None:
     """Check all checksums of a data file, which reads the whole file. Raises Corrupt."""
+    _load(data, 0, data.size)
     try:
         parquet = _parse(data)
         for group in range(parquet.num_row_groups):
@@ -366,7 +392,13 @@ def check_all(data: pa.Buffer) -> None:
 def _open_identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identities | None:
     """Open the identities of a file, or return None if it has none. Raises Corrupt unless it has `size_bytes` bytes."""
     if isinstance(data, pa.Buffer):
-        actual_bytes, end, read_at = data.size, data.slice(max(0, data.size - END_BYTES)), data.slice
+        actual_bytes = data.size
+
+        def read_at(begin: int, size: int) -> pa.Buffer:
+            _load(data, begin, begin + size)
+            return data.slice(begin, size)
+
+        end = read_at(max(0, data.size - TRAILER.size), min(data.size, TRAILER.size))
     else:
         actual_bytes, end = data.size(), _read_end(data)
 
@@ -388,10 +420,19 @@ def _parse(data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
     """Check the seal and parse the footer. Raises Corrupt and errors of Arrow."""
     # The seal is checked first, because Arrow may abort the process on a damaged footer.
     if isinstance(data, pa.Buffer):
+        _load(data, max(0, data.size - TRAILER.size), data.size)
+        _load(data, max(0, data.size - sealed_bytes(data)), data.size)
         check_seal(data)
         return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     check_seal(_read_end(data))
     return pq.ParquetFile(data, page_checksum_verification=True)
+
+
+def _load(data: pa.Buffer, begin: int, end: int) -> None:
+    """Load the bytes [begin, end) of a mapped file from the disk. Raises Corrupt if it cannot read them."""
+    unreadable = load(data, begin, end)
+    if unreadable is not None:
+        raise Corrupt(f"the disk cannot read byte {unreadable}")
 
 
 def _read_end(file: pa.NativeFile) -> pa.Buffer:

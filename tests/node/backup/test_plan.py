@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.bad_disk import PAGE, BadDisk
 from tests.node_fixture import running_node
 
 from timeball.io.files import RealFiles
@@ -80,3 +81,12 @@ def test_a_byte_of_a_data_file_that_is_wrong_is_refused(data: Path) -> None:
 def test_a_folder_without_a_log_is_none_of_ours(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no log"):
         plan(RealFiles(tmp_path))
+
+
+@pytest.mark.parametrize("pattern", ["log/*.log", "pending/bucket=*/*.parquet"])
+def test_a_page_that_the_disk_cannot_read_is_refused_by_name(data: Path, pattern: str) -> None:
+    files = BadDisk(data)
+    hurt = next(data.glob(pattern)).relative_to(data).as_posix()
+    files.bad = {hurt: [PAGE]}
+    with pytest.raises(Corrupt, match=f"{hurt}: the disk cannot read byte {PAGE}; restore this file"):
+        plan(files)
