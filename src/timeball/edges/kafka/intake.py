@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, cast
+from operator import methodcaller
+from typing import NamedTuple
 
 import pyarrow as pa
 from confluent_kafka import (
@@ -77,6 +78,12 @@ SCHEMA = pa.schema(
 Item = tuple[Record, BridgeMessage | None]  # a record, and the message made of it, if any
 # These errors concern every message of this bridge, so smaller batches would fail too.
 BRIDGE_WIDE_ERRORS = (Conflict, Unauthorized, Forbidden, NotFound)
+
+
+# For a name that is not UTF-8, `Message.headers` returns a list and leaves an exception set. A direct call that Python
+# has specialized does not see this exception, which then ends a later and unrelated call. A call by `methodcaller` is
+# always checked, and raises SystemError.
+_read_headers: Callable[[Message], records.Headers | None] = methodcaller("headers")
 
 
 class PartitionEnd(NamedTuple):
@@ -220,11 +227,11 @@ class Intake:
 
     def _to_record(self, message: Message) -> Record:
         """Copy a message of Kafka's client to a Record. A record without a timestamp gets the current time."""
-        timestamp_ms, headers, fault = message.timestamp()[1], cast("records.Headers", []), ""
+        timestamp_ms, fault = message.timestamp()[1], ""
+        headers: records.Headers = []
         try:
-            headers = cast("records.Headers", message.headers() or [])
-        # Kafka does not check names. confluent_kafka fails with SystemError where it should raise UnicodeDecodeError.
-        except (SystemError, UnicodeDecodeError):
+            headers = _read_headers(message) or []
+        except SystemError:  # Kafka does not check the names
             fault = "a header name is not UTF-8"
         return Record(
             message.topic() or "", message.partition() or 0, message.offset() or 0, message.key(), message.value(),
