@@ -217,7 +217,8 @@ def missing_text(name: str | None, extra: str) -> str:
 def _classes_by_code(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
     classes = {root.code: root}
     for child in root.__subclasses__():
-        classes.update(_classes_by_code(child))
+        # A class without a code of its own is another one only within its process.
+        classes = _classes_by_code(child) | classes
     return classes
 
 
