@@ -17,6 +17,7 @@ from tests.edges.http.fuzzing import KNOWN_TOPIC, LABELS, attack, status
 from tests.node_fixture import RunningNode, running_node
 from tests.rounds import rounds
 
+from timeball import Timeball
 from timeball.broker.service import Broker
 from timeball.edges.http import connection as bounds
 from timeball.edges.http import requests as waits
@@ -48,8 +49,11 @@ def test_a_fault_behind_a_handler_is_found(tmp_path: Path, monkeypatch: pytest.M
         raise LookupError("on purpose")
 
     monkeypatch.setattr(Broker, "topics", broken)
-    with running_node(tmp_path / "data", http_port=0) as node, pytest.raises(FailureGroup) as result:
-        attack(node.node.http_port, "GET /v1/topics", 5)
+    with running_node(tmp_path / "data", http_port=0) as node:
+        with Timeball(node.http_endpoint) as ball:
+            ball.send(KNOWN_TOPIC, b"x")
+        with pytest.raises(FailureGroup) as result:
+            attack(node.node.http_port, "GET /v1/topics", 5)
     assert [type(item) for item in result.value.exceptions] == [ServerError]
 
 
