@@ -404,6 +404,15 @@ def test_damage_makes_another_replica_of_the_rows_before_it(seed: int) -> None:
     assert opened(files.crash(survival="nothing")).identity == again.identity
 
 
+def follower(files: CrashFiles, commits: int) -> tuple[ReplicaLog, Written]:
+    """Open the log of a follower and write commits of one frame each, which are synced at the end of a batch only."""
+    log, written = opened(files), Written()
+    log.keep_promise(1, "a/1", MEMBERS)
+    for _ in range(commits):
+        written.commit(log, 1)
+    return log, written
+
+
 @pytest.mark.parametrize("has_led", [True, False])
 def test_a_former_leader_finds_damage_in_its_last_batch(has_led: bool) -> None:
     """Its own frames state what was on its disk. Those of another leader do not."""
@@ -437,10 +446,7 @@ def test_a_follower_finds_damage_in_rows_that_it_had_synced(synced: int) -> None
 
 def test_a_power_cut_may_bring_back_an_older_synced_position() -> None:
     files = CrashFiles()
-    log, written = opened(files), Written()
-    log.keep_promise(1, "a/1", MEMBERS)
-    for _ in range(3):
-        written.commit(log, 1)
+    log, written = follower(files, commits=3)
     written.sync(log)
     files = files.crash(survival="nothing")  # the position was stored, but not synced
     flip(files, 1, written.entries[1].position + 60)
@@ -462,10 +468,7 @@ def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None
     files = CrashFiles()
     opened(files).close()
     files.replace(IDENTITY_NAME, bytes(files.map_readonly(IDENTITY_NAME))[: 2 * SLOT_BYTES])
-    log, written = opened(files), Written()
-    log.keep_promise(1, "a/1", MEMBERS)
-    for _ in range(2):
-        written.commit(log, 1)
+    log, written = follower(files, commits=2)
     written.sync(log)
     flip(files, 1, written.entries[0].position + 60)
     again = opened(files)
@@ -475,10 +478,7 @@ def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None
 @pytest.mark.parametrize("survival", ["nothing", "everything"])
 def test_a_cut_sets_the_synced_position_back(survival: Survival) -> None:
     files = CrashFiles()
-    log, written = opened(files), Written()
-    log.keep_promise(1, "a/1", MEMBERS)
-    for _ in range(3):
-        written.commit(log, 1)
+    log, written = follower(files, commits=3)
     written.sync(log)
     log.cut(written.forget_behind(1))
     again = opened(files.crash(survival=survival))
@@ -505,10 +505,7 @@ def test_a_damaged_log_is_left_alone_without_another_replica(knows_itself: bool)
 
 def test_whole_frames_that_a_start_removes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     files = CrashFiles()
-    log, written = opened(files), Written()
-    log.keep_promise(1, "a/1", MEMBERS)
-    for _ in range(2):
-        written.commit(log, 1)
+    _, written = follower(files, commits=2)
     opened(files.crash(survival="everything"))
     assert not caplog.records
     flip(files, 1, written.entries[0].position + 60)
