@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 IDENTITY_NAME = f"{FOLDER}/replica"
 SLOT_BYTES = 4_096
 BATCH_BYTES = 8 << 20  # a replica syncs after at most this many bytes; the same in all replicas of a group
+_SYNCED = struct.Struct("<QQ")  # ordinal of a segment, byte
 READ_BYTES = 4 << 20  # older frames per message; a follower acknowledges each message before the next is sent
 
 
@@ -130,15 +131,14 @@ class SyncedPosition:
         """Read the position. It stays (0, 0) if there is none."""
         if self._files.exists(IDENTITY_NAME):
             slot = bytes(self._files.map_readonly(IDENTITY_NAME))[2 * SLOT_BYTES :]
-            if len(slot) >= _SYNCED.size:
-                crc, ordinal, end = _SYNCED.unpack_from(slot)
-                if google_crc32c.value(slot[4 : _SYNCED.size]) == crc:
-                    self.ordinal, self.end = ordinal, end
+            crc, fields = slot[:4], slot[4 : 4 + _SYNCED.size]
+            if len(fields) == _SYNCED.size and google_crc32c.value(fields) == int.from_bytes(crc, "little"):
+                self.ordinal, self.end = _SYNCED.unpack(fields)
 
     def store(self, ordinal: int, end: int) -> None:
         """Store the position after a sync of the log."""
         self._file = self._file or self._files.open(IDENTITY_NAME)
-        fields = _SYNCED.pack(0, ordinal, end)[4:]
+        fields = _SYNCED.pack(ordinal, end)
         try:
             self._file.write_at(2 * SLOT_BYTES, google_crc32c.value(fields).to_bytes(4, "little") + fields)
         except OverLimit:
@@ -157,9 +157,6 @@ class SyncedPosition:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-_SYNCED = struct.Struct("<IQQ")
 
 
 class LogPiece(msgspec.Struct, frozen=True):
