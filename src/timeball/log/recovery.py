@@ -376,8 +376,8 @@ def _magic_positions(buffer: pa.Buffer, position: int, end: int) -> Iterator[int
     """Yield the aligned positions from `position` up to `end` that have a frame's magic."""
     # Frames begin at multiples of ALIGN, so only one word in sixteen is compared.
     words = np.frombuffer(buffer, dtype="<u4", count=(buffer.size // fmt.ALIGN) * (fmt.ALIGN // 4))
-    # In steps, because most callers stop at the first frame. Each step is searched once, whatever it contains: a
-    # position inside a whole frame counts, too, because that frame may be a copy in a body that was torn.
+    # In steps, because most callers stop at the first frame. A position inside a whole frame counts, too, because that
+    # frame may be a copy in a body that was torn.
     for begin, step_end in _readable_steps(buffer, position, end):
         step = words[begin // 4 : step_end // 4 : fmt.ALIGN // 4]
         for hit in np.flatnonzero(step == fmt.FRAME_MAGIC).tolist():

@@ -1,8 +1,8 @@
 """Bodies that their producers have compressed.
 
-RocketMQ's remoting producers compress a large body (Java's by default above 4 KiB). Bits of `sys_flag` say that, and
-how. Remoting consumers read these bits and decompress the body themselves. Every other receiver gets
-the readable body: HTTP, streams, live tails, push, gRPC, Kafka, and the messages of the Python client. Rows as columns
+RocketMQ's remoting producers compress a large body (Java's by default above 4 KiB). Bits of `sys_flag` name the
+compression. Remoting consumers read these bits and decompress the body themselves. Every other receiver gets the
+readable body: HTTP, streams, live tails, push, gRPC, Kafka, and the messages of the Python client. Rows as columns
 (Flight, Spark) are as the log has them, because they have the column `sys_flag`.
 """
 

@@ -489,8 +489,8 @@ class LevelQueue:
 
         An entry that would wait longer was accepted before the clock was set back, perhaps while no broker ran, so the
         size of the step is not known. The last entry of its stretch then waits for the whole duration. The due times of
-        the earlier entries keep their distances to it: they were accepted before it, so the same step affects them,
-        whatever the durations of their tables were.
+        the earlier entries keep their distances to it: they were accepted before it, so the same step affects them. The
+        durations of their tables do not matter.
         """
         if self._duration_ms is None:
             return

@@ -325,19 +325,8 @@ def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> tuple[bytes, 
         if free_bytes < 0:
             return b"".join(encoded), tuple(position)
         (
-            seq,
-            queue,
-            offset,
-            store_ms,
-            unique_key,
-            body,
-            tag,
-            keys,
-            properties,
-            due_ms,
-            accepted_ms,
-            sys_flag,
-        ) = values
+            seq, queue, offset, store_ms, unique_key, body, tag, keys, properties, due_ms, accepted_ms, sys_flag,
+        ) = values  # fmt: skip
         text, not_utf8 = text_or_bytes(readable_body(body or b"", sys_flag))
         event = Event(
             seq, queue, offset, format_time(store_ms), unique_key, text, not_utf8, tag, (keys or "").split(),

@@ -81,12 +81,8 @@ _ENCODINGS = (Encoding.ENCODING_UNSPECIFIED, Encoding.IDENTITY, Encoding.GZIP)
 _GZIP = 16 + zlib.MAX_WBITS
 # Of gzip (RFC 1952) and zlib (RFC 1950): the bytes around the same compressed data.
 _GZIP_HEADER_BYTES, _GZIP_TRAILER_BYTES, _ZLIB_HEADER = 10, 8, b"\x78\x9c"
-_GZIP_EXTRA, _GZIP_NAME, _GZIP_COMMENT, _GZIP_HEADER_CRC = (
-    4,
-    8,
-    16,
-    2,
-)  # flags of optional parts of the header
+# Flags of optional parts of the header of gzip.
+_GZIP_HEADER_CRC, _GZIP_EXTRA, _GZIP_NAME, _GZIP_COMMENT = 2, 4, 8, 16
 # message type -> whether it has a message group, a delivery timestamp, a priority
 _FIELDS_OF_TYPE = {
     NORMAL: (False, False, False),
