@@ -54,6 +54,7 @@ from timeball.edges.grpc.codec.messages_out import (
 )
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
+from timeball.model.bodies import COMPRESSED_BIT
 from timeball.model.message import PRIORITY, SendRow, send_row
 from timeball.model.send_options import EXPIRY_NAMES, UNIQUE_KEY, check_expiry, unique_key, with_unique_key
 from timeball.model.time_parsing import LOCAL_TIME, local_due_ms, stored_local_time
@@ -65,7 +66,7 @@ USER_PROPERTIES_BYTES_MAX = 16 * 1024  # RocketMQ's maxUserPropertySize, which i
 MESSAGE_GROUP_CHARACTERS_MAX = 64  # RocketMQ's maxMessageGroupSize
 BORN_HOST_CHARACTERS_MAX = 255
 
-COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag. PREPARED marks a half message
+PREPARED_BIT = 4  # of RocketMQ's sysFlag: a half message
 # The bounds of google.protobuf.Timestamp: the years 1 to 9999.
 TIMESTAMP_SECONDS_MIN, TIMESTAMP_SECONDS_MAX = -62_135_596_800, 253_402_300_799
 
