@@ -293,6 +293,17 @@ def load(mapped: pa.Buffer, begin: int, end: int) -> int | None:
     return None  # it can be read now
 
 
+class Unreadable(Corrupt):
+    """Bytes that the disk cannot read. They are damaged, and never the rest of a torn commit."""
+
+
+def check_readable(mapped: pa.Buffer, begin: int, end: int) -> None:
+    """Load the bytes [begin, end) of a mapped file, as far as it has them. Raises Unreadable."""
+    position = load(mapped, begin, min(end, mapped.size))
+    if position is not None:
+        raise Unreadable(f"the disk cannot read byte {position}")
+
+
 def _is_loaded(mapped: pa.Buffer, begin: int, end: int) -> bool:
     """Load the pages of these bytes. False if the disk, or faulty memory, cannot supply one of them."""
     address = mapped.address + begin
@@ -382,11 +393,10 @@ class RealFiles:
             finally:
                 os.close(fd)
         if size_bytes <= LOADED_BYTES_MAX and not at_random:
-            unreadable = load(mapped, 0, size_bytes)
-            if unreadable is not None:
-                raise Corrupt(
-                    f"{name}: the disk cannot read byte {unreadable}; restore this file from a copy"
-                )
+            try:
+                check_readable(mapped, 0, size_bytes)
+            except Unreadable as error:
+                raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
         if at_random and size_bytes:
             _madvise(mapped.address, size_bytes, mmap.MADV_RANDOM)
         return mapped

@@ -34,9 +34,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.io.files import Files
+from timeball.io.files import Files, check_readable
 from timeball.log import format as fmt
-from timeball.log.frame_scan import FrameScan, check_readable
+from timeball.log.frame_scan import FrameScan
 from timeball.log.segment import Segment, Segments
 from timeball.model.errors import UNDECODABLE, Corrupt
 from timeball.model.message import SNAPSHOT_KEY, Int64Array, meta_rows

@@ -1,4 +1,4 @@
-"""Loads bytes of a mapped log from the disk before they are read: those that it cannot read raise `Unreadable`.
+"""Loads bytes of a mapped log from the disk before they are read. Those that it cannot read raise `Unreadable`.
 
 A read of such a byte through a mapping would end the process with SIGBUS (`files.load`).
 """
@@ -7,25 +7,13 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from timeball.io.files import load
+from timeball.io.files import check_readable, load
 from timeball.log import format as fmt
 from timeball.model import limits
-from timeball.model.errors import Corrupt
 
 LOAD_BYTES = 1024 * 1024  # of a mapped file, loaded at once from the disk by a scan
 NEAR_BYTES = 64 * 1024  # the same around a single frame; the system reads more than this ahead
 PAGE_BYTES = 4096  # the smallest part that a disk can or cannot read
-
-
-class Unreadable(Corrupt):
-    """Bytes that the disk cannot read. They are damaged, and never the rest of a torn commit."""
-
-
-def check_readable(mapped: pa.Buffer, begin: int, end: int) -> None:
-    """Load the bytes [begin, end) of a mapped file, as far as it has them. Raises Unreadable."""
-    position = load(mapped, begin, min(end, mapped.size))
-    if position is not None:
-        raise Unreadable(f"the disk cannot read byte {position}")
 
 
 class FrameScan:

@@ -46,17 +46,10 @@ import google_crc32c
 import numpy as np
 import pyarrow as pa
 
-from timeball.io.files import File, Files
+from timeball.io.files import File, Files, Unreadable, check_readable
 from timeball.io.files import load as load_bytes
 from timeball.log import format as fmt
-from timeball.log.frame_scan import (
-    LOAD_BYTES,
-    PAGE_BYTES,
-    FrameScan,
-    Unreadable,
-    check_readable,
-    read_segment_header,
-)
+from timeball.log.frame_scan import LOAD_BYTES, PAGE_BYTES, FrameScan, read_segment_header
 from timeball.log.segment import (
     FOLDER,
     SUFFIX,

@@ -26,10 +26,10 @@ import msgspec
 import pyarrow as pa
 
 from timeball.io.clock import Clock
-from timeball.io.files import Files
+from timeball.io.files import Files, Unreadable, check_readable
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
-from timeball.log.frame_scan import FrameScan, Unreadable, check_readable
+from timeball.log.frame_scan import FrameScan
 from timeball.log.recovery import find_later_proof, last_written
 from timeball.log.segment import FOLDER as LOG
 from timeball.log.segment import SUFFIX, segment_name

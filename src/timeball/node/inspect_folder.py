@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.io.files import Files
+from timeball.io.files import Files, Unreadable, check_readable
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import recovery
-from timeball.log.frame_scan import FrameScan, Unreadable, check_readable, read_segment_header
+from timeball.log.frame_scan import FrameScan, read_segment_header
 from timeball.log.queue_index import Part, QueueFile, file_name, file_names
 from timeball.log.recovery import find_later_proof, last_written, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, Segment, segment_name

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from timeball.io.files import load
+from timeball.io.files import check_readable
 from timeball.model.errors import Corrupt
 from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry, Ranges, overlap
@@ -370,14 +370,14 @@ class DataFile:
             spans.append((begin, end))
         try:
             for begin, end in spans:
-                _load(self._mapped, begin, min(end, self._mapped.size))
+                check_readable(self._mapped, begin, end)
         except Corrupt as error:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
 
 
 def check_all(data: pa.Buffer) -> None:
     """Check all checksums of a data file, which reads the whole file. Raises Corrupt."""
-    _load(data, 0, data.size)
+    check_readable(data, 0, data.size)
     try:
         parquet = _parse(data)
         for group in range(parquet.num_row_groups):
@@ -395,7 +395,7 @@ def _open_identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identi
         actual_bytes = data.size
 
         def read_at(begin: int, size: int) -> pa.Buffer:
-            _load(data, begin, begin + size)
+            check_readable(data, begin, begin + size)
             return data.slice(begin, size)
 
         end = read_at(max(0, data.size - TRAILER.size), min(data.size, TRAILER.size))
@@ -420,19 +420,12 @@ def _parse(data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
     """Check the seal and parse the footer. Raises Corrupt and errors of Arrow."""
     # The seal is checked first, because Arrow may abort the process on a damaged footer.
     if isinstance(data, pa.Buffer):
-        _load(data, max(0, data.size - TRAILER.size), data.size)
-        _load(data, max(0, data.size - sealed_bytes(data)), data.size)
+        check_readable(data, max(0, data.size - TRAILER.size), data.size)
+        check_readable(data, max(0, data.size - sealed_bytes(data)), data.size)
         check_seal(data)
         return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     check_seal(_read_end(data))
     return pq.ParquetFile(data, page_checksum_verification=True)
-
-
-def _load(data: pa.Buffer, begin: int, end: int) -> None:
-    """Load the bytes [begin, end) of a mapped file from the disk. Raises Corrupt if it cannot read them."""
-    unreadable = load(data, begin, end)
-    if unreadable is not None:
-        raise Corrupt(f"the disk cannot read byte {unreadable}")
 
 
 def _read_end(file: pa.NativeFile) -> pa.Buffer:
