@@ -95,7 +95,7 @@ class SentMany(msgspec.Struct):
 class Leased(msgspec.Struct, omit_defaults=True):
     """A message leased to a group, and its receipt. `base64` holds a body that is not UTF-8.
 
-    `scheduled_seq` is the `seq` in the answer to the send, for a scheduled message.
+    `scheduled_seq` is the `seq` of the row that scheduled the message: of its send, or of the last nack with a delay.
     """
 
     receipt: str
