@@ -39,17 +39,17 @@ SOON_MS = 2 * SECOND_MS
 
 
 async def said(world: World, **named: list[object]) -> list[str]:
-    """The verdicts alone."""
+    """Cancel the messages with these names. Return the verdicts without numbers and times."""
     return [verdict.verdict for verdict in await world.broker.cancel(**named)]
 
 
 async def delivered(world: World) -> list[str]:
-    """Ids of all visible rows."""
+    """Return the ids of all visible rows, sorted."""
     return sorted(row.key for row in (await world.outcome()).rows)
 
 
-# ---- a scheduled message in each place
-# --------------------------------------------------------------------------------
+# ---- a scheduled message in each place ------------------------------------------------------------------------
+# Each function puts a message there and returns its id.
 
 
 async def in_wheel(world: World) -> str:
@@ -68,7 +68,7 @@ async def in_table(world: World) -> str:
 
 
 async def in_table_and_wheel(world: World) -> str:
-    """Its row is in a file, and it has been loaded from there."""
+    """Its row is in a file, from which the wheel has loaded it."""
     key = await in_table(world)
     await world.advance(FAR_MS - SOON_MS)
     await world.until(lambda: world.broker.status()["schedule"]["wheel_rows"] == 1, "it is near")
@@ -123,13 +123,13 @@ async def test_a_cancel_of_a_delivered_message_reports_when_it_was_released(
     released = await world.broker.cancel(ids=[key])
     assert [(v.verdict, v.at_ms) for v in released] == [("released", world.clock.wall)]
     await world.advance(HOUR_MS)
-    assert await world.broker.cancel(ids=[key]) == released  # the instant does not move
+    assert await world.broker.cancel(ids=[key]) == released, "a later cancel reports the same time"
     assert await delivered(world) == [key]
 
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_a_verdict_survives_a_restart_and_the_power(world: World, place: Callable) -> None:
+async def test_a_cancel_survives_a_restart_and_a_power_failure(world: World, place: Callable) -> None:
     keys = [await place(world), (await world.send("a", [SOON_MS]))[0]]
     await world.cancel(keys)
     image = world.files.crash(survival="nothing")
@@ -144,7 +144,7 @@ async def test_a_verdict_survives_a_restart_and_the_power(world: World, place: C
     await left.stop()
 
 
-# ---- what a caller may name ---------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------
 
 
 @on_node()
@@ -163,27 +163,26 @@ async def test_id_key_and_number_name_the_same_scheduled_message(world: World) -
 
 
 @on_node()
-async def test_a_key_names_several_scheduled_messages_in_all_places_at_once(world: World) -> None:
-    """One verdict each, and each the right one."""
+async def test_a_cancel_by_key_gives_each_message_the_verdict_of_its_own_place(world: World) -> None:
     released, cancelled = await in_wheel(world), await in_tail(world)
     await world.cancel([cancelled])
     await world.advance(SOON_MS)
     filed = [await in_table(world), await in_bulk_file(world)]
     waiting = [*filed, await in_tail(world), await in_wheel(world)]
-    found = await world.broker.cancel(keys=["every"])
-    # Rows of a bulk job carry no keys here: those are named by their id alone.
+    by_key = await world.broker.cancel(keys=["every"])
     expected = {released: "released", cancelled: "already_cancelled"}
+    # `World.bulk` writes rows without keys, so the cancel by key does not find the message of the bulk job.
     expected |= dict.fromkeys([key for key in waiting if key != filed[1]], "cancelled")
-    seqs = {v.seq: v.verdict for v in found}
-    named = {key: (await world.broker.cancel(ids=[key]))[0].seq for key in expected}
-    assert {key: seqs[seq] for key, seq in named.items()} == expected
-    assert len(found) == len(expected)
+    verdict_by_number = {v.seq: v.verdict for v in by_key}
+    number_by_id = {key: (await world.broker.cancel(ids=[key]))[0].seq for key in expected}
+    assert {key: verdict_by_number[number] for key, number in number_by_id.items()} == expected
+    assert len(by_key) == len(expected)
     await world.advance(HOUR_MS)
     assert await delivered(world) == sorted([released, filed[1]])
 
 
 @on_node()
-async def test_a_key_matches_only_whole_keys_and_no_id(world: World) -> None:
+async def test_only_a_whole_key_or_a_whole_id_finds_a_message(world: World) -> None:
     columns = {"unique_key": ["id1", "id2", "id3"], "keys": ["ab abc", "b", None]}
     await world.broker.send(batch(3, **columns, delay_ms=[FAR_MS] * 3))
     for name in ("a", "bc", "AB", "id1"):
@@ -195,7 +194,7 @@ async def test_a_key_matches_only_whole_keys_and_no_id(world: World) -> None:
 
 @on_node()
 async def test_all_messages_with_the_same_id_are_cancelled(world: World) -> None:
-    """A producer that sent twice has two scheduled messages; both are settled."""
+    """A producer that sent twice has two scheduled messages, here one in the table and one in the log."""
     for _ in range(2):
         await world.broker.send(batch(1, unique_key=["same"], delay_ms=[FAR_MS]))
         await world.compact()
@@ -205,7 +204,7 @@ async def test_all_messages_with_the_same_id_are_cancelled(world: World) -> None
 
 
 @on_node()
-async def test_one_scheduled_message_named_in_many_ways_is_cancelled_once(world: World) -> None:
+async def test_a_message_that_a_request_names_several_times_is_cancelled_once(world: World) -> None:
     seq = (await world.broker.send(batch(1, unique_key=["x"], keys=["k"], delay_ms=[FAR_MS]))).first_seq
     found = await world.broker.cancel(ids=["x", "x"], keys=["k"], seqs=[seq, seq])
     assert [v.subject for v in found] == ["x", "x", "k", str(seq), str(seq)]
@@ -215,7 +214,8 @@ async def test_one_scheduled_message_named_in_many_ways_is_cancelled_once(world:
 
 
 @on_node()
-async def test_ordinary_messages_are_not_found(world: World) -> None:
+async def test_names_and_numbers_of_no_scheduled_message_are_not_found(world: World) -> None:
+    """An immediate message, a RELEASE row, a reserved number, and numbers and names that nothing has."""
     message = (await world.send("a", [None]))[0]
     scheduled_row = await in_wheel(world)
     reserved = await world.broker.reserve(5)
@@ -227,24 +227,24 @@ async def test_ordinary_messages_are_not_found(world: World) -> None:
 
 
 @on_node()
-async def test_a_scheduled_message_without_a_name_is_cancelled_by_its_number(world: World) -> None:
+async def test_a_message_without_id_and_keys_is_cancelled_by_its_number(world: World) -> None:
     accepted = await world.broker.send(batch(2, delay_ms=[SOON_MS, SOON_MS]))
-    kept, gone = accepted.first_seq, accepted.first_seq + 1
-    assert await said(world, seqs=[gone]) == ["cancelled"]
-    assert await said(world, seqs=[gone]) == ["already_cancelled"]
+    released, cancelled = accepted.first_seq, accepted.first_seq + 1
+    assert await said(world, seqs=[cancelled]) == ["cancelled"]
+    assert await said(world, seqs=[cancelled]) == ["already_cancelled"]
     await world.advance(SOON_MS)
-    assert await said(world, seqs=[kept]) == ["released"]
+    assert await said(world, seqs=[released]) == ["released"]
 
 
 @on_node()
-async def test_verdicts_come_in_the_order_asked(world: World) -> None:
+async def test_verdicts_are_in_the_order_of_the_requested_names(world: World) -> None:
     keys = await world.send("a", [FAR_MS] * 20)
     asked = [*keys[::-1], "nobody", keys[3]]
     assert [v.subject for v in await world.broker.cancel(ids=asked)] == asked
 
 
 @on_node()
-async def test_too_many_at_once_cancel_nothing(world: World) -> None:
+async def test_a_request_with_too_many_names_cancels_nothing(world: World) -> None:
     key = await in_tail(world)
     with pytest.raises(OutOfRange, match="split it"):
         await world.broker.cancel(ids=[key, *["nobody"] * limits.CANCELS_PER_REQUEST_MAX])
@@ -255,8 +255,8 @@ async def test_too_many_at_once_cancel_nothing(world: World) -> None:
 # ---- retention ----------------------------------------------------------------------------------------------
 
 
-async def let_go_of_all(world: World) -> None:
-    """Fill segments, and remove the old ones with all their rows."""
+async def remove_all_rows(world: World) -> None:
+    """Remove all present rows from the log: fill segments, so that retention removes the old ones."""
     before = world.broker.log.reader.next_seq
     for _ in range(4):
         await world.send("filler", [None] * 6, 100_000)
@@ -273,7 +273,7 @@ async def test_a_cancel_is_remembered_after_retention_removed_its_row(world: Wor
     key = (await world.send("a", [HOUR_MS]))[0]
     await world.compact()
     assert await said(world, ids=[key]) == ["cancelled"]
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert await said(world, ids=[key]) == ["already_cancelled"]
     await world.restart()
     assert await world.broker.cancel(ids=[key]) == [Verdict(key, "already_cancelled", 2, None)]
@@ -285,7 +285,7 @@ async def test_a_cancel_is_remembered_after_retention_removed_its_row(world: Wor
 async def test_a_message_in_the_table_is_cancelled_without_its_log_row(world: World) -> None:
     keys = await world.send("a", [HOUR_MS, HOUR_MS])
     await world.compact()
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert await said(world, ids=keys[:1], seqs=[3]) == ["cancelled", "cancelled"]
     assert await said(world, ids=keys) == ["already_cancelled"] * 2
 
@@ -295,19 +295,19 @@ async def test_settled_messages_without_rows_are_not_found_by_id_and_expired_by_
     keys = await world.send("a", [SOON_MS, SOON_MS])
     await world.cancel(keys[:1])
     await world.advance(SOON_MS)
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert await said(world, ids=keys, seqs=[2, 3]) == [*["not_found"] * 2, *["expired"] * 2]
 
 
 @on_node(retention_ms=1)
 async def test_a_message_that_only_a_file_still_contains_is_expired(world: World) -> None:
-    """It was released, or cancelled: the verdict must not be a guess."""
+    """One was cancelled, the other released. The log no longer shows which, so neither is claimed."""
     keys = await world.send("a", [SOON_MS, SOON_MS])
     await world.compact()
     await world.cancel(keys[:1])
     await world.advance(SOON_MS)
     await world.advance(2_000)
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert await world.broker.cancel(ids=keys) == [
         Verdict(keys[0], "expired", 2),
         Verdict(keys[1], "expired", 3),
@@ -319,40 +319,42 @@ async def test_a_message_that_only_a_file_still_contains_is_expired(world: World
 
 # ---- races --------------------------------------------------------------------------------------------------
 
-TURNS = st.integers(0, 15)
+TURNS = st.integers(0, 15)  # iterations of the event loop
+# Requests: the index of a message, and the turns before the request.
 MOMENTS = st.lists(st.tuples(st.integers(0, 9), TURNS), min_size=1, max_size=12)
 
 
-async def after(turns: int) -> None:
+async def wait_turns(turns: int) -> None:
     for _ in range(turns):
         await asyncio.sleep(0)
 
 
 async def race(
-    world: World, moments: list[tuple[int, int]], due_after: int, filed: bool = False, times: int = 1
+    world: World, moments: list[tuple[int, int]], due_after: int, in_table: bool = False, times: int = 1
 ) -> None:
-    """Ten scheduled messages become due. Some are cancelled, each a number of loop iterations after the start.
+    """Ten scheduled messages become due after `due_after` turns. The requests `moments` cancel some of them.
 
     `times`: how often a request names its message. Requests with one name share a look-up (test_lone_cancels.py).
     """
     keys = await world.send("a", [SOON_MS + i // 5 for i in range(10)])
-    if filed:
+    if in_table:
         await world.compact()
 
-    async def cancel(number: int, turns: int) -> None:
-        await after(turns)
-        await world.cancel([keys[number]] * times)
+    async def cancel(index: int, turns: int) -> None:
+        await wait_turns(turns)
+        await world.cancel([keys[index]] * times)
 
-    async def due() -> None:
-        await after(due_after)
+    async def become_due() -> None:
+        await wait_turns(due_after)
         world.clock.advance(SOON_MS)
         world.broker.ticker.wake()
 
-    await asyncio.gather(due(), *(cancel(number, turns) for number, turns in moments))
+    await asyncio.gather(become_due(), *(cancel(index, turns) for index, turns in moments))
     await world.advance(1)
 
 
 async def faults(world: World) -> list[object]:
+    """Let all messages become due, and compare the log with the answers that the callers got."""
     await world.advance(HOUR_MS)
     await world.consume()
     return list(check(world.observed, await world.outcome()))
@@ -361,71 +363,73 @@ async def faults(world: World) -> list[object]:
 @settings(max_examples=40)
 @given(MOMENTS, TURNS, st.booleans(), st.integers(1, 2))
 @on_node(InTurn)
-async def test_cancel_or_release_one_of_them_wins(
-    world: World, moments: list[tuple[int, int]], due_after: int, filed: bool, times: int
+async def test_a_race_of_cancels_and_a_release_has_one_winner(
+    world: World, moments: list[tuple[int, int]], due_after: int, in_table: bool, times: int
 ) -> None:
-    """The checker reports a cancelled message that was delivered, one that got no outcome, and a wrong verdict."""
-    await race(world, moments, due_after, filed, times)
-    for said in world.observed.verdicts.values():
-        assert said[0] in ("cancelled", "released", "already_cancelled"), said
-        assert "released" not in said or set(said) == {"released"}, said
-        assert "released" in said or said.count("cancelled") == 1, said
+    """`faults` reports a cancelled message that was delivered, one that got no outcome, and a wrong verdict."""
+    await race(world, moments, due_after, in_table, times)
+    for verdicts in world.observed.verdicts.values():  # of one message each
+        assert verdicts[0] in ("cancelled", "released", "already_cancelled"), verdicts
+        assert "released" not in verdicts or set(verdicts) == {"released"}, verdicts
+        assert "released" in verdicts or verdicts.count("cancelled") == 1, verdicts
     assert await faults(world) == []
 
 
-def test_both_sides_win_some_races() -> None:
-    """Otherwise the race above would test nothing."""
-    won: set[str] = set()
+def test_cancels_and_releases_both_win_some_races() -> None:
+    """The control: without this, the race above might always have the same winner."""
+    winners: set[str] = set()
 
     @on_node(InTurn)
-    async def once(world: World, due_after: int) -> None:
-        await race(world, [(i, i) for i in range(10)], due_after)
-        won.update(*world.observed.verdicts.values())
+    async def run_race(world: World, due_after: int) -> None:
+        await race(world, [(index, index) for index in range(10)], due_after)
+        winners.update(*world.observed.verdicts.values())
 
     for due_after in range(15):
-        once(due_after=due_after)
-    assert won == {"cancelled", "released"}
+        run_race(due_after=due_after)
+    assert winners == {"cancelled", "released"}
 
 
 def test_a_schedule_that_cancels_what_it_has_handed_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+    """The control: without the decision of `Scheduler.cancel`, the checker reports faults."""
+
+    def cancel_any(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 
-    monkeypatch.setattr(Scheduler, "cancel", careless)
-    found: set[str] = set()
+    monkeypatch.setattr(Scheduler, "cancel", cancel_any)
+    fault_kinds: set[str] = set()
 
     @on_node(InTurn)
-    async def once(world: World) -> None:
-        await race(world, [(i, i) for i in range(10)] * 2, due_after=5, times=2)
-        found.update(fault.kind for fault in await faults(world))
+    async def run_race(world: World) -> None:
+        await race(world, [(index, index) for index in range(10)] * 2, due_after=5, times=2)
+        fault_kinds.update(fault.kind for fault in await faults(world))
 
-    once()
-    assert found >= {"resurrected", "doubled", "misjudged"}
+    run_race()
+    assert fault_kinds >= {"resurrected", "doubled", "misjudged"}
 
 
 @settings(max_examples=25)
 @given(MOMENTS)
 @on_node(InTurn)
-async def test_cancels_while_the_tail_moves_to_the_table(
+async def test_cancels_during_a_compaction_cancel_each_message_once(
     world: World, moments: list[tuple[int, int]]
 ) -> None:
     keys = await world.send("a", [FAR_MS] * 10)
-    asked = sorted({number for number, _ in moments})
+    to_cancel = sorted({index for index, _ in moments})
 
-    async def later(turns: int) -> None:
-        await after(turns)
-        await world.cancel([keys[number] for number in asked])
+    async def cancel_all(turns: int) -> None:
+        await wait_turns(turns)
+        await world.cancel([keys[index] for index in to_cancel])
 
-    await asyncio.gather(world.compact(), *(later(turns) for _, turns in moments))
-    for number in asked:
-        assert world.observed.verdicts[keys[number]].count("cancelled") == 1
+    await asyncio.gather(world.compact(), *(cancel_all(turns) for _, turns in moments))
+    for index in to_cancel:
+        assert world.observed.verdicts[keys[index]].count("cancelled") == 1
     assert await faults(world) == []
-    assert len(await delivered(world)) == 10 - len(asked)
+    assert len(await delivered(world)) == 10 - len(to_cancel)
 
 
 @pytest.mark.parametrize("cut_after", [1, 2])
-def test_the_power_goes_while_a_cancel_is_written(cut_after: int) -> None:
-    """If the caller was told, the message is cancelled. If not, it is cancelled or delivered, but not both."""
+def test_a_power_cut_during_a_cancel_contradicts_no_answer(cut_after: int) -> None:
+    """If the caller has its verdict, the message is cancelled. If not, it is cancelled or delivered, but not both."""
 
     async def main() -> None:
         files = CrashFiles()
@@ -448,7 +452,7 @@ def test_the_power_goes_while_a_cancel_is_written(cut_after: int) -> None:
 # ---- on a real disk, and the parts ----------------------------------------------------------------------------
 
 
-def test_a_verdict_on_a_real_disk(tmp_path: Path) -> None:
+def test_a_cancel_on_a_real_disk_survives_a_restart(tmp_path: Path) -> None:
     clock = ManualClock()
     columns = {"unique_key": ["x", "y"], "delay_ms": [FAR_MS, FAR_MS]}
     with running_node(tmp_path, clock) as node:
@@ -463,8 +467,8 @@ def candidate(subject: str, seq: int) -> Candidate:
     return Candidate(subject, seq, seq, 70 + seq, "orders", f"id{seq}", "k", 5)
 
 
-def test_cancel_rows_name_the_scheduled_messages_they_settle() -> None:
-    rows = rows_of(cancel_rows([candidate("a", 3), candidate("b", 9)], 50))
+def test_cancel_rows_have_the_number_due_time_and_names_of_their_message() -> None:
+    rows = rows_of(cancel_rows([candidate("a", 3), candidate("b", 9)], now_ms=50))
     wanted = {"kind": Kind.CANCEL, "topic": "orders", "keys": "k", "store_ms": 50, "accepted_ms": 5}
     assert [{name: row[name] for name in wanted} for row in rows.to_pylist()] == [wanted, wanted]
     assert rows.column("source_seq").to_pylist() == [3, 9]
@@ -472,36 +476,42 @@ def test_cancel_rows_name_the_scheduled_messages_they_settle() -> None:
     assert rows.column("unique_key").to_pylist() == ["id3", "id9"]
 
 
-def test_a_verdict_of_each_sort() -> None:
-    found = LookupResult([candidate(s, i) for i, s in enumerate("abcd")], expired_numbers={"6": 6})
-    said = [("released", 7), ("already_cancelled", 8), ("cancelled", 50), ("expired", None)]
-    told = {seq: Verdict("", verdict, seq, at_ms) for seq, (verdict, at_ms) in enumerate(said)}
-    assert list_verdicts(["d", "c", "c", "b", "a", "e", "6"], found, told) == [
-        Verdict("d", "expired", 3),
-        Verdict("c", "cancelled", 2, 50),
-        Verdict("c", "already_cancelled", 2, 50),  # the second time
-        Verdict("b", "already_cancelled", 1, 8),
-        Verdict("a", "released", 0, 7),
-        Verdict("e", "not_found"),
+def test_each_requested_name_gets_a_verdict_in_the_order_of_the_request() -> None:
+    names = ["released", "ended", "cancelled", "expired"]
+    lookup = LookupResult(
+        [candidate(name, number) for number, name in enumerate(names)], expired_numbers={"6": 6}
+    )
+    verdicts = [
+        Verdict("", "released", 0, 7), Verdict("", "already_cancelled", 1, 8), Verdict("", "cancelled", 2, 50),
+        Verdict("", "expired", 3),
+    ]  # fmt: skip
+    requested = ["expired", "cancelled", "cancelled", "ended", "released", "unknown", "6"]
+    assert list_verdicts(requested, lookup, dict(enumerate(verdicts))) == [
+        Verdict("expired", "expired", 3),
+        Verdict("cancelled", "cancelled", 2, 50),
+        Verdict("cancelled", "already_cancelled", 2, 50),  # named the second time
+        Verdict("ended", "already_cancelled", 1, 8),
+        Verdict("released", "released", 0, 7),
+        Verdict("unknown", "not_found"),
         Verdict("6", "expired", 6),
     ]
 
 
-def test_of_several_the_one_that_was_ended_now_comes_first_and_then_the_newest() -> None:
-    found = LookupResult([candidate("a", seq) for seq in (1, 2, 3, 4)])
-    said = {1: "released", 2: "cancelled", 3: "released", 4: "already_cancelled"}
-    told = {seq: Verdict("", verdict, seq, 5) for seq, verdict in said.items()}
-    assert [v.seq for v in list_verdicts(["a"], found, told)] == [2, 4, 3, 1]
+def test_of_one_name_the_message_settled_now_comes_first_and_then_the_newest() -> None:
+    lookup = LookupResult([candidate("a", number) for number in (1, 2, 3, 4)])
+    words = {1: "released", 2: "cancelled", 3: "released", 4: "already_cancelled"}
+    verdicts = {number: Verdict("", word, number, 5) for number, word in words.items()}
+    assert [v.seq for v in list_verdicts(["a"], lookup, verdicts)] == [2, 4, 3, 1]
 
 
-def test_an_old_cancel_is_hidden_by_a_newer_message_with_the_id() -> None:
-    old, new, other = (
-        msgspec.structs.replace(candidate("a", seq), unique_key=key)
-        for seq, key in ((1, "x"), (2, "x"), (3, "y"))
+def test_a_cancel_without_a_time_is_hidden_by_a_newer_message_with_the_id() -> None:
+    ids = {1: "x", 2: "x", 3: "y"}  # by number
+    lookup = LookupResult(
+        [msgspec.structs.replace(candidate("a", number), unique_key=each) for number, each in ids.items()]
     )
-    told = {
-        seq: Verdict("", "already_cancelled", seq, at_ms) for seq, at_ms in ((1, None), (2, None), (3, 9))
-    }
-    assert [v.seq for v in list_verdicts(["a"], LookupResult([old, new, other]), told)] == [3, 2]
-    told[1] = Verdict("", "already_cancelled", 1, 7)  # the log tells of it: a scheduled message of its own
-    assert [v.seq for v in list_verdicts(["a"], LookupResult([old, new, other]), told)] == [3, 2, 1]
+    times_ms = {1: None, 2: None, 3: 9}
+    verdicts = {number: Verdict("", "already_cancelled", number, at_ms) for number, at_ms in times_ms.items()}
+    assert [v.seq for v in list_verdicts(["a"], lookup, verdicts)] == [3, 2]
+    # With a time, the log has the CANCEL row of the first message, which therefore is reported, too.
+    verdicts[1] = Verdict("", "already_cancelled", 1, 7)
+    assert [v.seq for v in list_verdicts(["a"], lookup, verdicts)] == [3, 2, 1]

@@ -41,7 +41,7 @@ def scheduled_rows(properties: list[str | None], kind: Kind = Kind.SCHEDULED) ->
     )
 
 
-def test_a_handed_row_ends_the_scheduled_message_by_its_number_and_version() -> None:
+def test_a_drain_row_names_the_number_and_the_version_of_its_message() -> None:
     (plain,) = build_drain_rows(scheduled_rows([None]), "g1", 9).to_pylist()
     assert (plain["kind"], plain["source_seq"], plain["version_seq"]) == (Kind.CANCEL, 50, None)
     assert (plain["due_ms"], plain["store_ms"], plain["accepted_ms"]) == (100, 9, 2)
@@ -52,27 +52,26 @@ def test_a_handed_row_ends_the_scheduled_message_by_its_number_and_version() -> 
 @given(st.lists(st.sampled_from(PROPERTIES), min_size=1, max_size=5), st.integers(0, 300))
 def test_transferred_messages_equal_the_sent_ones(properties: list[str | None], now_ms: int) -> None:
     before = scheduled_rows(properties)
-    handed = build_drain_rows(before, "g1", 9)
-    assert all(has_drain_mark(text) for text in handed.column("properties").to_pylist())
-    sent = decode_sent(encode_sent(handed))
-    after = build_adopted_rows(sent, now_ms=now_ms, host="heir")
+    drain_rows = build_drain_rows(before, "g1", 9)
+    assert all(has_drain_mark(text) for text in drain_rows.column("properties").to_pylist())
+    sent = decode_sent(encode_sent(drain_rows))
+    after = build_adopted_rows(sent, now_ms=now_ms, host="receiver")
     for name in set(SENT.names) - {"properties", "due_ms"}:
         assert after.column(name) == before.column(name), name
-    ended = [None if text is None else text.removesuffix("\x02") + "\x02" for text in properties]
-    assert after.column("properties").to_pylist() == ended
-    # It is not early, and the time of its transfer does not count as lateness.
+    with_separators = [None if text is None else text.removesuffix("\x02") + "\x02" for text in properties]
+    assert after.column("properties").to_pylist() == with_separators
+    # A due time that passed during the transfer becomes now, so that the transfer does not count as lateness.
     assert after.column("due_ms").to_pylist() == [max(now_ms, 100 + at) for at in range(len(properties))]
     assert set(after.column("kind").to_pylist()) == {Kind.SCHEDULED}
 
 
-def test_a_message_that_only_looks_handed_over_is_not() -> None:
-    assert not has_drain_mark(None) and not has_drain_mark(
-        encode_properties({"XHANDED_TO": "g1", "REASON": "HANDED_TO"})
-    )
+def test_only_the_exact_property_is_a_drain_mark() -> None:
+    assert not has_drain_mark(None)
+    assert not has_drain_mark(encode_properties({"XHANDED_TO": "g1", "REASON": "HANDED_TO"}))
     assert has_drain_mark(encode_properties({"a": "b", "HANDED_TO": "g1"}))
 
 
-def test_invalid_transfers_are_refused() -> None:
+def test_a_transfer_without_rows_or_with_other_columns_is_refused() -> None:
     other = pa.BufferOutputStream()
     with pa.ipc.new_stream(other, pa.schema([("x", pa.int64())])):
         pass
@@ -96,7 +95,7 @@ def test_a_compressed_transfer_is_refused(codec: str) -> None:
 
 
 @given(st.data())
-def test_a_damaged_transfer_is_refused_or_sound(data: st.DataObject) -> None:
+def test_a_transfer_with_a_damaged_byte_is_refused_or_has_valid_rows(data: st.DataObject) -> None:
     sent = bytearray(encode_sent(build_drain_rows(scheduled_rows(PROPERTIES), "g1", 9)))
     at = data.draw(st.integers(0, len(sent) - 1))
     sent[at] ^= data.draw(st.integers(1, 255))

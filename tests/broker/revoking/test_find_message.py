@@ -23,7 +23,9 @@ from timeball.model.answers import MessagePlace
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_each_state_of_a_scheduled_message(world: World, place: Callable) -> None:
+async def test_a_message_is_found_while_it_waits_after_a_move_and_after_its_release(
+    world: World, place: Callable
+) -> None:
     key = await place(world)
     (waiting,) = await world.broker.find(key)
     assert (waiting.state, waiting.topic, waiting.at_ms) == ("waiting", "a", None)
@@ -41,7 +43,7 @@ async def test_each_state_of_a_scheduled_message(world: World, place: Callable) 
     assert visible.queue_offset == 0
 
 
-def _nothing(_: str) -> bool:
+def may_read_nothing(_: str) -> bool:
     return False
 
 
@@ -75,7 +77,7 @@ async def find(world: World, names: Names, may_read: MayRead) -> list[MessagePla
 async def test_content_is_shown_only_to_callers_who_may_receive_it(world: World, place: Callable) -> None:
     key = await place(world)
     (waiting,) = await world.broker.find(key)
-    (hidden,) = await find(world, Names([key]), _nothing)
+    (hidden,) = await find(world, Names([key]), may_read_nothing)
     assert waiting.content is not None
     assert hidden == msgspec.structs.replace(waiting, content=None)
     await world.advance(FAR_MS + HOUR_MS)
@@ -114,9 +116,9 @@ async def test_messages_with_the_same_id_are_found_newest_first(world: World) ->
         await world.broker.send(batch(topic=[topic], unique_key=["same"]))
     newest, oldest = await world.broker.find("same")
     assert (newest.topic, oldest.topic) == ("b", "a")
-    assert [one.state for one in (newest, oldest)] == ["visible", "visible"]
-    assert await world.broker.find("same", "a") == [oldest]
-    assert await world.broker.find("other") == []
+    assert [place.state for place in (newest, oldest)] == ["visible", "visible"]
+    assert await world.broker.find("same", topic="a") == [oldest]
+    assert await world.broker.find("unknown") == []
 
 
 def bodies_of(places: list[MessagePlace]) -> list[bytes | None]:
@@ -146,10 +148,11 @@ async def test_only_the_newest_messages_with_an_id_are_found_and_their_bodies_ar
     found = await world.broker.find("same")
     assert [place.state for place in found] == ["visible" if is_visible else "waiting"] * 4
     assert [place.seq for place in found] == sorted((place.seq for place in found), reverse=True)
-    # 4 of 5 bytes, and the fourth message only says that there are more than three.
+    # The bodies have two bytes each, so a third one would exceed the limit of five. The fourth message only tells that
+    # there are more than three.
     assert bodies_of(found) == [b"5.", b"4.", None, None]
     assert [place.content_cut for place in found] == [False, False, True, True]
-    hidden = await find(world, Names(["same"]), _nothing)
+    hidden = await find(world, Names(["same"]), may_read_nothing)
     assert bodies_of(hidden) == [None] * 4
     assert not any(place.content_cut for place in hidden)
 
@@ -160,6 +163,6 @@ async def test_messages_of_topics_that_the_caller_may_not_see_are_not_found(worl
     key = (await world.send("a", [FAR_MS]))[0]
     for message_id in ("now", key):
         visible = Names([message_id], may=lambda topic: topic == "a")
-        assert len(await find(world, visible, _nothing)) == 1
+        assert len(await find(world, visible, may_read_nothing)) == 1
         hidden = Names([message_id], may=lambda topic: topic == "b")
-        assert await find(world, hidden, _nothing) == []
+        assert await find(world, hidden, may_read_nothing) == []

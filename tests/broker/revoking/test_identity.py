@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
-from tests.broker.revoking.test_cancel import let_go_of_all
+from tests.broker.revoking.test_cancel import remove_all_rows
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker.recovery import Replayed
@@ -23,12 +23,14 @@ STRATEGIES = ("hour_log", "timer_wheel", "level_cascade")
 # Soon, within the wheel's minute, beyond it, far enough for a file of another hour.
 DELAYS_MS = st.sampled_from([500, 20 * SECOND_MS, 90 * SECOND_MS, HOUR_MS, 5 * HOUR_MS])
 WHICH = st.integers(0, 3)
+BY_ID, BY_NUMBER, BY_HANDLE = range(3)  # how a cancel names its message
+# Steps: their kind, the index of a message, and a time in ms (or, for "cancel", how it names its message).
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("send"), st.just(0), DELAYS_MS),
         st.tuples(st.just("move"), WHICH, DELAYS_MS),
-        st.tuples(st.just("back"), WHICH, st.just(0)),  # to the instant it was sent for
-        st.tuples(st.just("cancel"), WHICH, st.integers(0, 2)),
+        st.tuples(st.just("back"), WHICH, st.just(0)),  # to the due time of the send
+        st.tuples(st.just("cancel"), WHICH, st.sampled_from([BY_ID, BY_NUMBER, BY_HANDLE])),
         st.tuples(st.sampled_from(["compact", "rewrite", "restart", "lose"]), st.just(0), st.just(0)),
         st.tuples(st.just("pass"), st.just(0), st.sampled_from([400, 15 * SECOND_MS, 80 * SECOND_MS])),
     ),
@@ -47,10 +49,11 @@ class Model:
         self.due_ms: dict[int, int] = {}
         self.cancelled: set[int] = set()
 
-    def waits(self, number: int) -> bool:
+    def is_pending(self, number: int) -> bool:
         return number not in self.cancelled and self.due_ms[number] > self.world.clock.wall
 
     async def step(self, what: str, which: int, amount: int) -> None:
+        """Carry out one of `STEPS`, if it is possible now."""
         world, broker = self.world, self.world.broker
         if what == "send":
             await self.send(amount)
@@ -76,41 +79,45 @@ class Model:
         self.first_ms[sent.first_seq] = self.due_ms[sent.first_seq] = self.world.clock.wall + delay_ms
 
     def names(self, number: int) -> tuple[dict[str, list], dict[str, list]]:
+        """Build the arguments that name a message by its id, and by its number."""
         return {"ids": [f"k{self.numbers.index(number)}"]}, {"seqs": [number]}
 
     async def settle(self, what: str, number: int, amount: int) -> None:
+        """Cancel or move a message, and check the verdict."""
         broker, now_ms = self.world.broker, self.world.clock.wall
         by_id, by_number = self.names(number)
-        waited = self.waits(number)
-        if what == "cancel" and amount == 2:
+        was_pending = self.is_pending(number)
+        if what == "cancel" and amount == BY_HANDLE:
             key = by_id["ids"][0]
             handle = encode_handle("orders", broker.settings.broker_name, now_ms + 1, key)
-            if waited or number in self.cancelled:
+            if was_pending or number in self.cancelled:
                 assert await broker.recall("orders", handle) == key
         elif what == "cancel":
-            [said] = await broker.cancel(**(by_id, by_number)[amount])
-            self.check(said, number, waited, "cancelled")
+            [verdict] = await broker.cancel(**(by_id, by_number)[amount])
+            self.check(verdict, number, was_pending, "cancelled")
         else:
             due_ms = now_ms + amount if what == "move" else max(self.first_ms[number], now_ms)
-            [said] = await broker.reschedule(**(by_id, by_number)[amount % 3 % 2], due_ms=due_ms)
-            self.check(said, number, waited, "rescheduled")
-            if waited:
+            # Every second message is moved by its number.
+            names = (by_id, by_number)[self.numbers.index(number) % 2]
+            [verdict] = await broker.reschedule(**names, due_ms=due_ms)
+            self.check(verdict, number, was_pending, "rescheduled")
+            if was_pending:
                 self.due_ms[number] = due_ms
             if due_ms <= now_ms:
                 await self.world.advance(0)  # it is due: until its release, a cancel may still come in time
-        if what == "cancel" and waited:
+        if what == "cancel" and was_pending:
             self.cancelled.add(number)
-        if not self.waits(number):
-            told = [await broker.cancel(**names) for names in (by_id, by_number)]
-            assert len({(v.verdict, v.seq, v.at_ms) for [v] in told}) == 1, told
+        if not self.is_pending(number):
+            verdicts = [await broker.cancel(**names) for names in (by_id, by_number)]
+            assert len({(v.verdict, v.seq, v.at_ms) for [v] in verdicts}) == 1, verdicts
 
-    def check(self, said: Verdict, number: int, waited: bool, done: str) -> None:
-        assert said.seq == number
+    def check(self, verdict: Verdict, number: int, was_pending: bool, success: str) -> None:
+        assert verdict.seq == number
         ended = "already_cancelled" if number in self.cancelled else "released"
-        assert said.verdict == (done if waited else ended)
+        assert verdict.verdict == (success if was_pending else ended)
 
     async def end(self) -> list[str]:
-        """Let all become due. Return the messages that differ from the expectation."""
+        """Let all messages become due. Return the messages whose ends in the log differ from the expectation."""
         for _ in range(14):
             await self.world.advance(HOUR_MS // 2)
         reader = self.world.broker.log.reader
@@ -118,18 +125,19 @@ class Model:
         for rows in self.world.broker.read_log(1, reader.next_seq, [Kind.RELEASE, Kind.CANCEL]):
             for row in rows.to_pylist():
                 ends.setdefault(row["source_seq"], []).append((Kind(row["kind"]), row["due_ms"]))
-        wanted = {
-            n: [(Kind.CANCEL if n in self.cancelled else Kind.RELEASE, self.due_ms[n])] for n in self.numbers
+        expected = {
+            number: [(Kind.CANCEL if number in self.cancelled else Kind.RELEASE, self.due_ms[number])]
+            for number in self.numbers
         }
         return [
-            f"{n}: {ends.get(n)}, not {wanted.get(n)}"
-            for n in {**ends, **wanted}
-            if ends.get(n) != wanted.get(n)
+            f"{number}: {ends.get(number)}, not {expected.get(number)}"
+            for number in {**ends, **expected}
+            if ends.get(number) != expected.get(number)
         ]
 
 
 def lose_caches(world: World) -> None:
-    """Of a stopped node: what may be deleted."""
+    """Delete the checkpoint and the Delta log of a stopped node, which it can rebuild."""
     if world.files.exists(checkpoint.NAME):
         world.files.remove(checkpoint.NAME)
     for name in (
@@ -139,6 +147,7 @@ def lose_caches(world: World) -> None:
 
 
 async def life(world: World, strategy: str, steps: list[tuple[str, int, int]]) -> list[str]:
+    """Send a message due in an hour, and carry out the steps. Return the result of `Model.end`."""
     await world.restart(strategy=strategy, timer_wheel_ms=60 * SECOND_MS)
     model = Model(world)
     await model.send(HOUR_MS)
@@ -150,7 +159,9 @@ async def life(world: World, strategy: str, steps: list[tuple[str, int, int]]) -
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS)
-def test_each_comes_once_at_its_newest_instant(strategy: str, steps: list[tuple[str, int, int]]) -> None:
+def test_each_message_is_released_once_at_its_newest_due_time(
+    strategy: str, steps: list[tuple[str, int, int]]
+) -> None:
     @on_node()
     async def run(world: World) -> None:
         with pytest.MonkeyPatch.context() as patched:
@@ -160,16 +171,18 @@ def test_each_comes_once_at_its_newest_instant(strategy: str, steps: list[tuple[
     run()
 
 
-BETWEEN = ("restart", "lose", "compact", "rewrite")
-THERE_AND_BACK = [("compact", 0, 0), ("move", 0, 2 * HOUR_MS), ("compact", 0, 0), ("back", 0, 0)]
+INTERRUPTIONS = ("restart", "lose", "compact", "rewrite")
+MOVE_AND_BACK = [("compact", 0, 0), ("move", 0, 2 * HOUR_MS), ("compact", 0, 0), ("back", 0, 0)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("between", BETWEEN)
-def test_there_and_back(strategy: str, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first version lies in a file with the instant of the third."""
+@pytest.mark.parametrize("interruption", INTERRUPTIONS)
+def test_a_message_that_is_moved_back_to_its_first_due_time_is_released_once(
+    strategy: str, interruption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outdated first version is in a file and has the due time of the valid third one."""
     monkeypatch.setattr(merging, "FILES_MIN", 1)
-    steps = [one for step in THERE_AND_BACK for one in (step, (between, 0, 0))]
+    steps = [each for step in MOVE_AND_BACK for each in (step, (interruption, 0, 0))]
 
     @on_node()
     async def run(world: World) -> None:
@@ -196,7 +209,7 @@ def test_a_map_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(world: World) -> None:
         first = (await world.broker.send(batch(1, delay_ms=[HOUR_MS]))).first_seq
         await world.broker.reschedule(seqs=[first], delay_ms=2 * HOUR_MS)
-        await let_go_of_all(world)
+        await remove_all_rows(world)
         [verdict] = await world.broker.cancel(seqs=[first])
         assert verdict.verdict != "cancelled"
 
@@ -204,15 +217,15 @@ def test_a_map_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_node(retention_ms=1, strategy="timer_wheel", timer_wheel_ms=60 * SECOND_MS)
-async def test_without_an_id_moved_rolled_and_let_go_of(world: World) -> None:
-    """Its number finds it, also when retention removes a row of it between the lookup and the read of its body."""
+async def test_a_moved_message_without_id_is_found_after_retention_removed_its_rows(world: World) -> None:
+    """Also if retention removes its row between the lookup and the read of its body."""
     first = (await world.broker.send(batch(1, delay_ms=[5 * HOUR_MS]))).first_seq
 
-    async def let_go_of(seq: int) -> None:
+    async def remove_rows_until(seq: int) -> None:
         for _ in range(200):
             if world.broker.log.reader.first_seq > seq:
                 return
-            await world.advance(60 * SECOND_MS)  # it rolls
+            await world.advance(60 * SECOND_MS)  # the timer wheel writes a new row of the message
             await world.send("filler", [None] * 6, 100_000)
             await world.checkpoint()
             await world.let_go()
@@ -221,12 +234,12 @@ async def test_without_an_id_moved_rolled_and_let_go_of(world: World) -> None:
     for delay_ms in (6 * HOUR_MS, 7 * HOUR_MS):
         [verdict] = await world.broker.reschedule(seqs=[first], delay_ms=delay_ms)
         assert (verdict.verdict, verdict.seq) == ("rescheduled", first)
-        await let_go_of(world.broker.log.reader.next_seq - 1)
+        await remove_rows_until(world.broker.log.reader.next_seq - 1)
     look_ups = world.broker.look_ups
-    found = await look_ups.look_up(Names(seqs=[first]))
-    await let_go_of(world.broker.log.reader.next_seq - 1)
-    left = await cancel.recheck_unsettled(look_ups, found.candidates, {})
-    assert [c.number for c in left] == [first]
-    assert left[0].at_seq >= world.broker.log.reader.first_seq > found.candidates[0].at_seq
+    before = await look_ups.look_up(Names(seqs=[first]))
+    await remove_rows_until(world.broker.log.reader.next_seq - 1)
+    [now] = await cancel.recheck_unsettled(look_ups, before.candidates, {})
+    assert now.number == first
+    assert now.at_seq >= world.broker.log.reader.first_seq > before.candidates[0].at_seq
     [verdict] = await world.broker.cancel(seqs=[first])
     assert (verdict.verdict, verdict.seq) == ("cancelled", first)

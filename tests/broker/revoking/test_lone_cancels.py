@@ -36,7 +36,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_they_share_a_look_up_and_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancels_that_arrive_together_share_a_look_up_and_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = searches(monkeypatch)
 
     @on_node()
@@ -52,7 +52,7 @@ def test_they_share_a_look_up_and_a_commit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @on_node()
-async def test_of_two_cancels_of_an_id_one_comes_first(world: World) -> None:
+async def test_of_two_simultaneous_cancels_of_an_id_one_cancels_it(world: World) -> None:
     first, second = await world.send("a", [FAR_MS] * 2)
     verdicts = await cancelled(world, first, second, first)
     assert verdicts[1] == ["cancelled"]
@@ -60,14 +60,14 @@ async def test_of_two_cancels_of_an_id_one_comes_first(world: World) -> None:
 
 
 @on_node()
-async def test_each_topic_and_each_caller_has_its_own(world: World) -> None:
+async def test_cancels_that_share_a_look_up_respect_their_own_topic_and_permissions(world: World) -> None:
     (in_a,), (in_b,) = await world.send("a", [FAR_MS]), await world.send("b", [FAR_MS])
-    found = await asyncio.gather(
+    of_topic_a, of_topic_b, only_b_allowed = await asyncio.gather(
         cancelled(world, in_a, in_b, topic="a"), cancelled(world, in_b, topic="b"),
         world.broker.lone_cancels.put(in_a, None, ANONYMOUS, lambda topic: topic == "b"),
     )  # fmt: skip
-    assert found[:2] == [[["cancelled"], ["not_found"]], [["cancelled"]]]
-    assert found[2] is not None and [verdict.verdict for verdict in found[2]] == ["not_found"]
+    assert (of_topic_a, of_topic_b) == ([["cancelled"], ["not_found"]], [["cancelled"]])
+    assert only_b_allowed is not None and [verdict.verdict for verdict in only_b_allowed] == ["not_found"]
 
 
 def test_a_cancel_of_many_messages_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:

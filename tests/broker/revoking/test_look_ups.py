@@ -26,15 +26,13 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-async def told(world: World, names: list[Names]) -> list[list[tuple[str, int]]]:
-    """Return the (subject, number) pairs that each of these simultaneous look-ups gets."""
-    found = await asyncio.gather(*(world.broker.look_ups.look_up(each) for each in names))
-    return [sorted((c.subject, c.number) for c in each.candidates) for each in found]
+async def look_up_together(world: World, names: list[Names]) -> list[list[tuple[str, int]]]:
+    """Look up all names at the same time. Return the (subject, number) pairs that each look-up finds."""
+    lookups = await asyncio.gather(*(world.broker.look_ups.look_up(each) for each in names))
+    return [sorted((c.subject, c.number) for c in each.candidates) for each in lookups]
 
 
-def test_simultaneous_look_ups_share_a_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_simultaneous_look_ups_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = searches(monkeypatch)
 
     @on_node()
@@ -48,7 +46,7 @@ def test_simultaneous_look_ups_share_a_search(
             Names(ids=[filed[0], logged[0]], topic="a"),
             Names(ids=[filed[0], logged[0]], may=lambda topic: topic == "b"),
         ]
-        alone = [(await told(world, [each]))[0] for each in names]
+        alone = [(await look_up_together(world, [each]))[0] for each in names]
         numbers = [number for [(_, number)] in alone[:4]]
         assert len(set(numbers)) == 4
         assert alone[4:] == [
@@ -59,38 +57,41 @@ def test_simultaneous_look_ups_share_a_search(
         ]
         by_number = [Names(seqs=[number]) for number in numbers]
         counts.clear()
-        assert await told(world, names + by_number) == alone + [[(str(n), n)] for n in numbers]
+        by_number_results = [[(str(number), number)] for number in numbers]
+        assert await look_up_together(world, names + by_number) == alone + by_number_results
         assert sum(counts) == 12 and len(counts) <= 2, counts
 
     work()
 
 
-def test_a_large_request_takes_a_search_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_does_not_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = searches(monkeypatch)
 
     @on_node()
     async def work(world: World) -> None:
         large = Names(ids=[f"none-{n}" for n in range(9_999)])
-        assert await told(world, [large, Names(ids=["x", "y"]), large]) == [[], [], []]
+        assert await look_up_together(world, [large, Names(ids=["x", "y"]), large]) == [[], [], []]
         assert counts == [1, 1, 1]
 
     work()
 
 
-def test_a_file_that_cannot_be_read_fails_only_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_fails_only_the_look_ups_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @on_node()
     async def work(world: World) -> None:
         [filed] = await world.bulk("a", [FAR_MS], 1)
         [logged] = await world.send("b", [FAR_MS])
         find_keys = TableKeys.find_keys
 
-        def rotten(self: TableKeys, live: object, hashes: object) -> object:
+        def find_in_damaged_file(self: TableKeys, live: object, hashes: object) -> object:
             rows = find_keys(self, live, hashes)  # type: ignore[arg-type]
             if rows:
                 raise Corrupt("a page of it does not match its checksum; restore this file from a copy")
             return rows
 
-        monkeypatch.setattr(TableKeys, "find_keys", rotten)
+        monkeypatch.setattr(TableKeys, "find_keys", find_in_damaged_file)
         look_up = world.broker.look_ups.look_up
         answers = await asyncio.gather(
             *(look_up(Names(ids=[one])) for one in (logged, filed, "none", logged)), return_exceptions=True
@@ -104,7 +105,7 @@ def test_a_file_that_cannot_be_read_fails_only_who_needs_it(monkeypatch: pytest.
 
 
 @on_node()
-async def test_cancels_of_one_scheduled_message_that_come_together_end_it_once(world: World) -> None:
+async def test_simultaneous_cancels_of_one_message_cancel_it_once(world: World) -> None:
     [filed] = await world.bulk("a", [FAR_MS], 1)
     verdicts = await asyncio.gather(*(world.broker.cancel(ids=[filed]) for _ in range(5)))
     assert sorted(one.verdict for [one] in verdicts) == [*["already_cancelled"] * 4, "cancelled"]

@@ -13,40 +13,44 @@ from timeball.model.answers import HANDED, UNAVAILABLE, VERDICTS, MessagePlace, 
 from timeball.model.errors import Unavailable
 
 SUBJECTS = ("x", "y")
-KNOWN = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE, HANDED)]
+FOUND = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE, HANDED)]
 
 
 def of_subject(subject: str) -> st.SearchStrategy[list[Verdict]]:
-    """Verdicts of one group on one name: some scheduled messages, or none."""
-    known = st.lists(
-        st.builds(Verdict, st.just(subject), st.sampled_from(KNOWN), st.integers(1, 99)), min_size=1
+    """Build the verdicts of one group on one name: of some messages, or `not_found`."""
+    found = st.lists(
+        st.builds(Verdict, st.just(subject), st.sampled_from(FOUND), st.integers(1, 99)), min_size=1
     )
-    return st.one_of(known, st.just([Verdict(subject, "not_found")]))
+    return st.one_of(found, st.just([Verdict(subject, "not_found")]))
 
 
-ANSWER = st.tuples(*map(of_subject, SUBJECTS)).map(lambda each: [verdict for of in each for verdict in of])
+ANSWER = st.tuples(*map(of_subject, SUBJECTS)).map(
+    lambda by_subject: [verdict for verdicts in by_subject for verdict in verdicts]
+)
 
 
 @given(st.lists(st.one_of(st.none(), ANSWER), min_size=1, max_size=5))
-def test_any_answers_and_silences_make_one_answer(told: list[list[Verdict] | None]) -> None:
-    merged = merge_verdicts(SUBJECTS, told)
-    answers = [verdict for verdicts in told if verdicts is not None for verdict in verdicts]
-    is_silent = None in told
-    assert [v.subject for v in merged] == sorted(v.subject for v in merged), "in the order asked"
+def test_merged_verdicts_report_each_message_once_and_missing_answers_first(
+    answers: list[list[Verdict] | None],
+) -> None:
+    """None: a group that did not answer."""
+    merged = merge_verdicts(SUBJECTS, answers)
+    answered = [verdict for verdicts in answers if verdicts is not None for verdict in verdicts]
+    is_silent = None in answers
+    assert [v.subject for v in merged] == sorted(v.subject for v in merged), "in the order of SUBJECTS"
     for subject in SUBJECTS:
-        of = [verdict for verdict in merged if verdict.subject == subject]
-        known = [v for v in answers if v.subject == subject and v.verdict != "not_found"]
-        assert of, "each name has a verdict"
-        # Every message that a group has settled is reported, once.
-        assert Counter(v for v in of if v.verdict not in ("not_found", UNAVAILABLE)) == Counter(known)
-        words = [verdict.verdict for verdict in of]
-        assert words.count(UNAVAILABLE) == is_silent and words.count("not_found") == (
-            not known and not is_silent
-        )
+        of_name = [verdict for verdict in merged if verdict.subject == subject]
+        found = [v for v in answered if v.subject == subject and v.verdict != "not_found"]
+        assert of_name, "each name has a verdict"
+        reported = Counter(v for v in of_name if v.verdict not in ("not_found", UNAVAILABLE))
+        assert reported == Counter(found), "each message of a group is reported once"
+        words = [verdict.verdict for verdict in of_name]
+        assert words.count(UNAVAILABLE) == is_silent
+        assert words.count("not_found") == (not found and not is_silent)
         if is_silent:
-            assert words[0] == UNAVAILABLE, "who reads one verdict reads this one"
+            assert words[0] == UNAVAILABLE, "a caller that reads only the first verdict learns of it"
         done = [word in ("cancelled", "rescheduled") for word in words[is_silent:]]
-        assert done == sorted(done, reverse=True), "first what this call has done"
+        assert done == sorted(done, reverse=True), "messages that this request settled come first"
 
 
 @given(ANSWER)
@@ -56,14 +60,14 @@ def test_a_group_that_found_nothing_changes_no_answer(answer: list[Verdict]) -> 
     assert Counter(merge_verdicts(SUBJECTS, [answer, nothing])) == Counter(answer)
 
 
-def test_a_name_given_twice_is_answered_once_for_each_message() -> None:
+def test_a_name_in_a_request_twice_is_reported_once() -> None:
     here = [Verdict("x", "cancelled", 1), Verdict("x", "already_cancelled", 1)]
     there = [Verdict("x", "not_found"), Verdict("x", "not_found")]
     assert merge_verdicts(["x", "x"], [here, there]) == here
     assert merge_verdicts(["x", "x"], [there, there]) == [Verdict("x", "not_found")]
 
 
-def test_a_place_is_found_through_a_silence_and_no_place_is_not() -> None:
+def test_a_missing_answer_fails_a_look_up_only_if_no_group_found_a_message() -> None:
     place = MessagePlace("visible", 7, at_ms=5)
     assert merge_places([[], None, [place]]) == [place]
     assert merge_places([[], []]) == []
@@ -77,12 +81,20 @@ def test_pending_states_come_before_visible_ones() -> None:
     assert merge_places([[old], [waiting, new]]) == [waiting, new, old]
 
 
-def test_one_that_was_handed_over_is_what_its_heir_says() -> None:
-    handed, moving = Verdict("x", HANDED, 3, 7), Verdict("x", UNAVAILABLE, 3, 7)
-    there, unknown = Verdict("x", "cancelled", 9, 8), Verdict("x", "not_found")
-    assert merge_verdicts(["x"], [[handed], [there]]) == [there]
-    assert merge_verdicts(["x"], [[unknown], [handed]]) == [handed], "to be asked once more"
+def test_a_message_that_was_handed_over_has_the_verdict_of_the_receiving_group() -> None:
+    handed, received = Verdict("x", HANDED, 3, 7), Verdict("x", "cancelled", 9, 8)
+    not_found = Verdict("x", "not_found")
+    assert merge_verdicts(["x"], [[handed], [received]]) == [received]
+    assert merge_verdicts(["x"], [[not_found], [handed]]) == [handed], "the caller asks the groups again"
     assert merge_verdicts(["x"], [[handed], None]) == [Verdict("x", UNAVAILABLE)]
-    # On its way: the heir may have been asked too early, or have another one of the name.
-    assert merge_verdicts(["x"], [[moving], [unknown]]) == [Verdict("x", UNAVAILABLE)]
-    assert merge_verdicts(["x"], [[moving, handed], [there]]) == [Verdict("x", UNAVAILABLE), there]
+
+
+def test_a_message_that_is_being_transferred_is_unavailable() -> None:
+    """The receiving group may have been asked too early, or have another message with the name."""
+    moving, handed, received = (
+        Verdict("x", UNAVAILABLE, 3, 7),
+        Verdict("x", HANDED, 3, 7),
+        Verdict("x", "cancelled", 9),
+    )
+    assert merge_verdicts(["x"], [[moving], [Verdict("x", "not_found")]]) == [Verdict("x", UNAVAILABLE)]
+    assert merge_verdicts(["x"], [[moving, handed], [received]]) == [Verdict("x", UNAVAILABLE), received]

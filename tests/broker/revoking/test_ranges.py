@@ -34,7 +34,7 @@ DAY_MS = 24 * HOUR_MS
 async def attached(
     world: World, delays_ms: Sequence[int], epoch: int = 1
 ) -> tuple[list[str], tuple[int, int]]:
-    """Ids in the order of their instants, and the range of their numbers."""
+    """Attach messages of a bulk job. Return their ids in the order of the due times, and the range of their numbers."""
     keys = await world.bulk("a", delays_ms, epoch)
     entries = world.broker.scheduling.hour_log.pending.live_entries()
     newest = max(entry.max_seq for entry in entries)
@@ -42,7 +42,7 @@ async def attached(
 
 
 def cancel_log(world: World) -> list[tuple[int, str]]:
-    """(scheduled message, reason) of every CANCEL row."""
+    """Return the number of the message and the reason of every CANCEL row."""
     rows = world.broker.log.reader.rows(
         world.broker.log.reader.first_seq, world.broker.log.reader.next_seq, [Kind.CANCEL]
     )
@@ -53,7 +53,7 @@ def cancel_log(world: World) -> list[tuple[int, str]]:
     ]
 
 
-# ---- what is counted, and what comes ------------------------------------------------------------------------
+# ---- counts and deliveries -------------------------------------------------------------------------------------
 
 
 @on_node()
@@ -129,42 +129,44 @@ async def test_released_messages_do_not_count_as_cancelled_after_a_restart(world
 
 
 @on_node()
-async def test_several_ranges_are_one_call_and_a_rewrite_in_between_changes_nothing(world: World) -> None:
-    (_, one), (_, other) = await attached(world, [FAR_MS] * 3, 1), await attached(world, [FAR_MS] * 4, 2)
+async def test_one_call_cancels_several_ranges_also_after_a_rewrite(world: World) -> None:
+    (_, first), (_, second) = await attached(world, [FAR_MS] * 3, 1), await attached(world, [FAR_MS] * 4, 2)
     await world.rewrite(1)
-    assert (await world.broker.cancel_ranges([other, one])).cancelled == 7
+    assert (await world.broker.cancel_ranges([second, first])).cancelled == 7
     await world.advance(2 * DAY_MS)
     assert await delivered(world) == []
 
 
 @on_node()
-async def test_an_attach_that_is_not_done_yet_is_waited_for(
+async def test_a_cancel_of_ranges_waits_for_an_attach_that_has_begun(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its numbers were used and its files not yet in the table: all counted as settled, and were delivered."""
+    """An earlier version did not wait. The numbers were used, but their files were not in the table yet: all messages
+    counted as settled, and were delivered.
+    """
     first = await world.broker.reserve(3)
-    scheduler, asked = world.broker.scheduling.scheduler, []
+    scheduler, requests = world.broker.scheduling.scheduler, []
     attach = scheduler.attach
 
-    async def slowly(*args: object) -> None:
-        asked.append(asyncio.ensure_future(world.broker.cancel_ranges([(first, 3)])))
+    async def attach_slowly(*args: object) -> None:
+        requests.append(asyncio.ensure_future(world.broker.cancel_ranges([(first, 3)])))
         for _ in range(20):
             await asyncio.sleep(0.001)
         await attach(*args)
 
-    monkeypatch.setattr(scheduler, "attach", slowly)
+    monkeypatch.setattr(scheduler, "attach", attach_slowly)
     monkeypatch.setattr(world.broker, "reserve", AsyncMock(return_value=first))
     await world.bulk("a", [SOON_MS] * 3, 1)
-    assert (await asked[0]).cancelled == 3
+    assert (await requests[0]).cancelled == 3
     await world.advance(DAY_MS)
     assert await delivered(world) == []
 
 
 @on_node(retention_ms=1)
-async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
+async def test_files_that_a_rewrite_replaces_meanwhile_stay_until_the_cancel_has_read_them(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rewrite replaced the files and retention removed them: the call failed at a missing file."""
+    """An earlier version failed at a missing file: a rewrite had replaced it and retention had removed it."""
     _, numbers = await attached(world, [HOUR_MS, FAR_MS, 40 * DAY_MS])
     read = ranges.group_in_ranges
     loop = asyncio.get_running_loop()
@@ -172,29 +174,29 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
     async def replace_all() -> None:
         for epoch, file in enumerate(world.broker.scheduling.hour_log.pending.all()):
             await world.rewrite(epoch)
-            file.close()  # what is mapped could still be read
+            file.close()  # a file that is still mapped could be read after its deletion
         await world.advance(SECOND_MS)
 
-    async def let_go() -> None:
+    async def replace_and_remove_files() -> None:
         assert world.node is not None
         monkeypatch.setattr(ranges, "group_in_ranges", read)
         await replace_all()
         await world.let_go()
 
-    started: list[asyncio.Task[None]] = []
+    removals: list[asyncio.Task[None]] = []
 
-    def first_read(file: DataFile, *args: Any) -> object:
-        loop.call_soon_threadsafe(lambda: started.append(loop.create_task(let_go())))
+    def start_removal_and_read(file: DataFile, *args: Any) -> object:
+        loop.call_soon_threadsafe(lambda: removals.append(loop.create_task(replace_and_remove_files())))
         return read(file, *args)
 
-    monkeypatch.setattr(ranges, "group_in_ranges", first_read)
+    monkeypatch.setattr(ranges, "group_in_ranges", start_removal_and_read)
     cancel = ranges._cancel
 
-    async def behind_it(*args: Any, **kwargs: Any) -> int:
-        await started[0]
+    async def cancel_after_removal(*args: Any, **kwargs: Any) -> int:
+        await removals[0]
         return await cancel(*args, **kwargs)
 
-    monkeypatch.setattr(ranges, "_cancel", behind_it)
+    monkeypatch.setattr(ranges, "_cancel", cancel_after_removal)
     before = {f"pending/{entry.path}" for entry in world.broker.scheduling.hour_log.pending.live_entries()}
     assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
     assert not before & {f"pending/{e.path}" for e in world.broker.scheduling.hour_log.pending.live_entries()}
@@ -204,7 +206,7 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
 
 @on_node()
 async def test_many_ranges_are_checked_quickly(world: World) -> None:
-    """Each was compared with each reservation and read from the log, all on the event loop: this took seconds."""
+    """An earlier version compared each range with each reservation on the event loop, which took seconds."""
     _, (first, rows) = await attached(world, [FAR_MS] * limits.ATTACH_FILES_MAX)
     world.broker.attach_state.reserved |= {(1 << 50) + at: 1 for at in range(limits.RESERVATIONS_MAX)}
     begin_s = time.perf_counter()
@@ -221,7 +223,7 @@ async def test_many_ranges_are_checked_quickly(world: World) -> None:
     st.sampled_from([0, SECOND_MS, SOON_MS, 10 * SECOND_MS]),
     st.integers(0, 6),
 )
-def test_at_the_very_instant_each_is_either_counted_or_delivered(
+def test_in_a_race_with_its_release_a_message_is_either_counted_or_delivered(
     delays_ms: list[int], passed_ms: int, turns: int
 ) -> None:
     @on_node(InTurn)
@@ -236,13 +238,14 @@ def test_at_the_very_instant_each_is_either_counted_or_delivered(
         assert verdicts.count("already_cancelled") == ended.cancelled
         assert verdicts.count("released") == ended.settled
         await world.advance(DAY_MS)
-        came = await delivered(world)
-        assert came == sorted(key for key, said in zip(keys, verdicts, strict=True) if said == "released")
+        assert await delivered(world) == sorted(
+            key for key, verdict in zip(keys, verdicts, strict=True) if verdict == "released"
+        )
 
     race()
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------
+# ---- refused numbers -------------------------------------------------------------------------------------------
 
 
 @on_node()
@@ -250,17 +253,17 @@ async def test_numbers_that_no_bulk_job_has_attached_are_refused(world: World) -
     keys, (first, rows) = await attached(world, [FAR_MS] * 3)
     await world.send("a", [FAR_MS, None])
     in_log = world.broker.log.writer.next_seq - 2
-    kept = await world.broker.reserve(10)
-    for asked, error, text in (
-        ([(kept, 10)], NotFound, "set aside"),
-        ([(first, rows), (kept + 9, 1)], NotFound, "set aside"),
+    reserved = await world.broker.reserve(10)
+    for numbers, error, text in (
+        ([(reserved, 10)], NotFound, "set aside"),
+        ([(first, rows), (reserved + 9, 1)], NotFound, "set aside"),
         ([(in_log, 1)], OutOfRange, "not the range of a bulk attach"),
         ([(first, rows), (first + rows - 1, 1)], OutOfRange, "named twice"),
         ([(1 << 40, 1)], OutOfRange, "beyond"),
     ):
         with pytest.raises(error, match=text):
-            await world.broker.cancel_ranges(asked)
-    assert await said(world, ids=keys) == ["cancelled"] * 3  # none was touched
+            await world.broker.cancel_ranges(numbers)
+    assert await said(world, ids=keys) == ["cancelled"] * 3, "the refused calls cancelled none of them"
 
 
 @given(
@@ -272,14 +275,14 @@ async def test_numbers_that_no_bulk_job_has_attached_are_refused(world: World) -
 def test_within_finds_exactly_the_numbers_in_the_ranges(
     ranges: list[tuple[int, int]], seqs: list[int]
 ) -> None:
-    apart = [
+    disjoint = [
         (first, min(rows, next_first - first))
         for (first, rows), (next_first, _) in zip(
             sorted(ranges), [*sorted(ranges)[1:], (1000, 0)], strict=True
         )
     ]
-    expected = [any(first <= seq < first + rows for first, rows in apart) for seq in seqs]
-    assert within(np.array(seqs, dtype=np.int64), apart).tolist() == expected
+    expected = [any(first <= seq < first + rows for first, rows in disjoint) for seq in seqs]
+    assert within(np.array(seqs, dtype=np.int64), disjoint).tolist() == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=6), st.data())
@@ -287,20 +290,20 @@ def test_overlap_finds_exactly_the_spans_that_share_a_number(
     spans: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     sizes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=6))
-    apart, first = [], 0
+    disjoint, end = [], 0
     for gap, rows in sizes:
-        apart.append((first + gap, rows))
-        first += gap + rows
+        disjoint.append((end + gap, rows))
+        end += gap + rows
     begin, count = np.array(spans, np.int64).reshape(-1, 2).T
     expected = [
-        any(set(range(low, low + size)) & set(range(at, at + rows)) for at, rows in apart)
+        any(set(range(low, low + size)) & set(range(first, first + rows)) for first, rows in disjoint)
         for low, size in spans
     ]
-    assert overlap(begin, begin + count, apart[::-1]).tolist() == expected
+    assert overlap(begin, begin + count, disjoint[::-1]).tolist() == expected
 
 
 @on_node()
-async def test_only_files_that_may_hold_the_numbers_are_read_and_the_soonest_first(world: World) -> None:
+async def test_only_files_that_may_have_the_numbers_are_read_and_the_soonest_first(world: World) -> None:
     await attached(world, [FAR_MS], 1)
     _, numbers = await attached(world, [40 * DAY_MS, SOON_MS, FAR_MS], 2)
     files = overlapping(world.broker.scheduling.hour_log.pending.all(), [numbers])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
-from tests.broker.revoking.test_cancel import delivered, let_go_of_all
+from tests.broker.revoking.test_cancel import delivered, remove_all_rows
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
@@ -21,13 +21,14 @@ SOON_MS = 2_000
 
 
 async def sent(world: World, delay_ms: int, key: str = "x", topic: str = "a") -> str:
-    """The handle of a scheduled message."""
+    """Send a message, and return its recall handle."""
     due_ms = world.clock.wall + delay_ms
     await world.broker.send(batch(1, unique_key=[key], due_ms=[due_ms], topic=[topic]))
     return encode_handle(topic, "timeball", due_ms, key)
 
 
 async def refused(world: World, handle: str) -> tuple[str, int | None]:
+    """Check that the recall is refused, and return the verdict and the time of the refusal."""
     with pytest.raises(RecallRefused) as refusal:
         await world.broker.recall("a", handle)
     assert refusal.value.sentence == str(refusal.value)
@@ -67,9 +68,9 @@ async def test_a_message_that_was_moved_to_the_topic_of_the_handle_is_not_recall
 async def test_a_recall_of_a_delivered_message_is_refused(world: World) -> None:
     handle = await sent(world, SOON_MS)
     await world.advance(SOON_MS)
-    instant_ms = world.clock.wall
+    released_ms = world.clock.wall
     await world.advance(SOON_MS)
-    assert await refused(world, handle) == ("released", instant_ms)
+    assert await refused(world, handle) == ("released", released_ms)
     assert await delivered(world) == ["x"]
 
 
@@ -103,14 +104,14 @@ async def test_a_recall_of_an_unknown_message_is_refused(world: World) -> None:
 async def test_a_recall_of_a_message_older_than_the_log_is_expired(world: World) -> None:
     old = await sent(world, SOON_MS)
     await world.advance(SOON_MS)
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert await refused(world, old) == ("expired", None)
     ahead = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
     assert await refused(world, ahead) == ("not_found", None)
 
 
 @on_node()
-async def test_a_handle_of_another_topic_or_broker_is_refused(world: World) -> None:
+async def test_a_handle_that_is_invalid_or_of_another_topic_or_broker_is_refused(world: World) -> None:
     handle = await sent(world, FAR_MS)
     await sent(world, FAR_MS, topic="b")
     for topic, text, sentence in (
@@ -148,12 +149,12 @@ def test_a_handle_is_decoded_to_the_items_it_was_encoded_from(
     assert decode_handle(handle.rstrip("=")) == Handle(topic, broker, due_ms, key)
 
 
-def test_items_behind_the_fifth_are_ignored() -> None:
+def test_items_of_a_handle_after_the_fifth_are_ignored() -> None:
     assert decode_handle(encoded("v1 t b 5 k later additions")) == Handle("t", "b", 5, "k")
 
 
 @pytest.mark.parametrize("key", ["", "two words"])
-def test_items_that_a_handle_cannot_contain_give_no_handle(key: str) -> None:
+def test_an_empty_item_or_one_with_a_blank_gives_no_handle(key: str) -> None:
     assert encode_handle("t", "b", 5, key) == ""
 
 
@@ -170,7 +171,7 @@ def test_an_invalid_handle_is_refused(text: str) -> None:
 
 
 @given(text=st.text(max_size=60))
-def test_any_text_is_a_handle_or_refused(text: str) -> None:
+def test_any_text_is_decoded_or_refused_with_invalid_message(text: str) -> None:
     try:
         assert isinstance(decode_handle(text), Handle)
     except InvalidMessage as error:

@@ -21,11 +21,11 @@ from tests.broker.revoking.test_cancel import (
     PLACES,
     SOON_MS,
     TURNS,
-    after,
     delivered,
     faults,
-    let_go_of_all,
+    remove_all_rows,
     said,
+    wait_turns,
 )
 from tests.broker.test_kept_scheduled_messages import begin, kept_by, move_on
 from tests.crash.lives import run
@@ -54,13 +54,14 @@ LATER_MS = 2 * HOUR_MS
 
 
 async def log_rows(world: World, *kinds: Kind) -> list[dict[str, object]]:
+    """Read all rows of these kinds from the log."""
     reader = world.broker.log.reader
     return [
         row for part in world.broker.read_log(reader.first_seq, 1 << 62, kinds) for row in part.to_pylist()
     ]
 
 
-# ---- wherever it waits --------------------------------------------------------------------------------------
+# ---- the message in each place ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -132,13 +133,13 @@ async def test_a_rescheduled_message_keeps_all_its_columns(world: World) -> None
     ):
         assert row[name] == sent[name][0], name
     assert row["reconsume_times"] == 2
-    # What once said when it was due is not true any more.
+    # Properties of the first due time are removed.
     assert decode_properties(row["properties"]) == {"mine": "1", "WAIT": "true"}
 
 
 @pytest.mark.parametrize("is_delay", [True, False], ids=["delay", "due"])
 @on_node()
-async def test_a_few_messages_are_moved_as_many_are(
+async def test_a_few_messages_and_many_are_moved_by_equal_rows(
     world: World, monkeypatch: pytest.MonkeyPatch, *, is_delay: bool
 ) -> None:
     ids = ["few", "many"]
@@ -150,7 +151,7 @@ async def test_a_few_messages_are_moved_as_many_are(
     }  # fmt: skip
     for name in ids:
         await world.broker.send(batch(1, **columns, unique_key=[name], delay_ms=[FAR_MS]))
-    for _ in range(2):  # the second move is one of a MOVED row
+    for _ in range(2):  # the second move begins with a MOVED row
         await world.broker.reschedule(ids=["few"], **when)
         with monkeypatch.context() as patch:
             patch.setattr(reschedule, "FEW_ROWS", 0)
@@ -170,19 +171,19 @@ async def test_a_few_messages_are_moved_as_many_are(
 
 
 @on_node()
-async def test_a_scheduled_message_of_a_delay_level_becomes_an_ordinary_one(world: World) -> None:
+async def test_a_rescheduled_message_of_a_delay_level_loses_its_level(world: World) -> None:
     levels = np.array([5, 5], dtype=np.int32)
     properties = [encode_properties({"UNIQ_KEY": key, "DELAY": "5"}) for key in "xy"]
     await world.broker.send(batch(2, delay_level=levels, unique_key=["x", "y"], properties=properties))
     [verdict] = await world.broker.reschedule(ids=["x"], delay_ms=SOON_MS)
     assert verdict.verdict == "rescheduled"
     await world.advance(SOON_MS)
-    found = [
-        r
-        for q in world.broker.queues("orders")
-        for r in (await world.broker.read_queue("orders", q, 0, 9)).to_pylist()
+    visible = [
+        row
+        for queue_id in world.broker.queues("orders")
+        for row in (await world.broker.read_queue("orders", queue_id, 0, 9)).to_pylist()
     ]
-    assert [(row["unique_key"], decode_properties(row["properties"])) for row in found] == [
+    assert [(row["unique_key"], decode_properties(row["properties"])) for row in visible] == [
         ("x", {"UNIQ_KEY": "x"})
     ]
     await world.advance(HOUR_MS)
@@ -223,17 +224,17 @@ async def test_a_full_slot_of_the_timer_wheel_refuses_a_move(world: World) -> No
     assert await said(world, ids=["y"]) == ["cancelled"]
 
 
-# ---- what names find afterwards -----------------------------------------------------------------------------
+# ---- look-ups after a move -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filed", [False, True])
+@pytest.mark.parametrize("in_table", [False, True])
 @on_node()
-async def test_a_rescheduled_message_is_found_by_all_its_names(world: World, filed: bool) -> None:
+async def test_a_rescheduled_message_is_found_by_all_its_names(world: World, in_table: bool) -> None:
     first = (await world.broker.send(batch(1, unique_key=["x"], keys=["k"], delay_ms=[FAR_MS]))).first_seq
     all_names: tuple[dict[str, list], ...] = ({"ids": ["x"]}, {"keys": ["k"]}, {"seqs": [first]})
     for delay_ms in (HOUR_MS, SOON_MS, LATER_MS):
         for names in all_names:
-            if filed:
+            if in_table:
                 await world.compact()
             [verdict] = await world.broker.reschedule(**names, delay_ms=delay_ms)
             assert (verdict.verdict, verdict.seq) == ("rescheduled", first), names
@@ -243,27 +244,25 @@ async def test_a_rescheduled_message_is_found_by_all_its_names(world: World, fil
         found = await world.broker.cancel(**names)
         assert [(v.verdict, v.seq) for v in found] == [("already_cancelled", first)]
     await world.advance(2 * LATER_MS)
-    assert await world.broker.pull("orders", {0: 0, 1: 0}, 9, 0) == batch(0) or await delivered(world) == []
+    assert await delivered(world) == []
 
 
 @on_node()
-async def test_a_scheduled_message_without_a_name_is_followed_by_its_number(world: World) -> None:
+async def test_a_message_without_id_and_keys_keeps_its_number_when_it_is_moved(world: World) -> None:
     first = (await world.broker.send(batch(2, delay_ms=[FAR_MS, FAR_MS]))).first_seq
-    [a] = await world.broker.reschedule(seqs=[first], delay_ms=HOUR_MS)
-    [b] = await world.broker.reschedule(seqs=[first], delay_ms=LATER_MS)
-    assert (a.verdict, b.verdict) == ("rescheduled", "rescheduled")
-    assert (a.seq, b.seq) == (first, first)
+    for delay_ms in (HOUR_MS, LATER_MS):
+        [verdict] = await world.broker.reschedule(seqs=[first], delay_ms=delay_ms)
+        assert (verdict.verdict, verdict.seq) == ("rescheduled", first)
     assert [(v.verdict, v.seq) for v in await world.broker.cancel(seqs=[first])] == [("cancelled", first)]
     assert await said(world, seqs=[first]) == ["already_cancelled"]
 
 
 @on_node(retention_ms=1)
 async def test_a_moved_message_is_found_by_id_after_retention_removed_its_moved_row(world: World) -> None:
-    """Then an id still names the pending message. No verdict claims more than the log shows."""
     [key] = await world.send("a", [HOUR_MS])
     await world.compact()
     [moved] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert world.broker.log.reader.first_seq > moved.seq
     again = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
     assert [v.verdict for v in again] == ["rescheduled"]
@@ -274,7 +273,9 @@ async def test_a_moved_message_is_found_by_id_after_retention_removed_its_moved_
 
 @pytest.mark.parametrize("without_checkpoint", [False, True])
 @on_node()
-async def test_where_it_went_is_remembered_through_a_restart(world: World, without_checkpoint: bool) -> None:
+async def test_a_restart_keeps_the_newest_version_of_a_moved_message(
+    world: World, without_checkpoint: bool
+) -> None:
     first = (await world.broker.send(batch(1, unique_key=["x"], delay_ms=[LATER_MS]))).first_seq
     moved = [await world.broker.reschedule(ids=["x"], delay_ms=ms) for ms in (HOUR_MS, 2 * LATER_MS)]
     newest = world.broker.scheduling.outcomes.moved.newest(first)
@@ -283,56 +284,57 @@ async def test_where_it_went_is_remembered_through_a_restart(world: World, witho
     if without_checkpoint:
         world.files.remove("checkpoint")
     await world.start()
-    known = world.broker.scheduling.outcomes.moved
-    assert known.newest(first) == newest and entries_of(known).shape == (4, 1), "one entry"
+    moved_after = world.broker.scheduling.outcomes.moved
+    assert moved_after.newest(first) == newest
+    assert entries_of(moved_after).shape == (4, 1), "one entry of four columns: that of the newest version"
 
 
 @on_node(retention_ms=1)
-async def test_a_number_leads_on_when_the_log_has_let_go_of_it(world: World) -> None:
-    """With numbers that are already forgotten, over a restart, and until its own due time has passed."""
-    key, quiet = await world.send("a", [LATER_MS, LATER_MS])
-    nameless = (await world.broker.send(batch(1, delay_ms=[LATER_MS]))).first_seq
+async def test_a_number_finds_a_moved_message_after_retention_and_a_restart(world: World) -> None:
+    """Retention has removed the rows of the moves, and the first due time has passed."""
+    key, cancelled = await world.send("a", [LATER_MS, LATER_MS])
+    without_id = (await world.broker.send(batch(1, delay_ms=[LATER_MS]))).first_seq
     await world.compact()
-    for seq in (2, nameless):
+    for seq in (2, without_id):
         await world.broker.reschedule(seqs=[seq], delay_ms=SOON_MS)
         await world.broker.reschedule(seqs=[seq], delay_ms=2 * LATER_MS)
-    await world.cancel([quiet])
+    await world.cancel([cancelled])
     await world.advance(2 * SOON_MS)
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     await world.restart()
-    assert await said(world, seqs=[3]) == ["already_cancelled"], "that was a cancel"
-    told = await world.broker.reschedule(seqs=[2, nameless], delay_ms=3 * LATER_MS)
-    assert [v.verdict for v in told] == ["rescheduled"] * 2
+    assert await said(world, seqs=[3]) == ["already_cancelled"]
+    verdicts = await world.broker.reschedule(seqs=[2, without_id], delay_ms=3 * LATER_MS)
+    assert [v.verdict for v in verdicts] == ["rescheduled"] * 2
     await world.advance(LATER_MS)
     await world.send("a", [1_500])
-    await world.advance(1_500)  # its first instants have passed, and what waits is found all the same
+    await world.advance(1_500)  # the first due times have passed
     assert await said(world, seqs=[2]) == ["cancelled"]
     assert await said(world, ids=[key]) == ["already_cancelled"]
     await world.advance(3 * LATER_MS)
-    came = [row.place.topic for row in (await world.outcome()).rows]
-    assert sorted(topic for topic in came if topic != "filler") == [
-        "a",
-        "orders",
-    ]  # the late one, the nameless one
+    topics = [row.place.topic for row in (await world.outcome()).rows]
+    # "a": the message that was sent last. "orders": the one without id.
+    assert sorted(topic for topic in topics if topic != "filler") == ["a", "orders"]
 
 
 @on_node(retention_ms=1)
-async def test_a_message_that_came_at_another_time_was_not_cancelled(world: World) -> None:
+async def test_a_moved_and_released_message_without_log_rows_is_expired_and_not_cancelled(
+    world: World,
+) -> None:
     [key] = await world.send("a", [LATER_MS])
     await world.compact()
     [moved] = await world.broker.reschedule(ids=[key], delay_ms=SOON_MS)
     await world.advance(SOON_MS)
-    await let_go_of_all(world)
+    await remove_all_rows(world)
     assert await world.broker.cancel(ids=[key]) == [Verdict(key, "expired", moved.seq)]
     assert await world.broker.cancel(seqs=[2]) == [Verdict("2", "expired", moved.seq)]
 
 
 @on_node()
-async def test_many_at_once_and_one_named_twice(world: World) -> None:
+async def test_a_message_that_a_large_request_names_twice_is_moved_once(world: World) -> None:
     keys = await world.send("a", [FAR_MS] * (2 * SLICE_ROWS + 5))
-    asked = [*keys[::-1], keys[3], "nobody"]
-    verdicts = await world.broker.reschedule(ids=asked, delay_ms=LATER_MS)
-    assert [v.subject for v in verdicts] == asked
+    names = [*keys[::-1], keys[3], "nobody"]
+    verdicts = await world.broker.reschedule(ids=names, delay_ms=LATER_MS)
+    assert [v.subject for v in verdicts] == names
     assert [v.verdict for v in verdicts] == [*["rescheduled"] * (len(keys) + 1), "not_found"]
     assert verdicts[-2].seq == verdicts[len(keys) - 4].seq
     assert len(await log_rows(world, Kind.MOVED)) == len(keys) and not await log_rows(world, Kind.CANCEL)
@@ -361,7 +363,7 @@ async def test_a_move_is_one_frame_with_number_version_and_due_times(world: Worl
     assert (released["source_seq"], released["version_seq"]) == (2, before + 1)
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------
+# ---- refused moves ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -391,16 +393,16 @@ async def test_a_past_due_time_becomes_now(world: World) -> None:
 
 
 @on_node()
-async def test_too_many_at_once_move_nothing(world: World) -> None:
+async def test_a_request_with_too_many_names_moves_nothing(world: World) -> None:
     [key] = await world.send("a", [FAR_MS])
     with pytest.raises(OutOfRange, match="split it"):
         await world.broker.reschedule(ids=[key] * (limits.CANCELS_PER_REQUEST_MAX + 1), delay_ms=5)
-    assert await log_rows(world, Kind.CANCEL) == []
+    assert await log_rows(world, Kind.CANCEL, Kind.MOVED) == []
 
 
 @on_node()
-async def test_a_scheduled_message_for_a_topic_that_is_gone_is_moved_all_the_same(world: World) -> None:
-    """It has been accepted: whether a topic may be made is not asked again, its delivery brings it back."""
+async def test_a_move_creates_a_deleted_topic_again_even_without_auto_create(world: World) -> None:
+    """The message has been accepted, so its delivery needs the topic."""
     [key] = await world.send("a", [FAR_MS])
     await world.restart(auto_create_topics=False)
     world.broker.tables.topics.delete("a", world.broker.log.writer.next_seq)
@@ -411,9 +413,7 @@ async def test_a_scheduled_message_for_a_topic_that_is_gone_is_moved_all_the_sam
 
 
 @on_node()
-async def test_a_full_disk_refuses_it_as_it_refuses_a_send(
-    world: World,
-) -> None:
+async def test_a_move_is_refused_while_the_disk_is_full(world: World) -> None:
     [key] = await world.send("a", [FAR_MS])
     log = world.broker.log.writer
     log.next_segment.disk_full_error = OverLimit("no room")
@@ -425,6 +425,7 @@ async def test_a_full_disk_refuses_it_as_it_refuses_a_send(
 
 # ---- races --------------------------------------------------------------------------------------------------
 
+# Requests: the index of a message, the turns of the event loop before the request, and its kind.
 ACTS = st.lists(
     st.tuples(st.integers(0, 5), TURNS, st.sampled_from(["cancel", "sooner", "later"])),
     min_size=1,
@@ -433,32 +434,32 @@ ACTS = st.lists(
 
 
 async def race(
-    world: World, acts: list[tuple[int, int, str]], due_after: int, filed: bool = False
+    world: World, acts: list[tuple[int, int, str]], due_after: int, in_table: bool = False
 ) -> list[str]:
-    """Six messages become due while some are cancelled and some moved, each some loop iterations after the start."""
+    """Six messages become due after `due_after` turns. The requests `acts` cancel and move some of them."""
     keys = await world.send("a", [SOON_MS + i // 3 for i in range(6)])
-    if filed:
+    if in_table:
         await world.compact()
 
-    async def act(number: int, turns: int, what: str) -> None:
-        await after(turns)
+    async def act(index: int, turns: int, what: str) -> None:
+        await wait_turns(turns)
         if what == "cancel":
-            await world.cancel([keys[number]])
+            await world.cancel([keys[index]])
         else:
-            await world.reschedule([keys[number]], SOON_MS + 1 if what == "sooner" else HOUR_MS)
+            await world.reschedule([keys[index]], SOON_MS + 1 if what == "sooner" else HOUR_MS)
 
-    async def due() -> None:
-        await after(due_after)
+    async def become_due() -> None:
+        await wait_turns(due_after)
         world.clock.advance(SOON_MS)
         world.broker.ticker.wake()
 
-    await asyncio.gather(due(), *(act(*one) for one in acts))
+    await asyncio.gather(become_due(), *(act(*each) for each in acts))
     await world.advance(1)
     return keys
 
 
 def contradictions(world: World) -> list[str]:
-    """Verdicts on one message that cannot all be true, in any order."""
+    """List the messages with verdicts that cannot all be true."""
     wrong = []
     for key, verdicts in world.observed.verdicts.items():
         if not set(verdicts) <= {"cancelled", "already_cancelled", "rescheduled", "released"}:
@@ -466,18 +467,18 @@ def contradictions(world: World) -> list[str]:
         if "released" in verdicts and {"cancelled", "already_cancelled"} & set(verdicts):
             wrong.append(f"{key} is released and cancelled: {verdicts}")
         if "already_cancelled" in verdicts and verdicts.count("cancelled") != 1:
-            wrong.append(f"{key} was cancelled by nobody: {verdicts}")
+            wrong.append(f"{key} is already cancelled, but not by exactly one request: {verdicts}")
     return wrong
 
 
 @settings(max_examples=60)
 @given(ACTS, TURNS, st.booleans())
 @on_node(InTurn)
-async def test_one_of_them_wins(
-    world: World, acts: list[tuple[int, int, str]], due_after: int, filed: bool
+async def test_a_race_of_moves_cancels_and_a_release_has_one_winner(
+    world: World, acts: list[tuple[int, int, str]], due_after: int, in_table: bool
 ) -> None:
-    """The checker knows what came although it was cancelled, came twice or not at all, or at another instant."""
-    await race(world, acts, due_after, filed)
+    """`faults` reports messages that were delivered although cancelled, twice, not at all, or at another time."""
+    await race(world, acts, due_after, in_table)
     assert contradictions(world) == []
     await world.advance(HOUR_MS)
     assert await faults(world) == []
@@ -486,59 +487,65 @@ async def test_one_of_them_wins(
 @settings(max_examples=25)
 @given(MOMENTS)
 @on_node(InTurn)
-async def test_moves_while_the_tail_moves_to_the_table(world: World, moments: list[tuple[int, int]]) -> None:
+async def test_moves_during_a_compaction_all_succeed(world: World, moments: list[tuple[int, int]]) -> None:
     keys = await world.send("a", [FAR_MS] * 10)
 
-    async def later(number: int, turns: int) -> None:
-        await after(turns)
-        await world.reschedule([keys[number]], HOUR_MS)
+    async def move(index: int, turns: int) -> None:
+        await wait_turns(turns)
+        await world.reschedule([keys[index]], HOUR_MS)
 
-    await asyncio.gather(world.compact(), *(later(*moment) for moment in moments))
-    assert {verdict for said in world.observed.verdicts.values() for verdict in said} == {"rescheduled"}
+    await asyncio.gather(world.compact(), *(move(*moment) for moment in moments))
+    assert {verdict for verdicts in world.observed.verdicts.values() for verdict in verdicts} == {
+        "rescheduled"
+    }
     await world.advance(HOUR_MS)
     assert await faults(world) == []
 
 
-def won(schedule_cancels: Callable | None = None) -> tuple[set[str], set[str]]:
-    """Return the verdicts and the kinds of faults of races."""
+def run_races() -> tuple[set[str], set[str]]:
+    """Return the verdicts and the kinds of faults of 15 races."""
     verdicts: set[str] = set()
     kinds: set[str] = set()
 
     @on_node(InTurn)
-    async def once(world: World, due_after: int) -> None:
+    async def run_race(world: World, due_after: int) -> None:
         await race(world, [(i % 6, i, ("cancel", "later")[i % 2]) for i in range(12)] * 2, due_after)
         await world.advance(HOUR_MS)
         verdicts.update(*world.observed.verdicts.values())
         kinds.update(fault.kind for fault in await faults(world))
 
     for due_after in range(15):
-        once(due_after=due_after)
+        run_race(due_after=due_after)
     return verdicts, kinds
 
 
-def test_all_sides_win_some_races() -> None:
-    verdicts, kinds = won()
+def test_moves_cancels_and_releases_all_win_some_races() -> None:
+    """The control: without this, the race above might always have the same winner."""
+    verdicts, kinds = run_races()
     assert verdicts == {"cancelled", "already_cancelled", "rescheduled", "released"}
     assert kinds == set()
 
 
 def test_a_schedule_that_moves_what_it_has_handed_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+    """The control: without the decision of `Scheduler.cancel`, the checker reports faults."""
+
+    def cancel_any(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 
-    monkeypatch.setattr(Scheduler, "cancel", careless)
-    assert won()[1] >= {"doubled", "resurrected"}
+    monkeypatch.setattr(Scheduler, "cancel", cancel_any)
+    _, kinds = run_races()
+    assert kinds >= {"doubled", "resurrected"}
 
 
-# ---- the power goes at any byte of the write -----------------------------------------------------------------
+# ---- a power cut after any byte of the write -------------------------------------------------------------------
 
 
 def kinds_after_cuts(step: int) -> list[tuple[CrashFiles, list[int]]]:
-    """The state that a recovery finds if some bytes of the move of two messages were on disk: an image for each number.
+    """Cut the power after each number of bytes of a move of two messages. Return the disk, and the kinds of its rows.
 
-    It covers every byte of the first and last hundred, in between one of `step`.
+    Of the numbers, the first and the last hundred are used, and of the others one in `step`.
     """
-    found = []
+    images = []
 
     async def main() -> None:
         files = CrashFiles()
@@ -559,17 +566,19 @@ def kinds_after_cuts(step: int) -> list[tuple[CrashFiles, list[int]]]:
                 file.write_at(0, after[:at] + before[at:])
                 file.sync()
             reader = LogReader(open_log(image, segment_bytes=MIB, now_ms=0).segments)
-            found.append((image, [kind for rows in reader.rows(1, 1 << 62) for kind in column(rows, "kind")]))
+            images.append(
+                (image, [kind for rows in reader.rows(1, 1 << 62) for kind in column(rows, "kind")])
+            )
 
     run(main())
-    return found
+    return images
 
 
 WAITING = [Kind.META, *[Kind.SCHEDULED] * 3]
 MOVED = [*WAITING, Kind.MOVED, Kind.MOVED]
 
 
-def test_a_move_that_is_torn_anywhere_has_not_happened() -> None:
+def test_a_power_cut_during_a_move_leaves_all_messages_at_their_old_due_times() -> None:
     images = kinds_after_cuts(11)
     assert len(images) > 250
     assert all(kinds == WAITING for _, kinds in images[:-1]) and images[-1][1] == MOVED
@@ -588,10 +597,10 @@ def test_a_move_that_is_torn_anywhere_has_not_happened() -> None:
 
 
 def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the test above could not notice a fault."""
+    """The control: if the rows of a move are in separate frames, a power cut leaves one of them."""
     write = LogWriter._write
 
-    def apart(self: LogWriter, entries: list[Entry]) -> Commit:
+    def write_each_row_as_a_frame(self: LogWriter, entries: list[Entry]) -> Commit:
         parts = list[Entry]()
         for entry in entries:
             if Kind.MOVED in column(as_batch(entry.rows), "kind"):
@@ -602,6 +611,6 @@ def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
                 parts.append(entry)
         return write(self, parts)
 
-    monkeypatch.setattr(LogWriter, "_write", apart)
+    monkeypatch.setattr(LogWriter, "_write", write_each_row_as_a_frame)
     monkeypatch.setattr(writer, "frames_of", lambda entries: entries)
     assert any(kinds == [*WAITING, Kind.MOVED] for _, kinds in kinds_after_cuts(50))

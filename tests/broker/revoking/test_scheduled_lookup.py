@@ -20,26 +20,28 @@ from timeball.table.file_keys import FileSet
 
 
 def look_up(
-    world: World, thorough: bool = False, live: FileSet | None = None, **names: object
+    world: World, thorough: bool = False, live: FileSet | None = None, **named: object
 ) -> LookupResult:
+    """Search for the messages with these `Names`, in the files `live` (by default all of the table)."""
     live = world.broker.scheduling.hour_log.pending.live if live is None else live
-    asked = Names(**names)
+    names = Names(**named)
     search = Search(
         world.broker.log.reader,
         world.broker.log.key_index,
         world.broker.pending_table.file_keys,
         live,
         world.broker.scheduling.outcomes.moved,
-        [asked],
+        [names],
     )
     search.search()
-    missing = search.missing(asked, thorough=thorough)
+    missing = search.missing(names, thorough=thorough)
     if missing:
         search.add_rows(scan(world.broker.log.reader, missing))
-    return search.result(asked)
+    return search.result(names)
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
+    """Read the bodies of these messages, by version."""
     rows = scheduled_lookup.read_scheduled_rows(
         world.broker.log.reader,
         world.broker.pending_table.file_keys,
@@ -83,7 +85,7 @@ async def test_rows_with_large_bodies_are_not_kept(world: World, monkeypatch: py
 
 
 @on_node()
-async def test_the_same_scheduled_message_in_the_log_and_in_a_file_is_one(world: World) -> None:
+async def test_a_message_in_the_log_and_in_a_file_is_one_candidate(world: World) -> None:
     """Compaction copies a row before retention removes it from the log."""
     [key] = await world.send("a", [FAR_MS])
     await world.compact()
@@ -93,7 +95,7 @@ async def test_the_same_scheduled_message_in_the_log_and_in_a_file_is_one(world:
 
 
 @on_node()
-async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
+async def test_rows_are_read_from_the_log_and_from_files(world: World) -> None:
     filed = await world.bulk("a", [FAR_MS, 2 * FAR_MS, FAR_MS + 1], 1)
     logged = await world.send("a", [FAR_MS, FAR_MS])
     found = look_up(world, ids=[*filed, *logged]).candidates
@@ -101,13 +103,13 @@ async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
     assert sorted(bodies(world, found).values()) == sorted(
         world.observed.sent[key].body for key in filed + logged
     )
-    lost = Candidate("x", 1 << 40, 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
-    assert bodies(world, [found[0], lost]).keys() == {found[0].seq}
+    unknown = Candidate("x", 1 << 40, 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
+    assert bodies(world, [found[0], unknown]).keys() == {found[0].seq}
     assert bodies(world, []) == {}
 
 
 @on_node()
-async def test_the_end_of_a_message_without_id_is_found_in_the_log(world: World) -> None:
+async def test_only_a_thorough_look_up_finds_the_end_of_a_message_without_id(world: World) -> None:
     first = (await world.broker.send(batch(3, delay_ms=[1_000, FAR_MS, FAR_MS]))).first_seq
     await world.broker.cancel(seqs=[first + 1])
     await world.advance(1_000)
@@ -120,26 +122,26 @@ async def test_the_end_of_a_message_without_id_is_found_in_the_log(world: World)
 
 
 @on_node()
-async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: World) -> None:
+async def test_a_released_message_of_a_bulk_job_is_found_by_number_without_its_file(world: World) -> None:
     [key] = await world.bulk("a", [1_000], 1)
     seq = look_up(world, ids=[key]).candidates[0].seq
     await world.advance(1_000)
     found = look_up(world, live=FileSet([]), seqs=[seq])
     assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
-    # Set aside, and never anybody's.
+    # A reserved number, which no message has yet.
     assert look_up(world, seqs=[await world.broker.reserve(3)]) == LookupResult()
 
 
 @on_node()
-async def test_a_redelivery_cannot_be_cancelled(world: World) -> None:
-    """It has the id and the keys of a message that was delivered: to cancel it would be to lose that."""
+async def test_a_redelivery_is_found_only_by_its_topic_or_number(world: World) -> None:
+    """It has the id and the keys of a delivered message, which a cancel of the redelivery would lose."""
     for group in ("billing", "billing_orders"):
         world.broker.tables.groups.ensure(group)
     topics = ["orders", "%RETRY%billing", "%DLQ%billing", "%RETRY%billing_orders"]
     names = {"unique_key": ["x"] * 4, "keys": ["k"] * 4, "topic": topics}
     first = (await world.broker.send(batch(4, due_ms=[world.clock.wall + HOUR_MS] * 4, **names))).first_seq
-    for found in (look_up(world, ids=["x"]), look_up(world, keys=["k"])):
-        assert [c.topic for c in found.candidates] == ["orders"]
+    for lookup in (look_up(world, ids=["x"]), look_up(world, keys=["k"])):
+        assert [c.topic for c in lookup.candidates] == ["orders"]
     assert [c.topic for c in look_up(world, ids=["x"], topic=topics[1]).candidates] == [topics[1]]
     assert [c.topic for c in look_up(world, seqs=[first + 2]).candidates] == [topics[2]]
     await world.compact()
@@ -147,7 +149,7 @@ async def test_a_redelivery_cannot_be_cancelled(world: World) -> None:
 
 
 @on_node()
-async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
+async def test_a_redelivery_with_a_delay_level_is_not_found_by_its_id(world: World) -> None:
     world.broker.tables.groups.ensure("billing")
     levels = {"topic": ["orders", "%RETRY%billing"], "unique_key": ["x", "x"]}
     await world.broker.send(batch(2, delay_level=np.array([5, 5], dtype=np.int32), **levels))
@@ -156,7 +158,7 @@ async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL])
 @on_node()
-async def test_a_half_message_and_its_end_are_no_scheduled_message(world: World, kind: Kind) -> None:
+async def test_rows_of_half_messages_are_not_found(world: World, kind: Kind) -> None:
     await world.send("a", [None])
     row = build_rows(1, kind=int(kind), topic="a", unique_key="half", body=b"", store_ms=1, source_seq=1)
     seq, durable = world.broker.log.writer.append(row)

@@ -10,7 +10,7 @@ from timeball.model import limits
 
 
 @on_node()
-async def test_states_are_in_the_order_of_the_numbers_however_many(
+async def test_states_of_more_numbers_than_one_look_up_takes_are_in_their_order(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "CANCELS_PER_REQUEST_MAX", 2)
@@ -22,7 +22,8 @@ async def test_states_are_in_the_order_of_the_numbers_however_many(
     await world.broker.cancel(seqs=[first + 1])
     await world.broker.compact()
     await world.advance(2 * HOUR_MS)
-    numbers = [first + 4, first, first + 1, first + 2, first + 3]
+    waiting, released, cancelled, immediate, past_due = first + 4, first, first + 1, first + 2, first + 3
+    numbers = [waiting, released, cancelled, immediate, past_due]
     states = await world.broker.sent_states(numbers)
     assert [each.state for each in states] == ["waiting", "visible", "cancelled", "visible", "visible"]
     assert [each.due_ms for each in states[:3]] == [now_ms + 3 * HOUR_MS, now_ms + HOUR_MS, now_ms + HOUR_MS]
@@ -30,7 +31,7 @@ async def test_states_are_in_the_order_of_the_numbers_however_many(
 
 
 @on_node(segment_bytes=1024 * 1024, retention_ms=60_000)
-async def test_of_a_message_that_retention_has_removed_only_its_end_is_told(world: World) -> None:
+async def test_a_message_that_retention_has_removed_is_expired(world: World) -> None:
     accepted = await world.broker.send(batch(due_ms=[world.clock.wall + HOUR_MS]))
     number = accepted.first_seq
     await world.broker.compact()

@@ -69,11 +69,11 @@ async def in_files(world: World) -> None:
     await world.compact()
 
 
-# ---- how much is decided in one turn --------------------------------------------------------------------------
+# ---- messages that are settled in one turn of the event loop ---------------------------------------------------
 
 
 async def busiest_turn(world: World, request: Request, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """Return the answer, and the number of messages that the busiest loop iteration settled."""
+    """Return the answer, and the number of messages that the busiest turn of the loop settled."""
     turns = LoopTurns()
 
     def note(rows: int) -> None:
@@ -101,6 +101,7 @@ def test_no_turn_of_the_loop_settles_more_than_a_slice(
 
 
 async def wake_all(world: World) -> list[str]:
+    """Release all occurrences now, by a selection."""
     release = SelectionFacts(seq=0, at_ms=0, action="release", where="TRUE")
     await world.broker.selections.select(release, ANONYMOUS)
     await world.broker.wakers.wake()
@@ -146,9 +147,7 @@ def test_a_request_that_settles_all_at_once_is_noticed(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("request_all", [cancel_all, move_all])
-def test_other_tasks_have_their_turn_between_two_slices(
-    request_all: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tasks_run_between_two_slices(request_all: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     @on_node()
     async def work(world: World) -> None:
         await send_many(world, world.clock.wall + FAR_MS)
@@ -156,16 +155,16 @@ def test_other_tasks_have_their_turn_between_two_slices(
         turns_at_slices: list[int] = []
         note_slices(monkeypatch, "cancel", lambda rows: turns_at_slices.append(turns[0]))
 
-        async def somebody() -> None:
+        async def count_turns() -> None:
             while True:
                 turns[0] += 1
                 await asyncio.sleep(0)
 
-        other = asyncio.ensure_future(somebody())
+        other = asyncio.ensure_future(count_turns())
         await request_all(world)
         other.cancel()
         assert len(turns_at_slices) >= SLICES
-        assert all(np.diff(turns_at_slices) > 0), turns_at_slices
+        assert all(np.diff(turns_at_slices) > 0), "the other task had a turn between any two slices"
 
     work()
 
@@ -180,7 +179,7 @@ def test_slices_contain_all_rows_in_order() -> None:
         assert asyncio.run(sliced(rows)) == list(range(rows))
 
 
-# ---- what happens between two slices ---------------------------------------------------------------------------
+# ---- events between two slices ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("request_all", [cancel_all, move_all])
@@ -192,20 +191,22 @@ def test_messages_due_between_two_slices_are_released(
     @on_node()
     async def work(world: World) -> None:
         await send_many(world, world.clock.wall + SOON_MS)
-        decide, decided = Scheduler.cancel, list[int]()
+        decide, settled_by_slice = Scheduler.cancel, list[int]()
 
-        def due_after_the_first(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+        def make_due_after_the_first_slice(
+            self: Scheduler, due_ms: Int64Array, seq: Int64Array
+        ) -> np.ndarray:
             was_pending = decide(self, due_ms, seq)
-            decided.append(int(was_pending.sum()))
-            if len(decided) == 1:
+            settled_by_slice.append(int(was_pending.sum()))
+            if len(settled_by_slice) == 1:
                 world.clock.advance(SOON_MS)
                 world.broker.ticker.wake()
             return was_pending
 
-        monkeypatch.setattr(Scheduler, "cancel", due_after_the_first)
+        monkeypatch.setattr(Scheduler, "cancel", make_due_after_the_first_slice)
         verdicts = await request_all(world)
-        settled, released = sum(decided), verdicts.count("released")
-        assert decided[0] == SLICE_ROWS
+        settled, released = sum(settled_by_slice), verdicts.count("released")
+        assert settled_by_slice[0] == SLICE_ROWS
         assert settled + released == ROWS and released > 0
         assert len(verdicts) - released == settled
         await world.advance(SECOND_MS)  # not as far as the new due time
@@ -260,8 +261,8 @@ def test_a_slice_of_a_move_ends_with_the_read_that_reaches_its_bytes(monkeypatch
     work()
 
 
-def test_columns_and_values_make_the_same_cancel_rows() -> None:
+@pytest.mark.parametrize("account", ["", "alice"])
+def test_cancel_columns_equal_cancel_rows(account: str) -> None:
     chosen = [candidate("a", 3), candidate("b", 9)]
-    for by in ("", "alice"):
-        values = rows_of(cancel.cancel_rows(chosen, 50, by))
-        assert cancel.cancel_columns(chosen, 50, by).equals(values)
+    values = rows_of(cancel.cancel_rows(chosen, 50, account))
+    assert cancel.cancel_columns(chosen, 50, account).equals(values)

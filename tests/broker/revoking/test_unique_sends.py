@@ -1,4 +1,4 @@
-"""Of the messages with a unique key, at most one is pending, and every answer is correct: a model checks the log."""
+"""At most one message with a unique key is pending, and every answer is correct: `faults_in` checks both in the log."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODES: list[OnPending] = ["reject", "keep", "replace"]
 
 
 class Answer(NamedTuple):
-    """The answer to a send, and the ends of the log when it was put and when it was answered."""
+    """The answer to a send, and the ends of the log at the send (`put_seq`) and at the answer (`end_seq`)."""
 
     outcome: str
     seq: int
@@ -102,19 +102,19 @@ class Client:
             self._futures.pop(id(piece)).set_exception(error)
 
 
-# ---- the model -------------------------------------------------------------------------------------------------
+# ---- check of the log and the answers --------------------------------------------------------------------------
 
 
 class Life(NamedTuple):
-    """A message of a key: the rows of the log between which it is pending, and how it ended."""
+    """The rows of the log between which a message is pending, and how it ended."""
 
     begin: int
-    end: int
-    reason: str
+    end: int  # of a pending message: the end of the log
+    reason: str  # "released", "cancelled", or the reason in the CANCEL row. Empty while it is pending
 
 
 def lives_in(world: World) -> dict[str, dict[int, Life]]:
-    """Read the messages of each unique key, by their numbers. The end of a pending message is the end of the log."""
+    """Read the messages from the log, by unique key and number."""
     reader, lives = world.broker.log.reader, dict[str, dict[int, Life]]()
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL]):
         for row in rows.to_pylist():
@@ -145,19 +145,24 @@ def faults_in(lives: dict[str, dict[int, Life]], answers: Sequence[tuple[str, An
         if outcome == "replaced":
             assert pending is not None
             if by_number[pending.seq].end != seq - 1 or by_number[pending.seq].reason != "replaced":
-                faults.append(f"{key}: {seq} replaced {pending.seq}, which lived {by_number[pending.seq]}")
+                faults.append(
+                    f"{key}: {seq} replaced {pending.seq}, but the log has {by_number[pending.seq]}"
+                )
         if outcome in ("kept", "rejected"):
             assert pending is not None
             life = by_number[pending.seq]
             if life.end < put_seq or life.begin >= end_seq:
                 faults.append(
-                    f"{key}: {outcome} for {pending.seq}, which lived {life}, not in {put_seq} to {end_seq}"
+                    f"{key}: {outcome} for {pending.seq}, which was pending in {life}, not in {put_seq} to {end_seq}"
                 )
     return faults
 
 
 async def race(world: World, seed: int, clients: int, end_s: float, sends_max: int) -> list[str]:
-    """Many clients send with few keys and each rule, while messages fall due, are cancelled and are moved."""
+    """Let many clients send with three keys and all modes, while messages become due, are cancelled and are moved.
+
+    Return the faults. Each client sends `sends_max` messages, or stops after `end_s` seconds.
+    """
     client, answers, random = Client(world), list[tuple[str, Answer]](), np.random.default_rng(seed)
     last_s = monotonic() + end_s
 
@@ -203,13 +208,13 @@ async def test_a_race_without_threads_leaves_one_pending_message(world: World) -
 @pytest.mark.slow
 @pytest.mark.siege
 @on_node(segment_bytes=64 * 1024 * 1024)
-async def test_sixty_four_clients_for_long_leave_one_pending_message(world: World) -> None:
+async def test_a_long_race_of_sixty_four_clients_leaves_one_pending_message(world: World) -> None:
     assert await race(world, 3, 64, rounds(10, 60), 1_000_000) == []
 
 
 @on_node()
 async def test_a_second_pending_message_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: a broker that never finds the pending message."""
+    """The control: a broker that never finds the pending message."""
 
     async def find_none(self: object, name: object) -> list[Any]:
         return []
@@ -225,7 +230,7 @@ async def test_a_second_pending_message_is_noticed(world: World, monkeypatch: py
 
 @on_node()
 async def test_a_wrong_answer_is_noticed(world: World) -> None:
-    """The negative control: a replaced message that ended otherwise, and a kept one that had ended."""
+    """The control: a replaced message that was cancelled by a request, and a kept one that had ended."""
     client = Client(world)
     first = await client.send("a", "reject")
     await world.broker.cancel(keys=["unique:a"])
@@ -235,11 +240,11 @@ async def test_a_wrong_answer_is_noticed(world: World) -> None:
     assert len(faults_in(lives_in(world), wrong)) == 2
 
 
-# ---- each rule ---------------------------------------------------------------------------------------------------
+# ---- each mode of `on_pending` -----------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_each_rule_decides_about_the_second_message(world: World) -> None:
+async def test_each_mode_decides_about_the_second_message(world: World) -> None:
     client, due_ms = Client(world), world.clock.wall + HOUR_MS
     first = await client.send("a", "reject")
     pending = UniqueMessage("m1", first.seq, due_ms)
@@ -260,7 +265,7 @@ async def test_each_rule_decides_about_the_second_message(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_for_now_replaces_the_pending_one(world: World) -> None:
+async def test_an_immediate_message_replaces_the_pending_one(world: World) -> None:
     client = Client(world)
     await client.send("a", "replace")
     assert (await client.send("a", "replace", due_ms=[None]))[0] == "replaced"
@@ -269,17 +274,16 @@ async def test_a_message_for_now_replaces_the_pending_one(world: World) -> None:
 
 
 @on_node()
-async def test_a_delay_level_has_unique_keys(world: World) -> None:
+async def test_a_message_with_a_delay_level_is_replaced_by_its_unique_key(world: World) -> None:
     client = Client(world)
     first = await client.send("a", "reject", delay_level=[5])
-    assert (await client.send("a", "replace", delay_level=[6])).pending == UniqueMessage(
-        "m1", first.seq, world.clock.wall + 60_000
-    )
+    replaced = UniqueMessage("m1", first.seq, world.clock.wall + 60_000)
+    assert (await client.send("a", "replace", delay_level=[6])).pending == replaced
     assert world.broker.pending_messages == 1
 
 
 @on_node()
-async def test_the_topic_has_a_default(world: World) -> None:
+async def test_a_send_without_a_mode_uses_the_default_of_its_topic(world: World) -> None:
     client = Client(world)
     await world.broker.create_topic("orders", 3, on_pending="keep")
     await client.send("a", None)
@@ -303,10 +307,8 @@ async def test_the_pending_message_is_found_after_restart_compaction_and_retenti
     await world.let_go()
     await world.restart()
     kept = await client.send("a", "keep")
-    assert (kept.seq, kept.pending) == (
-        first.seq,
-        UniqueMessage("m1", first.seq, world.clock.wall + 3 * HOUR_MS),
-    )
+    assert kept.pending == UniqueMessage("m1", first.seq, world.clock.wall + 3 * HOUR_MS)
+    assert kept.seq == first.seq
     assert (await client.send("a", "replace"))[0] == "replaced"
     assert world.broker.pending_messages == 1
 
@@ -316,20 +318,20 @@ async def test_a_key_that_has_left_memory_is_looked_up(world: World, monkeypatch
     client = Client(world)
     monkeypatch.setattr(limits, "UNIQUE_KEYS_KNOWN_MAX", 2)
     sent = {key: await client.send(key, "reject") for key in "abcd"}
-    assert len(world.broker.unique_sends._known) == 2
+    assert len(world.broker.unique_sends._pending_by_name) == 2
     for key in "abcd":
         assert (await client.send(key, "keep")).seq == sent[key].seq
 
 
 @on_node()
-async def test_an_ordinary_key_of_the_same_text_is_another_key(world: World) -> None:
+async def test_an_ordinary_key_with_the_same_text_is_no_unique_key(world: World) -> None:
     client = Client(world)
     await world.broker.send(batch(keys=["a"], delay_ms=[HOUR_MS]))
     assert (await client.send("a", "reject"))[0] == "created"
 
 
 @on_node(InTurn)
-async def test_a_move_under_way_is_waited_for(world: World) -> None:
+async def test_a_send_waits_until_a_move_of_the_pending_message_is_durable(world: World) -> None:
     client = Client(world)
     await client.send("a", "reject")
     move = asyncio.ensure_future(world.broker.reschedule(ids=["m1"], delay_ms=2 * HOUR_MS))
@@ -338,9 +340,8 @@ async def test_a_move_under_way_is_waited_for(world: World) -> None:
         await asyncio.sleep(0)
     # The move is in the log, and not durable.
     kept = await client.send("a", "keep")
-    assert kept.outcome == "kept" and kept.pending == UniqueMessage(
-        "m1", kept.seq, world.clock.wall + 2 * HOUR_MS
-    )
+    assert kept.outcome == "kept"
+    assert kept.pending == UniqueMessage("m1", kept.seq, world.clock.wall + 2 * HOUR_MS)
     await move
 
 
@@ -348,7 +349,7 @@ async def test_a_move_under_way_is_waited_for(world: World) -> None:
 async def test_a_repeated_send_with_an_idempotency_key_is_not_carried_out_again(world: World) -> None:
     client = Client(world)
     await client.send("a", "reject")
-    client.ids = 5
+    client.ids = 5  # so that both sends have the same message id
     first = await client.send("a", "replace", under="x")
     client.ids = 5
     again = await client.send("a", "replace", under="x")
@@ -361,11 +362,11 @@ async def test_a_repeated_send_with_an_idempotency_key_is_not_carried_out_again(
 
 
 @on_node()
-async def test_sends_at_once_under_one_idempotency_key_are_one(world: World) -> None:
+async def test_simultaneous_sends_with_one_idempotency_key_are_carried_out_once(world: World) -> None:
     client = Client(world)
 
     async def send(on_pending: OnPending, under: str) -> Answer:
-        client.ids = 7
+        client.ids = 7  # so that all sends have the same message id
         return await client.send("a", on_pending, under=under)
 
     answers = await asyncio.gather(*(send("reject", "x") for _ in range(3)))
@@ -375,7 +376,7 @@ async def test_sends_at_once_under_one_idempotency_key_are_one(world: World) -> 
 
 
 @on_node()
-async def test_bad_sends_are_refused_and_leave_the_pending_message(
+async def test_an_invalid_send_is_refused_and_leaves_the_pending_message(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, broker = Client(world), world.broker
@@ -406,7 +407,9 @@ async def test_a_message_from_a_drained_group_is_pending_for_its_key(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     client = Client(one)
-    await client.send("a", "reject", due_ms=[None])  # from here on the broker knows the key
+    await client.send(
+        "a", "reject", due_ms=[None]
+    )  # from here on the broker has an entry for the key in memory
     rows = scheduled_rows([None])
     rows = with_column(rows, "keys", pa.array(["unique:a"]))
     rows = with_column(rows, "due_ms", pa.array([one.clock.wall + HOUR_MS]))
@@ -423,14 +426,15 @@ async def test_a_message_from_a_drained_group_is_pending_for_its_key(
 
 
 async def select(world: World, where: str = "") -> str:
-    wanted = SelectionFacts(seq=0, at_ms=0, where=where)
-    return str(await world.broker.selections.select(wanted, ANONYMOUS))
+    """Cancel the pending messages that meet a condition, by a selection. Return its name."""
+    facts = SelectionFacts(seq=0, at_ms=0, where=where)
+    return str(await world.broker.selections.select(facts, ANONYMOUS))
 
 
 @pytest.mark.parametrize("where", ["", "keys CONTAINS 'unique:a'"])
 @pytest.mark.parametrize("on_pending", MODES)
 @on_node()
-async def test_a_message_of_a_selection_is_not_pending_and_does_not_return(
+async def test_a_message_that_a_selection_cancelled_does_not_count_and_no_undo_restores_it(
     world: World, where: str, on_pending: OnPending
 ) -> None:
     client = Client(world)
@@ -448,7 +452,9 @@ async def test_a_message_of_a_selection_is_not_pending_and_does_not_return(
 
 
 @on_node()
-async def test_a_message_of_a_selection_is_recognized_after_a_move_and_in_the_table(world: World) -> None:
+async def test_a_message_that_a_selection_cancelled_does_not_count_after_a_move_and_in_the_table(
+    world: World,
+) -> None:
     client = Client(world)
     for key in "ab":
         await client.send(key, "reject")
@@ -467,12 +473,12 @@ async def test_an_undo_makes_the_message_pending_for_its_key_again(world: World)
     client = Client(world)
     first = await client.send("a", "reject")
     name = await select(world)
-    # Refused: the send has not ended the message of the selection.
+    # A refused send does not end the message of the selection.
     with pytest.raises(InvalidMessage):
         await client.send("a", "reject", properties=["no\x02"], body=[b""], tag=["a\x01"])
     await world.broker.selections.undo(name, ANONYMOUS)
     assert (await client.send("a", "keep")).seq == first.seq
-    # A later message is not covered.
+    # A selection does not cover messages that are sent later.
     name = await select(world)
     second = await client.send("a", "reject")
     assert (await client.send("a", "keep")).seq == second.seq
@@ -482,7 +488,11 @@ async def test_an_undo_makes_the_message_pending_for_its_key_again(world: World)
 
 
 def found_after(crash_at: int | None, seed: int) -> tuple[int, list[str]]:
-    """Replace a message again and again until the power is cut. Returns the calls, and the faults after a restart."""
+    """Replace a message again and again until the power is cut.
+
+    `crash_at`: the call of the file system at which that happens. None: never. Returns the number of calls, and the
+    faults after a restart.
+    """
     files = CutFiles(crash_at=crash_at)
     world, answered = World(files, ManualClock()), list[Answer]()
 

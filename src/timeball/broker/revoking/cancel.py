@@ -2,10 +2,10 @@
 
     cancelled           it was pending, and will never be delivered; the CANCEL row is durable
     rescheduled         it was pending, and now has another due time (reschedule.py)
-    already_cancelled   another request was first
+    already_cancelled   another request cancelled it first
     released            too late: its release is in the log, stored at `at_ms`
-    expired             it is no longer pending; the row that ended it is older than the log
-    not_found           no scheduled message of that name is known here
+    expired             it is no longer pending; retention has removed the row that ended it
+    not_found           this broker finds no scheduled message with that name
 
 In this package, "settle" means: end a scheduled message, or give it another due time.
 
@@ -17,10 +17,10 @@ A name may stand for any number of messages. They are settled in slices (`in_sli
 requests and releases do not wait. All slices are durable before the answer. Requests that name one id each, and arrive
 together, share a look-up and a commit (`LoneCancels`).
 
-If another request settled the scheduled message first, the lookup is repeated once that request's row is durable. A
-scheduled message that was moved meanwhile is tried at its new due time. Each repetition means that another request made
-progress. The answer was true at some time between call and answer. All verdicts name a scheduled message by its number,
-which never changes.
+If another request settled the scheduled message first, the lookup is repeated once that request's row is durable. If
+that request moved the message, this one tries to settle it at its new due time. Each repetition means that another
+request made progress. Each verdict was true at some time between call and answer. All verdicts name a scheduled message
+by its number, which never changes.
 
 A pending message that a selection has cancelled (registry/selections.py) counts as cancelled. A cancel by name
 appends its CANCEL row all the same, so that an undo of the selection does not change it.
@@ -78,7 +78,8 @@ from timeball.model.message import (
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
-# Settles the candidates that are still pending, durably, and adds their verdicts, by number.
+# Settles the candidates that are still pending, durably, and adds their verdicts to a dict, by number. Candidates that
+# are no longer pending get no verdict.
 Act = Callable[[Sequence[Candidate], dict[int, Verdict]], Awaitable[None]]
 # Slices of CANCEL rows that wait for the disk at the same time.
 SLICES_IN_FLIGHT_MAX = 16
@@ -88,10 +89,11 @@ FEW_ROWS = 64  # for more rows, columns cost less
 async def settle(look_ups: LookUps, names: Names, act: Act, *, ends_selected: bool = False) -> list[Verdict]:
     """Look up the names, and call `act` for the messages that are not settled yet.
 
-    `ends_selected`: call it also for messages that a selection has cancelled. The result has a verdict for each message
-    found, and for each name without a message.
+    `ends_selected`: call it also for messages that a selection has cancelled. The result is as of `list_verdicts`: a
+    verdict for each message found, and for each name without a message.
 
-    Raise OutOfRange or InvalidMessage for invalid names.
+    Raise OutOfRange for too many names, InvalidMessage for an invalid key, and the errors of `LookUps.look_up` and
+    `act`.
     """
     names.check()
     async with look_ups.gate.passing():
@@ -103,14 +105,14 @@ async def settle_found(
     look_ups: LookUps, names: Names, lookup: LookupResult, act: Act, *, ends_selected: bool = False
 ) -> list[Verdict]:
     """Continue `settle` with the result of the look-up. The caller has passed the gate."""
-    verdicts, remaining = await look_ups.work_through(lookup, _divide, lookup)
+    verdicts, remaining = await look_ups.work_through(lookup, _split_settled, lookup)
     while remaining:
-        # The gate keeps selections as they are until the end of this request.
+        # While this request has passed the gate, no selection changes.
         changes = await look_ups.select(remaining)
         selected = {number: change.owner for number, change in changes.items() if change.owner is not None}
         if selected:
             ended = await _settle_selected(remaining, selected, verdicts, act if ends_selected else None)
-            look_ups.ended_selected(selected[number] for number in ended)
+            look_ups.count_cancelled_by_name(selected[number] for number in ended)
             lookup.selected.update(selected)
         # `act` decides on the event loop. So a message without a verdict was settled or moved by another request.
         await act(with_changes(remaining, changes) if changes else remaining, verdicts)
@@ -118,11 +120,11 @@ async def settle_found(
         async for candidates in in_slices(remaining):
             unsettled += [candidate for candidate in candidates if candidate.number not in verdicts]
         remaining = await recheck_unsettled(look_ups, unsettled, verdicts)
-    return await look_ups.work_through(lookup, _finish, names.subjects, lookup, verdicts)
+    return await look_ups.work_through(lookup, _list_and_free, names.subjects, lookup, verdicts)
 
 
 def with_changes(candidates: Sequence[Candidate], changes: Mapping[int, Change]) -> list[Candidate]:
-    """Add to pending messages what selections have changed. Leave out those that selections have cancelled."""
+    """Set `change` of the candidates in `changes`, by number. Leave out messages that selections have cancelled."""
     return [
         candidate if change is None else msgspec.structs.replace(candidate, change=change)
         for candidate in candidates
@@ -136,15 +138,16 @@ async def _settle_selected(
     verdicts: dict[int, Verdict],
     end: Act | None,
 ) -> dict[int, Verdict]:
-    """Add the verdicts of the messages that selections have cancelled. `end` cancels them for good.
+    """Add the verdict `already_cancelled` for the messages in `selected`, which selections have cancelled.
 
-    Returns the verdicts of `end`.
+    `end`, if given, also appends their CANCEL rows, so that no undo makes them pending again. Returns the verdicts that
+    `end` gave.
     """
     chosen = [candidate for candidate in remaining if candidate.number in selected]
     ended = dict[int, Verdict]()
     if end is not None:
         await end(chosen, ended)
-        # The others became due meanwhile, and their CANCEL rows will be found.
+        # The others became due meanwhile, which has ended them with a CANCEL row. The next look-up finds that row.
         chosen = [candidate for candidate in chosen if candidate.number in ended]
     verdicts.update(
         (c.number, Verdict("", CANCELLED, c.number, selected[c.number].facts.at_ms)) for c in chosen
@@ -152,8 +155,8 @@ async def _settle_selected(
     return ended
 
 
-def _divide(lookup: LookupResult) -> tuple[dict[int, Verdict], list[Candidate]]:
-    """Make the verdicts of the messages that are settled already, by number, and list the other messages once."""
+def _split_settled(lookup: LookupResult) -> tuple[dict[int, Verdict], list[Candidate]]:
+    """Build the verdicts of the messages that are settled already, by number, and list each other message once."""
     verdicts = {number: Verdict("", end.verdict, number, end.at_ms) for number, end in lookup.settled.items()}
     # By number: a message may be found by its id and by its key, but is settled once.
     remaining = {
@@ -162,10 +165,13 @@ def _divide(lookup: LookupResult) -> tuple[dict[int, Verdict], list[Candidate]]:
     return verdicts, list(remaining.values())
 
 
-def _finish(
+def _list_and_free(
     subjects: Sequence[str], lookup: LookupResult, verdict_by_number: dict[int, Verdict]
 ) -> list[Verdict]:
-    """List the verdicts, and free everything else part by part: freeing a million objects holds the interpreter."""
+    """List the verdicts (`list_verdicts`), then empty the other two arguments part by part.
+
+    To free a million objects at once would stop all threads, because the interpreter is locked meanwhile.
+    """
     verdicts = list_verdicts(subjects, lookup, verdict_by_number)
     while lookup.candidates:
         del lookup.candidates[-SLICE_ROWS:]
@@ -194,20 +200,24 @@ class LoneCancels:
     def put(
         self, message_id: str, topic: str | None, caller: Caller, may: Callable[[str], bool] | None
     ) -> asyncio.Future[list[Verdict] | None]:
-        """Cancel the messages with this id, as `settle` does. None: nothing was done, and the caller must use `settle`.
+        """Cancel the messages with this id, as `settle` does. None if the caller must call `settle` itself.
 
-        That is so if the request fails, or if others would have to wait for it.
+        The result is None, and nothing was cancelled, if the shared look-up failed or found too many messages, or if an
+        earlier request of the same batch names the same id. Raises errors that occur after the look-up.
         """
         return self._batcher.put(_LoneCancel(message_id, topic, caller, may))
 
     async def _cancel_together(self, requests: list[_LoneCancel]) -> Sequence[list[Verdict] | None]:
+        """Cancel for several requests. Returns for each request the result of `put`, in their order."""
         results: list[list[Verdict] | None] = [None] * len(requests)
+        # The index of the request for each id, by topic and caller.
         groups: dict[tuple[str | None, Caller], dict[str, int]] = {}
         for index, request in enumerate(requests):
-            # A second request for an id goes alone: its verdict depends on that of the first.
+            # A second request for an id gets None and goes alone, because its verdict depends on that of the first.
             groups.setdefault((request.topic, request.caller), {}).setdefault(request.message_id, index)
 
         async def cancel_group(topic: str | None, caller: Caller, index_by_id: dict[str, int]) -> None:
+            # `may` depends only on the caller, so that of the first request is that of all.
             may = requests[next(iter(index_by_id.values()))].may
             for verdict in await self._settle_few(Names([*index_by_id], topic=topic, may=may), caller):
                 index = index_by_id[verdict.subject]
@@ -217,7 +227,10 @@ class LoneCancels:
         return results
 
     async def _settle_few(self, names: Names, caller: Caller) -> list[Verdict]:
-        """Cancel these messages. The result is empty if they are many, or if the search for one of them has failed."""
+        """Cancel the messages with these names. Returns their verdicts.
+
+        Cancels nothing and returns [] if more than SLICE_ROWS messages are found, or if the look-up failed.
+        """
         has_acted = False
 
         async def act(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
@@ -233,10 +246,10 @@ class LoneCancels:
                 # Also reads the rows of messages that a selection may cover.
                 return await settle_found(self._look_ups, names, lookup, act, ends_selected=True)
         except TimeballError:
-            # After an append that failed, a second attempt would find the messages cancelled in memory.
+            # A second attempt would find the messages cancelled in memory, although their rows may not be durable.
             if has_acted:
                 raise
-            return []  # each goes alone, and only the one that fails is refused
+            return []  # each request is repeated alone, so that only the one with the error is refused
 
 
 async def cancel(
@@ -253,18 +266,18 @@ async def cancel(
 ) -> None:
     """Cancel those candidates that are pending, durably (an `Act`). The others get no verdict.
 
-    `by`: the account that requests the cancel. The CANCEL rows name it. If an occurrence of a schedule is cancelled,
-    the next one is in the same frame.
+    `by`: the account that requests the cancel. The CANCEL rows name it. If an occurrence of a recurring schedule is
+    cancelled, the next one is in the same frame. Raises the errors of the append.
     """
     commits: deque[asyncio.Future[int]] = deque()
     # A request that is interrupted has cancelled its first slices, and may be repeated.
-    async for part in _parts(candidates, successors):
+    async for part in _cancel_slices(candidates, successors):
         now_ms = clock.now_ms()
         was_pending = cancel_pending(part, scheduler=scheduler).tolist()
         pending = [c for c, is_pending in zip(part, was_pending, strict=True) if is_pending]
         if not pending:
             continue
-        # An operator may name a retry topic. Its scheduled messages are counted.
+        # An operator may name a retry topic. The redelivery counts of its messages end with the messages.
         redeliveries.end(np.array([c.number for c in pending], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
         continuation = successors.after_end([c.number for c in pending], now_ms)
@@ -281,18 +294,19 @@ async def cancel(
         await durable
 
 
-async def _parts(
+async def _cancel_slices(
     candidates: Sequence[Candidate], successors: Successors
 ) -> AsyncIterator[Sequence[Candidate]]:
-    async for some in in_slices(candidates):
-        for each in successors.parts([candidate.number for candidate in some]):
-            if each.start:
+    """Yield the candidates in slices that have few occurrences of schedules. Other tasks run between two slices."""
+    async for candidate_slice in in_slices(candidates):
+        for part in successors.parts([candidate.number for candidate in candidate_slice]):
+            if part.start:
                 await asyncio.sleep(0)
-            yield some[each]
+            yield candidate_slice[part]
 
 
 def cancel_pending(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> npt.NDArray[np.bool_]:
-    """Cancel the pending ones of these messages in the schedule. The result has True for each cancelled candidate.
+    """Cancel the pending ones of these messages in the schedule. The result is True where a candidate was pending.
 
     The caller must append their CANCEL or MOVED rows before its next await.
     """
@@ -300,7 +314,7 @@ def cancel_pending(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> 
 
 
 def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[LogRow]:
-    """Build the CANCEL rows of these scheduled messages, as values of LOG_SCHEMA."""
+    """Build the CANCEL rows of these scheduled messages, as values of LOG_SCHEMA. `by`: the requesting account."""
     properties = cancel_properties(by)
     return [
         cancel_row(
@@ -314,7 +328,7 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
 def cancel_columns(
     chosen: Sequence[Candidate], now_ms: int, by: str = "", reason: str = ""
 ) -> pa.RecordBatch:
-    """Build the rows of `cancel_rows` as columns of LOG_SCHEMA, with the `reason`."""
+    """Build the rows of `cancel_rows` as columns of LOG_SCHEMA. The rows also have the `reason`."""
     due_ms, version = due_version_columns(chosen)
     number = np.array([c.number for c in chosen], dtype=np.int64)
     return build_rows(
@@ -334,7 +348,7 @@ def cancel_columns(
 
 
 def cancel_properties(by: str = "", reason: str = "") -> str | None:
-    """Build the properties of a CANCEL row: the account that requests it, and the reason."""
+    """Build the properties of a CANCEL row: the account that requests it, and the reason. None if both are empty."""
     properties = {name: value for name, value in ((CANCELLED_BY, by), (CANCEL_REASON, reason)) if value}
     return encode_properties(properties) if properties else None
 
@@ -344,25 +358,27 @@ def list_verdicts(
 ) -> list[Verdict]:
     """List the verdicts of all messages found, in the order of `subjects`, the requested names.
 
-    For each name, messages settled by this request come first, then the newest.
+    The messages of one name: those settled by this request first, then the others, each from the newest to the oldest.
+    A name without messages has one verdict, `not_found` or `expired`. `verdict_by_number` has a verdict for each
+    candidate.
     """
     by_subject: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in lookup.candidates:
         by_subject[candidate.subject].append(candidate)
     result = list[Verdict]()
-    cancelled_numbers = set[int]()  # of this request, and listed already
+    cancelled_numbers = set[int]()  # messages whose verdict `cancelled` is in `result`
     for subject in subjects:
         settled_now, settled_before = list[Verdict](), list[Verdict]()
         for candidate in by_subject.get(subject, []):
-            known = verdict_by_number[candidate.number]
+            found = verdict_by_number[candidate.number]
             # For a message named twice, the second verdict is `already_cancelled`.
-            verdict = CANCELLED if candidate.number in cancelled_numbers else known.verdict
-            if _is_superseded(candidate, verdict, known.at_ms, by_subject[subject]):
+            verdict = CANCELLED if candidate.number in cancelled_numbers else found.verdict
+            if _is_superseded(candidate, verdict, found.at_ms, by_subject[subject]):
                 continue
             if verdict == "cancelled":
                 cancelled_numbers.add(candidate.number)
             listed = settled_now if verdict in ("cancelled", "rescheduled") else settled_before
-            listed.append(Verdict(subject, verdict, known.seq, known.at_ms, known.due_ms))
+            listed.append(Verdict(subject, verdict, found.seq, found.at_ms, found.due_ms))
         # Every name gets a verdict, even if it has no scheduled message.
         result += [*_newest_first(settled_now), *_newest_first(settled_before)] or [
             _missing_verdict(subject, lookup)
@@ -381,10 +397,13 @@ def _newest_first(verdicts: list[Verdict]) -> list[Verdict]:
 def _is_superseded(
     candidate: Candidate, verdict: str, at_ms: int | None, others: Sequence[Candidate]
 ) -> bool:
-    """Check whether a later message has the same id, while the end of this one is known only vaguely (no time)."""
+    """Check whether a message is left out, because its producer used the id again and the caller means the later one.
+
+    This applies only to a message whose end has no time (`at_ms` None), because the log no longer has the row that
+    ended it. `others`: the candidates of the same name.
+    """
     if verdict not in (CANCELLED, "expired") or at_ms is not None or candidate.unique_key is None:
         return False
-    # The producer used the id again. The caller means the later message.
     return any(
         other.unique_key == candidate.unique_key and other.number > candidate.number for other in others
     )
@@ -398,9 +417,10 @@ def _missing_verdict(subject: str, lookup: LookupResult) -> Verdict:
 async def recheck_unsettled(
     look_ups: LookUps, unsettled: Sequence[Candidate], verdicts: dict[int, Verdict]
 ) -> list[Candidate]:
-    """Look up again the messages that `act` did not settle, and add the verdicts of other requests to `verdicts`.
+    """Look up again the messages that `act` did not settle, and add their verdicts to `verdicts`.
 
-    The result contains the messages that moved meanwhile: the caller tries them again.
+    The result contains the messages that have moved, to another due time or to another row. The caller tries them
+    again.
     """
     if not unsettled:
         return []
@@ -424,9 +444,9 @@ async def recheck_unsettled(
 
 
 def _remembered_verdict(outcomes: Outcomes, candidate: Candidate) -> Verdict:
-    """Find the verdict of a message that is not pending, and for which the log has no RELEASE or CANCEL row.
+    """Build the verdict of a message that is not pending, and for which the log has no RELEASE or CANCEL row.
 
-    The schedule remembers a cancel until the message's due time.
+    `already_cancelled` if the schedule still remembers a cancel, which it does until the due time, else `expired`.
     """
     was_cancelled = bool(outcomes.was_cancelled(*due_version_columns([candidate]))[0])
     return Verdict("", CANCELLED if was_cancelled else "expired", candidate.number)
@@ -437,14 +457,14 @@ def _remembered_verdict(outcomes: Outcomes, candidate: Candidate) -> Verdict:
 # its due time is outdated then.
 
 VERSION = "v1"  # of RocketMQ's handles
-ITEMS = 5
+ITEMS = 5  # of a handle, with the version
 HANDLE_CHARACTERS_MAX = 2_048  # checked before the text is decoded: names and ids are far shorter
 
 
 class Handle(NamedTuple):
-    """The message that a recall handle names.
+    """The message that a recall handle names. Its text:
 
-        base64url( "v1" topic broker-name timestamp-ms unique-key )   single blanks between, with padding
+        base64url( "v1" topic broker-name timestamp-ms unique-key )   one blank between two items, with padding
 
     The handle has RocketMQ's form, because its remoting clients decode it to find the broker. Only gRPC clients pass it
     on unread. A decoder must ignore items after the fifth. The timestamp is the due time itself. (RocketMQ adds 1 ms,
@@ -459,7 +479,6 @@ class Handle(NamedTuple):
 
 def encode_handle(topic: str, broker_name: str, due_ms: int, unique_key: str) -> str:
     """Encode the handle of a pending message. "" if an item is empty or contains a blank."""
-    # RocketMQ's form, which its tools and clients pass on: five items with blanks between, in base64.
     text = f"{VERSION} {topic} {broker_name} {due_ms} {unique_key}"
     if text.count(" ") != ITEMS - 1 or not (topic and broker_name and unique_key):
         return ""
@@ -484,12 +503,15 @@ def decode_handle(text: str) -> Handle:
     return Handle(topic, broker_name, int(timestamp), unique_key)
 
 
-SETTLED = ("cancelled", CANCELLED)
+SETTLED = ("cancelled", CANCELLED)  # the verdicts with which a recall succeeds
 HANDED_OVER_TEXT = "the message was handed over to another group of the cluster: recall it there"
 
 
 class RecallRefused(Exception):
-    """The message was not cancelled. `verdict`: released, expired, not_found or handed. `at_ms`: when that happened."""
+    """The message was not cancelled. `verdict`: released, expired, not_found or handed.
+
+    `at_ms`: when the message ended, if known. `sentence`: the reason, for the user.
+    """
 
     def __init__(self, verdict: str, at_ms: int | None, sentence: str) -> None:
         super().__init__(sentence)
@@ -527,7 +549,8 @@ async def recall(
     # Limited to the topic, because producers of other topics may use the same id.
     names = Names(ids=[handle.unique_key], topic=topic)
     async with look_ups.gate.passing():
-        # The topic is that of the send. A message that was moved to it has another handle.
+        # Not `look_up_present`: the handle has the topic of the send, so a message that a selection has moved to this
+        # topic has a handle with another topic.
         lookup = await look_ups.look_up(names)
         verdicts = await settle_found(look_ups, names, lookup, act, ends_selected=True)
     # An id may belong to several messages, if its producer used it twice. All of them must be settled.
@@ -547,14 +570,14 @@ def _is_handed_over(verdict: Verdict, *, drains: Drains) -> bool:
 async def _explain_refusal(
     handle: Handle, verdict: Verdict, *, reader: LogReader, drains: Drains, reader_thread: Executor
 ) -> RecallRefused:
-    """Build the error for a message that was not cancelled, with the reason as far as it is known."""
+    """Build the error for a message that was not cancelled. `verdict` tells its state."""
     if verdict.verdict == "released":
         return RecallRefused(
             "released", verdict.at_ms, f"too late, the message was delivered at {verdict.at_ms}"
         )
     if _is_handed_over(verdict, drains=drains):
         return RecallRefused(HANDED, verdict.at_ms, HANDED_OVER_TEXT)
-    # If the message is older than the log, the broker cannot claim that it did not exist.
+    # If the handle's due time is older than the log, the log may have lost the message: so `expired`, not `not_found`.
     oldest_store_ms = await in_thread(reader_thread, _oldest_store_ms, reader=reader)
     if verdict.verdict == "expired" or handle.timestamp_ms <= oldest_store_ms:
         return RecallRefused(
@@ -566,7 +589,7 @@ async def _explain_refusal(
 
 
 def _oldest_store_ms(*, reader: LogReader) -> int:
-    """Read the store time of the log's oldest row. 0 while retention has removed nothing (reader thread)."""
+    """Read the store time of the log's oldest row, in ms. 0 while retention has removed nothing (reader thread)."""
     first_seq = reader.first_seq
     # Sequence numbers begin at 1, so this log is complete.
     if first_seq == 1:

@@ -3,7 +3,7 @@
     drain row     in the log of the drained group: a CANCEL row. It ends the scheduled message there, contains the
                   message, and names the receiving group in a property (HANDED_TO)
     transfer      between the groups: only the columns of the messages (`SENT`), as an Arrow stream
-    adopted row   in the log of the receiving group: a SCHEDULED row with the same due time
+    adopted row   in the log of the receiving group: a SCHEDULED row with the same due time, or now if that has passed
 
 The drain row contains the message, so a transfer can be sent again from the log alone. The files of the pending table
 may have been rewritten by then.
@@ -44,7 +44,10 @@ _DRAIN_MARK = f"{HANDED_TO}{PROPERTY_NAME_END}"
 
 
 def build_drain_rows(scheduled_rows: pa.RecordBatch, target_group: str, now_ms: int) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows (CANCEL) that end these READ_SCHEMA messages here, and contain them for `target_group`."""
+    """Build the drain rows (CANCEL, LOG_SCHEMA) of these messages (READ_SCHEMA, SCHEDULED or MOVED rows).
+
+    `target_group`: the receiving group. `now_ms`: the store time of the drain rows.
+    """
     # The timing list is useful only to this group's strategy (delivery.without_timing_lists).
     scheduled_rows = without_timing_lists(scheduled_rows)
     number, version = names(scheduled_rows)
@@ -118,17 +121,24 @@ def decode_sent(data: bytes) -> pa.RecordBatch:
 
 
 def _may_be_compressed(metadata: pa.Buffer) -> bool:
+    """Check the metadata of an Arrow record batch: the flatbuffer `Message`, with a `RecordBatch` as its header.
+
+    Raises struct.error or LookupError for invalid bytes.
+    """
     header = memoryview(metadata)
     root = fb.target(header, 0)
-    version, inner = (fb.field(header, root, number) for number in (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER))
+    version, batch = (fb.field(header, root, number) for number in (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER))
     # Older versions mark compression in another way, so they count as compressed.
-    if version is None or inner is None or struct.unpack_from("<h", header, version)[0] < fb.VERSION_5:
+    if version is None or batch is None or struct.unpack_from("<h", header, version)[0] < fb.VERSION_5:
         return True
-    return fb.field(header, fb.target(header, inner), fb.BATCH_COMPRESSION) is not None
+    return fb.field(header, fb.target(header, batch), fb.BATCH_COMPRESSION) is not None
 
 
 def build_adopted_rows(sent: pa.RecordBatch, *, now_ms: int, host: str) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows (kind SCHEDULED) from the rows of a transfer. `host`: the node that adopts them."""
+    """Build the adopted rows (SCHEDULED, LOG_SCHEMA) from the rows of a transfer (`SENT`).
+
+    `now_ms`: their store time. `host`: the node that adopts them.
+    """
     return build_rows(
         sent.num_rows,
         **{name: sent.column(name) for name in SENT.names if name != "due_ms"},

@@ -55,9 +55,10 @@ WAITING = "waiting"
 MayRead = Callable[[str], bool]  # whether the caller may see bodies of a topic
 
 
-# Rows that are read at once: each may have a body of 4 MiB.
-READ_ROWS = 16
-LOG_ROWS = 128  # rows of a frame are decoded together, so small parts cost more
+READ_ROWS = 16  # pending messages that are read at once: each may have a body of 4 MiB
+LOG_ROWS = (
+    128  # rows of the log that are read at once: rows of a frame are decoded together, so fewer cost more
+)
 
 _COLUMNS = [
     "seq", "kind", "topic", "queue_id", "queue_offset", "unique_key", "due_ms", "store_ms", "source_seq",
@@ -114,7 +115,8 @@ async def find_message(
     """Find the messages with the id in `names`, the newest first. The list is empty for an unknown id.
 
     It has at most FOUND_MESSAGES_MAX messages, and one more if there are older ones. A message has no content if
-    `may_read` refuses its topic, or if newer messages have too many bytes (`limit_contents`).
+    `may_read` refuses its topic, or if newer messages have too many bytes (`limit_contents`). Raises the errors of
+    `cancel.settle`.
     """
     pending: dict[int, Candidate] = {}
     names.check()
@@ -131,7 +133,7 @@ async def find_message(
                 log_rows = None  # the rows of some messages came after the look-up, or are not durable yet
             async for part in in_slices(candidates):
                 pending.update({candidate.number: candidate for candidate in part})
-                verdicts.update({candidate.number: _waiting(candidate) for candidate in part})
+                verdicts.update({candidate.number: _waiting_verdict(candidate) for candidate in part})
 
         newest = await _newest(await settle_found(look_ups, names, lookup, add_pending))
     if log_rows is not None:
@@ -151,24 +153,24 @@ async def find_message(
         reader=log.reader, scheduling=scheduling, file_keys=file_keys, file_thread=threads.files,
     )  # fmt: skip
     places = await _visible_places(rows_by_kind, groups)
-    holders = _holders(waiting)
+    pause_properties = _pause_properties(waiting)
     for number, verdict in newest.items():
         state = "cancelled" if verdict.verdict == "already_cancelled" else verdict.verdict
         if number not in places:
             candidate = pending.get(number)
             topic = None if candidate is None else candidate.shown_topic
-            cancel_properties = holders.get(number) or _cancel_properties(number, rows_by_kind, lookup)
+            properties = pause_properties.get(number) or _cancel_properties(number, rows_by_kind, lookup)
             places[number] = MessagePlace(
                 state, number, topic, at_ms=verdict.at_ms, due_ms=verdict.due_ms,
                 content=contents.get(number) if state == WAITING else None,
-                by=cancel_properties.get(CANCELLED_BY), reason=cancel_properties.get(CANCEL_REASON),
+                by=properties.get(CANCELLED_BY), reason=properties.get(CANCEL_REASON),
                 content_cut=number in unread,
             )  # fmt: skip
     return limit_contents([places[number] for number in sorted(places, reverse=True)])
 
 
 async def _visible_places(rows: _RowsByKind, groups: GroupPlaces) -> dict[int, MessagePlace]:
-    """Add to the visible messages their states in the groups. The result is by number."""
+    """Add to the visible messages their states in the consumer groups. The result is by the seq of the visible row."""
     copies_by_row = copies_by_message(rows.copies, rows.visible)
     places: dict[int, MessagePlace] = {}
     async for part in in_slices(list(rows.visible.values())):
@@ -196,15 +198,15 @@ async def _newest(verdicts: Sequence[Verdict]) -> dict[int, Verdict]:
 
 
 def limit_contents(places: Sequence[MessagePlace]) -> list[MessagePlace]:
-    """Take the first places (FOUND_MESSAGES_MAX and one more), and the contents from those whose bodies are too much.
+    """Return the first places (FOUND_MESSAGES_MAX and one more), with bodies of FOUND_BODY_BYTES_MAX together.
 
-    The bodies that stay have at most FOUND_BODY_BYTES_MAX together.
+    From the first body that exceeds the bytes on, the places lose their contents (`content_cut` is True then).
     """
     limited: list[MessagePlace] = []
-    left_bytes = limits.FOUND_BODY_BYTES_MAX
+    free_bytes = limits.FOUND_BODY_BYTES_MAX
     for place in places[: limits.FOUND_MESSAGES_MAX + 1]:
-        left_bytes -= 0 if place.content is None else len(place.content.body)
-        limited.append(_without_content(place) if left_bytes < 0 and place.content is not None else place)
+        free_bytes -= 0 if place.content is None else len(place.content.body)
+        limited.append(_without_content(place) if free_bytes < 0 and place.content is not None else place)
     return limited
 
 
@@ -212,12 +214,15 @@ def _without_content(place: MessagePlace) -> MessagePlace:
     return msgspec.structs.replace(place, content=None, content_cut=True)
 
 
-def _waiting(candidate: Candidate) -> Verdict:
+def _waiting_verdict(candidate: Candidate) -> Verdict:
     return Verdict("", WAITING, candidate.number, due_ms=candidate.shown_due_ms)
 
 
-def _holders(candidates: Sequence[Candidate]) -> dict[int, dict[str, str]]:
-    """Build the reasons of messages that selections hold, by number, as properties of a CANCEL row."""
+def _pause_properties(candidates: Sequence[Candidate]) -> dict[int, dict[str, str]]:
+    """Name the selection that pauses a message, in the form of a CANCEL row's properties, by number.
+
+    Messages that no selection pauses are left out.
+    """
     return {
         c.number: {CANCEL_REASON: f"paused by {reason_of(c.change.holder.name)}"}
         for c in candidates
@@ -226,7 +231,10 @@ def _holders(candidates: Sequence[Candidate]) -> dict[int, dict[str, str]]:
 
 
 def _cancel_properties(number: int, rows: _RowsByKind, lookup: LookupResult) -> dict[str, str]:
-    """Find the properties of the CANCEL row of a message, or those that it will have if it belongs to a selection."""
+    """Find the properties of the CANCEL row of a message. Empty without one.
+
+    If a selection has cancelled the message, the row follows later, and its properties are built here.
+    """
     owner = lookup.selected.get(number)
     if owner is None:
         return rows.cancels.get(number, {})
@@ -234,7 +242,7 @@ def _cancel_properties(number: int, rows: _RowsByKind, lookup: LookupResult) -> 
 
 
 async def pending_ones(outcomes: Outcomes, found: Sequence[Candidate]) -> list[Candidate]:
-    """Select the messages that are pending, in slices."""
+    """Select the messages that are pending, in their order. Other tasks run between two slices."""
     pending = list[Candidate]()
     async for part in in_slices(found):
         are_pending = outcomes.waits(*due_version_columns(part)).tolist()
@@ -250,34 +258,41 @@ async def _contents_of(
     file_keys: TableKeys,
     file_thread: Executor,
 ) -> tuple[dict[int, Content], set[int]]:
-    """Find the content of these scheduled messages, by number. The look-up may have read it already.
+    """Find the content of these scheduled messages, by number, in the rows of the look-up or in log and table.
 
-    Also returns the numbers of those that are not read, because the bodies of others have enough bytes.
+    Also returns the numbers of the messages that are not read, because the bodies of earlier ones have
+    FOUND_BODY_BYTES_MAX.
     """
     contents = {
         candidate.number: _content(dict(zip(READ_SCHEMA.names, candidate.row, strict=True)))
         for candidate in candidates
         if candidate.row is not None
     }
-    unread = [candidate for candidate in candidates if candidate.row is None]
-    if not unread:
+    without_row = [candidate for candidate in candidates if candidate.row is None]
+    if not without_row:
         return contents, set()
-    read, left = await in_thread(
-        file_thread, _read_contents, unread, reader=reader, hour_log=scheduling.hour_log, file_keys=file_keys
+    read, unread = await in_thread(
+        file_thread,
+        _read_contents,
+        without_row,
+        reader=reader,
+        hour_log=scheduling.hour_log,
+        file_keys=file_keys,
     )
-    return contents | read, left
+    return contents | read, unread
 
 
 def _read_contents(
     candidates: list[Candidate], *, reader: LogReader, hour_log: HourLog, file_keys: TableKeys
 ) -> tuple[dict[int, Content], set[int]]:
-    """Read the content of the first of these scheduled messages, by number, until the bodies are enough (file thread).
+    """Read the contents of these messages, by number, until the bodies have FOUND_BODY_BYTES_MAX (file thread).
 
-    Messages that are in neither log nor table any more are left out. Also returns the numbers of those not read.
+    Messages that are in neither log nor table any more are left out. Also returns the numbers of the messages that are
+    not read.
     """
     number_by_seq = {candidate.seq: candidate.number for candidate in candidates}
-    # Taken in this thread: it is the one that deletes files, or files stay for a day after they left the table. So no
-    # listed file disappears before it is read.
+    # The list of files is taken in this thread, because it is the one that deletes files: so no listed file disappears
+    # before it is read. (Without a deletion in this thread, files stay for a day after they left the table.)
     live_files = hour_log.pending.live
     contents: dict[int, Content] = {}
     body_bytes = begin = 0
@@ -314,7 +329,10 @@ def _add_rows(
     names: Names,
     may_read: MayRead,
 ) -> None:
-    """Group rows of the log by kind. They may include rows with other ids. `body_of`: the body of the n-th row."""
+    """Add rows of the log to `result`. Rows without an id of `names`, or whose topics it excludes, are left out.
+
+    `rows`: _COLUMNS and perhaps others, by name. `body_of` returns the body of the row with an index.
+    """
     for index, row in enumerate(rows):
         # The index contains hashes, and another id may have the same hash.
         if row["unique_key"] not in names.ids:
@@ -324,7 +342,7 @@ def _add_rows(
         elif row["kind"] == Kind.CANCEL and row["source_seq"] is not None:
             result.cancels[row["source_seq"]] = decode_properties(row["properties"] or "")
         elif row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and _matches_names(row["topic"], names):
-            # The body is taken only for this row, as a redelivered message may have many rows.
+            # Bodies are read only for these rows, because a redelivered message may have many others.
             content = _content({**row, "body": body_of(index)}) if may_read(row["topic"]) else None
             number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
             place = MessagePlace(
@@ -335,18 +353,21 @@ def _add_rows(
 
 
 def _matches_names(topic: str, names: Names) -> bool:
-    """Check whether visible messages of this topic belong to the answer."""
+    """Check whether visible messages of this topic belong to the answer.
+
+    They do if the caller may see the topic and has named it. A caller that names no topic gets all but the copies that
+    return to a consumer.
+    """
     if names.may is not None and not names.may(topic):
         return False
     if names.topic is None:
         return not is_on_its_way_back(topic)
-    return names.topic in (
-        topic,
-        topic.removeprefix(EXPIRED_PREFIX),
-    )  # its expired messages may have been moved
+    # Expired messages of a topic may have been moved to the topic with this prefix.
+    return names.topic in (topic, topic.removeprefix(EXPIRED_PREFIX))
 
 
 def _content(row: Mapping[str, Any]) -> Content:
+    """Build the content of a message from its row (READ_SCHEMA, by name)."""
     body = readable_body(row["body"] or b"", row["sys_flag"])
     return Content(
         # Only the beginning is shown, but the size is that of the whole body.
@@ -358,7 +379,7 @@ def _content(row: Mapping[str, Any]) -> Content:
     )
 
 
-# ---- states of a send that is repeated with its idempotency key ----------------------------------------------
+# ---- states of the messages of a send that is repeated with its idempotency key -------------------------------
 # The caller has sent these messages, so it needs no permission to look them up.
 
 # "not_found": a message that was sent with a past due time was never scheduled. It was visible at once.
@@ -371,6 +392,7 @@ async def sent_states(
     """Look up the current states of the scheduled messages with these numbers, in their order.
 
     `map_verdicts` replaces, in a cluster, the verdicts of messages that were moved to another group (grouped.py).
+    Raises the errors of `LookUps.look_up`.
     """
     states: list[SentState] = []
     for start in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
@@ -383,6 +405,7 @@ async def sent_states(
 async def _states(
     look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]]
 ) -> list[SentState]:
+    """Look up the states for at most CANCELS_PER_REQUEST_MAX numbers."""
     outcomes, names = look_ups.outcomes, Names(seqs=numbers)
     # Read the due times first, because the verdict of a settled message does not contain its due time.
     due_ms = {candidate.number: candidate.due_ms for candidate in (await look_ups.look_up(names)).candidates}

@@ -26,14 +26,11 @@ SCHEDULED = int(Kind.SCHEDULED)
 
 
 class FoundRow(msgspec.Struct, frozen=True, gc=False):
-    """A row of the log or of a file that accepts, moves or ends a scheduled message.
-
-    `version`: the row that set the due time. `at_seq`: the row of the log that contains the message, if this one does.
-    """
+    """A row of the log or of a file that accepts, moves or ends a scheduled message."""
 
     kind: int  # of a row in a file: SCHEDULED
-    number: int
-    version: int
+    number: int  # of the message
+    version: int  # of the message: the seq of the row that set the due time
     due_ms: int
     topic: str
     unique_key: str | None
@@ -41,9 +38,9 @@ class FoundRow(msgspec.Struct, frozen=True, gc=False):
     accepted_ms: int | None
     store_ms: int  # 0 for a row in a file
     is_level: bool  # it is in the queue of a delay level
-    in_table: bool
-    at_seq: int | None
-    properties: str | None
+    in_table: bool  # it is a row in a file
+    at_seq: int | None  # its own seq, if it is a row of the log that contains the message
+    properties: str | None  # None for a row in a file
     row: ReadRow | None = None  # the row of the log itself, if all of it was read
 
 
@@ -55,12 +52,15 @@ def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
 def found_rows(
     rows: Iterable[tuple[Any, ...]], log_rows: Iterable[ReadRow | None] = repeat(None)
 ) -> Iterator[FoundRow]:
-    """Yield the rows of `rows_in_log`. `rows` have a value for each of `COLUMNS`. `log_rows`: all values of each."""
+    """Yield the rows as `rows_in_log` does. `rows`: a tuple with the values of `COLUMNS` for each row.
+
+    `log_rows`: for each row, all its values (READ_SCHEMA), or None.
+    """
     for (
         seq, kind, topic, queue_offset, unique_key, keys, due_ms, store_ms, accepted_ms, source_seq, version_seq,
         from_due_ms, properties,
     ), log_row in zip(rows, log_rows):  # fmt: skip
-        if due_ms is None:
+        if due_ms is None:  # a half message
             continue
         if kind == SCHEDULED:
             yield FoundRow(
@@ -85,7 +85,7 @@ def found_rows(
 
 
 def rows_in_files(identities: Iterable[dict[str, Any]]) -> Iterator[FoundRow]:
-    """Yield rows of files (ID_SCHEMA)."""
+    """Convert rows of files (ID_SCHEMA, by name)."""
     for row in identities:
         version, number = row["seq"], row["number"]
         yield FoundRow(
@@ -104,7 +104,10 @@ _BATCH_ROWS = 65_536
 
 
 def scan(reader: LogReader, numbers: set[int]) -> list[FoundRow]:
-    """Read the MOVED, RELEASE and CANCEL rows of the messages with these numbers, in log order (any thread)."""
+    """Read the MOVED, RELEASE and CANCEL rows of the messages with these numbers, in log order (any thread).
+
+    Raises the errors of a read of the log, but not OutOfRange for rows that retention removes meanwhile.
+    """
     while True:
         begin_seq = max(reader.first_seq, min(numbers))
         try:
@@ -116,6 +119,7 @@ def scan(reader: LogReader, numbers: set[int]) -> list[FoundRow]:
 
 
 def _scan(reader: LogReader, numbers: list[int], begin_seq: int) -> list[FoundRow]:
+    """Scan the log from `begin_seq` on. Raises OutOfRange if retention has removed that row."""
     matches = list[FoundRow]()
     for rows in reader.coalesced(begin_seq, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
         # Vectorized and without bodies, because a scan may read days of log.

@@ -63,15 +63,12 @@ class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
 
 
 class AdoptHere(Question, frozen=True, tag_field="ask", tag="adopt"):
-    """Adopt a transfer of a drained group. With `transfer` 0, only ask whether this group would accept the drain.
+    """Store the messages of a transfer from a drained group. `transfer` 0: only ask whether the group accepts them."""
 
-    `rows`: encoded by broker/revoking/drain_rows.py.
-    """
-
-    source: str
+    source: str  # the drained group
     since_ms: int  # the start of the drain, which identifies it
-    transfer: int = 0  # number of the transfer within the drain
-    rows: bytes = b""  # empty for `transfer` 0
+    transfer: int = 0  # number of the transfer within the drain, from 1
+    rows: bytes = b""  # the messages, as encoded by drain_rows.py. Empty for `transfer` 0
 
 
 AnyQuestion = CancelHere | RescheduleHere | FindHere | RecallHere | RouteHere | AdoptHere
@@ -144,7 +141,8 @@ def merge_verdicts(
         a message was handed over    the verdict of the group that has it now. If no group has it, `handed` remains: the
                                      others may have answered before it arrived, so the caller should ask them again
 
-    `group_verdicts` has an element for each group: None for a group that did not answer.
+    `group_verdicts` has an element for each group: None for a group that did not answer. If all have answered, each
+    subject has a verdict of at least one group.
     """
     by_subject: dict[str, list[Verdict]] = defaultdict(list)
     not_found: dict[str, list[Verdict]] = {}
@@ -158,14 +156,15 @@ def merge_verdicts(
     is_silent = any(verdicts is None for verdicts in group_verdicts)
     merged = []
     for subject in dict.fromkeys(subjects):
-        known = [verdict for verdict in by_subject[subject] if verdict.verdict != UNAVAILABLE]
+        definite = [verdict for verdict in by_subject[subject] if verdict.verdict != UNAVAILABLE]
         # A group answers `unavailable` for a message that it is transferring to another group.
-        is_moving = len(known) < len(by_subject[subject])
-        not_handed = [verdict for verdict in known if verdict.verdict != HANDED]
-        # Stable: each group has its newest verdict first, and numbers of two groups have no common order.
+        is_moving = len(definite) < len(by_subject[subject])
+        not_handed = [verdict for verdict in definite if verdict.verdict != HANDED]
+        # The sort is stable: each group has its newest message first, and numbers of two groups have no common order.
         settled_first = sorted(not_handed, key=lambda verdict: verdict.verdict not in DONE)
         unavailable = [Verdict(subject, UNAVAILABLE)] if is_silent or is_moving else []
-        merged += unavailable + settled_first or known[:1] or not_found[subject]
+        # If there is nothing else, all definite verdicts are `handed`.
+        merged += unavailable + settled_first or definite[:1] or not_found[subject]
     return merged
 
 

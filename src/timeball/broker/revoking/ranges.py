@@ -1,16 +1,16 @@
 """Cancel all pending messages in ranges of numbers, and count them. Used to cancel the messages of a bulk job together.
 
 The messages of a bulk attach were never rows of the log, so no index contains their numbers. They are read from the
-files of the pending table, row group by row group, starting with those due soonest. The event loop decides each row
-group within some milliseconds, and its CANCEL rows are in the log before the next row group is read. A call that is
-interrupted has cancelled the first row groups, and a repeated call continues. Each message is settled as in cancel.py.
+files of the pending table, row group by row group, starting with those due soonest. The event loop cancels a row group
+within some milliseconds, and its CANCEL rows are durable before the next row group is read. A call that is interrupted
+has cancelled the first row groups, and a repeated call continues. Each message is settled as in cancel.py.
 
 The list of files is made once, between two changes of the table, so every message of the ranges is in one of the files.
 Meanwhile compaction may write a scheduled message to another file, with the same due time and number, but the listed
 files stay on disk until the call ends. A resume, which changes due times, waits for the call (waiters.py).
 
-Refused: numbers that are reserved but not attached yet, because scheduled messages attached after the answer would stay
-pending. Also refused: numbers of rows of the log, whose scheduled messages may not be in the table yet.
+Numbers that are reserved but not attached yet are refused, because messages attached after the answer would stay
+pending. Numbers of rows of the log are refused, because their messages may not be in the table yet.
 """
 
 from __future__ import annotations
@@ -57,10 +57,13 @@ async def cancel_ranges(
     schedules: Schedules,
     only: Selected | None = None,
 ) -> RangesCancelled:
-    """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
+    """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows) of `ranges`.
 
-    `only`: cancel only those that these selections have cancelled, with the selection as the reason. `attaching` is
-    locked during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
+    `reason`: stored in the CANCEL rows. `only`: cancel only messages that these selections have cancelled, with the
+    selection as the reason. `attaching`: the lock that every change of the pending table holds.
+
+    Raise RequestError for an invalid reason. Raise OutOfRange for an occurrence of a schedule and, as NotFound, in the
+    cases of `check_numbers` and `check_no_log_rows`.
     """
     if not reason.isprintable():
         # Control characters separate the properties of a row, so they could end this one too early.
@@ -69,11 +72,12 @@ async def cancel_ranges(
         # During an attach the ranges count as attached, but the files are not part of the table yet.
         async with attaching:
             check_numbers(ranges, reader=log.reader, attach_state=attach_state)
-            # Their CANCEL rows would have to continue the schedules, and no bulk attach has these numbers.
+            # The CANCEL row of an occurrence would have to continue its schedule. No bulk attach has occurrences.
             if within(schedules.occurrences.all(), ranges).any():
                 raise OutOfRange("the numbers include an occurrence of a schedule; cancel these by number")
             files = overlapping(scheduling.hour_log.pending.all(), ranges)
-        if pending_table.cache is not None:  # the reader thread's files read only local copies
+        # The files of `hour_log` read only local copies, if there is a cache of them.
+        if pending_table.cache is not None:
             files = [DataFile(pending_table.data_files, file.entry) for file in files]
         with pending_table.catalog.keeping([file.entry.path for file in files]):
             await in_thread(threads.reader, check_no_log_rows, log.reader, ranges)
@@ -104,21 +108,22 @@ async def _cancel_all(
     file_thread: Executor,
     rates: Rates,
 ) -> RangesCancelled:
-    """Cancel the messages of the ranges file by file, and count them."""
+    """Cancel the messages of the ranges file by file, and count them. The other parameters: as for `cancel_ranges`."""
     cancelled = already_cancelled = 0
     for file in files:
         # Only one row group is in memory, and reads of consumers run between two row groups.
         for group in range(await in_thread(file_thread, file.group_count)):
-            for why, rows in await in_thread(
-                file_thread, _groups_to_cancel, file, group, ranges, reason, only
+            for row_reason, rows in await in_thread(
+                file_thread, _rows_to_cancel, file, group, ranges, reason, only
             ):
                 due_ms, seq = pairs_of(rows)
                 # Counted before the cancel below, because afterwards all of them are cancelled.
                 already_cancelled += int(np.count_nonzero(outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(
-                    rows, why, clock=clock, writer=writer, scheduler=scheduler, rates=rates
+                    rows, row_reason, clock=clock, writer=writer, scheduler=scheduler, rates=rates
                 )
-    # The RELEASE rows of the others may not be durable yet. A caller who looks them up next must find them.
+    # RELEASE rows of messages that were released meanwhile may not be durable yet. A caller who looks them up next must
+    # find them.
     await writer.flushed()
     total = sum(rows for _, rows in ranges)
     return RangesCancelled(total, cancelled, already_cancelled, total - cancelled)
@@ -133,7 +138,7 @@ async def _cancel(
     scheduler: Scheduler,
     rates: Rates,
 ) -> int:
-    """Cancel the pending ones of these messages, durably. Returns their number."""
+    """Cancel the pending ones of these messages (ID_SCHEMA), durably. Returns how many they were."""
     now_ms = clock.now_ms()
     was_pending = scheduler.cancel(*pairs_of(rows))
     if not was_pending.any():
@@ -148,13 +153,14 @@ async def _cancel(
 
 
 def check_numbers(ranges: Ranges, *, reader: LogReader, attach_state: AttachState) -> None:
-    """Raise OutOfRange for numbers that were not given out or are named twice, NotFound for reserved numbers.
+    """Raise OutOfRange for numbers after the log's end or in two ranges, NotFound for reserved numbers.
 
     Reserved numbers belong to a bulk job that has not attached its files yet.
     """
     # Sorted, so that overlapping ranges are adjacent. A message that is named twice would be counted twice.
     ordered = sorted(ranges)
-    for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
+    after_last = (1 << 62, 0)
+    for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], after_last], strict=True):
         if first_seq + rows > min(next_first, reader.next_seq):
             raise OutOfRange(
                 f"{rows} rows from seq {first_seq}: beyond the log's end, or the same numbers named twice"
@@ -186,10 +192,13 @@ def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatc
     return rows if is_in_ranges.all() else rows.filter(pa.array(is_in_ranges))
 
 
-def _groups_to_cancel(
+def _rows_to_cancel(
     file: DataFile, group: int, ranges: Ranges, reason: str, only: Selected | None
 ) -> list[tuple[str, pa.RecordBatch]]:
-    """Read the rows of a row group to cancel, by the reason of their cancel (file thread)."""
+    """Read the rows of a row group that are to be cancelled (file thread).
+
+    Returns pairs of a reason and rows (ID_SCHEMA): one pair, or with `only` one for each selection. Empty without rows.
+    """
     if only is None:
         rows = group_in_ranges(file, group, ranges)
         return [(reason, rows)] if rows.num_rows else []

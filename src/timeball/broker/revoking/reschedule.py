@@ -1,21 +1,20 @@
 """Reschedule: a pending scheduled message gets another due time, in one atomic step.
 
-    MOVED    the same message with the same number and the new due time. It settles the old due time
+The log gets one MOVED row, with the number of the message and its new due time. The row also ends the old due time, so
+after a power failure the message has either the old due time or the new one. The schedule needs no code for moves: for
+it, one scheduled message is settled and another one is added. The decision is the same as for a cancel: a message whose
+release has begun gets the verdict `released`, and is not moved.
 
-An occurrence of a recurring schedule leaves its schedule, whose next occurrence is in the same frame.
-
-One row does both, so after a power failure the message has either the old due time or the new one. The schedule needs
-no code for moves: for it, one scheduled message is settled and another one is added. The decision is the same as for a
-cancel: a message whose release has begun gets the verdict `released`, and is not moved.
+An occurrence of a recurring schedule leaves its schedule. The next occurrence of the schedule is in the same frame.
 
 Bodies are read before the decision, because no await may come between decision and append. A body does not change while
 its scheduled message is pending. The properties of an earlier delay (a level, a timer) are removed, because they no
 longer apply.
 
 If a send would refuse the due time, the disk is full, or a slot of the wheel is full, nothing changes. Many scheduled
-messages are moved in slices. A call that fails in between has moved the first ones, and may be repeated. The next slice
-is read while the last ones are written. A slice ends at SLICE_ROWS messages, so that other requests do not wait, or
-when its bodies have SLICE_BYTES.
+messages are moved in slices. A call that fails in between has moved the first slices, and may be repeated. The next
+slice is read while the previous one is written. A slice ends at SLICE_ROWS messages, so that other requests do not
+wait, or with the read with which its rows reach SLICE_BYTES.
 """
 
 from __future__ import annotations
@@ -64,11 +63,10 @@ from timeball.table.file_keys import FileSet
 from timeball.table.key_index import TableKeys
 
 REASON = "rescheduled"
-READ_ROWS = (
-    64  # rows of the log read at once, because their sizes are not known before: at most 256 MiB of bodies
-)
+# Rows of the log that are read at once: at most 256 MiB of bodies, whose sizes are not known before.
+READ_ROWS = 64
 SLICE_BYTES = 4 * 1024 * 1024  # a slice ends with the read that reaches this size
-FRAMES_IN_FLIGHT_MAX = 1  # frames that wait for the disk while the next one is made
+FRAMES_IN_FLIGHT_MAX = 1  # frames that wait for the disk while the next one is built
 
 
 async def reschedule(
@@ -87,9 +85,11 @@ async def reschedule(
     successors: Successors,
     rates: Rates,
 ) -> list[Verdict]:
-    """Move the pending messages with these names to `due_ms`, or to `delay_ms` from now. Return their verdicts.
+    """Move the pending messages with these names to `due_ms`, or to `delay_ms` from now.
 
-    Raise InvalidDelay, RequestError, and the errors of a send.
+    Return verdicts as `settle` does.
+
+    Raise InvalidDelay, RequestError, and the errors of `settle` and of a send.
     """
     new_due_ms = _check_due_ms(due_ms, delay_ms, settings=settings, clock=clock)
     return await settle(
@@ -115,7 +115,10 @@ async def reschedule(
 def _check_due_ms(
     due_ms: int | None, delay_ms: int | None, *, settings: Settings, clock: SchedulerClock
 ) -> int:
-    """Compute the new due time in ms, and check it as a send would. Raise RequestError or InvalidDelay."""
+    """Compute the new due time in ms, and check it as a send would.
+
+    Raise RequestError unless exactly one of `due_ms` and `delay_ms` is set, InvalidDelay for a value out of range.
+    """
     now_ms, delay_ms_max = clock.now_ms(), settings.delay_ms_max
     if (due_ms is None) == (delay_ms is None):
         raise RequestError("reschedule: give one of due_ms and delay_ms")
@@ -147,7 +150,10 @@ async def _move(
     successors: Successors,
     rates: Rates,
 ) -> None:
-    """Move those candidates that are pending, durably (an `Act`). The others get no verdict."""
+    """Move those candidates that are pending, durably (an `Act`). The others get no verdict.
+
+    `is_duration`: the request had a delay, not a due time.
+    """
     commits: deque[asyncio.Future[int]] = deque()
     begin = 0
     while begin < len(candidates):
@@ -168,7 +174,7 @@ async def _move(
         # Keyed by version, because the rows contain the version (`seq`).
         by_version = {candidate.seq: candidate for candidate in part[:read_count]}
         frames = split_into_frames(rows) if rows.num_rows else ()
-        for frame, moving in _parts(frames, by_version, successors):
+        for frame, moving in _frame_parts(frames, by_version, successors):
             durable = move_frame(
                 appender, np.full(frame.num_rows, new_due_ms), frame, moving, verdicts, is_duration=is_duration,
                 settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
@@ -176,26 +182,27 @@ async def _move(
             )  # fmt: skip
             if durable is not None:
                 commits.append(durable)
-            # After each frame, which may have large bodies: the others need the disk, too.
+            # Frames may have large bodies, so at most FRAMES_IN_FLIGHT_MAX wait: other requests need the disk, too.
             while len(commits) > FRAMES_IN_FLIGHT_MAX:
                 await commits.popleft()
     for durable in commits:
         await durable
 
 
-def _parts(
+def _frame_parts(
     frames: Iterable[pa.RecordBatch], by_version: Mapping[int, Candidate], successors: Successors
 ) -> Iterator[tuple[pa.RecordBatch, list[Candidate]]]:
-    """Divide the rows of messages, so that no part has many occurrences. Yields each part with its messages."""
+    """Divide frames, so that no part has many occurrences of schedules. Yields each part with its messages."""
     for frame in frames:
         moving = [by_version[seq] for seq in frame.column("seq").to_pylist()]
-        for each in successors.parts([candidate.number for candidate in moving]):
-            yield frame.slice(each.start, each.stop - each.start), moving[each]
+        for part in successors.parts([candidate.number for candidate in moving]):
+            yield frame.slice(part.start, part.stop - part.start), moving[part]
 
 
 def _are_few(candidates: Sequence[Candidate], successors: Successors) -> bool:
-    """Check whether the look-up has read these messages, and they may be moved as values."""
-    # Messages of delay levels, those that return to a consumer, and occurrences of schedules have more to change.
+    """Check whether these messages are few, and their rows need only the changes of `_moved_row`."""
+    # The look-up must have read the row. Messages that selections have changed, of delay levels and of redeliveries,
+    # and occurrences of schedules need more changes.
     return (
         len(candidates) <= FEW_ROWS
         and all(
@@ -222,7 +229,10 @@ def _move_few(
     scheduling: Scheduling,
     rates: Rates,
 ) -> asyncio.Future[int] | None:
-    """Move the pending ones of a few messages, as `move_frame` does. As columns, one costs several times as much."""
+    """Move the pending ones of a few messages, as `move_frame` does, but without columns: one message costs a fraction.
+
+    `host`: the node, stored in the rows. The future is done when the rows are durable. None if no message is pending.
+    """
     writer.check_admission()
     now_ms = clock.now_ms()
     due_ms = max(due_ms, now_ms)
@@ -247,7 +257,7 @@ def _move_few(
 
 
 def _moved_row(candidate: Candidate, *, due_ms: int, now_ms: int, host: str) -> LogRow:
-    """Build the MOVED row of a message from its row in the log."""
+    """Build the MOVED row of a message (values of LOG_SCHEMA) from its row in the log (`candidate.row`)."""
     assert candidate.row is not None
     row = dict(zip(READ_SCHEMA.names, candidate.row, strict=True))
     row.update(
@@ -263,7 +273,10 @@ def _moved_row(candidate: Candidate, *, due_ms: int, now_ms: int, host: str) -> 
 def read_slice(
     reader: LogReader, file_keys: TableKeys, live_files: FileSet, candidates: Sequence[Candidate]
 ) -> tuple[pa.RecordBatch, int]:
-    """Read the rows of the first candidates, up to SLICE_BYTES (file thread). Returns how many candidates these are."""
+    """Read the rows (READ_SCHEMA) of the first candidates, until they have SLICE_BYTES (file thread).
+
+    Also returns the number of these candidates. Candidates that are in neither log nor table have no row.
+    """
     batches, count, size_bytes = [], 0, 0
     while count < len(candidates) and size_bytes < SLICE_BYTES:
         part = candidates[count : count + READ_ROWS]
@@ -295,11 +308,12 @@ def move_frame(
     keeps_local_time: bool = False,
     also: Callable[[Sequence[Candidate]], Change] | None = None,
 ) -> asyncio.Future[int] | None:
-    """Move the pending messages among `rows` (READ_SCHEMA, parallel to `candidates`) in one frame.
+    """Move the pending messages among `candidates` in one frame, and add their verdicts.
 
-    `due_ms` has the new due time of each. `also` builds META rows for the frame from the messages that move. With
-    `keeps_local_time` the property LOCAL_TIME stays, because the new due time follows from it. The future is done when
-    the frame is durable. None if no message is pending.
+    `due_ms` and `rows` (READ_SCHEMA) have the new due time and the row of each candidate. `also` builds META rows for
+    the frame from the messages that move. With `keeps_local_time` the property LOCAL_TIME stays, because the new due
+    time follows from it. The future is done when the frame is durable. None if no message is pending. Raises the errors
+    of a send, before anything has changed.
     """
     writer.check_admission()
     now_ms = clock.now_ms()
@@ -327,7 +341,7 @@ def move_frame(
         (new_ms, candidate.number, first_seq + index, candidate.due_ms)
         for index, (new_ms, candidate) in enumerate(zip(new_due_ms, moved, strict=True))
     ]
-    if not was_pending.all():  # else bodies would be copied
+    if not was_pending.all():  # a filter copies the bodies
         moved_mask = pa.array(was_pending)
         scheduled_rows, rows = scheduled_rows.filter(moved_mask), rows.filter(moved_mask)
     change = None if also is None else also(moved)
@@ -356,7 +370,10 @@ def moved_scheduled_rows(
     host: str,
     keeps_local_time: bool = False,
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows of these READ_SCHEMA messages with other due times. `topics`: the real topic of each."""
+    """Build SCHEDULED rows (LOG_SCHEMA) of these messages (READ_SCHEMA) with other due times.
+
+    `topics`: the topic to which each message will be released. `host`: the node, stored in the rows.
+    """
     row_count, row_properties = rows.num_rows, rows.column("properties").to_pylist()
     in_level_queue = np.asarray(rows.column("queue_offset").is_valid())  # of a delay level
     # A message of a delay level leaves the level's queue. Its properties contain its real topic and queue.
@@ -366,7 +383,8 @@ def moved_scheduled_rows(
             row_properties, in_level_queue.tolist(), rows.column("queue_id").to_pylist(), strict=True
         )
     ]
-    # A selection has moved these to another topic, which may have fewer queues.
+    # A message that a selection has moved to another topic gets no queue (-1), because that topic may have fewer
+    # queues.
     queues = [
         queue_id if is_in_level or topic == before else -1
         for queue_id, is_in_level, topic, before in zip(
@@ -401,7 +419,11 @@ _HAS_SPENT = re.compile("|".join(map(re.escape, SPENT))).search
 
 
 def _without_spent(properties: str | None, *, keeps_local_time: bool = False) -> str | None:
-    # Properties of an earlier delay must not take effect again (consuming/retry.py). Most messages have none of them.
+    """Remove the properties of an earlier delay (`retry.SPENT`), which must not take effect again.
+
+    None if none remain.
+    """
+    # Most messages have none of them.
     if not properties or not _HAS_SPENT(properties):
         return properties or None
     remaining = {

@@ -12,9 +12,8 @@ their producer's id and keys, but the producer's message has been delivered, and
 
 Log and files are searched in a separate thread, which also collects the results. So no release waits for a search,
 even if a key has a million messages. Consumers wait only while the keys of the log are searched. A search uses the list
-of files from its beginning. So a scheduled message that compaction
-moves meanwhile from the log to a file, or between files, is still found. A search is repeated if retention has removed
-some of its input (`LookUps`).
+of files from its beginning. So a scheduled message that compaction moves meanwhile from the log to a file, or between
+files, is still found. A search is repeated if retention has removed some of its input (`LookUps`).
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ class Names:
     """The names of the scheduled messages that a caller asks for.
 
     `topic`: only scheduled messages for this topic, because producers of different topics may use the same id. `may`:
-    only scheduled messages for topics that it allows. The lookup hides all others. A message that a selection has moved
-    has two topics: that of its send, and the present one (`LookUps.look_up_present`).
+    only scheduled messages for topics for which it returns True. The lookup leaves out all others. A message that a
+    selection has moved has two topics: that of its send, and the present one (`LookUps.look_up_present`).
     """
 
     ids: Sequence[str] = ()
@@ -108,7 +107,7 @@ class Names:
             raise OutOfRange(
                 f"at most {limits.CANCELS_PER_REQUEST_MAX} scheduled messages in one request; split it"
             )
-        # An invalid key would find nothing, and its caller would take that for an answer.
+        # Without this check an invalid key would get the answer `not_found`.
         for key in self.keys:
             check_key(key)
 
@@ -130,7 +129,7 @@ class Owner(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The state of a pending message that selections have changed."""
+    """The present state of a pending message that selections have changed."""
 
     owner: Owner | None  # the selection that has cancelled it
     holder: Owner | None  # the selection that holds it
@@ -139,10 +138,7 @@ class Change(NamedTuple):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A scheduled message that matches a name of the caller.
-
-    `due_ms` and `seq` identify it in the schedule. `at_seq`: the row of the log that now contains it, if there is one.
-    """
+    """A scheduled message that matches a name of the caller. `due_ms` and `seq` identify it in the schedule."""
 
     subject: str  # the name by which it was found
     number: int  # seq of its first row, which never changes
@@ -154,9 +150,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     accepted_ms: int  # store time of its first row, which a move does not change
     is_level: bool = False  # it is in the queue of a delay level
     in_table: bool = False  # it is in a file of the pending table
-    at_seq: int | None = None
-    row: ReadRow | None = None  # this row, if the look-up has read all of it
-    change: Change | None = None  # what selections have changed, if they have been asked (LookUps.select)
+    at_seq: int | None = None  # the row of the log that now contains it, if there is one
+    row: ReadRow | None = None  # that row, if the look-up has read all its columns
+    change: Change | None = None  # its state, if `LookUps.select` found that selections have changed it
 
     @property
     def shown_topic(self) -> str:
@@ -178,15 +174,13 @@ class End(NamedTuple):
 
 @dataclass(slots=True)
 class LookupResult:
-    """The scheduled messages with a caller's names, and the ends of those that are settled, by number.
-
-    `expired_numbers` maps a name to its number, if log and table contain nothing of that message any more.
-    """
+    """The scheduled messages with a caller's names, and the ends of those that are settled."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    settled: dict[int, End] = field(default_factory=dict)
+    settled: dict[int, End] = field(default_factory=dict)  # by the number of the message
+    # Requested numbers of which log and table contain nothing any more, by the number as text.
     expired_numbers: dict[str, int] = field(default_factory=dict)
-    # All rows of the log with the requested ids. None if they are many or large, and must be read again.
+    # All rows of the log with the requested ids. None if they are many or large, so that the caller must read them.
     rows: list[ReadRow] | None = field(default=None, compare=False)
     # The selections that have cancelled messages, by the numbers of the messages. Filled by `settle_found`.
     selected: dict[int, Owner] = field(default_factory=dict, compare=False)
@@ -209,8 +203,8 @@ Name = tuple[NameKind, str]
 class Search:
     """One search for several callers, in the lookup thread.
 
-    Call `search`. Then, for each caller: scan the log for the numbers in `missing` (`scan`, in another thread),
-    pass the rows to `add_rows`, and call `result`.
+    Call `search`. Then, for each caller: scan the log for the numbers that `missing` returns (`scan`, in another
+    thread), pass the rows to `add_rows`, and call `result`.
     """
 
     def __init__(
@@ -231,7 +225,7 @@ class Search:
         self._candidates: dict[Name, dict[int, Candidate]] = defaultdict(dict)
         self._settled: dict[int, End] = {}  # by number
         self._maybe_expired: set[int] = set()  # requested numbers without a row so far
-        # The rows of the log with a requested id. None if they are many or large.
+        # The rows that the search of the log found, by id. None before that search, or if they were many or large.
         self._rows_by_id: dict[str | None, list[ReadRow]] | None = None
 
     def search(self) -> None:
@@ -270,8 +264,12 @@ class Search:
                 self._maybe_expired.add(number)
 
     def _search_log(self, hashes: UInt64Array) -> None:
-        """Search the log's key index for the ids and keys, and for rows that ended the messages found so far."""
-        # RELEASE and CANCEL rows carry the message's id. So they are found for messages that were named by number, too.
+        """Search the log's key index for the ids and keys, and for rows that ended the messages found so far.
+
+        `hashes`: of all requested ids and keys.
+        """
+        # Messages found by number: search for their ids, too. This finds the RELEASE and CANCEL rows that ended them,
+        # which carry the id.
         candidate_ids = {
             found.unique_key for by_number in self._candidates.values() for found in by_number.values()
         } - {None}
@@ -281,7 +279,7 @@ class Search:
             if candidate_ids
             else hashes
         )
-        # Usually there are none, because compaction has moved most pending messages from the log to the table.
+        # Few rows are read complete, as Python values, which costs less than columns. None if they are too large.
         values = self._reader.read_values(seqs.tolist()) if len(seqs) <= VALUES_ROWS else None
         if values is not None:
             self._rows_by_id = defaultdict(list)
@@ -290,6 +288,7 @@ class Search:
             self._add_log_rows(found_rows(map(_LOOKUP_VALUES, values), values))
             return
         for begin in range(0, len(seqs), VALUES_ROWS):
+            # `read_rows` adds the column `seq` itself.
             rows = self._reader.read_rows(seqs[begin : begin + VALUES_ROWS], COLUMNS[1:])
             self._add_log_rows(rows_in_log(rows))
 
@@ -303,9 +302,10 @@ class Search:
                 self._record_move(row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
-        """Find the numbers for which the log must be scanned.
+        """Find the numbers of one caller's messages for which the log must be scanned.
 
-        `thorough`: include found messages without an id, because no index leads to the rows that ended them.
+        These are requested numbers without a row so far and, if `thorough`, found messages without an id: no index
+        leads to the rows that ended them.
         """
         maybe_expired = self._maybe_expired.intersection(names.seqs)
         if not thorough:
@@ -315,7 +315,7 @@ class Search:
         }
 
     def add_rows(self, rows: Sequence[FoundRow]) -> None:
-        """Add the rows that a scan of the log found for the numbers in `missing`."""
+        """Add the rows (MOVED, RELEASE, CANCEL) that a scan of the log found for the numbers from `missing`."""
         for row in rows:
             self._record_end(row)
             self._record_move(row)
@@ -326,10 +326,11 @@ class Search:
         """Collect the scheduled messages with one caller's names, at their newest versions."""
         candidates = self._at_newest_versions(self._candidates_for(names))
         found_numbers = {found.number for found in candidates}
-        # These numbers were given out, but are in neither log nor table. Their end is no longer known ("expired").
+        # These numbers were assigned, but are in neither log nor table. Their end is no longer known ("expired").
         maybe_expired = self._maybe_expired.intersection(names.seqs) - found_numbers
         expired_numbers = {str(seq): seq for seq in maybe_expired if seq < self._reader.first_seq}
-        # Without a topic, copies that return to a consumer are hidden: they carry the id of a delivered message.
+        # Without a topic, copies that return to a consumer are hidden: they carry the id of a delivered message. A
+        # request for their number finds them.
         requested_numbers = {str(seq) for seq in names.seqs} if names.topic is None else set()
         topics = {found.topic for found in candidates}
         if names.may is not None:
@@ -344,8 +345,7 @@ class Search:
             for found in candidates
             if found.topic in shown or (found.topic in topics and found.subject in requested_numbers)
         ]
-        # Not the ends that the search found for other callers, or of messages that this one may not see: there may be a
-        # million.
+        # Only the ends of this caller's messages: the search may have found a million for others.
         numbers = {found.number for found in candidates}.union(names.seqs)
         settled = {number: self._settled[number] for number in numbers if number in self._settled}
         rows = None
@@ -354,7 +354,7 @@ class Search:
         return LookupResult(candidates, settled, expired_numbers, rows)
 
     def _candidates_for(self, names: Names) -> list[Candidate]:
-        """List the candidates for a caller's names: each message once per name that finds it."""
+        """List the candidates for a caller's names. A message that several names find is listed once for each name."""
         requested: list[Name] = [
             *((NameKind.ID, name) for name in names.ids),
             *((NameKind.KEY, name) for name in names.keys),
@@ -368,7 +368,10 @@ class Search:
         return list(unique.values())
 
     def _at_newest_versions(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Update candidates to their newest versions. A file may still contain an older version."""
+        """Replace candidates that were moved by their newest versions, in place.
+
+        A file may contain an older version.
+        """
         for begin in range(0, len(candidates), VALUES_ROWS):
             part = candidates[begin : begin + VALUES_ROWS]
             numbers = np.array([found.number for found in part], np.int64)
@@ -386,7 +389,7 @@ class Search:
     # -- by number ---------------------------------------------------------------------------------------------
 
     def _numbers_by_version(self) -> dict[int, int]:
-        """Map the newest version of each requested number back to the number."""
+        """Map the newest version of each requested number to the number."""
         number_by_version = {}
         for number in self._seqs:
             moved_to = self._moved.newest(number)
@@ -394,7 +397,10 @@ class Search:
         return number_by_version
 
     def _add_from_log(self, number_by_version: Mapping[int, int]) -> set[int]:
-        """Add the messages whose newest versions are rows of the log. Return the versions that the log has."""
+        """Add the messages whose newest versions are rows of the log.
+
+        Return the versions that have a row in the log.
+        """
         first_seq, next_seq = self._reader.first_seq, self._reader.next_seq
         versions = sorted(version for version in number_by_version if first_seq <= version < next_seq)
         in_log = set[int]()
@@ -407,7 +413,7 @@ class Search:
             # Large frames are read as columns, without the bodies.
             try:
                 batches = [self._reader.read_rows(np.array(part), COLUMNS[1:])]
-            except OutOfRange:  # some were set aside for a bulk attach, and are in the table
+            except OutOfRange:  # some numbers have no row: they are reserved for a bulk attach
                 batches = [
                     rows.select(COLUMNS)
                     for version in part
@@ -424,7 +430,10 @@ class Search:
         number_by_version: Mapping[int, int],
         log_rows: Iterable[ReadRow | None] = repeat(None),
     ) -> set[int]:
-        """Add the messages among these rows, given as for `found_rows`. Return the versions that are in the log."""
+        """Add the messages whose versions these rows are. Return the versions among the rows.
+
+        `rows` and `log_rows`: as for `found_rows`.
+        """
         rows = list(rows)
         for row in found_rows(rows, log_rows):
             if (
@@ -433,19 +442,22 @@ class Search:
                 and row.number == number_by_version.get(row.at_seq)
             ):
                 self._add((NameKind.SEQ, str(row.number)), row)
-        # A half message is not enough: later rows decide whether it became a scheduled message.
-        return {
-            seq for seq, kind, *_, due_ms, _, _, _, _, _, _ in rows if kind != SCHEDULED or due_ms is not None
-        }
+        # A half message (SCHEDULED without a due time) is left out: later rows decide whether it became a scheduled
+        # one.
+        due = COLUMNS.index("due_ms")
+        return {row[0] for row in rows if row[1] != SCHEDULED or row[due] is not None}
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _add(self, name: Name, row: FoundRow) -> None:
-        """Add a message under a name. Its newest version wins, and for the same version the last row of the log."""
+        """Add a message under a name. The row with the newest version wins.
+
+        Rows with the same version are combined. Of two rows of the log, the last one wins.
+        """
         by_number = self._candidates[name]
         known = by_number.get(row.number)
         if known is None or known.seq < row.version:
-            # The CANCEL row must name the topic of the message, not that of the level.
+            # A CANCEL row names the topic of the message, but a message of a delay level is stored under another one.
             topic = decode_properties(row.properties or "")[REAL_TOPIC] if row.is_level else row.topic
             by_number[row.number] = Candidate(
                 name[1], row.number, row.version, row.due_ms, topic, row.unique_key, row.keys,
@@ -460,6 +472,7 @@ class Search:
             )
 
     def _record_end(self, row: FoundRow) -> None:
+        """Store the end of a message, if this is a RELEASE or CANCEL row."""
         if row.kind in SETTLING:
             verdict = RELEASED if row.kind == Kind.RELEASE else CANCELLED
             # A drain also ends messages with CANCEL rows. The properties of these rows name the receiving group.
@@ -477,7 +490,7 @@ class Search:
     def _matching_names(self, row: FoundRow) -> list[Name]:
         """List the requested ids and keys that a row carries."""
         names = [self._ids[row.unique_key]] if row.unique_key in self._ids else []
-        if row.keys in self._keys:  # it has this key alone
+        if row.keys in self._keys:  # the column has one key alone; several are separated by blanks
             names.append(self._keys[row.keys])
         elif row.keys is not None and self._keys:
             names += [self._keys[key] for key in self._keys.keys() & row.keys.split(" ")]
@@ -489,8 +502,8 @@ def read_scheduled_rows(
 ) -> pa.RecordBatch:
     """Read the complete rows of these scheduled messages from log and table, in READ_SCHEMA (file thread).
 
-    The rows are in no particular order, and messages that are in neither are left out. A message of a delay level has
-    the topic under which it is stored (SCHEDULE_TOPIC).
+    The rows are in no particular order. Messages that are in neither log nor table are left out. A message of a delay
+    level has the topic under which it is stored (SCHEDULE_TOPIC).
     """
     row_seqs = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
     # Retention may have removed rows since the lookup. Their messages are in files then.
@@ -531,9 +544,9 @@ class Question(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The numbers for which the log must be scanned, with the search that goes on then, or else the result."""
+    """The outcome of a search for one caller: the result, or the numbers for which the log must still be scanned."""
 
-    search: Search | None
+    search: Search | None  # continues after the scan. None if the result is complete
     missing: set[int]
     result: LookupResult  # empty if numbers are missing
 
@@ -569,8 +582,8 @@ class LookUps:
     async def look_up(self, names: Names, *, thorough: bool = False) -> LookupResult:
         """Search log and table for the scheduled messages with these names, and for the rows that ended them.
 
-        `thorough`: also find the end of messages without an id, which needs a scan of the log. Raise Corrupt if a file
-        that may contain one of the messages cannot be read.
+        `thorough`: also find the end of messages without an id, which needs a scan of the log. Raise Corrupt or
+        NotFound if a file that may contain one of the messages cannot be read, and the error of `confirm_lead`.
         """
         search, missing, result = await self._batcher.put(
             Question(names, thorough), rows=len(names.ids) + len(names.keys) + len(names.seqs)
@@ -582,7 +595,10 @@ class LookUps:
         return await in_thread(self._lookup_thread, _result_with, search, names, rows)
 
     async def look_up_present(self, names: Names) -> LookupResult:
-        """Search as `look_up` does, and for pending messages that selections have moved to a topic of `names`."""
+        """Search as `look_up` does.
+
+        Also find pending messages that selections have moved to a topic that `names` allows.
+        """
         lookup = await self.look_up(names)
         is_limited = names.topic is not None or names.may is not None
         if not is_limited or not any(map(names.allows, self._selections.selected.moves_to)):
@@ -600,9 +616,9 @@ class LookUps:
         return lookup
 
     async def select(self, candidates: Sequence[Candidate]) -> dict[int, Change]:
-        """Find what selections have changed of these messages, by number. Only pending messages are in the result.
+        """Find the states of the messages that are pending and that selections have changed, by number.
 
-        Callers that decide something hold the gate, so that no selection changes before their decision.
+        A caller that decides by the result passes the gate first, so that no selection changes before its decision.
         """
         selected, changes = self._selections.selected, dict[int, Change]()
         if selected.is_empty:
@@ -662,20 +678,26 @@ class LookUps:
             for row, cancelled, held, mover, due in zip(is_changed.tolist(), *columns, strict=True)
         ]  # fmt: skip
 
-    def ended_selected(self, owners: Iterable[Owner]) -> None:
-        """Record that messages of selections were cancelled by name."""
+    def count_cancelled_by_name(self, owners: Iterable[Owner]) -> None:
+        """Count messages that selections had cancelled, and that got CANCEL rows now.
+
+        `owners`: the selection of each.
+        """
         for owner in owners:
             self._selections.ended(owner.name, 1)
 
     def _read_conditions(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], pa.RecordBatch]:
-        """Read CONDITION_COLUMNS of these messages, in their order (file thread). Settled ones may be left out."""
+        """Read `seq` (the version) and CONDITION_COLUMNS of these messages (file thread).
+
+        Returns the messages that were found, in their order, and a row for each. Settled ones may be missing.
+        """
         columns = ["seq", *CONDITION_COLUMNS]
         # Retention may have removed rows since the look-up. Their messages are in files then.
         first_seq = self._reader.first_seq
         in_log = {c.at_seq: c.seq for c in candidates if c.at_seq is not None and c.at_seq >= first_seq}
         in_table = [c for c in candidates if c.at_seq is None or c.at_seq < first_seq]
         logged = self._reader.read_rows(np.array(list(in_log), np.int64), CONDITION_COLUMNS)
-        # A row of the log has its own number, and not that of the version, if it was written again.
+        # `seq` of a row of the log is not the version if the row repeats a message that retention had removed.
         versions = pa.array([in_log[seq] for seq in logged.column("seq").to_pylist()], pa.int64())
         tables = [pa.table([versions, *logged.columns[1:]], names=columns)]
         if in_table:
@@ -691,7 +713,12 @@ class LookUps:
     async def work_through(
         self, lookup: LookupResult, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call a function that walks through this result and changes nothing, in the lookup thread if it is long."""
+        """Call a function that walks through a look-up's result.
+
+        It runs in the lookup thread if there are many candidates.
+
+        The function must not use objects of the event loop.
+        """
         if len(lookup.candidates) <= SLICE_ROWS:  # a switch to another thread and back costs more
             return call(*args, **kwargs)
         return await in_thread(self._lookup_thread, call, *args, **kwargs)
@@ -703,11 +730,14 @@ class LookUps:
         except (Corrupt, NotFound) as error:
             if len(questions) == 1:
                 return [error]
-            # One caller needs a file that cannot be read. The others must not fail, so each one searches separately.
+            # One caller needs a file that cannot be read. The others must not fail, so each caller gets its own search.
             return [result for question in questions for result in await self._search_together([question])]
 
     async def _search(self, questions: Sequence[Question]) -> list[Found]:
-        """Search log and files. Repeat the search if retention removed segments or files meanwhile."""
+        """Search log and files. Repeat the search if retention removed segments or files meanwhile.
+
+        Raises Corrupt or NotFound if a file cannot be read.
+        """
         while True:
             first_seq, live_files = self._reader.first_seq, self._hour_log.pending.live
             try:
@@ -738,7 +768,7 @@ def _search_for(
     moved: Moved,
     questions: Sequence[Question],
 ) -> list[Found]:
-    """Search log and files, and collect what each caller is told (lookup thread)."""
+    """Search log and files, and collect the outcome for each caller (lookup thread)."""
     # Created here, so that its objects are freed here: a million of them would hold the event loop for a while.
     search = Search(
         reader, key_index, file_keys, live_files, moved, [question.names for question in questions]

@@ -1,6 +1,6 @@
 """Sends with a unique key: at most one message with a topic and a unique key is pending.
 
-    put -> its turn: sends with one topic and key are carried out one after another, each durable before the next
+    put -> wait for its turn: the sends with one topic and key are carried out one by one, each durable before the next
         -> the pending message with the key: from memory, else by a look-up in log and table
         -> there is none    SCHEDULED (or MESSAGE)           created
            reject           no row                           AlreadyPending names the pending message
@@ -8,14 +8,15 @@
            replace          CANCEL and SCHEDULED, one frame  replaced: the answer names both messages
 
 The row of a message has the key among its keys, with a prefix. So the log and the table are the only truth, and their
-key indexes lead to the message after a restart, on a new leader, after compaction and retention. `_known` only saves
-look-ups. It has a limited number of entries, and an entry may be dropped at any time.
+key indexes lead to the message after a restart, on a new leader, after compaction and retention. `_pending_by_name`
+only saves look-ups. It has a limited number of entries, and an entry may be dropped at any time.
 
 The decision and the append are one step on the event loop. A message whose release has begun is not pending. So the
 release stands in the log before the row of the new message.
 
-A pending message that a selection has cancelled (registry/selections.py) is not pending. The frame of the new message
-has its CANCEL row, as at its due time. Otherwise an undo of the selection would make two messages pending.
+A message that a selection has cancelled (registry/selections.py) does not count as pending. The frame of the new
+message has its CANCEL row, which otherwise is appended at its due time. Without it, an undo of the selection would make
+two messages pending.
 
 A message that a request is moving is neither at its old nor at its new due time, until the row of the move is durable.
 `_find_pending` waits for that row before it takes a message as settled.
@@ -62,14 +63,15 @@ from timeball.model.send_options import UNIQUE_PREFIX, OnPending, UniqueKey
 from timeball.schedule.scheduler import Scheduler
 
 REJECTED = "rejected"
-# Stands for the row of a kept message, which is not read again: its edge returns only its number and due time.
+# In place of the row of a kept message, which is not read: the edge returns only the message's number and due time.
 _NOT_READ = build_rows(1, kind=int(Kind.SCHEDULED), queue_id=-1)
 
 
 class UniqueSend(msgspec.Struct, gc=False):
-    """A send of one message with a unique key. `batch` are its SEND_COLUMNS, whose `keys` include the unique key.
+    """A send of one message with a unique key. `batch`: its SEND_COLUMNS, whose `keys` include the unique key.
 
-    `change` builds further rows for its frame. `answer` or `refuse` is called at the end.
+    `change` builds further rows for its frame. At the end, `answer` is called with the result, or `refuse` with the
+    error.
     """
 
     batch: pa.RecordBatch
@@ -108,15 +110,18 @@ class UniqueSends:
         self._turns: dict[tuple[str, str], deque[UniqueSend]] = {}
         self._held_bytes = self._held_sends = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        # The messages with a key that were pending when the key was last used. An entry is complete: no other pending
-        # message has the key. The entries that were used last are at the end.
-        self._known: dict[tuple[str, str], list[Candidate]] = {}
-        # The keys whose send was under way at the last `forget`. It has perhaps not found all messages.
+        # By topic and key: the messages that were pending when the key was last used. An entry is complete: no other
+        # pending message has the key. The entries that were used last are at the end.
+        self._pending_by_name: dict[tuple[str, str], list[Candidate]] = {}
+        # The keys with a send under way at the last `forget`: the entry that it writes may lack messages.
         self._incomplete: set[tuple[str, str]] = set()
 
     def forget(self) -> None:
-        """Look each key up at its next send, because messages came without a check."""
-        self._known.clear()
+        """Look up each key again at its next send.
+
+        Call it after an append of messages whose unique keys no send checked.
+        """
+        self._pending_by_name.clear()
         self._incomplete |= self._turns.keys()
 
     def put(
@@ -129,9 +134,10 @@ class UniqueSends:
         on_answer: Callable[[Accepted], None] | None = None,
         on_refusal: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Add a piece of one message. Its edge receives the outcome later, unless `on_answer` and `on_refusal` do.
+        """Add a send of one message. Later, `on_answer` is called with the result, or `on_refusal` with the error.
 
-        `change` builds further rows for the frame of the message. Raises InvalidMessage, Forbidden and OverLimit.
+        The default of both sends the outcome to the edge of the piece. `change` builds further rows for the frame of
+        the message. Raises InvalidMessage, Forbidden and OverLimit.
         """
         if piece.count != 1:
             raise InvalidMessage(
@@ -142,7 +148,7 @@ class UniqueSends:
         except (pa.ArrowException, UnicodeError, OverflowError) as error:
             raise InvalidMessage(f"not to be stored: {error}") from error
         topic = batch.column("topic")[0].as_py()
-        # Such a copy carries the keys of a message that was sent before, and its group waits for it.
+        # A copy that returns to a consumer has the keys of its message, and must be accepted at any time.
         if is_on_its_way_back(topic):
             raise InvalidMessage(
                 f"topic {topic[:80]!r}: a message that returns to a consumer has no unique key"
@@ -175,7 +181,7 @@ class UniqueSends:
         task.add_done_callback(self._tasks.discard)
 
     async def _take_turns(self, name: tuple[str, str]) -> None:
-        """Carry out the sends with a topic and key, one after another."""
+        """Carry out the sends with one topic and key, one after another, and report the outcome of each."""
         turns = self._turns[name]
         while turns:
             send = turns[0]
@@ -185,57 +191,59 @@ class UniqueSends:
                 self.counts[REJECTED] += 1
                 send.refuse(error)
             except Exception as error:  # any error: the client waits for an outcome
-                self._known.pop(name, None)  # the next send looks the key up again
+                self._pending_by_name.pop(name, None)  # the next send looks the key up again
                 send.refuse(error)
             else:
                 self.counts[accepted.sent.outcome if accepted.sent else CREATED] += 1
                 send.answer(accepted)
             if name in self._incomplete:
                 self._incomplete.discard(name)
-                self._known.pop(name, None)
+                self._pending_by_name.pop(name, None)
             turns.popleft()
             self._held_bytes -= send.size_bytes
             self._held_sends -= 1
         del self._turns[name]
 
     async def _carry_out(self, name: tuple[str, str], send: UniqueSend) -> Accepted:
-        """Decide about a send, and write its rows, durably."""
-        # A resume of a campaign moves messages while it holds the gate.
+        """Carry out one send as its `on_pending` demands, durably. Raises AlreadyPending, and the errors of a send."""
+        # No resume of a campaign moves the messages meanwhile.
         async with self._look_ups.gate.passing():
             pending, changes = await self._find_pending(name), dict[int, Change]()
             if self._look_ups.may_be_selected(pending):
-                # Looked up again, because the conditions of selections need the present places of their rows.
-                del self._known[name]
+                # Looked up again: to evaluate the conditions of selections, the rows are read at their present places.
+                del self._pending_by_name[name]
                 changes = await self._look_ups.select(await self._find_pending(name))
                 pending = await self._find_pending(name)
-            free = with_changes(pending, changes)
-            if free and send.on_pending != "replace":
-                await self._look_ups.confirm_lead()  # `_known` was not looked up now, and no row follows
-                return self._keep(free[-1], send.on_pending, name)
+            not_cancelled = with_changes(pending, changes)
+            if not_cancelled and send.on_pending != "replace":
+                # The pending message may come from memory, and no row is written that only a leader can commit.
+                await self._look_ups.confirm_lead()
+                return self._keep(not_cancelled[-1], send.on_pending, name)
             # No await from `_find_pending` until the append, so that the decision stays true.
-            covered = {
+            cancelled_by = {
                 each: change.owner
                 for each in pending
                 if (change := changes.get(each.number)) is not None and change.owner is not None
             }
-            accepted, durable = self._append_traced(send.batch, send, free, covered)
+            accepted, durable = self._append_traced(send.batch, send, not_cancelled, cancelled_by)
             await asyncio.wait([durable])
-            self._look_ups.ended_selected(covered.values())
+            self._look_ups.count_cancelled_by_name(cancelled_by.values())
         failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
         if failure is not None:
             raise failure
-        # Only now: a message that is not durable cannot be cancelled, because the schedule does not know it.
+        # Not before: the schedule does not have a message that is not durable, so the message cannot be cancelled.
         self._remember(name, _candidates_of(name, accepted))
         return accepted
 
     def _default(self, topic: str) -> OnPending:
+        """Find the `on_pending` of sends to a topic that do not set it."""
         entry = self._topics.find_topic(topic)
         default = "reject" if entry is None else entry.config.attributes.get(ON_PENDING, "reject")
         return cast(OnPending, default)  # the registry has checked it
 
     def _keep(self, found: Candidate, on_pending: OnPending, name: tuple[str, str]) -> Accepted:
-        """Build the answer that names the pending message. Raises AlreadyPending if the send is to be rejected."""
-        message = _named(found)
+        """Build the answer of a send that keeps the pending message `found`. Raises AlreadyPending if it rejects."""
+        message = _unique_message(found)
         if on_pending == "keep":
             sent = Sent(KEPT, [], message)
             return Accepted(message.seq, 1, self._clock.now_ms(), _NOT_READ, sent)
@@ -247,24 +255,29 @@ class UniqueSends:
         )  # fmt: skip
 
     def _append(
-        self, sends: ParsedSends, send: UniqueSend, replaced: list[Candidate], covered: dict[Candidate, Owner]
+        self,
+        sends: ParsedSends,
+        send: UniqueSend,
+        replaced: list[Candidate],
+        cancelled_by: dict[Candidate, Owner],
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Append the message, and in the same frame the CANCEL rows of the pending messages that it replaces.
 
-        `covered`: further pending messages, which selections have cancelled.
+        `cancelled_by`: further messages that get a CANCEL row, with the selection that has cancelled each. Returns the
+        result, which is valid once the future is done without an error: the rows are durable then.
         """
         rows, level, now_ms = self._appender.admit(as_columns(sends))
         self._policy.admit(rows.column("topic").to_pylist(), send.caller)
         parts = [self._appender.prepare(rows, now_ms, level)]
         # After all steps that may refuse the message or append rows themselves.
-        ended = [*covered, *replaced]
+        ended = [*cancelled_by, *replaced]
         continuation = None
         if ended:
             was_pending = cancel_pending(ended, scheduler=self._scheduler)
             assert was_pending.all(), "no await since they were pending"
             cancels = [
                 cancel_columns([each], now_ms, owner.facts.by, reason_of(owner.name))
-                for each, owner in covered.items()
+                for each, owner in cancelled_by.items()
             ]
             parts = [*cancels, cancel_columns(replaced, now_ms, send.caller.name, REPLACED), *parts]
             continuation = self._successors.after_end([each.number for each in ended], now_ms)
@@ -276,8 +289,8 @@ class UniqueSends:
         appended = self._appender.append(pa.concat_batches(parts), continuation=continuation)
         if changed is not None:
             changed.keep()
-        sent = Sent(REPLACED, [], _named(replaced[-1])) if replaced else Sent(CREATED, [])
-        # The edge asks for the places of its own rows, and the CANCEL rows stand before them.
+        sent = Sent(REPLACED, [], _unique_message(replaced[-1])) if replaced else Sent(CREATED, [])
+        # Only the row of the message: the CANCEL rows before it do not belong to the answer.
         written = appended.rows.slice(len(ended), 1)
         return Accepted(first_seq, 1, now_ms, written, sent), appended.durable
 
@@ -286,14 +299,15 @@ class UniqueSends:
     async def _find_pending(self, name: tuple[str, str]) -> list[Candidate]:
         """Find the pending messages of a key, the newest last. They are pending until the caller's next await.
 
-        There is more than one only if one of them came without a check: in a bulk write, or from another group.
+        There is more than one only if some came without a check of their unique keys: in a bulk write, or from another
+        group.
         """
-        known = self._known.get(name)
-        if known is None:
-            known = await self._look_up(name)
-        settled = set[int]()  # versions that are not pending, although every row up to their end is durable
+        candidates = self._pending_by_name.get(name)
+        if candidates is None:
+            candidates = await self._look_up(name)
+        settled = set[int]()  # versions that are still not pending after a flush of the log
         while True:
-            newest = list(map(self._newest, known))
+            newest = list(map(self._newest, candidates))
             pending, others = list[Candidate](), set[int]()
             if newest:
                 are_pending = self._look_ups.outcomes.waits(*due_version_columns(newest)).tolist()
@@ -304,24 +318,24 @@ class UniqueSends:
             if others <= settled:
                 self._remember(name, pending)
                 return pending
-            # A version that is not pending was settled, or a request has moved the message. The row of the move may
-            # not be durable yet. Then it gives the message another version.
+            # A version that is not pending is settled, or a request is moving the message. After the flush the row of
+            # the move is durable, and `_newest` finds the new version.
             settled |= others
             await self._writer.flushed()
 
     async def _look_up(self, name: tuple[str, str]) -> list[Candidate]:
-        """Search log and table for the messages of a key that have not ended, the newest last."""
+        """Search log and table for the messages with a topic and key that have not ended, the newest last."""
         topic, key = name
         lookup = await self._look_ups.look_up(Names(keys=[key], topic=topic))
         candidates = [found for found in lookup.candidates if found.number not in lookup.settled]
-        # Without the rows that the look-up has read, because these contain bodies.
+        # `row` is removed, because it contains the body, and the candidates stay in memory.
         return [
             msgspec.structs.replace(found, row=None)
             for found in sorted(candidates, key=lambda found: found.number)
         ]
 
     def _newest(self, candidate: Candidate) -> Candidate:
-        """Update a message to the due time and version that it has now."""
+        """Copy a candidate with its newest due time and version. The same candidate if it has them."""
         moved_to = self._look_ups.outcomes.moved.newest(candidate.number)
         if moved_to is None or moved_to[1] <= candidate.seq:
             return candidate
@@ -329,19 +343,19 @@ class UniqueSends:
         return msgspec.structs.replace(candidate, due_ms=due_ms, seq=version)
 
     def _remember(self, name: tuple[str, str], pending: list[Candidate]) -> None:
-        """Keep the pending messages of a key in memory, as the entry that was used last."""
-        self._known.pop(name, None)
-        self._known[name] = pending
-        if len(self._known) > limits.UNIQUE_KEYS_KNOWN_MAX:
-            del self._known[next(iter(self._known))]
+        """Store the pending messages of a key in `_pending_by_name`, as the entry that was used last."""
+        self._pending_by_name.pop(name, None)
+        self._pending_by_name[name] = pending
+        if len(self._pending_by_name) > limits.UNIQUE_KEYS_KNOWN_MAX:
+            del self._pending_by_name[next(iter(self._pending_by_name))]
 
 
-def _named(candidate: Candidate) -> UniqueMessage:
+def _unique_message(candidate: Candidate) -> UniqueMessage:
     return UniqueMessage(candidate.unique_key or "", candidate.number, candidate.shown_due_ms)
 
 
 def _candidates_of(name: tuple[str, str], accepted: Accepted) -> list[Candidate]:
-    """Build the entry of a message that was just written. Empty for a message that was visible at once."""
+    """Build the entry of `_pending_by_name` for a message that was just written. Empty if it was visible at once."""
     columns = ("kind", "queue_offset", "due_ms", "unique_key", "keys")
     row = {column: accepted.kept.column(column)[0].as_py() for column in columns}
     if row["kind"] != Kind.SCHEDULED:
