@@ -1,11 +1,12 @@
-"""When does a rule run? Answered from the definition, by watching a clock tick by tick.
+"""The runs of a rule, computed from the definition by watching a clock tick by tick.
 
-A clock is only asked for the local time at an instant (tests/local_time_oracle.py). A rule is a function that says
-whether a local time matches. No cron library, no search and no rule for gaps or repeated times of another is in here:
+A clock is only asked for the local time at an instant (tests/local_time_oracle.py). A rule is a function that checks
+whether a local time matches. No cron library, no search, and no other program's rule for gaps or repeated times is
+used:
 
 - A rule that follows the clock runs at each tick at which the clock shows a matching time.
-- Another rule runs when the clock reaches a matching time for the first time: it shows it, or it has skipped it since
-  the tick before. With `runs_twice` it also runs when the clock shows a matching time again.
+- Another rule runs when the clock reaches a matching time for the first time: it shows the time, or it has skipped the
+  time since the tick before. With `runs_twice` the rule also runs when the clock shows a matching time again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from tests.local_time_oracle import EPOCH, SECOND, changes, shown
 MINUTE = timedelta(minutes=1)
 HOUR = timedelta(hours=1)
 WEEKDAYS = ("MON", "TUE", "WED", "THU", "FRI", "SAT", "SUN")
-# Of a change: long enough for local times that a rule names some hours before and after it.
+# Before and after a change, a clock is watched for this time: `cases` names times up to an hour away from the change.
 AROUND = 3 * HOUR
+# Indexes of some of `cases`.
+HOURLY, FIXED_TIME, FIXED_TIME_SKIP_BOTH = 2, 3, 4
 
 
 @dataclass(frozen=True)

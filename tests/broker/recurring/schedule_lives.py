@@ -1,7 +1,7 @@
-"""A broker with one schedule, an observer who knows what was answered, and what must be true in the end.
+"""A broker with one schedule, a record of its answers (`Known`), and a check of the log against them (`faults_of`).
 
-The rule has a time every ten minutes and the schedule catches up with all of them, so nothing may be missing: each
-time after the put was delivered once, or its message was cancelled. One occurrence is pending, never two.
+The rule has a time every ten minutes and the schedule catches up with all of them. So each time after the put was
+delivered once, or its message was cancelled. One occurrence is pending, never two.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from timeball.model.message import decode_properties
 NAME, TOPIC = "tick", "ticks"
 EVERY_MS = 600 * SECOND_MS
 RULE = {"every": "10m"}
-KEPT = {"retention_ms": 1, "unread_retention_ms": 1}
+RETENTION = {"retention_ms": 1, "unread_retention_ms": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "hour_log": KEPT,
-    "timer_wheel": {**KEPT, "strategy": "timer_wheel", "timer_wheel_ms": 60 * SECOND_MS},
-    "level_cascade": {**KEPT, "strategy": "level_cascade"},
+    "hour_log": RETENTION,
+    "timer_wheel": {**RETENTION, "strategy": "timer_wheel", "timer_wheel_ms": 60 * SECOND_MS},
+    "level_cascade": {**RETENTION, "strategy": "level_cascade"},
 }
 
 
 def facts_of(rule: Mapping[str, object] = RULE, **changes: Any) -> ScheduleFacts:
-    """A schedule that delivers every time of its rule, however late."""
+    """Build a schedule that delivers every time of its rule, however late."""
     plain: dict[str, Any] = {
         "topic": TOPIC, "body": b"tick", "catch_up": "all", "catch_up_within_ms": 30 * limits.DAY_MS,
     }  # fmt: skip
@@ -44,7 +44,7 @@ def facts_of(rule: Mapping[str, object] = RULE, **changes: Any) -> ScheduleFacts
 
 
 def times_between(after_ms: int, until_ms: int) -> list[int]:
-    """The times of RULE later than the first and not later than the second."""
+    """Return the times of RULE later than `after_ms` and not later than `until_ms`."""
     first = after_ms // EVERY_MS + 1
     return [number * EVERY_MS for number in range(first, until_ms // EVERY_MS + 1)]
 
@@ -64,11 +64,12 @@ async def compact(world: World) -> None:
 
 
 async def put(world: World, name: str = NAME, caller: Any = ANONYMOUS, **changes: Any) -> str:
+    """Put the schedule `facts_of(**changes)`. Return what has happened: "created", "replaced" or "unchanged"."""
     return (await world.broker.schedules.put(name, facts_of(**changes), caller))[1]
 
 
 async def released(world: World, topic: str = TOPIC) -> list[dict[str, Any]]:
-    """All rows of a topic that can be read, in the order of the log."""
+    """Read all visible rows of a topic, in the order of the log."""
     found = []
     queues = world.broker.queues(topic) if topic in world.broker.topics() else {}
     for queue, (low, high) in queues.items():
@@ -80,13 +81,13 @@ async def released(world: World, topic: str = TOPIC) -> list[dict[str, Any]]:
 
 
 async def locals_of(world: World, topic: str = TOPIC) -> list[str]:
-    """The local times that the delivered occurrences name."""
+    """Return the local times that the delivered occurrences name."""
     return [decode_properties(row["properties"])["occurrence"] for row in await released(world, topic)]
 
 
 @dataclass
 class Known:
-    """What was answered while the power was on."""
+    """The requests and the answers to them while the power was on. The sets have ids of occurrences."""
 
     put_ms: int | None = None  # of the request
     is_put: bool = False
@@ -96,7 +97,7 @@ class Known:
 
 
 class OneSchedule(World):
-    """A world with the verbs of a schedule."""
+    """A world with one schedule, which records the requests and answers in `known`."""
 
     known: Known
 
@@ -165,7 +166,7 @@ LIFE: list[Step] = [
 
 @dataclass(frozen=True)
 class Cut:
-    """What a cut left."""
+    """The state when the power was cut: the disk, and everything that the test knows."""
 
     files: CutFiles
     known: Known
@@ -179,7 +180,7 @@ class Cut:
 
 
 def live(settings: dict[str, Any], crash_at: int | None = None, steps: list[Step] = LIFE) -> Cut:
-    """Live through the steps until the power goes at call `crash_at`, or to their end."""
+    """Carry out the steps, until the power is cut at call `crash_at` of the file system, or to their end."""
     files, clock, known = CutFiles(crash_at=crash_at), ManualClock(), Known()
     world = OneSchedule.on(files, clock, known, **settings)
 
@@ -192,7 +193,7 @@ def live(settings: dict[str, Any], crash_at: int | None = None, steps: list[Step
 
 
 def faults_after(cut: Cut, image: CrashFiles) -> list[str]:
-    """Start on what the disk kept, let two hours pass, and compare with what was answered."""
+    """Start on the disk `image`, let two hours pass, and compare the deliveries with the answers."""
     known = copy.deepcopy(cut.known)
     world = OneSchedule.on(
         image, replace(cut.clock), known, observed=copy.deepcopy(cut.observed), **cut.settings
@@ -220,7 +221,7 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[str]:
 
 
 def faults_of(world: OneSchedule) -> list[str]:
-    """All disagreements between what was answered and what was delivered. A consumer has read everything."""
+    """List the contradictions between the answers and the deliveries. A consumer has read everything."""
     known, now_ms = world.known, world.clock.wall
     places = Counter(row.key for row in world.observed.seen.values() if row.place.topic == TOPIC)
     found = world.broker.tables.schedules.find(NAME)
@@ -230,7 +231,7 @@ def faults_of(world: OneSchedule) -> list[str]:
     expected = [id_of(due_ms) for due_ms in times_between(known.put_ms, now_ms)]
     faults = [f"doubled: {key}" for key, count in places.items() if count > 1]
     faults += [f"unexpected: {key}" for key in places if key not in expected]
-    # A put that was not answered may have been stored later than it was asked for, but not by the next occurrence.
+    # A put without an answer may have been stored later than it was requested, but before the next occurrence.
     faults += [f"lost: {key}" for key in expected if not places[key] and key not in known.cancel_asked]
     faults += [f"resurrected: {key}" for key in known.cancelled if places[key]]
     last = found[1]

@@ -13,7 +13,7 @@ from timeball.broker.recurring.cron_rule import parse_cron
 from timeball.broker.recurring.local_times import local_datetime, local_seconds
 from timeball.model.errors import InvalidDelay
 
-naive = datetime.fromisoformat
+local = datetime.fromisoformat
 DAY = timedelta(days=1)
 MONDAY, FRIDAY, SATURDAY, SUNDAY = 0, 4, 5, 6  # as Python counts
 
@@ -34,11 +34,11 @@ def is_nearest_weekday(day: date, wanted: int) -> bool:
 
 
 def is_last_weekday(day: date) -> bool:
-    rest = [day + n * DAY for n in range(1, 7) if (day + n * DAY).month == day.month]
-    return day.weekday() < SATURDAY and all(d.weekday() >= SATURDAY for d in rest)
+    later_days = [day + n * DAY for n in range(1, 7) if (day + n * DAY).month == day.month]
+    return day.weekday() < SATURDAY and all(d.weekday() >= SATURDAY for d in later_days)
 
 
-# Three days, month and weekday of an expression, and their definition.
+# The fields for day, month and weekday of an expression, and the definition of the dates that match.
 DATES: list[tuple[str, Callable[[date], bool]]] = [
     ("* * *", lambda d: True),
     ("1 1 *", lambda d: (d.day, d.month) == (1, 1)),
@@ -75,8 +75,9 @@ DATES: list[tuple[str, Callable[[date], bool]]] = [
 
 
 def dates(fields: str, first: date, end: date) -> list[date]:
+    """Return the matching dates from `first` on, before `end`."""
     times, found = parse_cron(f"30 12 {fields}"), []
-    at = times.at_or_after(local_seconds(naive(first.isoformat())))
+    at = times.at_or_after(local_seconds(local(first.isoformat())))
     while at is not None and (day := local_datetime(at).date()) < end:
         assert local_datetime(at).time().isoformat() == "12:30:00"
         found.append(day)
@@ -95,7 +96,7 @@ def test_dates_match_their_definition(
 
 
 def test_another_definition_is_noticed() -> None:
-    """The control: a definition without the leap day of 2000, and one that counts weekdays from Monday as 0."""
+    """The control: definitions without leap days, and with 1 as Tuesday, give other dates."""
     first, end = date(1999, 1, 1), date(2009, 1, 1)
     every = [first + n * DAY for n in range((end - first).days)]
     assert dates("L 2 *", first, end) != [d for d in every if d.month == 2 and d.day == 28]
@@ -135,13 +136,13 @@ def matches_time(second: int, seconds: set[int], minutes: set[int], hours: set[i
         ("0\t9 * * *", "0 9 * * *"),
     ],
 )
-def test_names_stand_for_fields(alias: str, fields: str) -> None:
-    one, other = parse_cron(alias), parse_cron(fields)
-    at = 0
+def test_aliases_and_other_spellings_have_the_times_of_their_fields(alias: str, fields: str) -> None:
+    by_alias, by_fields = parse_cron(alias), parse_cron(fields)
+    local_s = 0
     for _ in range(20):
-        found = one.at_or_after(at)
-        assert found == other.at_or_after(at) is not None
-        at = found + 1
+        found_s = by_alias.at_or_after(local_s)
+        assert found_s is not None and found_s == by_fields.at_or_after(local_s)
+        local_s = found_s + 1
 
 
 def test_the_rarest_date_of_a_calendar_is_found() -> None:
@@ -152,10 +153,10 @@ def test_the_rarest_date_of_a_calendar_is_found() -> None:
 
 def test_nothing_is_found_after_the_year_9999() -> None:
     times = parse_cron("0 12 31 12 *")
-    last = local_seconds(naive("9999-12-31T12:00"))
+    last = local_seconds(local("9999-12-31T12:00"))
     assert times.at_or_after(last - 5) == last
     assert times.at_or_after(last + 1) is times.at_or_after(10**15) is None
-    assert times.at_or_after(-(10**15)) == local_seconds(naive("0001-12-31T12:00"))
+    assert times.at_or_after(-(10**15)) == local_seconds(local("0001-12-31T12:00"))
 
 
 # Expressions that programs read differently, or not at all, and the advice of the error.
@@ -231,16 +232,19 @@ def test_forms_that_programs_read_differently_are_refused(text: str, advice: str
         ("0 0 12 1 1 * *", "7 fields are given"),
     ],
 )
-def test_six_fields_are_read_when_asked_for(text: str, advice: str) -> None:
+def test_with_seconds_other_than_six_fields_are_refused(text: str, advice: str) -> None:
     with pytest.raises(InvalidDelay, match=advice):
         parse_cron(text, seconds=True)
+
+
+def test_with_seconds_the_first_field_is_for_seconds() -> None:
     times = parse_cron("15,45 0 12 * * *", seconds=True)
     assert times.at_or_after(12 * 3_600 + 16) == 12 * 3_600 + 45
     assert times.at_or_after(12 * 3_600 + 46) == 36 * 3_600 + 15
 
 
 @given(st.text(max_size=40) | st.from_regex(r"[0-9*/,LW#\-]{1,6}( [0-9*/,LW#A-Z\-]{1,6}){4}", fullmatch=True))
-def test_any_text_is_parsed_or_refused_with_a_sentence(text: str) -> None:
+def test_any_text_is_parsed_or_refused_with_invalid_delay(text: str) -> None:
     try:
         times = parse_cron(text)
     except InvalidDelay as refused:

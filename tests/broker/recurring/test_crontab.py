@@ -62,7 +62,7 @@ def program_of(entry: CrontabEntry) -> str:
         ("@daily logcheck [ -x /usr/sbin/logcheck ] && nice -n10 /usr/sbin/logcheck", "logcheck", "@daily"),
     ],
 )
-def test_entries_with_a_user(line: str, name: str, spec: str) -> None:
+def test_an_entry_with_a_user_becomes_a_rule_named_after_its_program(line: str, name: str, spec: str) -> None:
     (entry,) = read_crontab(line, ZONE, has_user=True)
     assert (program_of(entry), entry.spec, entry.note) == (name, cron(spec), "")
     assert entry.command and "root" not in entry.command
@@ -81,7 +81,7 @@ CRON_TZ=America/New_York
 """
 
 
-def test_the_file_of_a_user() -> None:
+def test_a_user_file_is_read_without_comments_and_with_its_zone() -> None:
     assert read_crontab(USERS, ZONE) == [
         CrontabEntry("tar-f797ab", cron("0 5 * * 1"), "tar -zcf /var/backups/home.tgz /home/", ""),
         CrontabEntry("fetch-mail-1b8b44", cron("@hourly"), "fetch-mail", ""),
@@ -106,13 +106,13 @@ def test_the_file_of_a_user() -> None:
         ("@daily", "", "and a command"),
     ],
 )
-def test_an_entry_that_is_refused_says_why(line: str, command: str, note: str) -> None:
+def test_the_note_of_a_refused_entry_has_the_reason(line: str, command: str, note: str) -> None:
     (entry,) = read_crontab(line, ZONE)
     assert entry.spec is None and entry.command == command
     assert note in entry.note
 
 
-def test_a_command_of_input_alone_has_a_name() -> None:
+def test_an_entry_without_a_program_is_named_after_its_line() -> None:
     (entry,) = read_crontab("0 9 * * * %input", ZONE)
     assert (entry.name, entry.spec, entry.command) == ("line-1", cron("0 9 * * *"), "")
 

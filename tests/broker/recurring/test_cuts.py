@@ -1,6 +1,6 @@
-"""The power goes around the frames that end an occurrence, and each time of the schedule is still delivered once.
+"""After a power cut at any frame that ends an occurrence, each time of the schedule is still delivered once.
 
-The chain of occurrences is as long as the log is kept: a frame that lacked the successor would end it for good.
+A frame without the successor would end the schedule for good.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def images(call: int) -> list[tuple[int, Survival]]:
 
 
 def faults(settings: dict[str, Any], steps: list[Step], calls: Iterable[int]) -> list[str]:
-    """What is wrong after a cut at each of these calls."""
+    """Cut the power at each of these calls, and list the faults."""
     wrong = []
     for call in calls:
         cut = live(settings, call, steps)
@@ -56,7 +56,7 @@ def test_a_life_without_a_cut_delivers_each_time_once(strategy: str) -> None:
     assert faults_after(cut, cut.files.crash(survival="nothing")) == []
 
 
-def test_every_cut_around_a_release_a_cancel_a_move_and_a_pause() -> None:
+def test_after_any_power_cut_around_each_end_of_an_occurrence_each_time_is_delivered_once() -> None:
     settings = SETTINGS["hour_log"]
     calls = live(settings, steps=SHORT).files.calls
     wrong = faults(settings, SHORT, range(1, calls + 1))
@@ -64,7 +64,7 @@ def test_every_cut_around_a_release_a_cancel_a_move_and_a_pause() -> None:
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_some_cuts_of_a_whole_life(strategy: str) -> None:
+def test_after_some_power_cuts_of_a_whole_life_each_time_is_delivered_once(strategy: str) -> None:
     settings = SETTINGS[strategy]
     calls = live(settings).files.calls
     rng = np.random.default_rng(SEED)
@@ -77,7 +77,7 @@ def test_some_cuts_of_a_whole_life(strategy: str) -> None:
 @pytest.mark.siege
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_every_cut_of_a_whole_life(strategy: str) -> None:
+def test_after_any_power_cut_of_a_whole_life_each_time_is_delivered_once(strategy: str) -> None:
     settings, step = SETTINGS[strategy], 4 * rounds(4, 1)
     wrong = faults(settings, LIFE, range(1 + SEED % step, live(settings).files.calls + 1, step))
     assert not wrong, "\n".join(wrong)
@@ -98,8 +98,8 @@ RELEASES: list[Step] = [
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_runs_with_a_cut_around_a_release_and_its_successor() -> None:
-    """A kill keeps all that was written ("everything"), a power cut keeps a random part of it."""
+def test_after_a_kill_or_power_cut_around_a_release_each_time_is_delivered_once() -> None:
+    """After a kill, the disk has everything that was written. After a power cut, it has a random part."""
     calls = {name: live(settings, steps=RELEASES).files.calls for name, settings in SETTINGS.items()}
     at = [(name, call) for name in SETTINGS for call in range(1, calls[name] + 1)]
     lives, wrong = rounds(30, 500), list[str]()
@@ -114,6 +114,7 @@ def test_runs_with_a_cut_around_a_release_and_its_successor() -> None:
 
 
 def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: if the successor is not in the frame of the release, a power cut ends the schedule."""
     build, release = Continuation.rows, Delivery._release_or_cancel
     apart: list[pa.RecordBatch] = []
 
@@ -137,4 +138,4 @@ def test_a_successor_in_a_frame_of_its_own_is_noticed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Delivery, "_release_or_cancel", release_apart)
     settings, steps = SETTINGS["hour_log"], SHORT[:4]
     calls = live(settings, steps=steps).files.calls
-    assert any("lost" in wrong for wrong in faults(settings, steps, range(1, calls + 1))), "went unnoticed"
+    assert any("lost" in wrong for wrong in faults(settings, steps, range(1, calls + 1)))

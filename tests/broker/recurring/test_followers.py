@@ -15,12 +15,13 @@ from tests.crash_files import CrashFiles
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.schedules import Schedules
 
+# The shares of the log at which a follower stops applying rows and continues.
 STEPS: dict[str, list[float]] = {
     "one": [],
     "some": [0.2, 0.5, 0.9],
     "many": [step / 40 for step in range(40)],
 }
-# Without the snapshot of retention: its life ends before that.
+# A life that ends before retention writes a snapshot.
 WITHOUT_RETENTION = LIFE[: len(LIFE) - 8]
 
 
@@ -52,12 +53,13 @@ def test_steps_of_any_size_give_the_same_schedule_and_its_pending_occurrence(
     meta.restore((key, value) for key, value in found["one"]["meta"].items() if key.startswith("schedules/"))
     progress = schedules.get(NAME)[1]
     _, seqs, _ = found["one"]["waiting"]
-    assert seqs.count(progress.number) == 1 or (strategy == "hour_log" and not seqs), "or it is in the table"
+    is_in_table = strategy == "hour_log" and not seqs
+    assert seqs.count(progress.number) == 1 or is_in_table
     assert found["one"]["waiting_rows"] == 1
 
 
 def next_rows(strategy: str, *, with_checkpoint: bool) -> list[tuple[Any, ...]]:
-    """The rows that a broker appends in the next hour, after a start on the disk of a life."""
+    """Start a broker on the disk of a life. Return the rows that it appends in the next hour."""
     cut = disk(strategy, is_whole=True)
     files = cut.files.crash(survival="everything")
     if not with_checkpoint:
@@ -83,7 +85,7 @@ def next_rows(strategy: str, *, with_checkpoint: bool) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_each_broker_appends_the_same_rows(strategy: str) -> None:
+def test_brokers_that_start_on_the_same_log_append_the_same_rows(strategy: str) -> None:
     first = next_rows(strategy, with_checkpoint=True)
     assert len(first) == 18, "each time has a release, a successor and the progress"
     assert next_rows(strategy, with_checkpoint=True) == first

@@ -1,4 +1,4 @@
-"""Results of rules are kept, and long rules do not fill the memory."""
+"""Results of rules are cached, and those of long rules do not fill the memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import count
 
 import pytest
 
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.recurring.rule import Rule
 from timeball.broker.recurring.successors import first_after
 from timeball.model import limits
 
 DATES = 300  # 4 KB of text
-CALLS = count()  # never the same twice, also if a test is repeated
+CALLS = count()  # a number for each call, so that a repeated test finds no results of the first run
 
 
 def days_from(first: int) -> list[str]:
@@ -40,7 +40,7 @@ def test_long_rules_do_not_fill_the_memory(use: Callable[[int], None]) -> None:
         use(next(CALLS))
     tracemalloc.start()
     try:
-        # All results that are kept from now on are traced.
+        # From here on, tracemalloc sees the memory of all results in the cache.
         for _ in range(limits.LONG_RULES_KEPT):
             use(next(CALLS))
         before_bytes = tracemalloc.get_traced_memory()[0]
@@ -54,14 +54,14 @@ def test_long_rules_do_not_fill_the_memory(use: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("length", [1, limits.LONG_RULE_CHARACTERS + 1])
 def test_a_result_is_computed_once(length: int) -> None:
     calls = []
-    function = kept()(lambda text, number: calls.append(number) or number)
+    function = cached()(lambda text, number: calls.append(number) or number)
     assert [function("x" * length, number) for number in (1, 2, 1, 2)] == [1, 2, 1, 2]
     assert calls == [1, 2]
 
 
-def test_several_threads_keep_results() -> None:
-    """An error here would be taken for one of the rule, and end its schedule."""
-    function, errors = kept(long_results=2)(lambda text, number: number), list[Exception]()
+def test_simultaneous_calls_in_several_threads_raise_no_error() -> None:
+    """The broker would take an error for one of the rule, and end its schedule."""
+    function, errors = cached(long_results=2)(lambda text, number: number), list[Exception]()
     text, interval_s = "x" * (limits.LONG_RULE_CHARACTERS + 1), sys.getswitchinterval()
 
     def use_many(thread: int) -> None:

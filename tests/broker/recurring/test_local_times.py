@@ -16,7 +16,7 @@ from timeball.broker.recurring.local_times import (
 )
 
 
-def test_a_list_is_searched() -> None:
+def test_the_first_listed_time_that_is_not_earlier_is_found() -> None:
     times = ListedTimes((5, 9))
     assert [times.at_or_after(at) for at in (-1, 5, 6, 9, 10)] == [5, 5, 9, 9, None]
     assert ListedTimes(()).at_or_after(0) is None
@@ -25,7 +25,7 @@ def test_a_list_is_searched() -> None:
 @pytest.mark.parametrize(
     "text", ["1970-01-01T00:00:00", "1969-12-31T23:59:59", "2026-10-25T02:30:00", "9999-12-31T23:59:59"]
 )
-def test_the_text_of_a_local_time_is_that_of_its_datetime(text: str) -> None:
+def test_a_local_time_is_converted_to_the_text_and_the_datetime_and_back(text: str) -> None:
     local = datetime.fromisoformat(text)
     assert local_text(local_seconds(local)) == text
     assert local_datetime(local_seconds(local)) == local

@@ -8,7 +8,17 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 
 import pytest
-from tests.broker.recurring.clock_oracle import Case, Clock, at_time, cases, clocks, expected
+from tests.broker.recurring.clock_oracle import (
+    FIXED_TIME,
+    FIXED_TIME_SKIP_BOTH,
+    HOURLY,
+    Case,
+    Clock,
+    at_time,
+    cases,
+    clocks,
+    expected,
+)
 from tests.local_time_oracle import CHANGED_ZONES, distinct_zones
 from tests.rounds import rounds
 
@@ -21,7 +31,8 @@ from timeball.model.time_parsing import Period, Zone, instant_ms, load_zone
 HOUR_MS = limits.HOUR_MS
 
 
-def found(case: Case, clock: Clock) -> list[tuple[int, str]]:
+def computed(case: Case, clock: Clock) -> list[tuple[int, str]]:
+    """Compute the runs with `Rule`, in the form of `expected`."""
     rule = Rule.parse({**case.spec, "zone": clock.zone})
     runs = rule.between(clock.from_ms, clock.until_ms, 10_000)
     return [(run.due_ms // 1_000, run.local) for run in runs]
@@ -29,13 +40,14 @@ def found(case: Case, clock: Clock) -> list[tuple[int, str]]:
 
 def differences(clock: Clock) -> list[str]:
     return [
-        f"{clock.zone} {clock.low} {case.spec}: {found(case, clock)} in place of {expected(case, clock)}"
+        f"{clock.zone} {clock.low} {case.spec}: {computed(case, clock)} in place of {expected(case, clock)}"
         for case in cases(clock)
-        if found(case, clock) != expected(case, clock)
+        if computed(case, clock) != expected(case, clock)
     ]
 
 
 def check_zone(zone: str, first_year: int = 1970, end_year: int = 2038) -> int:
+    """Compare all cases at each change of a zone's clocks. Return the number of changes."""
     number = 0
     for clock in clocks(zone, first_year, end_year):
         assert not differences(clock)
@@ -57,15 +69,15 @@ def check_zone(zone: str, first_year: int = 1970, end_year: int = 2038) -> int:
         "Africa/Casablanca",
     ],
 )
-def test_around_changes_of_some_zones(zone: str) -> None:
+def test_runs_around_changes_of_some_zones_match_the_oracle(zone: str) -> None:
     assert check_zone(zone, 2009, 2013) + check_zone(zone, 1971, 1973) + check_zone(zone, 2026, 2027)
 
 
-def test_around_one_change_of_every_third_zone() -> None:
-    choice = random.Random(20261129)
-    zones = choice.sample(distinct_zones(), len(distinct_zones()) // 3)
+def test_runs_around_one_change_of_every_third_zone_match_the_oracle() -> None:
+    rng = random.Random(20261129)
+    zones = rng.sample(distinct_zones(), len(distinct_zones()) // 3)
     for zone in zones:
-        year = choice.randrange(1970, 2030)
+        year = rng.randrange(1970, 2030)
         for clock in list(clocks(zone, year, year + 8))[:1]:
             assert not differences(clock)
 
@@ -73,30 +85,31 @@ def test_around_one_change_of_every_third_zone() -> None:
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.parametrize("part", range(rounds(3, 16)))
-def test_around_each_change_of_every_zone(part: int) -> None:
+def test_runs_around_each_change_of_every_zone_match_the_oracle(part: int) -> None:
     assert sum(check_zone(zone) for zone in distinct_zones()[part::16]) > 700
 
 
 def test_other_gaps_and_folds_are_noticed() -> None:
-    """The control: an oracle with another rule for one thing differs where clocks change."""
+    """The control: an oracle with another `gap`, `fold`, kind or time of the rule differs where clocks change."""
     spring, autumn = clocks("Europe/Berlin", 2026, 2027)
-    fixed = cases(spring)[3], cases(autumn)[3]
-    hourly = cases(autumn)[2]
     assert not differences(spring) and not differences(autumn)
-    for case, clock, wrong in [
-        (fixed[0], spring, {"gap": "skip"}),
-        (fixed[1], autumn, {"fold": "both"}),
-        (cases(spring)[4], spring, {"gap": "after"}),
-        (cases(autumn)[4], autumn, {"fold": "first"}),
+    for index, clock, wrong in [
+        (FIXED_TIME, spring, {"gap": "skip"}),
+        (FIXED_TIME, autumn, {"fold": "both"}),
+        (FIXED_TIME_SKIP_BOTH, spring, {"gap": "after"}),
+        (FIXED_TIME_SKIP_BOTH, autumn, {"fold": "first"}),
     ]:
-        assert found(case, clock) != expected(Case({**case.spec, **wrong}, case.matches), clock)
-    assert found(hourly, autumn) != expected(replace(hourly, follows_clock=False), autumn)
-    late = Case(fixed[0].spec, at_time(datetime.fromisoformat("2026-03-29T02:31")))
-    assert found(late, spring) != expected(late, spring)
+        case = cases(clock)[index]
+        assert computed(case, clock) != expected(Case({**case.spec, **wrong}, case.matches), clock)
+    hourly = cases(autumn)[HOURLY]
+    assert computed(hourly, autumn) != expected(replace(hourly, follows_clock=False), autumn)
+    a_minute_late = at_time(datetime.fromisoformat("2026-03-29T02:31"))
+    late = Case(cases(spring)[FIXED_TIME].spec, a_minute_late)
+    assert computed(late, spring) != expected(late, spring)
 
 
 class ForgetfulZone(Zone):
-    """A zone whose periods begin as if no local time was shown or skipped before them."""
+    """A zone whose periods do not tell which local times clocks have shown or skipped before them."""
 
     def __init__(self, zone: Zone) -> None:
         vars(self).update(vars(zone))
@@ -107,16 +120,16 @@ class ForgetfulZone(Zone):
 
 
 def test_a_timetable_that_forgets_what_was_shown_is_noticed() -> None:
+    """The control: without `Period.reached_us`, a skipped time does not run, and a repeated time runs twice."""
     zone = ForgetfulZone(load_zone("Europe/Berlin"))
     for clock in clocks("Europe/Berlin", 2026, 2027):
-        case = cases(clock)[3]
-        wrong = ClockTimetable(
+        case = cases(clock)[FIXED_TIME]
+        forgetful = ClockTimetable(
             parse_cron(case.spec["cron"]), zone, starts_ms=0, ends_ms=limits.INSTANT_MS_MAX
         )
-        runs = wrong.occurrences(clock.from_ms, clock.until_ms, 10_000)
-        assert (
-            [(run.due_ms // 1_000, run.local) for run in runs] != expected(case, clock) == found(case, clock)
-        )
+        runs = forgetful.occurrences(clock.from_ms, clock.until_ms, 10_000)
+        assert computed(case, clock) == expected(case, clock)
+        assert [(run.due_ms // 1_000, run.local) for run in runs] != expected(case, clock)
 
 
 # ---- the table of docs/recurring-rules.md -----------------------------------------------------------------------
@@ -125,11 +138,11 @@ SPRING, AUTUMN = "2026-03-29", "2026-10-25"  # in Europe/Berlin
 
 
 def runs(spec: dict[str, object], day: str, zone: str = "Europe/Berlin") -> list[str]:
-    """Return the occurrences of a day in UTC, each with its local time if that is another than expected."""
+    """Return the occurrences of a local day: the time in UTC and the local time of each."""
     rule = Rule.parse({"zone": zone, **spec})
-    midnight = Rule.parse({"at": [f"{day}T00:00", f"{next_day(day)}T00:00"], "zone": zone}).after(0, 2)
-    found = rule.between(midnight[0].due_ms - 1, midnight[1].due_ms - 1, 1_000)
-    return [f"{utc(run)} {run.local[11:16]}" for run in found]
+    midnights = Rule.parse({"at": [f"{day}T00:00", f"{next_day(day)}T00:00"], "zone": zone}).after(0, 2)
+    occurrences = rule.between(midnights[0].due_ms - 1, midnights[1].due_ms - 1, 1_000)
+    return [f"{utc(run)} {run.local[11:16]}" for run in occurrences]
 
 
 def next_day(day: str) -> str:
@@ -165,7 +178,9 @@ def utc(run: Occurrence) -> str:
         ({"rrule": "DTSTART:20260301T023000\nRRULE:FREQ=DAILY"}, AUTUMN, ["00:30 02:30"]),
     ],
 )
-def test_a_fixed_time_runs_once(spec: dict[str, object], day: str, wanted: list[str]) -> None:
+def test_gap_and_fold_decide_about_a_fixed_time_on_the_day_of_a_clock_change(
+    spec: dict[str, object], day: str, wanted: list[str]
+) -> None:
     assert runs(spec, day) == wanted
 
 
@@ -184,8 +199,13 @@ def test_a_fixed_time_runs_once(spec: dict[str, object], day: str, wanted: list[
         ("Pacific/Apia", "2011-12-31", "0 12 * * *", ["10:00 12:00", "22:00 12:00"]),
     ],
 )
-def test_the_days_of_other_zones(zone: str, day: str, cron: str, wanted: list[str]) -> None:
-    """Apia skipped 30 December 2011: the run of that day takes place as the next one begins."""
+def test_a_time_that_clocks_of_other_zones_skip_or_repeat_runs_once(
+    zone: str, day: str, cron: str, wanted: list[str]
+) -> None:
+    """Apia skipped 30 December 2011: the run of that day takes place when the next day begins.
+
+    The cron expression "0 */12 * * *" names times that no clock skips.
+    """
     assert runs({"cron": cron}, day, zone) == wanted
 
 
@@ -202,15 +222,16 @@ def test_the_days_of_other_zones(zone: str, day: str, cron: str, wanted: list[st
         {"rrule": "DTSTART:20250101T000000\nRRULE:FREQ=DAILY;BYHOUR=" + ",".join(map(str, range(24)))},
     ],
 )
-def test_a_rule_of_each_hour_runs_each_hour(spec: dict[str, object], zone: str) -> None:
-    """Clocks of these zones are changed by whole hours."""
+def test_a_rule_of_each_hour_runs_each_hour_if_clocks_change_by_whole_hours(
+    spec: dict[str, object], zone: str
+) -> None:
     rule = Rule.parse({**spec, "zone": zone})
     dues = [run.due_ms for run in rule.after(instant_ms("2026-01-01T00:00:00Z"), 8_760)]
     assert {later - earlier for earlier, later in pairwise(dues)} == {HOUR_MS}
 
 
-def test_half_an_hour_of_lord_howe() -> None:
-    """A change by half an hour: a rule of each hour follows the clock, so one distance is longer."""
+def test_an_hourly_rule_has_one_longer_distance_if_clocks_change_by_half_an_hour() -> None:
+    """The rule follows the clock: in Lord Howe, one distance is an hour and a half."""
     rule = Rule.parse({"cron": "0 * * * *", "zone": "Australia/Lord_Howe"})
     for day in ("2026-04-04T12:00:00Z", "2026-10-03T12:00:00Z"):
         dues = [run.due_ms for run in rule.after(instant_ms(day), 8)]
@@ -232,32 +253,34 @@ def test_rare_local_times_are_found_far_ahead() -> None:
 # ---- elapsed time -----------------------------------------------------------------------------------------------
 
 
-def dues(rule: Rule, after: str, number: int) -> list[str]:
+def texts_after(rule: Rule, after: str, number: int) -> list[str]:
+    """Return the first occurrences later than an instant, as texts."""
     return [run.local for run in rule.after(instant_ms(after), number)]
 
 
-def test_an_interval_is_elapsed_time() -> None:
+def test_an_interval_counts_elapsed_time_also_over_a_clock_change() -> None:
     rule = Rule.parse({"every": "12h", "anchor": "2026-03-28T07:00:00+01:00"})
-    assert dues(rule, "2026-01-01T00:00:00Z", 3) == [
+    assert texts_after(rule, "2026-01-01T00:00:00Z", 3) == [
         "2026-03-28T06:00:00Z",
         "2026-03-28T18:00:00Z",
         "2026-03-29T06:00:00Z",
     ]
-    assert dues(rule, "2026-03-28T06:00:00Z", 1) == ["2026-03-28T18:00:00Z"]
-    assert dues(rule, "2026-03-28T05:59:59.999Z", 1) == ["2026-03-28T06:00:00Z"]
+    assert texts_after(rule, "2026-03-28T06:00:00Z", 1) == ["2026-03-28T18:00:00Z"]
+    assert texts_after(rule, "2026-03-28T05:59:59.999Z", 1) == ["2026-03-28T06:00:00Z"]
 
 
-def test_an_interval_without_an_anchor_begins_at_whole_hours() -> None:
-    assert dues(Rule.parse({"every": "15m"}), "2026-01-01T00:01:00Z", 2) == [
+def test_an_interval_without_an_anchor_counts_from_1970() -> None:
+    quarters, seconds = Rule.parse({"every": "15m"}), Rule.parse({"every": "1500ms"})
+    assert texts_after(quarters, "2026-01-01T00:01:00Z", 2) == [
         "2026-01-01T00:15:00Z",
         "2026-01-01T00:30:00Z",
     ]
-    assert dues(Rule.parse({"every": "1500ms"}), "2026-01-01T00:00:00Z", 1) == ["2026-01-01T00:00:01.500Z"]
+    assert texts_after(seconds, "2026-01-01T00:00:00Z", 1) == ["2026-01-01T00:00:01.500Z"]
 
 
 def test_an_interval_leaves_out_excluded_days_of_its_zone() -> None:
     rule = Rule.parse({"every": "6h", "zone": "Europe/Berlin", "exclude": ["2026-10-25", "2026-10-27"]})
-    assert dues(rule, "2026-10-24T12:00:00Z", 6) == [
+    assert texts_after(rule, "2026-10-24T12:00:00Z", 6) == [
         "2026-10-24T18:00:00Z",
         "2026-10-26T00:00:00Z",
         "2026-10-26T06:00:00Z",
@@ -267,7 +290,7 @@ def test_an_interval_leaves_out_excluded_days_of_its_zone() -> None:
     ]
 
 
-# ---- the ends of time -------------------------------------------------------------------------------------------
+# ---- the first and the last time --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [{"cron": "0 * * * *", "zone": "Pacific/Auckland"}, {"every": "1h"}])

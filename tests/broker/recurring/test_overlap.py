@@ -1,4 +1,4 @@
-"""An occurrence is skipped while a group has not finished the previous one, and what counts as finished."""
+"""An occurrence is skipped while a group has not finished the previous one: when it is, and when it is not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def acknowledge(world: World, received: Received) -> None:
 
 
 async def next_is_skipped(world: World) -> bool:
-    """Let the next occurrence become due."""
+    """Let the next occurrence become due. Return whether it is skipped, and check that the schedule continues."""
     before = progress(world)
     await world.advance(before.due_ms - world.clock.wall)
     [place] = [each for each in await world.broker.find(id_of(before.due_ms)) if each.seq == before.number]
@@ -86,7 +86,7 @@ async def test_without_skip_nothing_is_skipped(world: World) -> None:
 
 
 @on_node()
-async def test_another_group_does_not_count(world: World) -> None:
+async def test_an_acknowledgement_of_another_group_does_not_count(world: World) -> None:
     await put(world, **SKIP)
     await next_is_skipped(world)
     await acknowledge(world, await receive(world, "others"))
@@ -108,8 +108,8 @@ async def test_the_frame_of_a_skipped_occurrence_has_its_successor(world: World)
 
 
 @on_node()
-async def test_released_and_skipped_ones_of_one_frame(world: World) -> None:
-    """The position of each schedule is that of its own message."""
+async def test_schedules_of_one_hand_out_are_skipped_by_their_own_previous_message(world: World) -> None:
+    """Each schedule stores the position of its own message. s3 has no group."""
     names = [f"s{number}" for number in range(6)]
     for name in names:
         await put(world, name, **(SKIP if name != "s3" else {}))
@@ -124,14 +124,14 @@ async def test_released_and_skipped_ones_of_one_frame(world: World) -> None:
     assert {name: progress(world, name).runs for name in names} == {
         name: 2 if name in done or name == "s3" else 1 for name in names
     }
-    assert progress(world, "s3").last_queue == -1, "it needs no position"
+    assert progress(world, "s3").last_queue == -1, "a schedule without a group stores no position"
     rows = {(row["queue_id"], row["queue_offset"]): row["unique_key"] for row in await released(world)}
     for name in set(names) - {"s3"}:
         after = progress(world, name)
         assert rows[after.last_queue, after.last_offset] == f"{name}.{after.last_due_ms}"
 
 
-# ---- other ends of the previous one ----------------------------------------------------------------------------
+# ---- other ends of the previous occurrence ---------------------------------------------------------------------
 
 
 @on_node()
@@ -165,19 +165,19 @@ async def test_a_message_that_waits_for_the_limit_of_the_retry_topic_is_not_fini
 
 
 @on_node()
-async def test_the_redeliveries_of_others_are_not_counted(
+async def test_the_check_for_an_overlap_does_not_count_all_redeliveries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each occurrence of a hand-out asks, and a broker may have a hundred thousand groups with redeliveries."""
+    """It runs for each occurrence of a hand-out, and a broker may have a hundred thousand groups with redeliveries."""
     await put(world, **SKIP)
     assert not await next_is_skipped(world)
     await acknowledge(world, await receive(world))
-    monkeypatch.setattr(Redeliveries, "counts", None)
+    monkeypatch.setattr(Redeliveries, "counts", None)  # a call of it fails
     assert not await next_is_skipped(world)
 
 
 @on_node()
-async def test_a_lease_that_ends_is_not_finished(world: World) -> None:
+async def test_a_message_whose_lease_ended_is_not_finished(world: World) -> None:
     await put(world, **SKIP)
     await next_is_skipped(world)
     await receive(world, invisible_ms=SECOND_MS)
@@ -197,7 +197,7 @@ async def test_a_dead_letter_is_finished(world: World) -> None:
 
 
 @on_node()
-async def test_a_cancelled_or_rescheduled_occurrence_changes_nothing(world: World) -> None:
+async def test_a_cancelled_or_rescheduled_occurrence_is_no_previous_run(world: World) -> None:
     await put(world, **SKIP)
     await world.broker.cancel(ids=[id_of(progress(world).due_ms)])
     assert not await next_is_skipped(world), "a cancelled one was never delivered"
@@ -218,7 +218,7 @@ async def test_an_expired_message_is_finished(world: World) -> None:
         await world.advance(SECOND_MS)
         await world.checkpoint()
         await world.let_go()
-    assert not await next_is_skipped(world), "nobody can receive it any more"
+    assert not await next_is_skipped(world), "no consumer can receive the expired message any more"
 
 
 @on_node()
@@ -248,7 +248,7 @@ async def test_a_missed_occurrence_is_missed_and_not_skipped(world: World) -> No
 
 
 @on_node()
-async def test_a_replaced_or_paused_schedule_remembers_the_last_one(world: World) -> None:
+async def test_a_replaced_or_paused_schedule_keeps_its_last_run(world: World) -> None:
     await put(world, **SKIP)
     await next_is_skipped(world)
     await put(world, **SKIP, body=b"new")
@@ -256,16 +256,19 @@ async def test_a_replaced_or_paused_schedule_remembers_the_last_one(world: World
     await world.broker.schedules.resume(NAME, ANONYMOUS)
     assert await next_is_skipped(world)
     await put(world, **SKIP, topic="others")
-    assert not await next_is_skipped(world), "a position of another topic says nothing"
+    assert not await next_is_skipped(world), "the last run is a message of the former topic"
     await put(world)
     assert not await next_is_skipped(world), "it allows overlaps from now on"
 
 
-@pytest.mark.parametrize("before", [0, 50])
+@pytest.mark.parametrize("other_messages", [1, 51])
 @on_node()
-async def test_a_run_that_a_selection_has_moved_is_not_waited_for(world: World, before: int) -> None:
+async def test_a_run_that_a_selection_moved_to_another_topic_does_not_overlap(
+    world: World, other_messages: int
+) -> None:
     """The other topic may have no message at its position, or one that the group has finished."""
-    await world.broker.send(batch(before + 1, topic=["others"] * (before + 1), delay_ms=[0] * (before + 1)))
+    topics, delays_ms = ["others"] * other_messages, [0] * other_messages
+    await world.broker.send(batch(other_messages, topic=topics, delay_ms=delays_ms))
     await put(world, **SKIP)
     assert not await next_is_skipped(world)
     assert await next_is_skipped(world)

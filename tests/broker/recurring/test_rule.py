@@ -1,4 +1,4 @@
-"""Rules: their canonical form, what holds of all of them, and what is refused with which advice."""
+"""Rules: their canonical form, properties of all rules, and refused rules with the advice of their errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ms(text: str) -> int:
     return instant_ms(text)
 
 
-# ---- any rule ---------------------------------------------------------------------------------------------------
+# ---- properties of all rules ------------------------------------------------------------------------------------
 
 NUMBERS = st.sets(st.integers(0, 23), min_size=1, max_size=4).map(
     lambda found: ",".join(map(str, sorted(found)))
@@ -69,7 +69,7 @@ OPTIONS = st.fixed_dictionaries(
         "exclude": st.lists(LOCAL.map(lambda t: t.date().isoformat()), max_size=4),
     },
 )
-ONE_OF_CLOCKS = st.fixed_dictionaries(
+GAP_AND_FOLD = st.fixed_dictionaries(
     {}, optional={"gap": st.sampled_from(["after", "skip"]), "fold": st.sampled_from(["first", "both"])}
 )
 
@@ -78,7 +78,7 @@ ONE_OF_CLOCKS = st.fixed_dictionaries(
 def rules(draw: st.DrawFn) -> Rule:
     spec = {**draw(KINDS), **draw(OPTIONS)}
     if "every" not in spec:
-        spec |= draw(ONE_OF_CLOCKS)
+        spec |= draw(GAP_AND_FOLD)
         if spec.get("exclude"):
             spec["move"] = draw(st.sampled_from(["skip", "before", "after"]))
     if "starts_at" in spec and draw(st.booleans()):
@@ -101,8 +101,7 @@ def test_occurrences_are_later_and_increasing(rule: Rule, minute: int) -> None:
 
 
 @given(rule=rules(), minute=STAMPS)
-def test_after_and_between_agree(rule: Rule, minute: int) -> None:
-    """One by one, all at once, and up to an end: the same occurrences, and none in between."""
+def test_occurrences_are_the_same_one_by_one_all_at_once_and_up_to_an_end(rule: Rule, minute: int) -> None:
     at = minute * 60_000
     runs = rule.after(at, 12)
     one_by_one = []
@@ -184,7 +183,7 @@ def test_specs_have_one_canonical_form(given_spec: dict[str, object], canonical:
 
 
 def test_the_text_of_an_ordinary_rule_is_short() -> None:
-    """A million of them are kept in memory."""
+    """A broker may have a million rules in memory."""
     assert len(Rule.parse({"cron": "0 9 * * MON-FRI", "zone": "Europe/Berlin"}).text) < 60
 
 
@@ -244,7 +243,7 @@ def test_a_count_begins_at_the_start() -> None:
     assert len(local_times({**rrule, "count": 7})) == 5
 
 
-# ---- refused ----------------------------------------------------------------------------------------------------
+# ---- refused rules ----------------------------------------------------------------------------------------------
 
 DAILY = {"cron": "0 9 * * *", "zone": "Europe/Berlin"}
 
@@ -303,12 +302,12 @@ DAILY = {"cron": "0 9 * * *", "zone": "Europe/Berlin"}
         ({"rrule": "RRULE:FREQ=DAILY", "zone": "UTC"}, "needs a line DTSTART"),
     ],
 )
-def test_what_is_refused_says_what_to_write(spec: dict[str, object], advice: str) -> None:
+def test_the_error_of_a_refused_rule_has_advice(spec: dict[str, object], advice: str) -> None:
     with pytest.raises(InvalidDelay, match=re.escape(advice)):
         Rule.parse(spec)
 
 
-def test_limits_are_those_of_the_tests_above() -> None:
+def test_the_limits_have_the_values_that_the_tests_above_assume() -> None:
     assert (limits.RULE_CHARACTERS_MAX, limits.RULE_LISTED_MAX, limits.RULE_COUNT_MAX) == (
         20_000,
         1_000,

@@ -1,4 +1,4 @@
-"""Which occurrence comes next, and the rows that continue a schedule wherever its occurrence waits and ends."""
+"""The choice of the next occurrence, and the rows that continue a schedule when an occurrence ends in any place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOON_MS = 1_700_049_600_000  # a full hour
 TEXT = Rule.parse({"every": "10m"}).text
 
 
-# ---- which occurrence is next --------------------------------------------------------------------------------
+# ---- the next occurrence -------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 50 * EVERY_MS), st.integers(0, 50 * EVERY_MS))
@@ -52,7 +52,8 @@ def test_the_last_time_until_another_is_found_from_any_distance(after_ms: int, w
     assert (None if found is None else found.due_ms) == (times[-1] if times else None)
 
 
-def test_the_last_time_of_a_rule_with_dense_days_and_long_pauses() -> None:
+def test_the_last_time_is_found_after_a_month_without_times() -> None:
+    """The rule runs each minute of one hour of a month."""
     rule = Rule.parse({"cron": "* 9 1 * *", "zone": "UTC"}).text
     january = first_after(rule, NOON_MS)
     assert january is not None
@@ -61,30 +62,30 @@ def test_the_last_time_of_a_rule_with_dense_days_and_long_pauses() -> None:
     assert found is not None and found.local.endswith("01T09:59:00")
 
 
-def chosen(late_ms: int, catch_up: str, within_ms: int = limits.DAY_MS) -> int | None:
-    """The next time after NOON, in minutes from NOON, chosen `late_ms` after NOON."""
+def chosen_minute(now_ms: int, catch_up: str, within_ms: int = limits.DAY_MS) -> int | None:
+    """Choose the next time after noon, at `now_ms` after noon. Return the time in minutes after noon."""
     facts = facts_of(catch_up=catch_up, catch_up_within_ms=within_ms)
-    found = choose(facts, NOON_MS, NOON_MS + late_ms)
+    found = choose(facts, NOON_MS, NOON_MS + now_ms)
     return None if found is None else (found.due_ms - NOON_MS) // MINUTE_MS
 
 
 @pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
-@pytest.mark.parametrize("late_ms", [0, 9 * MINUTE_MS, 10 * MINUTE_MS, 10 * MINUTE_MS + 9_000])
-def test_a_time_that_was_not_missed_is_next_with_every_catch_up(late_ms: int, catch_up: str) -> None:
-    assert chosen(late_ms, catch_up) == 10
+@pytest.mark.parametrize("now_ms", [0, 9 * MINUTE_MS, 10 * MINUTE_MS, 10 * MINUTE_MS + 9_000])
+def test_a_time_that_was_not_missed_is_next_with_every_catch_up(now_ms: int, catch_up: str) -> None:
+    assert chosen_minute(now_ms, catch_up) == 10
 
 
 @pytest.mark.parametrize(
-    ("late_ms", "catch_up", "minute"),
+    ("now_ms", "catch_up", "minute"),
     [
         (35 * MINUTE_MS, "latest", 30), (35 * MINUTE_MS, "all", 10), (35 * MINUTE_MS, "none", 40),
-        # A time that is due now replaces those that were missed.
+        # A time that is due now replaces the missed ones.
         (40 * MINUTE_MS + 5_000, "latest", 40), (40 * MINUTE_MS + 5_000, "none", 40),
         (40 * MINUTE_MS + 5_000, "all", 10),
     ],
 )  # fmt: skip
-def test_catch_up_decides_about_missed_times(late_ms: int, catch_up: str, minute: int) -> None:
-    assert chosen(late_ms, catch_up) == minute
+def test_catch_up_decides_which_missed_time_is_next(now_ms: int, catch_up: str, minute: int) -> None:
+    assert chosen_minute(now_ms, catch_up) == minute
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,8 @@ def test_catch_up_decides_about_missed_times(late_ms: int, catch_up: str, minute
         ("all", 0, 40),
     ],
 )
-def test_no_time_older_than_the_bound_is_caught_up(catch_up: str, within_ms: int, minute: int) -> None:
-    assert chosen(35 * MINUTE_MS, catch_up, within_ms) == minute
+def test_no_time_older_than_the_catch_up_limit_is_next(catch_up: str, within_ms: int, minute: int) -> None:
+    assert chosen_minute(35 * MINUTE_MS, catch_up, within_ms) == minute
 
 
 def test_a_rule_that_ends_has_no_next_time() -> None:
@@ -153,13 +154,15 @@ PLACES: list[Callable[[World], Any]] = [
 ]  # fmt: skip
 
 
-def on_each(strategy: str, place: Callable[[World], Any], then: Callable[[World], Any]) -> None:
+def run_in_place(strategy: str, place: Callable[[World], Any], check: Callable[[World], Any]) -> None:
+    """Put an occurrence into a place of a broker, and run `check` on it."""
+
     async def main() -> None:
         world = World(CutFiles(), ManualClock(), **SETTINGS[strategy])
         await world.start()
         try:
             await place(world)
-            await then(world)
+            await check(world)
             await world.stop()
         finally:
             await world.abandon()
@@ -171,7 +174,7 @@ def on_each(strategy: str, place: Callable[[World], Any], then: Callable[[World]
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", SETTINGS)
 def test_a_release_brings_the_next_occurrence(strategy: str, place: Callable[[World], Any]) -> None:
-    async def then(world: World) -> None:
+    async def check(world: World) -> None:
         before = progress(world)
         await world.advance(before.due_ms - world.clock.wall)
         row = (await released(world))[-1]
@@ -187,13 +190,13 @@ def test_a_release_brings_the_next_occurrence(strategy: str, place: Callable[[Wo
         await world.advance(3 * EVERY_MS)
         assert len(await released(world)) >= 4
 
-    on_each(strategy, place, then)
+    run_in_place(strategy, place, check)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", SETTINGS)
 def test_a_cancel_by_id_ends_only_this_occurrence(strategy: str, place: Callable[[World], Any]) -> None:
-    async def then(world: World) -> None:
+    async def check(world: World) -> None:
         before = progress(world)
         for _ in range(2):
             await world.broker.cancel(ids=[id_of(before.due_ms)])
@@ -204,13 +207,13 @@ def test_a_cancel_by_id_ends_only_this_occurrence(strategy: str, place: Callable
         assert id_of(before.due_ms) not in keys and keys[-1] == id_of(before.due_ms + EVERY_MS)
         assert world.broker.pending_messages == 1
 
-    on_each(strategy, place, then)
+    run_in_place(strategy, place, check)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", SETTINGS)
 def test_a_reschedule_moves_only_this_occurrence(strategy: str, place: Callable[[World], Any]) -> None:
-    async def then(world: World) -> None:
+    async def check(world: World) -> None:
         before = progress(world)
         moved_ms = before.due_ms + EVERY_MS + 5 * SECOND_MS
         [verdict] = await world.broker.reschedule(ids=[id_of(before.due_ms)], due_ms=moved_ms)
@@ -224,7 +227,7 @@ def test_a_reschedule_moves_only_this_occurrence(strategy: str, place: Callable[
         assert progress(world).runs == before.runs + 1, "a moved occurrence is a message like others"
         assert world.broker.pending_messages == 1
 
-    on_each(strategy, place, then)
+    run_in_place(strategy, place, check)
 
 
 @on_node()
@@ -244,7 +247,7 @@ async def test_an_occurrence_that_a_dispatcher_brings_has_a_successor(world: Wor
 
 
 @on_node()
-async def test_an_occurrence_is_an_ordinary_message(world: World) -> None:
+async def test_an_occurrence_is_found_delivered_and_cancelled_as_an_ordinary_message(world: World) -> None:
     await put(world, tag="night", keys="order-17 shop-3", properties={"region": "eu"})
     after = progress(world)
     page = await world.broker.find(id_of(after.due_ms))
@@ -262,7 +265,7 @@ async def test_an_occurrence_is_an_ordinary_message(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_with_the_property_of_a_schedule_continues_none(world: World) -> None:
+async def test_a_message_with_the_property_of_an_occurrence_continues_no_schedule(world: World) -> None:
     await put(world)
     due_ms = progress(world).due_ms
     forged = batch(due_ms=[due_ms], topic=[TOPIC], properties=[f"schedule\x01{NAME}\x02"])
@@ -281,11 +284,13 @@ async def test_a_frame_has_the_release_the_successor_and_the_progress(world: Wor
     assert [Kind.RELEASE, Kind.SCHEDULED, Kind.META] in kinds
 
 
-# ---- many, and large -----------------------------------------------------------------------------------------
+# ---- many schedules, and large ones --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_many_schedules_and_messages_of_one_time(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_schedules_of_one_time_are_released_in_limited_hand_outs(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "SCHEDULE_ROWS_AT_ONCE", 16)
     schedules, messages = 50, 40
 
@@ -324,7 +329,10 @@ VARIETIES: list[dict[str, Any]] = [
 
 
 async def lives_of_many(world: World, varieties: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Release many schedules three times, the last time late. Returns the rows of the log, and restarts."""
+    """Release many schedules three times, the last time late. Returns the rows of the log.
+
+    Also checks that a restart gives the same progress as the releases.
+    """
     for number in range(4 * len(varieties)):
         await put(world, f"s{number:03d}", **varieties[number % len(varieties)])
     begin_seq = world.broker.log.reader.next_seq
@@ -336,17 +344,18 @@ async def lives_of_many(world: World, varieties: list[dict[str, Any]]) -> list[d
     names = [f"s{number:03d}" for number in range(4 * len(varieties))]
     before = [progress(world, name) for name in names]
     await world.restart()
-    assert [progress(world, name) for name in names] == before, "the rows say the same as the memory"
+    assert [progress(world, name) for name in names] == before
     return rows
 
 
 def logs_of(monkeypatch: pytest.MonkeyPatch, varieties: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the logs of two brokers: one that builds the rows as columns, and one that builds them row by row."""
     logs = list[list[dict[str, Any]]]()
 
     async def live(world: World) -> None:
         logs.append(await lives_of_many(world, varieties))
 
-    for few_rows in (0, 1_000):  # as columns, and row by row
+    for few_rows in (0, 1_000):
         monkeypatch.setattr(successors, "FEW_ROWS", few_rows)
         on_node()(live)()
     return logs
@@ -357,10 +366,10 @@ def test_columns_and_rows_give_the_same_log(monkeypatch: pytest.MonkeyPatch) -> 
     assert by_column == by_row and len(by_row) == 3 * 3 * 4 * 5
 
 
-def test_columns_and_rows_agree_about_those_that_do_not_simply_continue(
+def test_columns_and_rows_give_equal_rows_also_for_schedules_with_special_cases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Numbers may differ, because those that do not simply continue come first.
+    # Numbers may differ: as columns, the schedules with a special case (`Successors._split_plain`) come first.
     varying = ("seq", "source_seq", "version_seq", "queue_id", "queue_offset", "body")
     by_column, by_row = (
         sorted(str({key: value for key, value in row.items() if key not in varying}) for row in log)
@@ -370,6 +379,7 @@ def test_columns_and_rows_agree_about_those_that_do_not_simply_continue(
 
 
 def test_a_column_of_another_value_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: another name of a property, in the columns only, makes the logs differ."""
     monkeypatch.setattr(successors, "_SCHEDULED_MS", successors._SCHEDULED_MS.replace("ms", "s"))
     by_column = logs_of(monkeypatch, VARIETIES[:2])[0]
     monkeypatch.undo()
@@ -391,7 +401,7 @@ async def test_a_hand_out_that_is_too_large_for_one_frame_is_split(world: World)
 
         patch.setattr(LogWriter, "append", count)
         await world.advance(EVERY_MS)
-        assert sorted(appended) == [3, 3, 6, 6], "two occurrences a frame: each has three rows"
+        assert sorted(appended) == [3, 3, 6, 6], "at most two occurrences in a frame: each has three rows"
         assert len(await released(world)) == 6 and world.broker.pending_messages == 6
 
 
@@ -403,7 +413,9 @@ async def test_a_hand_out_that_is_too_large_for_one_frame_is_split(world: World)
     [("latest", [30]), ("all", [10, 20, 30]), ("none", [])],
 )
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_a_broker_that_was_down_catches_up(strategy: str, catch_up: str, minutes: list[int]) -> None:
+def test_a_broker_that_was_down_releases_the_missed_times_that_catch_up_demands(
+    strategy: str, catch_up: str, minutes: list[int]
+) -> None:
     async def main() -> None:
         world = World(CutFiles(), ManualClock(wall=NOON_MS), **SETTINGS[strategy])
         await world.start()
@@ -416,7 +428,7 @@ def test_a_broker_that_was_down_catches_up(strategy: str, catch_up: str, minutes
         rows = await released(world)
         names = [decode_properties(row["properties"] or "").get("scheduled_ms") for row in rows]
         assert [name for name in names if name] == [str(NOON_MS + minute * MINUTE_MS) for minute in minutes]
-        assert len(names) == len(minutes) + 1, "the other message"
+        assert len(names) == len(minutes) + 1, "and the message of `send`"
         after = progress(world)
         assert (after.due_ms, after.runs) == (NOON_MS + 40 * MINUTE_MS, len(minutes))
         assert world.broker.pending_messages == 1
@@ -435,7 +447,7 @@ def test_a_broker_that_was_down_catches_up(strategy: str, catch_up: str, minutes
 
 
 @pytest.mark.parametrize(("catch_up", "minutes"), [("latest", [30]), ("all", [10, 20, 30]), ("none", [])])
-def test_a_resume_catches_up(catch_up: str, minutes: list[int]) -> None:
+def test_a_resume_releases_the_missed_times_that_catch_up_demands(catch_up: str, minutes: list[int]) -> None:
     async def main() -> None:
         world = World(CutFiles(), ManualClock(wall=NOON_MS))
         await world.start()
@@ -454,7 +466,7 @@ def test_a_resume_catches_up(catch_up: str, minutes: list[int]) -> None:
 
 
 @on_node()
-async def test_a_clock_set_back_repeats_no_occurrence(world: World) -> None:
+async def test_a_clock_that_is_set_back_repeats_no_occurrence(world: World) -> None:
     await put(world)
     await world.advance(EVERY_MS)
     world.clock.step_wall(-3 * EVERY_MS)
@@ -481,7 +493,7 @@ async def test_a_rule_with_a_last_time_ends_the_schedule(world: World) -> None:
 
 
 @on_node()
-async def test_a_rule_that_cannot_be_evaluated_stops_no_release(
+async def test_a_rule_that_cannot_be_evaluated_fails_its_schedule_and_stops_no_release(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(world)
@@ -496,7 +508,7 @@ async def test_a_rule_that_cannot_be_evaluated_stops_no_release(
     assert len(await released(world)) == 1 and len(await released(world, "others")) == 1
     after = progress(world)
     assert (after.state, after.error, after.runs) == (State.FAILED, "no such zone", 1)
-    # An equal put, or a resume, tries again.
+    # A resume evaluates the rule again.
     await world.broker.schedules.resume(NAME, ANONYMOUS)
     await world.advance(EVERY_MS)
     assert len(await released(world)) == 2

@@ -15,7 +15,7 @@ A field is `*`, or a list of values, ranges `a-b` and steps `*/n` and `a-b/n`, s
 one of them has to match, as in POSIX.
 
 Programs that read cron expressions disagree about some forms. These forms are refused, and the error names a form that
-all of them read alike. docs/recurring-rules.md lists them.
+all programs read alike. docs/recurring-rules.md lists the refused forms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 from datetime import date
 from typing import NamedTuple, NoReturn
 
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.recurring.local_times import DAY_S, EPOCH_ORDINAL
 from timeball.model.errors import InvalidDelay
 
@@ -47,7 +47,7 @@ _ALL_HOURS = (1 << 24) - 1
 
 
 class _Field(NamedTuple):
-    """A field of an expression: its name, its least and greatest value, and names of values from the least one on."""
+    """A field of an expression: its name, its least and greatest value, and the names of its values from `low` on."""
 
     name: str
     low: int
@@ -64,14 +64,17 @@ class _Days(NamedTuple):
     """The two fields for days. None stands for `*`."""
 
     days: frozenset[int] | None
-    before_last: frozenset[int]  # days before the last day of the month
-    nearest_weekdays: frozenset[int]
+    before_last: frozenset[int]  # L and L-n: the n (0 for L), counted back from the last day of the month
+    nearest_weekdays: frozenset[int]  # nW: the n
     last_weekday: bool  # LW
-    weekdays: frozenset[int] | None
-    nth_weekdays: frozenset[tuple[int, int]]  # a weekday, and its number in the month; 0 is the last
+    weekdays: frozenset[int] | None  # 0 is Sunday
+    nth_weekdays: frozenset[tuple[int, int]]  # d#n: the weekday and the n. dL: the weekday and 0
 
     def mask(self, length: int, first_weekday: int) -> int:
-        """Compute the matching days of a month as bits, by its number of days and the weekday of its first day."""
+        """Compute the matching days of a month: bit n is set if day n matches.
+
+        `length`: the number of days of the month. `first_weekday`: of its first day, 0 is Sunday.
+        """
 
         def weekday(day: int) -> int:
             return (first_weekday + day - 1) % 7
@@ -88,19 +91,22 @@ class _Days(NamedTuple):
             ):
                 by_weekday |= 1 << day
         workdays = [day for day in range(1, length + 1) if weekday(day) not in (0, 6)]
-        # The nearest weekday never leaves the month: the second part of the key only makes the choice definite.
+        # The nearest weekday never leaves the month. Of two at the same distance, the key chooses the earlier one.
         for wanted in self.nearest_weekdays:
             by_day |= 1 << min(workdays, key=lambda day: (abs(day - wanted), day))
         if self.last_weekday:
             by_day |= 1 << workdays[-1]
         if self.days is None and self.weekdays is None:
-            return (2 << length) - 2
+            return (2 << length) - 2  # all days: bits 1 to `length`
         # POSIX: if both fields are given, a day that matches one of them is enough.
         return by_day | by_weekday
 
 
 class CronTimes:
-    """The local times of a cron expression. Fields are sets of bits, so a search takes some additions and shifts."""
+    """The local times of a cron expression (`LocalTimes`).
+
+    A field is a number in which bit n is set if the value n matches. So a search takes some additions and shifts.
+    """
 
     __slots__ = (
         "_days", "_first_time_s", "_hours", "_masks", "_minutes", "_months", "_seconds", "runs_every_hour", "text",
@@ -110,23 +116,24 @@ class CronTimes:
         self.text = text
         self._seconds, self._minutes, self._hours, self._months = seconds, minutes, hours, months
         self._days = days
-        # Of each kind of month (28 to 31 days, seven weekdays of the first day) when it is first needed.
+        # The result of `_Days.mask` for each kind of month: 28 to 31 days, seven weekdays of the first day. Computed
+        # when it is first needed.
         self._masks: list[int | None] = [None] * 28
         self._first_time_s = 3_600 * _lowest(hours) + 60 * _lowest(minutes) + _lowest(seconds)
         self.runs_every_hour = hours == _ALL_HOURS
 
     def at_or_after(self, local_s: int) -> int | None:
-        """Find the first local time that is not earlier. None after the year 9999."""
+        """Find the first local time that is not earlier than `local_s`. None after the year 9999."""
         day, second = divmod(local_s, DAY_S)
         ordinal = max(1, day + EPOCH_ORDINAL)
-        found = self._day_at_or_after(ordinal)
-        # Only on the given day does the time of day matter. A later day begins with its first time.
-        if found == day + EPOCH_ORDINAL:
+        found_ordinal = self._day_at_or_after(ordinal)
+        # On the given day, times before `second` do not count. On a later day, the first time is the result.
+        if found_ordinal == day + EPOCH_ORDINAL:
             time_s = self._time_at_or_after(second)
             if time_s is not None:
                 return day * DAY_S + time_s
-            found = self._day_at_or_after(ordinal + 1)
-        return None if found is None else (found - EPOCH_ORDINAL) * DAY_S + self._first_time_s
+            found_ordinal = self._day_at_or_after(ordinal + 1)
+        return None if found_ordinal is None else (found_ordinal - EPOCH_ORDINAL) * DAY_S + self._first_time_s
 
     def occurs(self) -> bool:
         """Check whether any date matches."""
@@ -140,7 +147,7 @@ class CronTimes:
         return any(self._mask(length, weekday) for length in lengths for weekday in range(7))
 
     def _day_at_or_after(self, ordinal: int) -> int | None:
-        """Find the first matching date that is not earlier. Dates are ordinals of `datetime.date`."""
+        """Find the first matching date that is not earlier. Dates are ordinals of `datetime.date`. None after 9999."""
         if ordinal > _LAST_ORDINAL:
             return None
         given = date.fromordinal(ordinal)
@@ -169,7 +176,7 @@ class CronTimes:
         return mask
 
     def _time_at_or_after(self, second: int) -> int | None:
-        """Find the first time of day that is not earlier, in seconds."""
+        """Find the first time of day that is not earlier. Times are seconds since midnight. None if there is none."""
         hour, second = divmod(second, 3_600)
         minute, second = divmod(second, 60)
         if self._hours >> hour & 1:
@@ -187,14 +194,14 @@ class CronTimes:
 
 
 def _lowest(bits: int) -> int:
-    """Return the number of the lowest bit that is set."""
+    """Return the index of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1
 
 
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-@kept()
+@cached()
 def parse_cron(text: str, seconds: bool = False) -> CronTimes:
     """Parse an expression. `seconds` allows a sixth field, before the others. Raises InvalidDelay."""
     canonical = " ".join(text.split())
@@ -218,13 +225,14 @@ def parse_cron(text: str, seconds: bool = False) -> CronTimes:
         _bits(_values(text, _MONTH, month)),
         _days(text, day, weekday),
     )
-    # Each search for such a rule would go through all years up to 9999.
+    # Each search of a rule without a date would go through all years up to 9999.
     if not times.occurs():
         _refuse(text, "no date matches it; a month of those given has to have the day")
     return times
 
 
 def _alias_advice(alias: str, seconds: bool) -> str:
+    """Explain why an expression that begins with @ is refused, and what to write instead."""
     if seconds:
         return "has no field for seconds; leave out `seconds`"
     if alias.startswith("@every"):
@@ -235,6 +243,7 @@ def _alias_advice(alias: str, seconds: bool) -> str:
 
 
 def _fields_advice(number: int, seconds: bool) -> str:
+    """Explain why an expression with this number of fields is refused, and what to write instead."""
     if seconds:
         return (
             f"{number} fields are given; with `seconds` there are six: second minute hour day month weekday"
@@ -248,7 +257,7 @@ def _fields_advice(number: int, seconds: bool) -> str:
 
 
 def _values(text: str, field: _Field, given: str) -> frozenset[int]:
-    """Parse a field without special values."""
+    """Parse a field without special values. `text`: the whole expression, for the error. Raises InvalidDelay."""
     if given == "*":
         return frozenset(range(field.low, field.high + 1))
     found: set[int] = set()
@@ -258,6 +267,7 @@ def _values(text: str, field: _Field, given: str) -> frozenset[int]:
 
 
 def _term_values(text: str, field: _Field, term: str) -> range:
+    """Parse a value, a range, or a step. Raises InvalidDelay, also for forms about which programs disagree."""
     match = _TERM.fullmatch(term)
     if match is None or term == "*":
         _refuse(text, _term_advice(field, term))
@@ -279,6 +289,7 @@ def _term_values(text: str, field: _Field, term: str) -> range:
             f"{field.name} {term}: a step is from 1 to {field.high - field.low}; write longer ones as the rule every",
         )
     if not star and last is None:
+        # `a/n` is refused below. The range up to the greatest value is needed for the advice.
         high = 6 if field is _WEEKDAY else field.high
     values = range(low, high + 1, step)
     if field is _WEEKDAY:
@@ -303,6 +314,7 @@ def _term_values(text: str, field: _Field, term: str) -> range:
 
 
 def _term_advice(field: _Field, term: str) -> str:
+    """Explain why a term that is no value, range or step is refused, and what to write instead."""
     if term == "*":
         return f"{field.name}: * matches each value; write it alone, not in a list"
     if "?" in term:
@@ -322,6 +334,7 @@ def _examples(field: _Field) -> str:
 
 
 def _value(text: str, field: _Field, given: str) -> int:
+    """Parse a number or a name of a field. Raises InvalidDelay."""
     if given in field.names:
         return field.names.index(given) + field.low
     if given.isdecimal() and len(given) <= 2 and field.low <= int(given) <= field.high:
@@ -331,6 +344,7 @@ def _value(text: str, field: _Field, given: str) -> int:
 
 
 def _wrapped(field: _Field, low: int, high: int) -> str:
+    """Write a range from the higher value `low` to the lower value `high` as a list that does not wrap."""
     if field is _WEEKDAY:
         return ",".join(_WEEKDAYS[value % 7] for value in range(low, high + 8))
     names = field.names or tuple(str(value) for value in range(field.low, field.high + 1))
@@ -342,7 +356,7 @@ def _wrapped(field: _Field, low: int, high: int) -> str:
 
 
 def _days(text: str, day: str, weekday: str) -> _Days:
-    """Parse the fields for days and weekdays, with their special values."""
+    """Parse the fields for days and weekdays, with their special values. Raises InvalidDelay."""
     days: set[int] = set()
     before_last: set[int] = set()
     nearest: set[int] = set()
@@ -368,7 +382,7 @@ def _days(text: str, day: str, weekday: str) -> _Days:
                 _refuse(
                     text, f"weekday {term}: a month has a first to fifth {match[1]}, such as {match[1]}#1"
                 )
-            # 7 is Sunday as well as 0.
+            # Modulo 7, because 0 and 7 are Sunday.
             nth.add((_value(text, _WEEKDAY, match[1]) % 7, int(match[2])))
         elif match := _LAST_WEEKDAY.fullmatch(term):
             nth.add((_value(text, _WEEKDAY, match[1]) % 7, 0))
@@ -389,7 +403,10 @@ def _last_weekday(term: str) -> str:
 
 
 def _check_both(text: str, day: str, weekday: str, days: set[int], weekdays: set[int]) -> None:
-    """Refuse a day with a weekday where programs disagree whether one of them or both have to match."""
+    """Refuse a day with a weekday if programs disagree whether one of them or both have to match. Raises InvalidDelay.
+
+    `days`, `weekdays`: the values of the two fields, without special values.
+    """
     if "*" in day + weekday:
         _refuse(
             text,
@@ -401,7 +418,7 @@ def _check_both(text: str, day: str, weekday: str, days: set[int], weekdays: set
         )
     first = min(days, default=0)
     if first in (1, 8, 15, 22, 25) and days == set(range(first, first + 7)):
-        # The usual mistake: `1-7 * MON` is not the first Monday, because one of the fields is enough.
+        # A usual mistake: `1-7 * MON` is meant as the first Monday, but one matching field is enough.
         number = "L" if first == 25 else f"#{(first - 1) // 7 + 1}"
         listed = ",".join(f"{_WEEKDAYS[value]}{number}" for value in sorted(weekdays)) or weekday
         _refuse(

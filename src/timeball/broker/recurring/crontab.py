@@ -1,8 +1,9 @@
 """Reads the entries of a crontab file as rules of schedules.
 
-A line is a comment, an assignment such as `MAILTO=root`, or an entry: five fields or a name such as `@daily`, in a
-system's crontab the user, and the command. A crontab has no names and no zone. So the names are made of the commands,
-and the caller passes the zone. A line `CRON_TZ=Europe/Berlin` sets the zone of the entries below it, as in cronie.
+A line is a comment, an assignment such as `MAILTO=root`, or an entry. An entry has five fields or a name such as
+`@daily`, in a system's crontab the user, and the command. The entries of a crontab have no names and no zone. So their
+names are built from the commands, and the caller passes the zone. A line `CRON_TZ=Europe/Berlin` sets the zone of the
+entries below it, as in cronie.
 
 A name is the program and a hash of the whole command, such as `backup-5d41a2`. So an entry keeps its name when another
 entry is added, removed or moved, and when its time changes. Entries with equal commands are numbered.
@@ -39,10 +40,11 @@ class CrontabEntry(NamedTuple):
 def read_crontab(text: str, zone: str, *, has_user: bool = False) -> list[CrontabEntry]:
     """Read the entries of a crontab file.
 
-    `zone` is the IANA name of the time zone of the machine that has run it. `has_user` is for /etc/crontab and the
-    files in /etc/cron.d: a user stands before each command. Raises InvalidDelay for an unknown zone.
+    `zone`: the IANA name of the time zone of the machine that runs it. `has_user`: a user stands before each command,
+    as in /etc/crontab and the files in /etc/cron.d. Raises InvalidDelay for an unknown `zone`. An invalid entry is
+    returned with a note.
     """
-    # A wrong zone is a mistake of the caller, not of each entry.
+    # An unknown zone is refused once, and not for each entry.
     Rule.parse({"cron": "@daily", "zone": zone})
     entries: list[CrontabEntry] = []
     names: set[str] = set()
@@ -62,6 +64,10 @@ def read_crontab(text: str, zone: str, *, has_user: bool = False) -> list[Cronta
 
 
 def _read_entry(number: int, line: str, zone: str, has_user: bool) -> CrontabEntry:
+    """Read an entry. `number`: of the line, from 1.
+
+    If its rule is refused, `spec` is None and the note has the reason.
+    """
     fields = 1 if line.startswith("@") else 5
     words = line.split(None, fields + has_user)
     if len(words) <= fields + has_user:
@@ -82,13 +88,16 @@ def _expected(has_user: bool) -> str:
 
 
 def _split_input(command: str) -> tuple[str, str | None]:
-    r"""Split a command at its first % without a backslash. `\%` stands for %."""
+    r"""Split a command at its first % without a backslash into the command and its input. `\%` stands for %.
+
+    The input is None if there is no such %.
+    """
     parts = re.split(r"(?<!\\)%", command, maxsplit=1)
     return parts[0].replace(r"\%", "%").strip(), parts[1] if len(parts) > 1 else None
 
 
 def _name(command: str, number: int) -> str:
-    """Make a name of the program in a command, and of the command's hash. `line-<number>` if there is no program."""
+    """Build a name from the program in a command and a hash of the command. `line-<number>` if there is no program."""
     words = command.split() or [""]
     program = words[0]
     if program in _SHELL_WORDS or not _PROGRAM.fullmatch(program):
@@ -104,6 +113,7 @@ def _name(command: str, number: int) -> str:
 
 
 def _unique(name: str, names: set[str]) -> str:
+    """Add a number, from 2 on, to a name that is already in `names`."""
     number, unique = 1, name
     while unique in names:
         number += 1

@@ -1,4 +1,4 @@
-"""Excluded days: local times without those of some dates, such as holidays, or with these on another date instead.
+"""Excluded days: dates without occurrences, such as holidays. Their occurrences are left out or move to another date.
 
 Days are numbers of days since 1970.
 """
@@ -8,30 +8,32 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from datetime import date
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from timeball.broker.recurring.local_times import DAY_S, EPOCH_ORDINAL, LAST_S, LocalTimes
 
 
 class ExcludedDays:
-    """A set of dates without occurrences. Each date has a target, to which its occurrences move.
+    """A set of dates without occurrences, and the target of each: the date to which its occurrences move.
 
-    `move` is "skip" (no targets), "before" or "after": the nearest earlier or later date that is not excluded.
+    `move`: "before" or "after" if the target is the nearest earlier or later date that is not excluded, or "skip" if
+    there are no targets. Targets before 1970 and after 9999 are left out.
     """
 
     __slots__ = ("_ends", "days", "targets")
 
     def __init__(self, dates: Iterable[date], move: str) -> None:
         self.days = frozenset(day.toordinal() - EPOCH_ORDINAL for day in dates)
-        self._ends: dict[int, int] = {}  # the first day after each excluded one that is not excluded
+        # By excluded day: the first later day that is not excluded.
+        self._ends: dict[int, int] = {}
         for day in sorted(self.days, reverse=True):
             self._ends[day] = self._ends.get(day + 1, day + 1)
         step = {"skip": 0, "before": -1, "after": 1}[move]
-        # Pairs of a target and the excluded day that moves there, by target.
+        # Pairs of a target and an excluded day, sorted by target.
         self.targets: list[tuple[int, int]] = []
         if step:
             target_by_day: dict[int, int] = {}
-            # Those nearest to their target first, so that a thousand days in a row take no search each.
+            # The day next to its target first. Each other day of a row has the target of its neighbour.
             for day in sorted(self.days, reverse=step > 0):
                 target_by_day[day] = target_by_day.get(day + step, day + step)
             pairs = ((target, day) for day, target in target_by_day.items())
@@ -41,63 +43,74 @@ class ExcludedDays:
         return day in self.days
 
     def end(self, day: int) -> int:
-        """Return the first day after an excluded one that is not excluded."""
+        """Find the first day after an excluded day that is not excluded."""
         return self._ends[day]
 
 
-_Search = tuple[int, int | None]
+class _Search(NamedTuple):
+    """A search for the first local time that is not earlier than `from_s`."""
+
+    from_s: int
+    found_s: int | None  # None: there is none
 
 
-def _has(search: _Search | None, local_s: int) -> TypeGuard[_Search]:
-    """Check whether a search would have the same result if it began at `local_s`."""
-    return search is not None and search[0] <= local_s and (search[1] is None or local_s <= search[1])
+def _answers(search: _Search | None, local_s: int) -> TypeGuard[_Search]:
+    """Check whether a search from `local_s` on has the same result as this one."""
+    return (
+        search is not None
+        and search.from_s <= local_s
+        and (search.found_s is None or local_s <= search.found_s)
+    )
 
 
 class Excluding:
-    """The local times of a rule with excluded days."""
+    """The local times of a rule with excluded days (`LocalTimes`)."""
 
-    __slots__ = ("_excluded", "_found", "_last", "_targets", "_times", "runs_every_hour")
+    __slots__ = ("_excluded", "_last", "_last_own", "_targets", "_times", "runs_every_hour")
 
     def __init__(self, times: LocalTimes, excluded: ExcludedDays) -> None:
         self._times, self._excluded = times, excluded
         self.runs_every_hour = times.runs_every_hour
-        # Once: without them, a search would ask for each of a thousand days on which the rule has no time.
+        # Only excluded days on which the rule has times: there may be a thousand others, for which no search should
+        # ask.
         self._targets = [pair for pair in excluded.targets if self._has_times(pair[1])]
-        # The last searches, as their beginning and result: of all times, and of those on days that are not excluded.
+        # The last search of all times, and that of times that did not move.
         self._last: _Search | None = None
-        self._found: _Search | None = None
+        self._last_own: _Search | None = None
 
     def _has_times(self, day: int) -> bool:
-        found = self._times.at_or_after(day * DAY_S)
-        return found is not None and found // DAY_S == day
+        first_s = self._times.at_or_after(day * DAY_S)
+        return first_s is not None and first_s // DAY_S == day
 
     def at_or_after(self, local_s: int) -> int | None:
-        """Find the first local time that is not earlier."""
+        """Find the first local time that is not earlier than `local_s`. None if there is none."""
         last = self._last  # read once, because another thread may search, too
-        if not _has(last, local_s):
-            last = self._last = local_s, self._search(local_s)
-        return last[1]
+        if not _answers(last, local_s):
+            last = self._last = _Search(local_s, self._search(local_s))
+        return last.found_s
 
     def _search(self, local_s: int) -> int | None:
-        found = self._not_excluded(local_s)
+        """Find the first time among those of days that are not excluded and those that move to another day."""
+        found_s = self._own_at_or_after(local_s)
         targets = self._targets
         for target, day in targets[bisect_left(targets, (local_s // DAY_S,)) :]:
-            if found is not None and found < target * DAY_S:
+            if found_s is not None and found_s < target * DAY_S:
                 break
             shift_s = (target - day) * DAY_S
-            moved = self._times.at_or_after(max(local_s - shift_s, day * DAY_S))
-            if moved is not None and moved // DAY_S == day:
-                found = moved + shift_s if found is None else min(found, moved + shift_s)
-        return found
+            moved_s = self._times.at_or_after(max(local_s - shift_s, day * DAY_S))
+            if moved_s is not None and moved_s // DAY_S == day:
+                found_s = moved_s + shift_s if found_s is None else min(found_s, moved_s + shift_s)
+        return found_s
 
-    def _not_excluded(self, local_s: int) -> int | None:
-        """Find the first time of the rule that is not earlier, on a day that is not excluded."""
-        # A rule for Mondays without a thousand of them walks over all of these, once.
-        last = self._found
-        if _has(last, local_s):
-            return last[1]
-        found = self._times.at_or_after(local_s)
-        while found is not None and (day := found // DAY_S) in self._excluded:
-            found = self._times.at_or_after(self._excluded.end(day) * DAY_S)
-        self._found = local_s, found
-        return found
+    def _own_at_or_after(self, local_s: int) -> int | None:
+        """Find the first time of the rule that is not earlier and on a day that is not excluded."""
+        # The result stays in memory, because a search may walk over a thousand excluded days: of a rule for Mondays, a
+        # thousand excluded Mondays.
+        last = self._last_own
+        if _answers(last, local_s):
+            return last.found_s
+        found_s = self._times.at_or_after(local_s)
+        while found_s is not None and (day := found_s // DAY_S) in self._excluded:
+            found_s = self._times.at_or_after(self._excluded.end(day) * DAY_S)
+        self._last_own = _Search(local_s, found_s)
+        return found_s

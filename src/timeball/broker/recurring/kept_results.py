@@ -1,4 +1,4 @@
-"""Caches for functions of rules, with a bound for the memory of long rules."""
+"""Caches for functions of a rule's text, with a limit for the memory of long rules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def kept(
+def cached(
     *, long_results: int = limits.LONG_RULES_KEPT
 ) -> Callable[[Callable[Concatenate[str, P], T]], Callable[Concatenate[str, P], T]]:
-    """Cache the results of a function whose first argument is the text of a rule. Any thread may call it.
+    """Decorate a function whose first argument is the text of a rule, to cache its results. Any thread may call it.
 
-    `long_results`: how many results of long rules are kept. The default is for results of 200 KB, as parsed rules with
-    a thousand dates have.
+    Errors are not cached. The results that were used last stay in memory: RULES_KEPT of short rules, and `long_results`
+    of rules with more than LONG_RULE_CHARACTERS. The default is for results of 200 KB, as parsed rules with a thousand
+    dates have.
     """
 
     def decorate(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
@@ -38,7 +39,7 @@ def kept(
             if results is None:
                 results = [function(text, *args, **kwargs)]
             with changing:
-                long[key] = results  # the last one to be removed
+                long[key] = results  # at the end, so that it is removed last
                 if len(long) > long_results:
                     del long[next(iter(long))]
             return results[0]

@@ -25,7 +25,7 @@ class LocalTimes(Protocol):
         """True if the rule runs in each hour of its days, so that it follows the clock (occurrences.py)."""
 
     def at_or_after(self, local_s: int) -> int | None:
-        """Find the first local time that is not earlier. None if the rule has no more of them."""
+        """Find the first local time that is not earlier than `local_s`. None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ListedTimes:
 
 
 def local_seconds(local: datetime) -> int:
-    """Convert a local time in whole seconds. Its tzinfo is ignored."""
+    """Convert a datetime in whole seconds to a local time. Its tzinfo is ignored."""
     return local_us(local) // 1_000_000
 
 

@@ -7,11 +7,11 @@ A rule names local times. `LocalTimes` computes them without a time zone, and `C
     never shown (clocks are put forward)         the first instant after the gap, or with `skips_gaps` none
     shown twice (clocks are put back)            the first, or with `runs_twice` both
 
-Rules that run in every hour of the day follow the clock instead: they run each time that a clock shows one of their
-local times. So such a rule is not silent while an hour is repeated, and it has no additional run after a gap.
+Rules that run in every hour of the day are an exception: they run each time that a clock shows one of their local
+times. So they also run while an hour is repeated, and they have no additional run after a gap.
 
-Two local times can become one instant: 02:00 and 02:30 in a gap, or 02:30 and the 03:00 with which the gap ends. They
-are one occurrence, named after the earliest of them.
+Several local times can become one instant: 02:00 and 02:30 in a gap, or 02:30 and the 03:00 with which the gap ends.
+They are one occurrence, with the earliest of them as its local time.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Timetable(Protocol):
         """Compute the first occurrences later than `after_ms` and not later than `until_ms`, at most `limit`."""
 
     def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
-        """Compute the instants of these occurrences, in ms since 1970."""
+        """Compute the instants (ms since 1970) of the occurrences that `occurrences` would return."""
 
     def ending_after(self, count: int) -> Timetable:
-        """Build a timetable of the first `count` occurrences."""
+        """Build a timetable of the first `count` occurrences. The same timetable if it has fewer."""
 
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
-        """Find a time after which the first occurrence is the one at this local time (Rule.resumes_after_ms)."""
+        """Find a time (ms) after which the first occurrence is the one at this local time (`Rule.resumes_after_ms`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,13 @@ class ClockTimetable:
             # All local times before this one have been shown, or skipped, before the period.
             reached_s = period.reached_us // _SECOND_US
             local_s = at_s + offset_s
+            # The period begins with a gap: the first skipped local time runs at its first instant.
             if not follows_clock and at_s * _SECOND_US == period.start_us and reached_s < local_s:
                 skipped_s = None if self.skips_gaps else at_or_after(reached_s)
                 if skipped_s is not None and skipped_s < local_s:
                     found.append(Occurrence(at_s * 1_000, local_text(skipped_s)))
-                    local_s += 1  # this instant has its occurrence
+                    local_s += 1  # the first instant has its occurrence
+            # In a repeated hour: local times that were shown before the period do not run again.
             elif not follows_clock and not self.runs_twice:
                 local_s = max(local_s, reached_s)
             while len(found) < limit:
@@ -101,8 +103,9 @@ class ClockTimetable:
             else:
                 return found
             at_s = end_s
-            # No offset is a day or more. So if the period ends a day later than `local_s`, the next periods show only
-            # later local times, and `next_s` is the first of the rule's that they show.
+            # Go on with the period of `next_s`, and not with the next one, if no period between them can show an
+            # earlier local time. No offset is a day or more, so this is true if the period ends a day later than
+            # `local_s`.
             if end_s + offset_s - DAY_S >= local_s:
                 if next_s is None:
                     break
@@ -117,16 +120,17 @@ class ClockTimetable:
         return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
 
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
+        # One local time may have two instants, so `local` does not tell which one is meant.
         if self.times.runs_every_hour or self.runs_twice:
-            return after_ms  # one local time may have two instants
-        # Search from just before this local time. The preceding occurrence is no safe start, because the new rules may
-        # have moved it to a later instant.
+            return after_ms
+        # Just before this local time. `after_ms` is no safe result, because new rules of the zone may have moved the
+        # preceding occurrence to a later instant.
         return self.zone.instant_us(local_us(datetime.fromisoformat(local))) // 1_000 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalTimetable:
-    """Occurrences at equal distances in elapsed time, from an anchor on. Clock changes have no effect."""
+    """Occurrences at equal distances in elapsed time, from an anchor on. Only `excluded` depends on the zone."""
 
     interval_ms: int
     anchor_ms: int
@@ -145,7 +149,8 @@ class IntervalTimetable:
                 day = shown_us // (DAY_S * _SECOND_US)
                 if day in self.excluded:
                     next_day_us = self.zone.instant_us((day + 1) * DAY_S * _SECOND_US)
-                    # A day that clocks begin twice is left in its first pass, and may be entered again.
+                    # Clocks that are put back across midnight show the excluded day again after the first instant of
+                    # the next day. `next_day_us` has passed then, so the search goes on after `due_ms`.
                     due_ms = self._at_or_after(max(due_ms + 1, -(-next_day_us // 1_000)))
                     continue
             found.append(Occurrence(due_ms, instant_text(due_ms)))
@@ -167,5 +172,6 @@ class IntervalTimetable:
         return after_ms
 
     def _at_or_after(self, instant_ms: int) -> int:
+        """Find the first time of the interval, from the anchor on, that is not earlier than an instant."""
         intervals = max(0, -((self.anchor_ms - instant_ms) // self.interval_ms))
         return self.anchor_ms + intervals * self.interval_ms

@@ -5,12 +5,12 @@
     EXDATE:20300426T090000
 
 DTSTART is the first occurrence, a local time in the rule's zone. UNTIL is a local time or, with Z, an instant. COUNT
-includes the occurrences that EXDATE then leaves out. Both end a rule before excluded dates move its times.
-`dateutil` expands the rules. Programs disagree about some forms. These are refused: a DTSTART that the rule does not
-match, an UNTIL that is a date, and the others in `_check_parts`.
+includes the occurrences that EXDATE then leaves out. UNTIL and COUNT apply before excluded dates move occurrences.
+`dateutil` expands the rules. Forms about which programs disagree are refused: a DTSTART that the rule does not match,
+an UNTIL that is a date, and the forms in `_check_parts`.
 
-`dateutil` can only begin at DTSTART. A search here begins at the last period of the rule before the asked time, so it
-takes as long in the tenth year as in the first.
+`dateutil` can only begin at DTSTART. A search here begins at the last period of the rule before the requested time, so
+it takes as long in the tenth year as in the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.recurring.local_times import DAY_S, LAST_S, local_datetime, local_seconds
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay
@@ -67,19 +67,22 @@ _TIMES_OF_DAY_MAX = 1_440  # dateutil makes a list of them for each search
 
 
 class _Found(NamedTuple):
-    """Consecutive local times of a rule, which are all of them from `from_s` on up to the last one."""
+    """The first local times of a rule from `from_s` on, without a gap. Empty if there are none from `from_s` on."""
 
     from_s: int
     times: tuple[int, ...]
 
     @property
     def until_s(self) -> int:
-        """Return the last local time, or the end of time if there are none from `from_s` on."""
+        """The local time up to which `times` is complete."""
         return self.times[-1] if self.times else LAST_S
 
 
 class RruleTimes:
-    """The local times of a recurrence rule. They can be computed in any order, but are fast to compute in theirs."""
+    """The local times of a recurrence rule (`LocalTimes`).
+
+    Searches are fast if each begins later than the one before.
+    """
 
     __slots__ = (
         "_arguments", "_excluded", "_first_s", "_found", "_frequency", "_interval", "_last_s", "_years",
@@ -89,9 +92,15 @@ class RruleTimes:
     def __init__(
         self, text: str, first_s: int, parts: Mapping[str, str], excluded: frozenset[int], zone: str
     ) -> None:
-        """`ends_ms`: the last instant at which clocks may show one of these local times (UNTIL with Z)."""
+        """Check the rule, and prepare its expansion. Raises InvalidDelay, ValueError or OverflowError.
+
+        `text`: its canonical form. `first_s`: DTSTART. `parts`: of RRULE, checked by `_read_parts`. `excluded`: EXDATE.
+        `ends_ms` becomes the last instant of an occurrence, if UNTIL is an instant.
+        """
         self.text, self._first_s = text, first_s
-        self._excluded: frozenset[int] = frozenset()  # COUNT includes them, so they are left out afterwards
+        self._excluded: frozenset[int] = (
+            frozenset()
+        )  # set at the end, because COUNT includes excluded occurrences
         self._frequency = _FREQUENCIES.index(parts["FREQ"])
         self._interval = int(parts.get("INTERVAL", 1))
         self._years = _SEARCHED_YEARS_MAX
@@ -107,7 +116,7 @@ class RruleTimes:
         elif until:
             self._last_s = local_seconds(datetime.fromisoformat(until))
         self._found: _Found | None = None
-        # Checked before DTSTART, because a rule without any occurrence would be refused for another reason there.
+        # Checked before `_check_first`, which would refuse a rule without an occurrence for another reason.
         if self._last_s < first_s:
             _refuse("UNTIL is before DTSTART, so there is no occurrence")
         self._check_first(parts)
@@ -123,25 +132,26 @@ class RruleTimes:
         self._excluded, self._found = excluded, None
 
     def at_or_after(self, local_s: int) -> int | None:
-        """Find the first local time that is not earlier. None if the search finds none (`_SEARCHED_YEARS`)."""
+        """Find the first local time that is not earlier than `local_s`. None if `_years` from there on have none."""
         local_s = max(local_s, self._first_s)
         if local_s > self._last_s:
             return None
         found = self._found
-        # Calls mostly come in the order of time, so the kept times answer most of them.
+        # Most calls ask for later and later times, and the times of the last expansion answer them.
         if found is None or local_s < found.from_s or local_s > found.until_s:
             found = self._found = _Found(local_s, tuple(self._next_times(local_s)))
         at = bisect_left(found.times, local_s)
         return found.times[at] if at < len(found.times) else None
 
     def _next_times(self, from_s: int) -> Iterator[int]:
+        """Yield the local times from `from_s` on: at most _TIMES_AT_ONCE, and one that is more than a year later."""
         for local_s in islice(self._expand(from_s, self._years), _TIMES_AT_ONCE):
             yield local_s
             if local_s > from_s + 366 * DAY_S:
                 break
 
     def _expand(self, from_s: int, years: int) -> Iterator[int]:
-        """Yield the local times of some years from `from_s` on."""
+        """Yield the local times of the given number of years from `from_s` on."""
         last_s = min(self._last_s, from_s + years * 366 * DAY_S)
         begin = self._period_before(local_datetime(from_s))
         for local in self._rrule(begin, self._interval, last_s):
@@ -150,6 +160,7 @@ class RruleTimes:
                 yield local_s
 
     def _rrule(self, begin: datetime, interval: int, last_s: int) -> Iterable[datetime]:
+        """Expand the rule with `dateutil`, from the beginning of a period on, up to and including `last_s`."""
         from dateutil.rrule import rrule  # slow to import, and few brokers have such rules
 
         until = local_datetime(last_s)
@@ -159,15 +170,18 @@ class RruleTimes:
         return expanded
 
     def _check_first(self, parts: Mapping[str, str]) -> None:
-        """Check that DTSTART is an occurrence. Then the rule has later ones, so that no search runs into the void."""
+        """Refuse a rule for which DTSTART is not an occurrence. Raises InvalidDelay.
+
+        A rule that matches DTSTART has later occurrences, too, so no search goes on for centuries without a result.
+        """
         first = local_datetime(self._first_s)
         year_day, days = first.timetuple().tm_yday, 366 if isleap(first.year) else 365
-        own = {
+        values_of_first = {
             "BYMONTH": {first.month}, "BYMONTHDAY": {first.day, first.day - monthrange(first.year, first.month)[1] - 1},
             "BYYEARDAY": {year_day, year_day - days - 1}, "BYHOUR": {first.hour}, "BYMINUTE": {first.minute},
             "BYSECOND": {first.second},
         }  # fmt: skip
-        for name, values in own.items():
+        for name, values in values_of_first.items():
             if name in parts and not values.intersection(_numbers(parts[name])):
                 _refuse_first(name)
         weekdays = [day[-2:] for day in parts["BYDAY"].split(",")] if "BYDAY" in parts else _WEEKDAYS
@@ -182,7 +196,12 @@ class RruleTimes:
             _refuse_first("INTERVAL")
 
     def _period_before(self, asked: datetime) -> datetime:
-        """Return the beginning of the last period of the rule (a year, a month, …) that begins before a local time."""
+        """Find the last period of the rule (a year, a month, …) that begins at or before a local time.
+
+        Returns its begin.
+
+        With an interval of n, only every n-th period, counted from that of DTSTART, is one of the rule.
+        """
         first, interval = local_datetime(self._first_s), self._interval
         midnight = first.replace(hour=0, minute=0, second=0)
         if self._frequency == _YEARLY:
@@ -204,12 +223,12 @@ class RruleTimes:
 def _last_reached_s(until_ms: int, zone: str) -> int:
     """Find the last local time that clocks in a zone have shown, or skipped, by an instant."""
     period = load_zone(zone).period(until_ms * 1_000)
-    # While an hour is repeated, clocks have reached later times before.
+    # While clocks repeat an hour, they have already shown later times.
     return min(max(until_ms * 1_000 + period.offset_us, period.reached_us - 1) // 1_000_000, LAST_S)
 
 
 def _arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
-    """Build the arguments of `dateutil.rrule`. DTSTART's values stand for parts that are not given."""
+    """Build the arguments of `dateutil.rrule`. For parts that are missing, it has the values of DTSTART (`first`)."""
     from dateutil.rrule import weekdays
 
     names = {"BYWEEKNO", "BYYEARDAY", "BYMONTHDAY", "BYDAY"}
@@ -223,7 +242,7 @@ def _arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
             for match in matches
             if match
         ]
-    # dateutil takes the same values from its start, which is here the beginning of a period and not DTSTART.
+    # `dateutil` would take these values from its start, which here is the beginning of a period and not DTSTART.
     if not names & parts.keys():
         if frequency == _YEARLY:
             arguments.setdefault("bymonth", [first.month])
@@ -244,6 +263,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _runs_every_hour(parts: Mapping[str, str], interval: int) -> bool:
+    """Check whether the rule has times in each hour of its days (`LocalTimes.runs_every_hour`)."""
     # BYSETPOS selects among the times of a period, so some hours may have none.
     if "BYSETPOS" in parts:
         return False
@@ -259,9 +279,9 @@ def _runs_every_hour(parts: Mapping[str, str], interval: int) -> bool:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-@kept()
+@cached()
 def parse_rrule(text: str, zone: str) -> RruleTimes:
-    """Parse a rule whose local times are in the zone of this name. Raises InvalidDelay."""
+    """Parse a rule whose local times are in the zone with this IANA name. Raises InvalidDelay."""
     try:
         return _parse(text, zone)
     except InvalidDelay as error:
@@ -269,6 +289,7 @@ def parse_rrule(text: str, zone: str) -> RruleTimes:
 
 
 def _parse(text: str, zone: str) -> RruleTimes:
+    """Parse a rule, as `parse_rrule` does, with errors that do not name the rule."""
     first_s: int | None = None
     parts: dict[str, str] | None = None
     excluded: set[int] = set()
@@ -311,6 +332,7 @@ def _ical(local_s: int) -> str:
 
 
 def _read_local_time(name: str, parameters: str, value: str, zone: str) -> int:
+    """Read a local time of the line `name`, and check the line's parameters (";TZID=…"). Raises InvalidDelay."""
     match = _LOCAL_TIME.fullmatch(value)
     if match is None:
         advice = "; for whole days, write them as `exclude`" if name == "EXDATE" else ""
@@ -327,6 +349,7 @@ def _read_local_time(name: str, parameters: str, value: str, zone: str) -> int:
 
 
 def _parsed_time(name: str, value: str) -> int:
+    """Convert a local time such as 20300131T090000 to seconds. Raises InvalidDelay, also for years before 1970."""
     try:
         local_s = local_seconds(datetime.fromisoformat(value))
     except ValueError:
@@ -337,7 +360,7 @@ def _parsed_time(name: str, value: str) -> int:
 
 
 def _read_parts(text: str) -> dict[str, str]:
-    """Read the parts of RRULE and check each of them by itself."""
+    """Read the parts of RRULE, and check each part and their combination. Raises InvalidDelay."""
     parts: dict[str, str] = {}
     for part in text.upper().strip(";").split(";"):
         name, _, value = part.partition("=")
@@ -351,9 +374,11 @@ def _read_parts(text: str) -> dict[str, str]:
             "; for seconds, write the rule every, such as '10s'" if parts.get("FREQ") == "SECONDLY" else ""
         )
         _refuse(f"FREQ is one of {', '.join(_FREQUENCIES)}{seconds}")
-    for name, most in (("INTERVAL", _INTERVAL_MAX), ("COUNT", limits.RULE_COUNT_MAX)):
-        if name in parts and not (re.fullmatch(r"[0-9]{1,5}", parts[name]) and 1 <= int(parts[name]) <= most):
-            _refuse(f"{name} is a number from 1 to {most}")
+    for name, maximum in (("INTERVAL", _INTERVAL_MAX), ("COUNT", limits.RULE_COUNT_MAX)):
+        if name in parts and not (
+            re.fullmatch(r"[0-9]{1,5}", parts[name]) and 1 <= int(parts[name]) <= maximum
+        ):
+            _refuse(f"{name} is a number from 1 to {maximum}")
     for name, (low, high, signed) in _NUMBERS.items():
         for number in parts[name].split(",") if name in parts else ():
             sign = "[+-]?" if signed else ""
@@ -372,7 +397,7 @@ def _read_parts(text: str) -> dict[str, str]:
 
 
 def _check_parts(parts: dict[str, str]) -> None:
-    """Refuse combinations that RFC 5545 forbids or leaves open."""
+    """Refuse combinations of parts that RFC 5545 forbids or leaves open. Raises InvalidDelay."""
     frequency = parts["FREQ"]
     if "COUNT" in parts and "UNTIL" in parts:
         _refuse("COUNT and UNTIL are two ends; write one of them")

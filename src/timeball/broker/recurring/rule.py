@@ -35,7 +35,7 @@ import msgspec
 
 from timeball.broker.recurring.cron_rule import parse_cron
 from timeball.broker.recurring.exclusions import ExcludedDays, Excluding
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.recurring.local_times import (
     ListedTimes,
     LocalTimes,
@@ -92,7 +92,10 @@ class Rule:
 
     @classmethod
     def from_text(cls, text: str) -> Rule:
-        """Parse the text of a rule. The rules used last are kept, so equal texts give one object."""
+        """Parse the JSON text of a rule. Recent rules are cached, so equal texts mostly give one object.
+
+        Raises InvalidDelay.
+        """
         return _rule(text)
 
     def spec(self) -> dict[str, object]:
@@ -118,14 +121,16 @@ class Rule:
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
         """Find a time (ms) after which the first occurrence is the one at this local time.
 
-        `local`: the local time of a pending occurrence, by earlier rules of its zone. `after_ms`: the time of its
-        predecessor. It is the answer for rules that follow elapsed time or the clock.
+        Used after an update of the time zone database: `local` is the local time of an occurrence that is pending by
+        the former rules of its zone, and `after_ms` the time of its predecessor. The result is `after_ms` if the local
+        time does not identify the occurrence: for `every`, for rules that run in every hour, and with `fold` "both".
         """
         return self._timetable.resumes_after_ms(local, after_ms)
 
 
-@kept()
+@cached()
 def _rule(text: str) -> Rule:
+    """Parse the text of a rule (`Rule.text`, or the JSON of any mapping that describes one). Raises InvalidDelay."""
     try:
         given = msgspec.json.decode(text, type=dict[str, object])
     except UNDECODABLE:
@@ -142,7 +147,7 @@ def _text(spec: dict[str, object]) -> str:
 
 
 def _read(given: Mapping[str, object]) -> dict[str, object]:
-    """Check a mapping and build its canonical form: keys in one order, without defaults. Raises InvalidDelay."""
+    """Check a mapping, and build its canonical form: keys in one order, without defaults. Raises InvalidDelay."""
     spec = {key: value for key, value in given.items() if value is not None}
     for key in spec:
         if key not in _KEYS:
@@ -179,6 +184,7 @@ def _read(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_together(spec: dict[str, object], zone: Zone) -> None:
+    """Check keys that depend on each other, in a canonical form. Raises InvalidDelay."""
     if spec.get("move") and "every" in spec:
         _refuse(
             "move",
@@ -194,6 +200,7 @@ def _check_together(spec: dict[str, object], zone: Zone) -> None:
 
 
 def _read_zone(spec: Mapping[str, object], kind: str) -> Zone:
+    """Load the zone of a rule. UTC is the default for `every`. Raises InvalidDelay."""
     if "zone" in spec:
         return load_zone(_read_text(spec, "zone"))
     if kind != "every":
@@ -202,6 +209,7 @@ def _read_zone(spec: Mapping[str, object], kind: str) -> Zone:
 
 
 def _read_text(spec: Mapping[str, object], key: str) -> str:
+    """Read a text of at most RULE_CHARACTERS_MAX characters. Raises InvalidDelay."""
     value = spec[key]
     if not isinstance(value, str):
         _refuse(key, value, "must be text")
@@ -213,6 +221,7 @@ def _read_text(spec: Mapping[str, object], key: str) -> str:
 
 
 def _read_flag(spec: Mapping[str, object], key: str) -> bool:
+    """Read true or false (the default). Raises InvalidDelay."""
     value = spec.get(key, False)
     if not isinstance(value, bool):
         _refuse(key, value, "must be true or false")
@@ -220,7 +229,7 @@ def _read_flag(spec: Mapping[str, object], key: str) -> bool:
 
 
 def _read_choice(spec: Mapping[str, object], key: str) -> str | None:
-    """Read one of the values that the key allows. None stands for the first one, the default."""
+    """Read one of the values that the key allows. None stands for the first one, the default. Raises InvalidDelay."""
     value = _read_text(spec, key)
     if value not in _CHOICES[key]:
         _refuse(key, value, valid(value, _CHOICES[key]))
@@ -228,13 +237,14 @@ def _read_choice(spec: Mapping[str, object], key: str) -> str | None:
 
 
 def _read_count(spec: Mapping[str, object], kind: str) -> int:
+    """Read the number of occurrences. Raises InvalidDelay, also for a rule without a first occurrence."""
     value = spec["count"]
     # JSON's `true` is an int in Python.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits.RULE_COUNT_MAX:
         _refuse(
             "count", value, f"must be a number from 1 to {limits.RULE_COUNT_MAX}; for more, write ends_at"
         )
-    # Without a first occurrence, the count would begin anew at each look. `rrule` and `at` have a first one.
+    # Without a first occurrence there is no place from which to count. `rrule` and `at` have one.
     if (kind == "cron" and "starts_at" not in spec) or (
         kind == "every" and not {"starts_at", "anchor"} & spec.keys()
     ):
@@ -243,21 +253,26 @@ def _read_count(spec: Mapping[str, object], kind: str) -> int:
 
 
 def _read_every(spec: Mapping[str, object]) -> int:
+    """Read the interval in ms. Raises InvalidDelay."""
     every_ms = delay_ms(_read_text(spec, "every"), "every")
     if every_ms < limits.SECOND_MS:
         _refuse("every", spec["every"], "must be at least 1s")
     return every_ms
 
 
-def _duration_text(duration: int) -> str:
-    # The largest unit without a remainder: "90m" for 1.5 hours. So equal durations have one text.
-    unit = next(unit for unit, unit_ms in _UNIT_MS.items() if duration % unit_ms == 0)
-    return f"{duration // _UNIT_MS[unit]}{unit}"
+def _duration_text(duration_ms: int) -> str:
+    """Write a duration in the largest unit without a remainder ("90m" for 1.5 h), so that each has only one text."""
+    unit = next(unit for unit, unit_ms in _UNIT_MS.items() if duration_ms % unit_ms == 0)
+    return f"{duration_ms // _UNIT_MS[unit]}{unit}"
 
 
 def _read_list(spec: Mapping[str, object], key: str, example: str) -> list[str]:
+    """Read a list of at most RULE_LISTED_MAX texts. Empty without the key. `example`: for errors.
+
+    Raises InvalidDelay.
+    """
     values = spec.get(key, [])
-    # A text is an iterable of its characters, so it is refused by name.
+    # A text is an iterable of its characters, so it must be excluded.
     if isinstance(values, str) or not isinstance(values, Iterable):
         _refuse(key, values, f"must be a list such as [{example!r}]")
     texts = list(values)
@@ -270,6 +285,7 @@ def _read_list(spec: Mapping[str, object], key: str, example: str) -> list[str]:
 
 
 def _read_dates(spec: Mapping[str, object]) -> list[date]:
+    """Read `exclude`: dates in order, without repetitions. Raises InvalidDelay."""
     days = set()
     for text in _read_list(spec, "exclude", "2030-12-25"):
         try:
@@ -280,7 +296,7 @@ def _read_dates(spec: Mapping[str, object]) -> list[date]:
 
 
 def _read_local_times(spec: Mapping[str, object]) -> tuple[int, ...]:
-    """Read `at`: local times in seconds since 1970, as if they were in UTC, in order and without repetitions."""
+    """Read `at`: local times (local_times.py) in order and without repetitions. Raises InvalidDelay."""
     example = "2030-01-31T09:00"
     times = set()
     for text in _read_list(spec, "at", example):
@@ -299,7 +315,10 @@ def _read_local_times(spec: Mapping[str, object]) -> tuple[int, ...]:
 
 
 def _read_moment(spec: Mapping[str, object], key: str, zone: Zone | None) -> tuple[str, int]:
-    """Read an instant or, with `zone`, a local time in whole seconds. Returns its canonical text, and ms since 1970."""
+    """Read an instant or, with `zone`, a local time in whole seconds. Returns its canonical text, and ms since 1970.
+
+    Raises InvalidDelay.
+    """
     text = _read_text(spec, key)
     shown_time = _parsed(text) if "T" in text else None
     if shown_time is None or (shown_time.tzinfo is None and zone is None):
@@ -335,6 +354,7 @@ def _refuse(key: str, value: object, advice: str) -> NoReturn:
 
 
 def _timetable(spec: dict[str, object]) -> Timetable:
+    """Build the timetable of a rule in its canonical form."""
     zone = load_zone(str(spec.get("zone", "UTC")))
     starts_ms = _read_moment(spec, "starts_at", zone)[1] if "starts_at" in spec else 0
     ends_ms = _read_moment(spec, "ends_at", zone)[1] if "ends_at" in spec else limits.INSTANT_MS_MAX
@@ -347,7 +367,7 @@ def _timetable(spec: dict[str, object]) -> Timetable:
         )  # fmt: skip
     else:
         times, times_end_ms = _local_times(spec, zone)
-        # The last times may move beyond the end of the rule, but not beyond `ends_at`.
+        # With "after", the last times may move to days after the end of the recurrence rule, but not after `ends_at`.
         if spec.get("move") != "after":
             ends_ms = min(ends_ms, times_end_ms)
         timetable = ClockTimetable(
@@ -360,7 +380,7 @@ def _timetable(spec: dict[str, object]) -> Timetable:
 
 
 def _local_times(spec: dict[str, object], zone: Zone) -> tuple[LocalTimes, int]:
-    """Build the local times of a rule. Returns them, and the last instant that they allow themselves."""
+    """Build the local times of a rule. Returns them, and the last instant that an rrule's UNTIL allows."""
     if "cron" in spec:
         return parse_cron(_read_text(spec, "cron"), _read_flag(spec, "seconds")), limits.INSTANT_MS_MAX
     if "at" in spec:

@@ -1,5 +1,6 @@
 """The rows that continue schedules. The frame that ends an occurrence contains them.
 
+    event             code          rows of the frame
     a release         Delivery      RELEASE rows, then these rows
     a cancel, a move  revoking/     CANCEL or MOVED rows, then these rows
     a command         admin/        CANCEL rows of replaced occurrences, then these rows
@@ -8,7 +9,8 @@ These rows are the successor of each occurrence (SCHEDULED) and the progress of 
 log as a whole or not at all. So an active schedule has exactly one pending occurrence, also after a crash.
 
 The next occurrence follows from the META values and the time, so each leader of a cluster appends the same rows. No
-method appends or waits: callers decide, append and call `keep` without an await in between.
+method appends or waits: a caller decides which messages end, appends the rows, and calls `Continuation.keep`, without
+an await in between.
 
 A schedule may skip an occurrence while a group has not finished the previous one. This is decided when it is due, from
 the positions that the group has acknowledged.
@@ -28,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.recurring.rule import Occurrence, Rule
 from timeball.broker.registry.schedules import (
     OCCURRENCE,
@@ -62,8 +64,10 @@ logger = logging.getLogger(__name__)
 # Reasons in the CANCEL row of an occurrence that is due, but not delivered.
 MISSED, OVERLAP = "missed", "overlap"
 
-COSTLY_CHARACTERS = 256
-OCCURRENCES_AT_ONCE = 16  # in a part: a rule that was not evaluated before takes 0.1 ms or more
+COSTLY_CHARACTERS = 256  # a longer rule counts as costly
+OCCURRENCES_AT_ONCE = (
+    16  # in a part (`Successors.parts`): a rule that was not evaluated before takes 0.1 ms or more
+)
 FEW_ROWS = 64  # for more rows, columns cost less
 
 _SCHEDULE = f"{SCHEDULE}{PROPERTY_NAME_END}"
@@ -72,11 +76,10 @@ _SCHEDULED_MS = f"{PROPERTY_END}{SCHEDULED_MS}{PROPERTY_NAME_END}"
 
 # Checks whether a group has finished the message at a position: group, topic, queue, offset.
 HasFinished = Callable[[str, str, int, int], bool]
-Positions = tuple[
-    Int64Array, Int64Array
-]  # the queue and the offset of each message of a hand-out, if it is released
+# The queue and the offset of each message of a hand-out, if it is released.
+Positions = tuple[Int64Array, Int64Array]
 
-# ---- which occurrence is next --------------------------------------------------------------------------------
+# ---- the next occurrence -------------------------------------------------------------------------------------
 
 
 def is_costly(rule: str) -> bool:
@@ -88,22 +91,25 @@ def is_costly(rule: str) -> bool:
 
 
 # Schedules with equal rules are due at the same times, so most calls for them are answered from here.
-@kept(long_results=limits.RULES_KEPT)
+@cached(long_results=limits.RULES_KEPT)
 def first_after(rule: str, after_ms: int) -> Occurrence | None:
     """Find the first occurrence of a rule later than `after_ms`. None if there is none. Raises InvalidDelay."""
     return next(iter(Rule.from_text(rule).after(after_ms)), None)
 
 
 def compute(rule: str, after_ms: int) -> None:
-    """Compute the first occurrence later than `after_ms`, so that the next call of `first_after` takes no time."""
+    """Fill the cache of `first_after` for `after_ms`. Raises nothing."""
     with suppress(Exception):  # raised again by that call
         first_after(rule, after_ms)
 
 
 def last_until(rule: str, after_ms: int, until_ms: int) -> Occurrence | None:
-    """Find the last occurrence later than `after_ms` and not later than `until_ms`. None if there is none."""
-    # A rule only yields later occurrences. Go back from `until_ms` in growing steps until one is found, then search
-    # the rest by halving.
+    """Find the last occurrence later than `after_ms` and not later than `until_ms`. None if there is none.
+
+    Raises InvalidDelay.
+    """
+    # A rule can only be searched forwards. Go back from `until_ms` in growing steps until there is an occurrence, then
+    # search for a later one by halving.
     width_ms = limits.SECOND_MS
     while True:
         low_ms = max(after_ms, until_ms - width_ms)
@@ -125,19 +131,20 @@ def last_until(rule: str, after_ms: int, until_ms: int) -> Occurrence | None:
 
 
 def last_times(rule: str, after_ms: int, until_ms: int, number: int) -> list[Occurrence]:
-    """Find the last occurrences later than `after_ms` and not later than `until_ms`, the newest first."""
-    found = list[Occurrence]()
-    while len(found) < number and (occurrence := last_until(rule, after_ms, until_ms)) is not None:
-        found.append(occurrence)
-        until_ms = occurrence.due_ms - 1
-    return found
+    """Find the last occurrences, at most `number`, of those that `last_until` considers. The newest is first."""
+    occurrences = list[Occurrence]()
+    while len(occurrences) < number and (last := last_until(rule, after_ms, until_ms)) is not None:
+        occurrences.append(last)
+        until_ms = last.due_ms - 1
+    return occurrences
 
 
 def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | None:
     """Choose the next occurrence to deliver, later than `after_ms`. None if the rule has ended.
 
-    It differs from the next one of the rule if that was missed. Then the catch-up of the schedule decides. Raises
-    InvalidDelay.
+    It differs from the next one of the rule if that was missed (due SCHEDULE_MISSED_MS ago or earlier). Then
+    `facts.catch_up` decides: "all" delivers the missed ones within `catch_up_within_ms` one by one, "none" none of
+    them, any other value the last of them. Raises InvalidDelay.
     """
     rule = facts.rule_text
     first = first_after(rule, after_ms)
@@ -155,41 +162,41 @@ def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | Non
     return last_until(rule, max(after_ms, oldest_ms), missed_ms) or current
 
 
-# ---- what follows the end of an occurrence -------------------------------------------------------------------
+# ---- the state of a schedule after the end of an occurrence --------------------------------------------------
 
 
 class Next(NamedTuple):
-    """The next state of a schedule, and the occurrence that will be pending.
-
-    `progress` still lacks the number of that occurrence. `is_put`: the facts are new, too. `slot`: where the schedule
-    is in memory, if that is known. `release_index`: the index of its released occurrence in the hand-out, else -1.
-    """
+    """The next state of a schedule, and the occurrence that will be pending."""
 
     name: str
     facts: ScheduleFacts
-    progress: Progress
-    occurrence: Occurrence | None = None
-    is_put: bool = False
-    slot: int | None = None
-    release_index: int = -1
+    progress: Progress  # without the number and the times of `occurrence`, which `_build` adds
+    occurrence: Occurrence | None = None  # None: the schedule is not active any more
+    is_put: bool = False  # the facts are new, and must be stored
+    slot: int | None = None  # the slot of the schedule in memory, if it is known
+    release_index: int = -1  # the index of its released occurrence in the hand-out, or -1
 
 
 class Decision(NamedTuple):
-    """What follows an occurrence: the next one, or the state of a schedule without one, and why it has failed."""
+    """The occurrence that follows another one, or the state of a schedule that has none any more."""
 
     occurrence: Occurrence | None
     state: State
-    error: str = ""
-    is_missed: bool = False  # the occurrence itself is not delivered
+    error: str = ""  # why the schedule has failed
+    is_missed: bool = False  # the preceding occurrence, which is due, is not delivered
 
 
 def decide(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Decision:
-    """Decide what follows `after_ms` in an active schedule. If its rule cannot be evaluated, it has failed."""
+    """Decide which occurrence of an active schedule follows `after_ms`.
+
+    If the rule cannot be evaluated, or its next occurrence is too far ahead, the state is FAILED. Raises nothing.
+    """
     try:
         occurrence = choose(facts, after_ms, now_ms)
         if occurrence is not None and occurrence.due_ms > now_ms + limits.DELAY_MS_MAX:
             raise ValueError("the next occurrence is more than ten years ahead")
-    # A rule is a user's text, and its zone may leave the time zone database. All other messages must be released.
+    # A rule is a user's text, and its zone may be removed from the time zone database. An error must not keep other
+    # messages from their release.
     except Exception as failure:
         return Decision(None, State.FAILED, str(failure)[:200] or repr(failure)[:200])
     return Decision(occurrence, State.ENDED if occurrence is None else State.ACTIVE)
@@ -204,7 +211,10 @@ def following(
     *,
     is_put: bool = False,
 ) -> Next:
-    """Compute what follows `after_ms` in an active schedule. If its rule cannot be evaluated, it has failed."""
+    """Build the state of an active schedule after `after_ms`, by `decide`. A failure is logged.
+
+    `before`: the present progress, of which the counts stay. None for a new schedule. `is_put`: `facts` are new.
+    """
     decision = decide(facts, after_ms, now_ms)
     if decision.error and not is_put:  # a put is refused with this reason
         logger.error("schedule failed name=%s error=%s", name, decision.error)
@@ -217,20 +227,20 @@ def following(
 
 
 def decide_hand_out(facts: ScheduleFacts, due_ms: int, now_ms: int) -> Decision:
-    """Decide what follows an occurrence that is due, and whether it was missed itself."""
+    """Decide what follows the occurrence at `due_ms`, which is handed out now, and whether it was missed itself."""
     after = decide(facts, due_ms, now_ms)
-    # Nearly all occurrences are released within milliseconds, and then the rule is not asked again.
+    # Nearly all occurrences are released within milliseconds. For these the rule is not evaluated again.
     is_missed = now_ms - due_ms > limits.SCHEDULE_MISSED_MS and _is_replaced(facts, due_ms, now_ms)
     return after._replace(is_missed=is_missed)
 
 
 def _is_replaced(facts: ScheduleFacts, due_ms: int, now_ms: int) -> bool:
-    """Check whether a missed occurrence is not delivered: its schedule delivers a later one, or none."""
+    """Check whether a schedule delivers a later occurrence, or none, in place of the missed one at `due_ms`."""
     try:
-        # The occurrence itself is later than this time, so it is chosen unless another one takes its place.
+        # `choose` considers the missed occurrence, too, because it is later than this time.
         chosen = choose(facts, due_ms - 1, now_ms)
     except Exception:
-        return False  # the schedule has failed, and this is its last occurrence
+        return False  # the rule has failed, so this is the last occurrence
     return chosen is None or chosen.due_ms != due_ms
 
 
@@ -240,7 +250,7 @@ def occurrence_id(name: str, due_ms: int) -> str:
 
 
 def occurrence_properties(name: str, facts: ScheduleFacts, due_ms: int, local: str) -> str:
-    """Build the properties of an occurrence as the log stores them."""
+    """Build the properties of an occurrence as the log stores them. `local`: as in `Occurrence`."""
     # One text, because many schedules may be due at once, and these values need no check.
     own = f"{_SCHEDULE}{name}{_OCCURRENCE}{local}{_SCHEDULED_MS}{due_ms}{PROPERTY_END}"
     return encode_properties(facts.properties) + own if facts.properties else own
@@ -258,10 +268,7 @@ def cancel_row_of(
 
 
 class Continuation:
-    """The rows that a frame contains beside those that end occurrences.
-
-    `cancelled` has the indexes of the handed-out messages that are cancelled in place of their release, with reasons.
-    """
+    """The rows that continue schedules, in the frame that ends occurrences."""
 
     def __init__(
         self,
@@ -269,14 +276,19 @@ class Continuation:
         cancelled: dict[int, str] | None = None,
         occurrences: int = 1,
     ) -> None:
-        """`build` makes the result of `rows`. `occurrences` is the number of schedules that continue."""
+        """Store how to build the rows.
+
+        `build`: returns the result of `rows`, and a call that changes the schedules in memory. `cancelled`: the reasons
+        of occurrences that are cancelled instead of released, by their index in the hand-out. `occurrences`: the number
+        of schedules that continue.
+        """
         self._build, self.cancelled, self.occurrences = build, cancelled or {}, occurrences
         self._keep: Callable[[], None] | None = None
 
     def rows(self, first_seq: int, positions: Positions | None = None) -> pa.RecordBatch:
-        """Build the rows (LOG_SCHEMA), of which the first one gets the number `first_seq`.
+        """Build the rows (LOG_SCHEMA). The first one will have the sequence number `first_seq`.
 
-        `positions`: the queues and offsets of the messages of the hand-out.
+        `positions`: the queues and offsets of the messages of a hand-out. None for a request or a command.
         """
         rows, self._keep = self._build(first_seq, positions)
         return rows
@@ -288,13 +300,10 @@ class Continuation:
 
 
 class _Plain(NamedTuple):
-    """Schedules whose pending occurrences are released, and that continue.
-
-    The next occurrence of each is the one in `nexts` at its `code`.
-    """
+    """Schedules that release their pending occurrence and have a next one, without a special case (`_split_plain`)."""
 
     schedules: Many
-    code: Int64Array
+    code: Int64Array  # for each schedule: the index of its next occurrence in `nexts`
     nexts: list[Occurrence]
 
 
@@ -302,7 +311,10 @@ _NONE = Occurrence(0, "")
 
 
 def _compute_ahead(rule: str, due_ms: int) -> None:
-    """Let a thread compute what follows an occurrence of a costly rule. `first_after` keeps it for the next release."""
+    """Let a thread compute the occurrence after `due_ms`, if the rule is costly.
+
+    `first_after` has it at the release.
+    """
     if is_costly(rule):
         asyncio.get_running_loop().run_in_executor(None, compute, rule, due_ms)
 
@@ -326,27 +338,30 @@ class Successors:
         return self.occurrences.has_any(numbers)
 
     def parts(self, numbers: Int64Array | Sequence[int]) -> list[slice]:
-        """Divide messages into parts, between which the caller lets other tasks run: each occurrence needs its rule."""
+        """Divide messages into parts with at most OCCURRENCES_AT_ONCE occurrences of schedules.
+
+        The caller lets other tasks run between two parts, because the rule of each occurrence must be evaluated.
+        """
         starts = [0]
         if self.has_any(numbers):
             indexes = np.flatnonzero(self.occurrences.slots(np.asarray(numbers, np.int64)) >= 0)
             starts += indexes[OCCURRENCES_AT_ONCE::OCCURRENCES_AT_ONCE].tolist()
-        return [slice(*ends) for ends in pairwise([*starts, len(numbers)])]
+        return [slice(start, end) for start, end in pairwise([*starts, len(numbers)])]
 
     def after_release(
         self, numbers: Int64Array, now_ms: int, is_cancelled: Bools, is_expired: Bools
     ) -> Continuation:
-        """Continue the schedules of those of these messages that are occurrences. The messages are due and handed out.
+        """Continue the schedules whose occurrences are among these messages, which are due and handed out.
 
-        `is_cancelled` marks those that the caller cancels, `is_expired` those that are no runs of their schedules.
-        Cancel also those in `cancelled` instead of releasing them.
+        `is_cancelled` marks messages that the caller cancels, `is_expired` messages that it releases too late to count
+        as runs. The caller must also cancel the messages in `cancelled` of the result, instead of releasing them.
         """
-        # All at once: a look-up each would take as long as the rest.
+        # One call for all messages: a look-up for each would take as long as everything else.
         slots = self.occurrences.slots(numbers)
         indexes = np.flatnonzero(slots >= 0)
         many = None
         if len(indexes) > FEW_ROWS:
-            many, indexes = self._plain(slots, indexes, now_ms, is_cancelled | is_expired)
+            many, indexes = self._split_plain(slots, indexes, now_ms, is_cancelled | is_expired)
         cancelled, nexts = dict[int, str](), list[Next]()
         decisions = dict[tuple[int, int], Decision]()  # of all schedules with equal rules, by plan and time
         schedules = zip(
@@ -354,7 +369,7 @@ class Successors:
         )
         for index, slot, (name, facts, before, plan) in schedules:
             due_ms = before.due_ms
-            # Who cancels a run did not mean the next one, so the schedule goes on.
+            # A cancel applies to one occurrence only, so the schedule goes on.
             if is_cancelled[index]:
                 nexts.append(following(name, facts, before, due_ms, now_ms))
                 continue
@@ -362,13 +377,13 @@ class Successors:
             if decision is None:
                 decision = decisions[plan, due_ms] = decide_hand_out(facts, due_ms, now_ms)
             occurrence, state, error, is_missed = decision
-            # It is no run, and the last run stays the one that `skip` asks about.
+            # An expired message is no run, so the last run stays the one with which the next may overlap.
             if is_expired[index] and not is_missed:
                 nexts.append(following(name, facts, before, due_ms, now_ms))
                 continue
             if error:
                 logger.error("schedule failed name=%s error=%s", name, error)
-            # Missed first: the schedule delivers another time for it, which `skip` then decides about.
+            # A missed occurrence is not checked for an overlap: the one that replaces it is.
             if is_missed or self._overlaps(facts, before):
                 cancelled[index] = MISSED if is_missed else OVERLAP
                 progress = Progress(
@@ -398,29 +413,31 @@ class Successors:
 
         return Continuation(build, cancelled, len(nexts) + len(many.schedules.slots))
 
-    def _plain(
+    def _split_plain(
         self, slots: Int64Array, indexes: Int64Array, now_ms: int, is_ended: Bools
     ) -> tuple[_Plain | None, Int64Array]:
-        """Separate the schedules that are released and continue, as nearly all do. Returns them, and the other indexes.
+        """Split off the schedules that can be continued as columns, as nearly all can. Returns them, and other indexes.
 
-        `is_ended` marks the messages that are cancelled or expired.
+        These are schedules without a group, whose occurrence is released, and that have a next one. `slots` and
+        `is_ended` (cancelled or expired) have a value for each message, `indexes` are those of the occurrences.
         """
         schedules = self._schedules.many_at(slots[indexes])
         codes, codes_by_rule = list[int](), dict[tuple[int, int], int]()
-        nexts, continues = list[Occurrence](), list[bool]()
+        nexts, is_plain_rule = list[Occurrence](), list[bool]()
         # Decided once for all schedules with equal rules, by plan and time.
         for at, rule in enumerate(zip(schedules.plan, schedules.due_ms.tolist(), strict=True)):
-            if (found := codes_by_rule.get(rule)) is None:
-                found = codes_by_rule[rule] = len(nexts)
-                facts = self._schedules.facts_of(rule[0], schedules.templates[at])
-                decision = decide_hand_out(facts, rule[1], now_ms)
-                continues.append(not (facts.group or decision.is_missed or decision.occurrence is None))
+            if (code_of_rule := codes_by_rule.get(rule)) is None:
+                code_of_rule = codes_by_rule[rule] = len(nexts)
+                plan, due_ms = rule
+                facts = self._schedules.facts_of(plan, schedules.templates[at])
+                decision = decide_hand_out(facts, due_ms, now_ms)
+                is_plain_rule.append(not (facts.group or decision.is_missed or decision.occurrence is None))
                 nexts.append(decision.occurrence or _NONE)
-                if continues[-1]:
+                if is_plain_rule[-1]:
                     _compute_ahead(facts.rule_text, nexts[-1].due_ms)
-            codes.append(found)
+            codes.append(code_of_rule)
         code = np.array(codes, np.int64)
-        is_plain = np.array(continues)[code] & ~is_ended[indexes]
+        is_plain = np.array(is_plain_rule)[code] & ~is_ended[indexes]
         is_plain &= ~self._schedules.has_rest(schedules.slots)
         if not is_plain.any():
             return None, indexes
@@ -432,7 +449,10 @@ class Successors:
     def _build_plain(
         self, plain: _Plain, first_seq: int, now_ms: int
     ) -> tuple[pa.RecordBatch, Callable[[], None]]:
-        """Build the rows of `_build` as columns."""
+        """Build the same rows as `_build`, as columns.
+
+        Returns them, and the call that changes the schedules in memory.
+        """
         schedules, names = plain.schedules, pa.array(plain.schedules.names)
         due_ms = np.array([each.due_ms for each in plain.nexts])[plain.code]
         local = pa.array([each.local for each in plain.nexts]).take(pa.array(plain.code))
@@ -455,7 +475,7 @@ class Successors:
         return pa.concat_batches([self._backlog.encode_for_log(scheduled_rows, now_ms), progress_rows]), keep
 
     def after_end(self, numbers: Sequence[int], now_ms: int) -> Continuation | None:
-        """Continue the schedules whose pending occurrences are among these messages, which a request ends or moves.
+        """Continue the schedules whose pending occurrences are among these messages, which a request cancels or moves.
 
         None if none of them is an occurrence.
         """
@@ -469,7 +489,7 @@ class Successors:
     def continuation(
         self, nexts: Sequence[Next], now_ms: int, cancelled: dict[int, str] | None = None
     ) -> Continuation:
-        """Prepare the rows for the next states of some schedules."""
+        """Prepare the rows for the next states of schedules. `cancelled`: as in `Continuation`."""
         return Continuation(
             lambda first_seq, positions: self._build(nexts, first_seq, positions, now_ms),
             cancelled,
@@ -477,7 +497,7 @@ class Successors:
         )
 
     def _overlaps(self, facts: ScheduleFacts, before: Progress) -> bool:
-        """Check whether the group of a schedule has not finished its previous occurrence."""
+        """Check whether the group of a schedule has not finished its previous occurrence. False without a group."""
         # The first run of a schedule overlaps with nothing.
         if not facts.group or before.last_queue < 0:
             return False
@@ -486,7 +506,10 @@ class Successors:
     def _build(
         self, nexts: Sequence[Next], first_seq: int, positions: Positions | None, now_ms: int
     ) -> tuple[pa.RecordBatch, Callable[[], None]]:
-        """Build the SCHEDULED rows of the next occurrences and the META rows of their schedules."""
+        """Build the SCHEDULED rows of the next occurrences, then the META rows of their schedules.
+
+        Returns the rows (LOG_SCHEMA), and the call that changes the schedules in memory.
+        """
         scheduled, entries, last = list[tuple[str, ScheduleFacts, Occurrence]](), list[Entry](), None
         for name, facts, progress, occurrence, is_put, slot, release_index in nexts:
             # The SCHEDULED rows come first, so their numbers follow from their order.
@@ -500,7 +523,7 @@ class Successors:
                 if occurrence is not last:
                     _compute_ahead(facts.rule_text, occurrence.due_ms)
                 last = occurrence
-            # Only then, because a position makes the META row of each release longer.
+            # The position is stored only for a schedule with a group, because it makes the META row longer.
             if facts.group and release_index >= 0 and positions is not None:
                 queues, offsets = positions
                 progress = msgspec.structs.replace(
@@ -515,7 +538,7 @@ class Successors:
         return pa.concat_batches([scheduled_rows, change.rows]), change.keep
 
     def _shared(self, now_ms: int) -> dict[str, Any]:
-        """List the values that all occurrences have, by column."""
+        """Build the values that all occurrences share, by column."""
         return {
             "queue_id": -1, "born_ms": now_ms, "born_host": self._host, "store_ms": now_ms, "store_host": self._host,
             "flag": 0, "sys_flag": 0, "reconsume_times": 0,
@@ -524,7 +547,10 @@ class Successors:
     def _scheduled_rows(
         self, scheduled: Sequence[tuple[str, ScheduleFacts, Occurrence]], now_ms: int
     ) -> pa.RecordBatch:
-        """Build the SCHEDULED rows of occurrences."""
+        """Build the SCHEDULED rows (LOG_SCHEMA) of occurrences.
+
+        `scheduled`: schedule, facts and occurrence of each row.
+        """
         columns = {
             "topic": [facts.topic for _, facts, _ in scheduled],
             "tag": [facts.tag for _, facts, _ in scheduled],
