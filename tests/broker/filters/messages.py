@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 def rows_of(messages: Sequence[Message | None], **columns: object) -> pa.RecordBatch:
-    """One message for each of these properties. None: a message without a text of properties."""
+    """Build a row for each message, given by its properties. None: a message without a text of properties."""
     texts = [None if message is None else encode_properties(message) for message in messages]
     return build_rows(len(messages), kind=int(Kind.MESSAGE), topic="t", body=b"", properties=texts, **columns)
 
@@ -25,14 +25,14 @@ def tagged(tags: Sequence[str | None]) -> pa.RecordBatch:
 
 
 def entries_of(values: Sequence[int]) -> EntryArray:
-    """Entries of a queue index whose `tag` holds these values."""
+    """Build entries of a queue index with these values as `tag`."""
     entries = np.zeros(len(values), ENTRY)
     entries["seq"], entries["tag"] = np.arange(len(values)), values
     return entries
 
 
 def matches(text: str, rows: pa.RecordBatch) -> list[bool]:
-    """The rows that an SQL filter selects. Its evaluation, which may be compiled, agrees with the reference."""
+    """Return for each row whether an SQL filter selects it. Check that the compiled evaluation gives the same rows."""
     mask = compile_filter(text, SQL92).exact(rows)
     assert mask.dtype == np.bool_
     assert mask.tolist() == sql_conditions.matches(*sql_filter.parse(text), rows).tolist()

@@ -1,6 +1,7 @@
 """A second evaluator of SQL filters: draws a tree, writes it as SQL, and evaluates it for one message at a time.
 
-It is slow and plain on purpose, and shares no code with the filters under test.
+It is slow and simple on purpose, and shares no code with the filters under test. A tree is a tuple of a kind (a key of
+`EVALUATORS`, "property" or "value") and its arguments.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ SEARCHES = ["CONTAINS", "STARTSWITH", "ENDSWITH"]
 
 
 class Failed(Exception):
-    """The message is not delivered, whatever is on the right."""
+    """The outcome ERROR: the message is not delivered, whatever stands to the right."""
 
 
 # ---- evaluating -------------------------------------------------------------------------------------------
 
 
 def outcome(tree: Tree, message: Message) -> Outcome:
-    """True, False or None; raises Failed."""
-    sort, *rest = tree
-    return EVALUATORS[sort](message, *rest)
+    """Evaluate a condition for a message. Returns True, False or None (NULL). Raises Failed."""
+    kind, *arguments = tree
+    return EVALUATORS[kind](message, *arguments)
 
 
 def is_delivered(tree: Tree, message: Message) -> bool:
@@ -46,32 +47,32 @@ def is_delivered(tree: Tree, message: Message) -> bool:
         return False
 
 
-def either(message: Message, parts: list[Tree]) -> Outcome:
-    found: Outcome = False
+def evaluate_or(message: Message, parts: list[Tree]) -> Outcome:
+    result: Outcome = False
     for part in parts:
-        one = outcome(part, message)
-        if one is True:
+        part_outcome = outcome(part, message)
+        if part_outcome is True:
             return True
-        found = None if one is None else found
-    return found
+        result = None if part_outcome is None else result
+    return result
 
 
-def both(message: Message, parts: list[Tree]) -> Outcome:
-    found: Outcome = True
+def evaluate_and(message: Message, parts: list[Tree]) -> Outcome:
+    result: Outcome = True
     for part in parts:
-        one = outcome(part, message)
-        if one is False:
+        part_outcome = outcome(part, message)
+        if part_outcome is False:
             return False
-        found = None if one is None else found
-    return found
+        result = None if part_outcome is None else result
+    return result
 
 
-def contrary(message: Message, part: Tree) -> Outcome:
-    one = outcome(part, message)
-    return None if one is None else not one
+def evaluate_not(message: Message, part: Tree) -> Outcome:
+    part_outcome = outcome(part, message)
+    return None if part_outcome is None else not part_outcome
 
 
-def compared(message: Message, sign: str, left: Tree, right: Tree) -> Outcome:
+def compare_sides(message: Message, sign: str, left: Tree, right: Tree) -> Outcome:
     a, b = (message.get(side[1]) if side[0] == "property" else side[1] for side in (left, right))
     if a is None or b is None:
         return None
@@ -88,6 +89,7 @@ def compared(message: Message, sign: str, left: Tree, right: Tree) -> Outcome:
 
 
 def number(side: Any, decimal: bool) -> int | float:
+    """Read a side as a double (`decimal`) or a 64-bit integer. Raises Failed for a text that is none."""
     if not isinstance(side, str):
         return float(side) if decimal else side
     if decimal:
@@ -102,18 +104,18 @@ def number(side: Any, decimal: bool) -> int | float:
     return int(side)
 
 
-def between(message: Message, negated: bool, value: Tree, low: Tree, high: Tree) -> Outcome:
+def evaluate_between(message: Message, negated: bool, value: Tree, low: Tree, high: Tree) -> Outcome:
     if negated:
-        return either(message, [("compare", "<", value, low), ("compare", ">", value, high)])
-    return both(message, [("compare", ">=", value, low), ("compare", "<=", value, high)])
+        return evaluate_or(message, [("compare", "<", value, low), ("compare", ">", value, high)])
+    return evaluate_and(message, [("compare", ">=", value, low), ("compare", "<=", value, high)])
 
 
-def listed(message: Message, negated: bool, name: str, items: list[str]) -> Outcome:
+def evaluate_in(message: Message, negated: bool, name: str, items: list[str]) -> Outcome:
     text = message.get(name)
     return None if text is None else (text in items) != negated
 
 
-def searched(message: Message, how: str, negated: bool, name: str, search: str) -> Outcome:
+def evaluate_search(message: Message, how: str, negated: bool, name: str, search: str) -> Outcome:
     text = message.get(name)
     if text is None:
         return None
@@ -125,57 +127,58 @@ def searched(message: Message, how: str, negated: bool, name: str, search: str) 
     return found != negated
 
 
-def absent(message: Message, negated: bool, name: str) -> Outcome:
+def evaluate_property_is_null(message: Message, negated: bool, name: str) -> Outcome:
     return (name not in message) != negated
 
 
-def unknown(message: Message, negated: bool, part: Tree) -> Outcome:
+def evaluate_condition_is_null(message: Message, negated: bool, part: Tree) -> Outcome:
     return (outcome(part, message) is None) != negated
 
 
-def agreed(message: Message, left: Tree, right: Tree) -> Outcome:
+def evaluate_same(message: Message, left: Tree, right: Tree) -> Outcome:
     a, b = outcome(left, message), outcome(right, message)
     return None if a is None or b is None else a == b
 
 
-def stated(message: Message, value: Outcome) -> Outcome:
+def evaluate_constant(message: Message, value: Outcome) -> Outcome:
     return value
 
 
 EVALUATORS: dict[str, Callable[..., Outcome]] = {
-    "or": either, "and": both, "not": contrary, "compare": compared, "between": between, "in": listed,
-    "search": searched, "null": absent, "unknown": unknown, "same": agreed, "const": stated,
+    "or": evaluate_or, "and": evaluate_and, "not": evaluate_not, "compare": compare_sides, "between": evaluate_between,
+    "in": evaluate_in, "search": evaluate_search, "null": evaluate_property_is_null,
+    "unknown": evaluate_condition_is_null, "same": evaluate_same, "const": evaluate_constant,
 }  # fmt: skip
 
 
-# ---- showing ----------------------------------------------------------------------------------------------
+# ---- writing as SQL ---------------------------------------------------------------------------------------
 
 
 def show(tree: Tree) -> str:
-    """The tree as SQL, every part in parentheses."""
-    sort, *rest = tree
-    if sort in ("or", "and"):
-        return f" {sort.upper()} ".join(f"({show(part)})" for part in rest[0])
-    if sort == "not":
+    """Write a tree as SQL, with every part in parentheses."""
+    kind, *rest = tree
+    if kind in ("or", "and"):
+        return f" {kind.upper()} ".join(f"({show(part)})" for part in rest[0])
+    if kind == "not":
         return f"NOT ({show(rest[0])})"
-    if sort == "compare":
+    if kind == "compare":
         return f"{show(rest[1])} {rest[0]} {show(rest[2])}"
-    if sort == "between":
+    if kind == "between":
         negated, value, low, high = rest
         return f"{show(value)} {'NOT ' * negated}BETWEEN {show(low)} AND {show(high)}"
-    if sort == "in":
+    if kind == "in":
         negated, name, items = rest
         return f"{name} {'NOT ' * negated}IN ({', '.join(map(quoted, items))})"
-    if sort == "search":
+    if kind == "search":
         how, negated, name, search = rest
         return f"{name} {'NOT ' * negated}{how} {quoted(search)}"
-    if sort == "null":
+    if kind == "null":
         return f"{rest[1]} IS {'NOT ' * rest[0]}NULL"
-    if sort == "unknown":
+    if kind == "unknown":
         return f"({show(rest[1])}) IS {'NOT ' * rest[0]}NULL"
-    if sort == "same":
+    if kind == "same":
         return f"({show(rest[0])}) = ({show(rest[1])})"
-    if sort == "property":
+    if kind == "property":
         return str(rest[0])
     value = rest[0]
     if value is None or isinstance(value, bool):
@@ -204,15 +207,15 @@ def compare(signs: list[str], pairs: Any) -> Any:
 
 
 def in_order(tree: Tree) -> Tree:
-    """RocketMQ refuses BETWEEN 2 AND 1, and so do we."""
-    sort, negated, value, low, high = tree
+    """Exchange the limits of BETWEEN if the first is the larger one: such a text is refused, as in RocketMQ."""
+    kind, negated, value, low, high = tree
     if low[0] == high[0] == "value" and low[1] > high[1]:
         low, high = high, low
-    return sort, negated, value, low, high
+    return kind, negated, value, low, high
 
 
 def without_null(tree: Tree) -> Tree:
-    """Nor is anything equal to NULL."""
+    """Replace NULL by TRUE: a comparison with NULL is refused."""
     return tuple(("const", True) if part == ("const", None) else part for part in tree)
 
 

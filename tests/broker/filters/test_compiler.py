@@ -18,6 +18,7 @@ from timeball.model.errors import InvalidFilter, RequestError
 
 
 def delivered(text: str, messages: list[Message]) -> list[bool]:
+    """Return for each message whether the SQL filter selects it."""
     return matches(text, rows_of(messages))
 
 
@@ -27,29 +28,32 @@ def test_delivered_messages_agree_with_the_reference(tree: Tree, messages: list[
     assert delivered(show(tree), messages) == [is_delivered(tree, message) for message in messages]
 
 
-def without(defect: str, tree: Tree, message: Message) -> bool:
-    """A wrong evaluator: `or` forgets what is NULL, or an error counts as False."""
+def is_delivered_wrongly(defect: str, tree: Tree, message: Message) -> bool:
+    """Evaluate with a defect: the outcome NULL or ERROR of a comparison counts as False."""
     with pytest.MonkeyPatch.context() as patch:
         if defect == "null is false":
-            patch.setitem(reference.EVALUATORS, "compare", lambda *args: bool(reference.compared(*args)))
+            patch.setitem(reference.EVALUATORS, "compare", lambda *args: bool(reference.compare_sides(*args)))
         else:
             patch.setattr(reference, "Failed", type("Ignored", (Exception,), {}))
-            patch.setitem(reference.EVALUATORS, "compare", _lenient)
+            patch.setitem(reference.EVALUATORS, "compare", _compare_leniently)
         return is_delivered(tree, message)
 
 
-def _lenient(*args: object) -> bool | None:
+def _compare_leniently(*args: object) -> bool | None:
     try:
-        return reference.compared(*args)  # type: ignore[arg-type]
+        return reference.compare_sides(*args)  # type: ignore[arg-type]
     except reference.Failed:
         return False
 
 
 @pytest.mark.parametrize("defect", ["null is false", pytest.param("error is false", marks=pytest.mark.slow)])
 def test_a_wrong_evaluator_is_noticed(defect: str) -> None:
+    """The control: some filter and messages have another result with the defect."""
+
     def disagree(case: tuple[Tree, list[Message]]) -> bool:
         tree, messages = case
-        return delivered(show(tree), messages) != [without(defect, tree, message) for message in messages]
+        wrong = [is_delivered_wrongly(defect, tree, message) for message in messages]
+        return delivered(show(tree), messages) != wrong
 
     tree, _ = find(
         st.tuples(TREES, MESSAGES), disagree, settings=settings(max_examples=20_000, deadline=None)
@@ -77,12 +81,12 @@ def test_any_text_is_a_filter_or_refused(
     text: str, expression_type: str, bit_mask: bool, messages: list[Message]
 ) -> None:
     try:
-        wanted = compile_filter(text, expression_type, bit_mask=bit_mask)
+        filter_ = compile_filter(text, expression_type, bit_mask=bit_mask)
     except InvalidFilter as refused:
         assert refused.position is None or 1 <= refused.position <= len(text) + 1
         return
-    assert wanted.exact(rows_of(messages)).shape == (len(messages),)
-    assert wanted.candidates(entries_of([0] * len(messages))).shape == (len(messages),)
+    assert filter_.exact(rows_of(messages)).shape == (len(messages),)
+    assert filter_.candidates(entries_of([0] * len(messages))).shape == (len(messages),)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +98,15 @@ def test_any_text_is_a_filter_or_refused(
         "a > 0." + "1" * 16_000, "(a=1)=" * 2_000 + "TRUE", "é" * 8_100,
     ],
 )  # fmt: skip
-def test_no_text_gets_beyond_the_limits(text: str) -> None:
+def test_a_long_or_deep_text_is_refused_or_evaluated_without_another_error(text: str) -> None:
     try:
-        wanted = compile_filter(text, SQL92)
+        filter_ = compile_filter(text, SQL92)
     except InvalidFilter:
         return
-    wanted.exact(rows_of([{"a": "1"}]))
+    filter_.exact(rows_of([{"a": "1"}]))
 
 
-def test_the_largest_expressions_are_fine() -> None:
+def test_the_deepest_and_the_widest_allowed_expressions_are_evaluated() -> None:
     deep = "(" * limits.FILTER_DEPTH_MAX + "a = 1" + ")" * limits.FILTER_DEPTH_MAX
     assert delivered(deep, [{"a": "1"}, {}]) == [True, False]
     denied = "NOT " * (limits.FILTER_DEPTH_MAX - 1) + "(a = 1)"
@@ -130,7 +134,9 @@ def test_the_largest_expressions_are_fine() -> None:
     ],
     ids=["bytes", "bytes of two each", "tokens", "depth", "items"],
 )
-def test_a_limit_is_named_with_its_place(text: str, limit: str, position: int | None) -> None:
+def test_the_error_names_the_exceeded_limit_and_its_position(
+    text: str, limit: str, position: int | None
+) -> None:
     with pytest.raises(InvalidFilter, match=limit) as refused:
         compile_filter(text, SQL92)
     assert (refused.value.limit, refused.value.position) == (limit, position)
@@ -138,27 +144,27 @@ def test_a_limit_is_named_with_its_place(text: str, limit: str, position: int | 
         assert f"at character {position}" in str(refused.value)
 
 
-def test_the_limit_in_bytes_is_for_tags_too() -> None:
+def test_the_limit_in_bytes_applies_to_tags_too() -> None:
     with pytest.raises(InvalidFilter, match="more than 16384 bytes"):
         compile_filter("t" * (limits.FILTER_BYTES_MAX + 1))
     compile_filter("t" * limits.FILTER_BYTES_MAX)
 
 
 @pytest.mark.parametrize("expression_type", [None, "", "TAG"])
-def test_a_subscription_is_one_to_tags_unless_it_says_otherwise(expression_type: str | None) -> None:
+def test_a_subscription_without_a_type_has_tags(expression_type: str | None) -> None:
     assert compile_filter("*", expression_type) is EVERYTHING
     assert not compile_filter("a", expression_type).matches_all
 
 
 @pytest.mark.parametrize("expression_type", ["sql92", "CLASS", "x" * 10_000])
-def test_a_type_of_expression_that_there_is_not(expression_type: str) -> None:
+def test_an_unknown_expression_type_is_refused_with_a_short_text(expression_type: str) -> None:
     with pytest.raises(InvalidFilter, match="it is TAG or SQL92") as refused:
         compile_filter("a", expression_type)
     assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize("text", [None, "", " ", "*"])
-def test_sql_has_no_word_for_all(text: str | None) -> None:
+def test_an_empty_text_or_a_star_is_no_sql_expression(text: str | None) -> None:
     with pytest.raises(InvalidFilter):
         compile_filter(text, SQL92)
 
@@ -173,7 +179,7 @@ def test_an_invalid_filter_error_is_a_request_error() -> None:
     assert issubclass(InvalidFilter, RequestError)
 
 
-# ---- what docs/filters.md says -----------------------------------------------------------------------------
+# ---- docs/filters.md ---------------------------------------------------------------------------------------
 
 
 def shown(language: str) -> list[str]:
@@ -181,17 +187,17 @@ def shown(language: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
-def test_the_examples_that_are_shown_are_filters() -> None:
+def test_the_examples_of_the_page_are_filters() -> None:
     for text in shown("sql"):
         assert not compile_filter(text, SQL92).matches_all
     assert [compile_filter(text).matches_all for text in shown("tags")] == [True, False, False]
     assert len(shown("sql")) > 4
 
 
-def test_the_limits_that_are_told_are_the_limits() -> None:
+def test_the_page_lists_all_limits_with_their_values() -> None:
     rows = re.findall(r"\| ([\d,]+)(?: bytes)? \| `(\w+)` \|", page("docs/filters.md"))
-    told = {name: int(number.replace(",", "")) for number, name in rows}
-    assert told == {name: value for name, value in vars(limits).items() if name.startswith("FILTER_")}
+    documented = {name: int(number.replace(",", "")) for number, name in rows}
+    assert documented == {name: value for name, value in vars(limits).items() if name.startswith("FILTER_")}
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from timeball.broker.filters.sql_filter import SqlFilter, parse
 from timeball.model.errors import InvalidFilter
 
 
-def test_an_sql_filter_says_nothing_of_the_index() -> None:
-    wanted = SqlFilter(" a = 1 ")
-    assert wanted.text == "a = 1"
-    assert not wanted.matches_all
-    assert wanted.candidates(entries_of([0, 1, -5])).tolist() == [True] * 3
-    assert wanted.exact(rows_of([])).tolist() == []
+def test_the_index_excludes_no_message_for_an_sql_filter() -> None:
+    filter_ = SqlFilter(" a = 1 ")
+    assert filter_.text == "a = 1"
+    assert not filter_.matches_all
+    assert filter_.candidates(entries_of([0, 1, -5])).tolist() == [True] * 3
+    assert filter_.exact(rows_of([])).tolist() == []
 
 
 @pytest.mark.skipif(sql_filter.Program is None, reason="built without a compiler")
@@ -29,8 +29,8 @@ def test_the_compiled_evaluation_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_a_compiler_the_reference_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql_filter, "Program", None)
-    wanted = SqlFilter("a > 1 OR a IS NULL")
-    assert wanted.exact(rows_of([{"a": "1"}, {"a": "2"}, None])).tolist() == [False, True, True]
+    filter_ = SqlFilter("a > 1 OR a IS NULL")
+    assert filter_.exact(rows_of([{"a": "1"}, {"a": "2"}, None])).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,17 @@ def test_without_a_compiler_the_reference_evaluates(monkeypatch: pytest.MonkeyPa
         ("\t\f\r\na\n=1", "a = 1"),
     ],
 )
-def test_two_ways_to_write_one_filter(text: str, same: str) -> None:
+def test_two_texts_with_one_meaning_are_parsed_to_equal_conditions(text: str, same: str) -> None:
     assert parse(text) == parse(same)
 
 
-def test_the_names_are_those_in_the_text() -> None:
+def test_parse_returns_the_names_of_all_properties() -> None:
     assert parse("(a = 1 OR $b IS NULL) AND 'c' = TAGS AND 1 = 1")[1] == {"a", "$b", "TAGS"}
     assert parse("TRUE")[1] == frozenset()
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "position"),
+    ("text", "reason", "position"),
     [
         ("", "expected a property, a constant or a parenthesis, found the end", 1),
         ("a =", "found the end", 4),
@@ -128,21 +128,21 @@ def test_the_names_are_those_in_the_text() -> None:
         ("a = 1e999", "too large for a double", 5),
     ],
 )
-def test_refusals(text: str, said: str, position: int) -> None:
+def test_a_refused_text_has_an_error_with_reason_and_position(text: str, reason: str, position: int) -> None:
     with pytest.raises(InvalidFilter) as refused:
         parse(text)
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
     assert refused.value.position == position
     assert f"at character {position}" in str(refused.value)
 
 
-def test_the_smallest_integer_can_be_written() -> None:
+def test_the_smallest_64_bit_integer_is_accepted_and_the_next_smaller_one_refused() -> None:
     assert parse("a = -9223372036854775808") == parse("a = - 9223372036854775808L")
     with pytest.raises(InvalidFilter):
         parse("a = -9223372036854775809")
 
 
-def test_a_refusal_is_short_whatever_was_written() -> None:
+def test_the_error_of_a_long_text_is_short() -> None:
     for text in (
         "x" * 10_000,
         "a = '" + "y" * 10_000 + "' z",
@@ -155,7 +155,7 @@ def test_a_refusal_is_short_whatever_was_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "position"),
+    ("text", "reason", "position"),
     [
         ("a = 007", "begins with 0", 5),
         ("12abc", "runs into 'a'", 1),
@@ -176,18 +176,18 @@ def test_a_refusal_is_short_whatever_was_written() -> None:
         ("a\u00a0= 1", "unexpected", 2),
     ],
 )
-def test_characters_outside_the_grammar_are_refused(text: str, said: str, position: int) -> None:
+def test_a_text_that_is_no_token_is_refused_with_its_position(text: str, reason: str, position: int) -> None:
     with pytest.raises(InvalidFilter) as refused:
         parse(text)
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
     assert refused.value.position == position
 
 
 @given(st.text())
-def test_a_string_is_what_was_quoted(text: str) -> None:
+def test_a_quoted_text_is_parsed_to_the_text(text: str) -> None:
     assert parse("a = '" + text.replace("'", "''") + "'") == (SameText("a", text), frozenset("a"))
 
 
 @pytest.mark.parametrize("name", ["a", "A", "_", "$", "$a1", "order_id", "Between1", "nots", "ORDER"])
-def test_names_are_kept_as_written(name: str) -> None:
+def test_the_case_of_names_is_kept(name: str) -> None:
     assert parse(f"{name} = 'x'") == (SameText(name, "x"), frozenset([name]))

@@ -15,7 +15,7 @@ from timeball.model.message import build_rows
 
 needs_compiled = pytest.mark.skipif(sql_filter.Program is None, reason="built without a compiler")
 
-# Texts of properties that no client writes are among them: without ends, with several ends, with names alone.
+# Also texts of properties that no client writes: without separators, with several separators, with names alone.
 PARTS = st.sampled_from([*NAMES, *TEXTS, "", "aa", "\1", "\2", "\1\2", "é"])
 PROPERTIES = st.one_of(
     st.none(),
@@ -29,7 +29,8 @@ ROWS = st.lists(st.tuples(PROPERTIES, OWN), min_size=1, max_size=20)
 
 
 def compiled(text: str, rows: pa.RecordBatch) -> list[bool]:
-    return [bool(one) for one in sql_filter.Program(*sql_filter.parse(text)).matches(rows)]
+    """Return for each row whether the compiled condition is TRUE."""
+    return [bool(matched) for matched in sql_filter.Program(*sql_filter.parse(text)).matches(rows)]
 
 
 @needs_compiled
@@ -54,6 +55,7 @@ NUMBERS = st.one_of(
 
 
 def compares(text: str, sign: str, number: float, *, decimal: bool) -> bool:
+    """Check whether a property with this text compares with a number, in the compiled evaluation."""
     condition = Ordered(sign, Property("a"), number, decimal)
     (found,) = sql_filter.Program(condition, frozenset("a")).matches(rows_of([{"a": text}]))
     return bool(found)
@@ -62,7 +64,7 @@ def compares(text: str, sign: str, number: float, *, decimal: bool) -> bool:
 @needs_compiled
 @settings(max_examples=1_000, deadline=None)
 @given(NUMBERS)
-def test_a_text_is_the_number_that_the_reference_reads(text: str) -> None:
+def test_the_program_reads_a_text_as_the_number_that_the_reference_reads(text: str) -> None:
     for decimal, read in ((False, as_long), (True, as_double)):
         number = read(text)
         # "=" also shows that a decimal number is rounded to the same double.
@@ -78,7 +80,7 @@ def test_an_empty_value_is_not_missing() -> None:
 
 
 @needs_compiled
-def test_the_own_column_counts_and_else_the_last_value_of_the_text() -> None:
+def test_a_value_is_taken_from_its_own_column_or_else_the_last_one_of_the_text() -> None:
     rows = build_rows(3, tag=["z", None, None], properties=["TAGS\1x\2a\1\2TAGS\1y"] * 2 + ["a\1"])
     assert compiled("TAGS = 'z'", rows) == [True, False, False]
     assert compiled("TAGS = 'y'", rows) == [False, True, False]

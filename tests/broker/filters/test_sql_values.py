@@ -1,4 +1,4 @@
-"""Values: properties out of their text, and numbers out of properties."""
+"""Values: properties read from their text and columns, numbers read from properties, and the tables of outcomes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NAMES = frozenset({"a", "ab", "b"})
 
 
 def texts(values: Values, name: str) -> list[str | None]:
-    found: list[str | None] = values.text(name).to_pylist()
-    return found
+    column: list[str | None] = values.text(name).to_pylist()
+    return column
 
 
 PLAIN = st.text(st.characters(exclude_characters="\1\2", codec="utf-8"), max_size=4)
@@ -42,7 +42,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES)
-def test_a_property_is_what_the_decoder_finds(messages: list[Message | None]) -> None:
+def test_properties_have_the_values_that_were_encoded(messages: list[Message | None]) -> None:
     values = Values(rows_of(messages), NAMES)
     for name in NAMES:
         assert texts(values, name) == [(message or {}).get(name) for message in messages]
@@ -80,7 +80,7 @@ def test_a_slice_of_rows_has_the_right_values() -> None:
     assert values.longs("a")[0].tolist() == [3, 4, 5, 6]
 
 
-def test_own_columns_are_columns() -> None:
+def test_the_own_columns_of_properties_are_columns_of_the_log() -> None:
     assert set(sql_conditions.OWN_COLUMNS.values()) <= set(LOG_SCHEMA.names)
 
 
@@ -117,7 +117,7 @@ def test_any_64_bit_integer_is_parsed(value: int) -> None:
     assert as_long(str(value)) == (value if -(2**63) <= value < 2**63 else None)
 
 
-def test_numbers_of_a_column() -> None:
+def test_a_column_has_numbers_and_a_state_for_each_message() -> None:
     values = Values(rows_of([{"a": "5"}, {"a": "x"}, {}, {"a": "2.5"}, {"a": "5"}]), NAMES)
     longs, state = values.longs("a")
     assert state.tolist() == [TRUE, ERROR, NULL, ERROR, TRUE]
@@ -128,19 +128,18 @@ def test_numbers_of_a_column() -> None:
 
 
 OUTCOMES = [FALSE, TRUE, NULL, ERROR]
-AS_PYTHON = {FALSE: False, TRUE: True, NULL: None}
 
 
-def from_left(left: int, right: int, settles: int) -> int:
-    """AND (settled by FALSE) and OR (settled by TRUE), as a program would evaluate them."""
+def from_left(left: int, right: int, decisive: int) -> int:
+    """Evaluate AND (`decisive` is FALSE) or OR (`decisive` is TRUE) from left to right."""
     for side in (left, right):
-        if side in (ERROR, settles):
+        if side in (ERROR, decisive):
             return side
-    return NULL if NULL in (left, right) else NOT[settles]
+    return NULL if NULL in (left, right) else NOT[decisive]
 
 
 @pytest.mark.parametrize(("left", "right"), list(product(OUTCOMES, repeat=2)))
-def test_and_or_equal(left: int, right: int) -> None:
+def test_the_tables_of_and_or_and_equal_match_their_definitions(left: int, right: int) -> None:
     assert AND[left, right] == from_left(left, right, FALSE)
     assert OR[left, right] == from_left(left, right, TRUE)
     if ERROR in (left, right):
@@ -152,11 +151,11 @@ def test_and_or_equal(left: int, right: int) -> None:
 
 
 @pytest.mark.parametrize(("left", "right"), list(product([FALSE, TRUE, NULL], repeat=2)))
-def test_de_morgan_without_errors(left: int, right: int) -> None:
+def test_without_errors_the_laws_of_de_morgan_hold(left: int, right: int) -> None:
     assert NOT[AND[left, right]] == OR[NOT[left], NOT[right]]
 
 
-def test_not_and_null() -> None:
-    assert [NOT[o] for o in OUTCOMES] == [TRUE, FALSE, NULL, ERROR]
-    assert [IS_NULL[o] for o in OUTCOMES] == [FALSE, FALSE, TRUE, ERROR]
+def test_the_tables_of_not_and_is_null() -> None:
+    assert [NOT[outcome] for outcome in OUTCOMES] == [TRUE, FALSE, NULL, ERROR]
+    assert [IS_NULL[outcome] for outcome in OUTCOMES] == [FALSE, FALSE, TRUE, ERROR]
     assert constant(NULL, 3).tolist() == [NULL] * 3

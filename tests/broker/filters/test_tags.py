@@ -15,13 +15,19 @@ from timeball.model.errors import InvalidFilter
 WORDS = ["Aa", "BB", "TagA", "TagB", "C#", "Bb", "é", "😀", "a b", "*"]
 
 
-def found(wanted: Filter, message_tags: list[str | None], *, bit_mask: bool = False) -> list[bool]:
-    """The two steps of a pull: first the index, then the remaining rows."""
-    of = tag_mask if bit_mask else tag_hash
-    may = wanted.candidates(entries_of([0 if tag is None else of(tag) for tag in message_tags])).tolist()
-    does = wanted.exact(tagged(message_tags)).tolist()
-    assert not [tag for tag, m, d in zip(message_tags, may, does) if d and not m], "lost by the index"
-    return [m and d for m, d in zip(may, does)]
+def matched(filter_: Filter, message_tags: list[str | None], *, bit_mask: bool = False) -> list[bool]:
+    """Return which messages a pull delivers: candidates by the index, whose rows match.
+
+    Checks that the index excludes no message that matches.
+    """
+    encode = tag_mask if bit_mask else tag_hash
+    entries = entries_of([0 if tag is None else encode(tag) for tag in message_tags])
+    candidates, exact = filter_.candidates(entries).tolist(), filter_.exact(tagged(message_tags)).tolist()
+    excluded = [
+        tag for tag, is_candidate, matches in zip(message_tags, candidates, exact) if matches > is_candidate
+    ]
+    assert not excluded
+    return [is_candidate and matches for is_candidate, matches in zip(candidates, exact)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +39,7 @@ def test_tags_hash_as_in_java(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "*"])
-def test_a_subscription_to_all(text: str | None) -> None:
+def test_a_subscription_without_tags_or_with_a_star_matches_all_messages(text: str | None) -> None:
     assert compile_filter(text) is EVERYTHING
     assert compile_filter(text, bit_mask=True) is EVERYTHING
 
@@ -65,47 +71,46 @@ def test_a_subscription_without_tags_is_refused(text: str) -> None:
 
 
 def test_too_many_tags_are_refused() -> None:
-    most = "||".join(map(str, range(limits.FILTER_TAGS_MAX)))
-    assert found(compile_filter(most), ["0", "1023", "1024"]) == [True, True, False]
+    largest = "||".join(map(str, range(limits.FILTER_TAGS_MAX)))
+    assert matched(compile_filter(largest), ["0", "1023", "1024"]) == [True, True, False]
     with pytest.raises(InvalidFilter, match=r"1025 tags, at most 1024 \(FILTER_TAGS_MAX\)") as refused:
-        compile_filter(most + "||x")
+        compile_filter(largest + "||x")
     assert refused.value.limit == "FILTER_TAGS_MAX"
 
 
 def test_two_tags_with_one_hash_are_told_apart() -> None:
     wanted = compile_filter("Aa")
     assert tag_hash("Aa") == tag_hash("BB")
-    # The control: by the index alone the wrong one would be delivered.
+    # The control: the index alone would also deliver "BB".
     assert wanted.candidates(entries_of([tag_hash("Aa"), tag_hash("BB")])).tolist() == [True, True]
-    assert found(wanted, ["Aa", "BB"]) == [True, False]
+    assert matched(wanted, ["Aa", "BB"]) == [True, False]
 
 
 def test_a_message_without_a_tag_matches_no_tag_filter() -> None:
-    assert found(compile_filter("Aa"), [None, "", "Aa"]) == [False, False, True]
-    assert found(compile_filter("Aa"), [None, None]) == [False, False]
-    assert found(compile_filter("\0x"), [None, "\0x"]) == [False, False], (
-        "trimmed, so that it can never match"
-    )
+    assert matched(compile_filter("Aa"), [None, "", "Aa"]) == [False, False, True]
+    assert matched(compile_filter("Aa"), [None, None]) == [False, False]
+    # The tag of the subscription is trimmed, so it matches no message.
+    assert matched(compile_filter("\0x"), [None, "\0x"]) == [False, False]
 
 
 def test_in_a_topic_of_single_tags_the_whole_text_is_the_tag() -> None:
-    assert found(compile_filter("a"), ["a||b", "a"]) == [False, True]
+    assert matched(compile_filter("a"), ["a||b", "a"]) == [False, True]
 
 
 def test_a_multi_tag_message_matches_any_of_its_tags() -> None:
     wanted = compile_filter("a || b", bit_mask=True)
     messages = ["a", "b||c", "c", "c || a", None, "", "||", "ab"]
-    assert found(wanted, messages, bit_mask=True) == [True, True, False, True, False, False, False, False]
+    assert matched(wanted, messages, bit_mask=True) == [True, True, False, True, False, False, False, False]
 
 
 def test_two_tags_with_one_bit_are_told_apart() -> None:
     twin = next(str(i) for i in range(1000) if tag_mask(str(i)) == tag_mask("a"))
     wanted = compile_filter("a", bit_mask=True)
     assert wanted.candidates(entries_of([tag_mask(twin)])).tolist() == [True]
-    assert found(wanted, [twin, f"{twin}||a", "a"], bit_mask=True) == [False, True, True]
+    assert matched(wanted, [twin, f"{twin}||a", "a"], bit_mask=True) == [False, True, True]
 
 
-def test_a_mask_is_one_bit_a_tag_and_never_negative() -> None:
+def test_a_mask_has_one_bit_for_each_tag_and_is_never_negative() -> None:
     masks = [tag_mask(str(i)) for i in range(1000)]
     assert all(mask.bit_count() == 1 and 0 < mask < 1 << 63 for mask in masks)
     assert len(set(masks)) == tags.BITS
@@ -118,30 +123,30 @@ SUBSCRIPTIONS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4)
 
 
 @given(SUBSCRIPTIONS, st.lists(TAGS))
-def test_hashes_lose_nothing_and_let_nothing_else_through(
+def test_a_filter_by_hash_matches_exactly_the_messages_with_its_tags(
     wanted: list[str], message_tags: list[str | None]
 ) -> None:
     if wanted == ["*"]:
         return
     expected = [tag in wanted for tag in message_tags]
-    assert found(compile_filter(" || ".join(wanted)), message_tags) == expected
+    assert matched(compile_filter(" || ".join(wanted)), message_tags) == expected
 
 
 @given(SUBSCRIPTIONS, st.lists(st.one_of(TAGS, st.lists(st.sampled_from(WORDS)).map("||".join))))
-def test_bits_lose_nothing_and_let_nothing_else_through(
+def test_a_filter_by_bits_matches_exactly_the_messages_with_its_tags(
     wanted: list[str], message_tags: list[str | None]
 ) -> None:
     if wanted == ["*"]:
         return
     expected = [bool(set(tags.split(tag or "")) & set(wanted)) for tag in message_tags]
-    assert found(compile_filter("||".join(wanted), bit_mask=True), message_tags, bit_mask=True) == expected
+    assert matched(compile_filter("||".join(wanted), bit_mask=True), message_tags, bit_mask=True) == expected
 
 
-def test_tags_that_are_counted_up_do_not_fill_the_memory() -> None:
-    longest = limits.TAG_BYTES_MAX + 400  # with the objects around it
-    for known in (tags.tag_hash, tags.tag_mask):
-        most = known.cache_parameters()["maxsize"]
-        assert most is not None and most * longest <= 16 * 1024 * 1024
+def test_the_caches_of_hashes_take_at_most_16_mib() -> None:
+    entry_bytes = limits.TAG_BYTES_MAX + 400  # the longest tag with the objects around it
+    for function in (tags.tag_hash, tags.tag_mask):
+        entries_max = function.cache_parameters()["maxsize"]
+        assert entries_max is not None and entries_max * entry_bytes <= 16 * 1024 * 1024
 
 
 def test_the_filter_for_everything_matches_all() -> None:

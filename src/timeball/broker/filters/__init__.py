@@ -2,8 +2,8 @@
 
 A filter decides in two steps. `candidates` uses only the queue index (20 bytes per message), so it excludes messages
 without reading them. It may let messages through that do not match, but it never excludes a message that matches.
-`exact` reads the remaining rows and decides. A message that `exact` refuses is neither delivered nor counted. So two
-tags with the same hash ("Aa" and "BB") are distinguished here, and not by the client as in RocketMQ.
+`exact` gets the rows of the remaining messages and decides. A message that `exact` refuses is neither delivered nor
+counted. So two tags with the same hash ("Aa" and "BB") are distinguished here, and not by the client as in RocketMQ.
 
 Both steps work on whole batches. The evaluation of SQL is compiled if the build had a C compiler (sql_program.pyx);
 sql_conditions.py is its reference. A filter is immutable, has no references to the broker, and may be used in any

@@ -16,7 +16,7 @@ OVERHEAD_CHARACTERS = 64  # added to the length of each text, so that short text
 def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_mask: bool = False) -> Filter:
     """Compile the text of a subscription. Raises InvalidFilter, and no other error.
 
-    text               tags separated by `||`, or an SQL expression. As tags, None, "" and `*` mean all messages.
+    text               tags separated by `||`, or an SQL expression. As tags, None, "" and `*` mean all messages
     expression_type    "TAG" (also None and "") or "SQL92"
     bit_mask           True if the topic's filter type is MULTI_TAG
     """
@@ -48,6 +48,7 @@ def normalized_text(text: str, expression_type: str) -> str:
 
 
 def _check_text(text: str) -> None:
+    """Raise InvalidFilter for a text with more than FILTER_BYTES_MAX bytes, or that UTF-8 cannot encode."""
     try:
         # A text with too many characters is not encoded, so that a huge text costs nothing.
         size = len(text) if len(text) > limits.FILTER_BYTES_MAX else len(text.encode())

@@ -49,7 +49,7 @@ class Condition(Protocol):
     """A node of the expression that has an outcome for each message."""
 
     def truth(self, values: Values) -> TruthArray:
-        """Evaluate the condition: one outcome for each message."""
+        """Evaluate the condition for the messages of `values`. Returns one outcome for each. Raises nothing."""
         ...
 
 
@@ -114,7 +114,7 @@ class Not:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """TRUE if two conditions have the same outcome."""
+    """Condition = condition: whether both are TRUE or both FALSE. NULL or ERROR if one of them is (`EQUAL`)."""
 
     left: Condition
     right: Condition
@@ -146,7 +146,7 @@ class IsNull:
 
 @dataclass(frozen=True, slots=True)
 class HasNoOutcome:
-    """Condition IS NULL: TRUE where the outcome of the condition is NULL."""
+    """Condition IS NULL: TRUE for messages for which the outcome of the condition is NULL. ERROR stays ERROR."""
 
     part: Condition
 
@@ -195,7 +195,7 @@ class HasText:
 
 @dataclass(frozen=True, slots=True)
 class HasNoText:
-    """The search for an empty string. Neither it nor its negation is ever TRUE, as in RocketMQ."""
+    """Property CONTAINS, STARTSWITH or ENDSWITH '', or a negation of it: never TRUE, as in RocketMQ."""
 
     name: str
 
@@ -205,12 +205,12 @@ class HasNoText:
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A comparison of two numbers. `decimal`: properties are read as doubles, otherwise as 64-bit integers."""
+    """A comparison of two numbers, of which at least one is a property."""
 
     sign: str  # a key of ORDERS
     left: Property | int | float
     right: Property | int | float
-    decimal: bool  # fixed when the condition is built
+    decimal: bool  # properties are read as doubles, otherwise as 64-bit integers
 
     def truth(self, values: Values) -> TruthArray:
         left, left_state = self._side(values, self.left)
@@ -224,8 +224,9 @@ class Ordered:
         return outcome
 
     def _side(self, values: Values, side: Property | int | float) -> tuple[Any, Any]:
+        """Return the numbers of one side and their states (`Values.longs`). For a constant, they are single values."""
         if not isinstance(side, Property):
-            # A constant has one value and one state for all messages, which numpy broadcasts.
+            # numpy uses the value and the state for all messages.
             return side, TRUE
         return values.doubles(side.name) if self.decimal else values.longs(side.name)
 
@@ -234,7 +235,7 @@ class Ordered:
 
 
 def ordered(sign: str, left: Operand, right: Operand) -> Condition:
-    """Build left > right, or another comparison of numbers. Raises Mismatch."""
+    """Build the comparison left `sign` right of numbers. Raises Mismatch for a constant that is no number."""
     for operand in (left, right):
         if isinstance(operand, Constant) and not _is_number(operand.value):
             raise Mismatch(f"{sign} compares numbers; {_shown(operand.value)} is none")
@@ -242,7 +243,7 @@ def ordered(sign: str, left: Operand, right: Operand) -> Condition:
 
 
 def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
-    """Build left = right. Raises Mismatch."""
+    """Build left = right. Raises Mismatch for NULL, and for constants and conditions of different kinds."""
     sides = (left, right)
     # In SQL a comparison with NULL is never true, which no user means.
     if any(isinstance(side, Constant) and side.value is None for side in sides):
@@ -250,7 +251,7 @@ def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
     if any(not isinstance(side, (Property, Constant)) or _is_bool(side) for side in sides):
         return Same(_as_condition(left), _as_condition(right))
     assert isinstance(left, (Property, Constant)) and isinstance(right, (Property, Constant))
-    # The property goes to the left, so that each pair of kinds is handled once.
+    # A single property is put on the left, so that the code below handles each pair of kinds once.
     if isinstance(left, Constant) and isinstance(right, Property):
         left, right = right, left
     if isinstance(left, Property):
@@ -301,6 +302,7 @@ def has_text(operation: str, left: Property, search: str, *, negated: bool) -> C
 
 
 def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
+    """Build a comparison of properties and numbers. Two constants are compared here."""
     sides = [side if isinstance(side, Property) else side.value for side in (left, right)]
     decimal = any(isinstance(side, float) for side in sides)
     if isinstance(left, Constant) and isinstance(right, Constant):
@@ -308,12 +310,13 @@ def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
             # Compared as doubles, as a property would be.
             sides = [float(side) for side in sides]  # type: ignore[arg-type]
         return Always(TRUE if ORDERS[sign](*sides) else FALSE)
-    # Two properties do not determine the type. Doubles can represent integers too.
+    # Two properties may be of any type, so they are compared as doubles, which can represent integers, too.
     decimal = decimal or (isinstance(left, Property) and isinstance(right, Property))
     return Ordered(sign, sides[0], sides[1], decimal)  # type: ignore[arg-type]
 
 
 def _as_condition(side: Operand | Condition) -> Condition:
+    """Convert a side of a comparison with a condition. Raises Mismatch for a constant that is not TRUE or FALSE."""
     if isinstance(side, Property):
         return IsTrueText(side.name)
     if isinstance(side, Constant):
@@ -332,14 +335,15 @@ def _is_bool(side: object) -> bool:
 
 
 def _shown(value: object) -> str:
+    """Format a constant for an error text, as SQL writes it."""
     if value is None or isinstance(value, bool):
         return str(value).upper().replace("NONE", "NULL")
     return repr(value)[:80]
 
 
 def _of_arrow(mask: pa.Array) -> TruthArray:
-    """Convert the result of an Arrow comparison to outcomes. Its nulls are NULL."""
-    # Nulls get any value first, because numpy has no nulls of bools.
+    """Convert the result of an Arrow comparison (bools and nulls) to outcomes. Its nulls become NULL."""
+    # Nulls become False first, because numpy has no nulls of bools.
     outcome = of_bools(mask.fill_null(False).to_numpy(zero_copy_only=False))
     if mask.null_count:
         outcome[np.asarray(mask.is_null())] = NULL
@@ -475,6 +479,7 @@ def matches(condition: Condition, names: frozenset[str], rows: pa.RecordBatch) -
 
 
 def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
+    """Extract a column of strings for each property, null for messages without it."""
     columns = {}
     own_columns = {name: rows.column(OWN_COLUMNS[name]) for name in names if name in OWN_COLUMNS}
     # The text of all properties is needed only where the own column has nulls.
@@ -485,7 +490,7 @@ def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
 
 
 def _properties(texts: pa.Array, names: list[str]) -> list[pa.Array]:
-    """Extract a column of strings for each name."""
+    """Extract a column of strings for each name from texts of all properties (message.py)."""
     if not names or texts.null_count == len(texts):
         return [pa.nulls(len(texts), pa.string()) for _ in names]
     # The longest text sets the number of rows per slice, so that each slice stays within SPLIT_BYTES.
@@ -496,6 +501,7 @@ def _properties(texts: pa.Array, names: list[str]) -> list[pa.Array]:
 
 
 def _split(texts: pa.Array, names: list[str]) -> list[pa.Array]:
+    """Extract the columns of `_properties` from a slice of few bytes."""
     entries = pc.split_pattern(texts, PROPERTY_END)
     flat, row_of = entries.flatten(), pc.list_parent_indices(entries).to_numpy()
     columns = []

@@ -93,7 +93,7 @@ INTEGER = re.compile(r"(0|[1-9][0-9]*)[lL]?")
 DECIMAL = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+")
 # Matches the longest number at the beginning of a malformed number, to find the first wrong character.
 PREFIX = re.compile(r"(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+[lL]|[0-9]+)(?:(?<![lL])[eE][+-]?[0-9]+)?")
-# Hints for the error message, by the character that the lexer refuses.
+# Hints for the error text, by the character that the lexer refuses.
 HINTS = {
     "!": "not equal is <>",
     '"': "a string stands in single quotes",
@@ -101,7 +101,7 @@ HINTS = {
     ";": "a filter is one expression, without a semicolon",
     "*": "there is no arithmetic; a subscription to all is a tag expression",
 }
-# (tokens, description). An error names the first description whose tokens are all possible here.
+# Sets of tokens, and a description of each. An error has the first description whose tokens the parser all accepts.
 EXPECTED = [
     ({"$END"}, "AND, OR or the end"),
     ({"NAME"}, "a property, a constant or a parenthesis"),
@@ -150,7 +150,11 @@ def parse(text: str) -> tuple[Condition, frozenset[str]]:
 
 @v_args(inline=True)
 class _Actions(Transformer[Token, Part]):
-    """Builds the `Part` of each grammar rule as soon as the parser has read it."""
+    """Builds the `Part` of each grammar rule as soon as the parser has read it.
+
+    Each method belongs to the rule of its name, and gets the parts and tokens of the rule. Tokens that begin with an
+    underscore are left out. All methods raise InvalidFilter.
+    """
 
     def start(self, part: Part) -> Part:
         return part
@@ -174,7 +178,7 @@ class _Actions(Transformer[Token, Part]):
         return _combine((left, right), _build(sign, lambda: sql_conditions.ordered(str(sign), *sides)))
 
     def between(self, left: Part, *rest: Any) -> Part:
-        *negated, word, low, high = rest
+        *negated, word, low, high = rest  # NOT or nothing, BETWEEN, and the two limits
         make = sql_conditions.not_between if negated else sql_conditions.between
         sides = _operand(left), _operand(low), _operand(high)
         return _combine((left, low, high), _build(word, lambda: make(*sides)))
@@ -188,7 +192,7 @@ class _Actions(Transformer[Token, Part]):
         return _combine((left,), sql_conditions.Not(condition) if rest[0].type == "NOT" else condition)
 
     def has_text(self, left: Part, *rest: Token) -> Part:
-        *negated, word, text = rest
+        *negated, word, text = rest  # NOT or nothing, the operation, and the string
         operation = str(word).upper()
         searched = Property(_property(left, operation))
         return _combine(
@@ -228,6 +232,7 @@ def _combine(parts: tuple[Part, ...], condition: Condition) -> Part:
 
 
 def _next_depth(part: Part) -> int:
+    """Compute the depth of a part in parentheses or after NOT. Raises InvalidFilter above FILTER_DEPTH_MAX."""
     if part.depth == limits.FILTER_DEPTH_MAX:
         message = f"parentheses and NOTs go at most {limits.FILTER_DEPTH_MAX} deep"
         raise _error_at(part.at, message, "FILTER_DEPTH_MAX")
@@ -247,6 +252,7 @@ def _property(part: Part, word: str) -> str:
 
 
 def _condition(part: Part) -> Condition:
+    """Return the condition of a part. TRUE, FALSE and NULL become one. Raises InvalidFilter for other operands."""
     value = part.value
     if isinstance(value, Property):
         shown = value.name[:80]
@@ -261,6 +267,7 @@ def _condition(part: Part) -> Condition:
 
 
 def _build(sign: Token, make: Callable[[], Condition]) -> Condition:
+    """Call `make`, and convert Mismatch to InvalidFilter with the position of `sign`."""
     try:
         return make()
     except Mismatch as mismatch:
@@ -275,11 +282,12 @@ def _unquote(token: Token) -> Token:
 
 
 def _check_number(token: Token) -> Token:
-    """Check a NUMBER token. Raises InvalidFilter if it begins like a number but is malformed."""
+    """Check a NUMBER token, which the lexer only knows to begin like a number. Raises InvalidFilter."""
     if INTEGER.fullmatch(token) or DECIMAL.fullmatch(token):
         return token
     start, prefix = token.start_pos or 0, PREFIX.match(token)
     end = prefix.end() if prefix else 0
+    # All characters belong to a number, so the leading zeros are wrong.
     if end == len(token):
         raise InvalidFilter(
             f"the number at character {start + 1} begins with 0; leave the zeros out", position=start + 1
@@ -288,6 +296,7 @@ def _check_number(token: Token) -> Token:
 
 
 def _number(token: Token, *, negative: bool) -> int | float:
+    """Convert a NUMBER token to a 64-bit integer or a double. Raises InvalidFilter for a number out of range."""
     digits = token.rstrip("lL")
     if digits.isdecimal():
         # The digits are counted first, because Python refuses to convert thousands of them, with another error.
@@ -306,6 +315,7 @@ def _number(token: Token, *, negative: bool) -> int | float:
 
 
 def _lexer_error(text: str, start: int) -> InvalidFilter:
+    """Build the error for a character at which no token begins. `start`: its index."""
     for mark, kind in (("'", "string"), ("/*", "comment")):
         if text.startswith(mark, start):
             return InvalidFilter(
@@ -316,6 +326,7 @@ def _lexer_error(text: str, start: int) -> InvalidFilter:
 
 
 def _parser_error(error: UnexpectedToken, end: int) -> InvalidFilter:
+    """Build the error for a token that the grammar does not allow. `end`: the length of the text."""
     stack, accepted = error.state.value_stack, error.expected
     expected = next(description for names, description in EXPECTED if names <= accepted)
     if "$END" in accepted:
@@ -339,6 +350,7 @@ def _is_operand(entry: Token | Part) -> bool:
 
 
 def _error_at(start: int | None, message: str, limit: str | None = None) -> InvalidFilter:
+    """Build an error with a position. `start`: the index of the character. `limit`: the name of the limit, if any."""
     position = (start or 0) + 1
     where = f"at character {position}" + (f" ({limit})" if limit else "")
     return InvalidFilter(f"{message}, {where}", position=position, limit=limit)

@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Evaluate the conditions of an SQL filter in C, row by row: the compiled counterpart of `Condition.truth`.
 
-One pass over the properties of a row finds those that the filter names, in the buffers of the Arrow columns. Then the
-condition is evaluated from left to right, and only as far as it is undecided. A batch makes no Python object and no
-array for each condition, so a few rows cost as little each as many rows. Plain numbers are read here. All other texts
-go to `as_long` and `as_double`, which decide whether they are numbers.
+One pass over the properties of a row, in the buffers of the Arrow columns, finds the properties of the filter. Then the
+condition is evaluated from left to right, until its outcome is certain. No Python object and no array is created for a
+condition, so a row of a small batch costs as little as one of a large batch. Plain numbers are read here. `as_long` and
+`as_double` read all other texts, and decide whether they are numbers.
 
+A `Program` contains the condition as an array of nodes: each node, then the nodes of its parts (`Node.end`).
 sql_conditions.py is the reference: it describes the conditions, their outcomes and the properties.
 """
 
@@ -29,10 +30,10 @@ cdef enum:
     ERROR = 3
     UNREAD = 0  # the state of a number that has not been read yet: a state is never FALSE
     CONSTANT = -1  # instead of the index of a property
-    LONG_DIGITS_MAX = 18  # of an integer that is read here: it fits into 64 bits
-    DOUBLE_DIGITS_MAX = 15  # of a decimal number that is read here: its digits are a double without rounding
-    # After this work, of some milliseconds at most, other threads get the interpreter lock if they wait for it. The
-    # evaluation of a node counts as NODE_BYTES of properties.
+    LONG_DIGITS_MAX = 18  # an integer with at most so many digits is read here: it fits into 64 bits
+    DOUBLE_DIGITS_MAX = 15  # a decimal number with at most so many digits is read here: without rounding
+    # After this many bytes of properties (some milliseconds at most), other threads get the interpreter lock if they
+    # wait for it. The evaluation of a node counts as NODE_BYTES.
     WORK_BYTES_MAX = 256 * 1024
     NODE_BYTES = 16
 
@@ -62,16 +63,16 @@ cdef struct Text:
 
 cdef struct Property:
     Py_ssize_t own_column  # index in the columns of a batch. 0 is the text of all properties, so this one has none
-    Text value  # the rest is of the current row
-    uint8_t long_state, double_state  # UNREAD, TRUE, NULL_ or ERROR
-    int64_t whole
-    double decimal
+    Text value  # in the current row, as the next four
+    uint8_t long_state, double_state  # UNREAD, TRUE or ERROR
+    int64_t whole  # the value as an integer, if `long_state` is TRUE
+    double decimal  # the value as a double, if `double_state` is TRUE
 
 
 cdef struct Operand:
-    Py_ssize_t property  # or CONSTANT
-    int64_t whole
-    double decimal
+    Py_ssize_t property  # its index, or CONSTANT
+    int64_t whole  # of a constant, if it is an integer
+    double decimal  # of a constant
 
 
 cdef struct Node:
@@ -82,14 +83,14 @@ cdef struct Node:
     bint is_decimal
     Operand left
     Operand right  # also the second property of SAME_PROPERTY
-    Py_ssize_t first_text, text_count  # the strings with which a property is compared
+    Py_ssize_t first_text, text_count  # the strings with which a property is compared, in `Program.texts`
 
 
-cdef struct Column:
+cdef struct Column:  # the buffers of an Arrow column of strings
     const uint8_t* valid  # validity bitmap. NULL: no value is missing
-    const int32_t* ends
+    const int32_t* ends  # ends[n] and ends[n + 1]: begin and end of value n in `data`
     const char* data
-    Py_ssize_t offset
+    Py_ssize_t offset  # number of values before the first row
 
 
 cdef class Program:
@@ -100,9 +101,10 @@ cdef class Program:
     cdef Node* nodes
     cdef Property* properties  # as they are before the first row
     cdef Text* texts  # strings of the nodes, then the name of each property with the byte that ends it
-    cdef Py_ssize_t node_count, property_count, string_count
+    cdef Py_ssize_t node_count, property_count, string_count  # string_count: of the nodes
 
     def __init__(self, condition, names):
+        """Prepare a condition (sql_conditions.py) on the properties `names` (a set of str)."""
         cdef Py_ssize_t at
         cdef Node* node
         # Sorted, so that a filter with a thousand names does not compare each entry of a message with all of them.
@@ -110,7 +112,7 @@ cdef class Program:
         heads = [(name + PROPERTY_NAME_END).encode() for name in names]
         index_of = {name: number for number, name in enumerate(names)}
         nodes, texts = [], []
-        _add(condition, index_of, nodes, texts)
+        _add_nodes(condition, index_of, nodes, texts)
         self.node_count, self.property_count, self.string_count = len(nodes), len(heads), len(texts)
         texts += heads
         self.kept, self.columns = texts, ["properties"]
@@ -166,7 +168,7 @@ cdef class Program:
         return result
 
     cdef int outcome(self, Py_ssize_t at, Property* properties) except -1:
-        """Evaluate a node for the current row."""
+        """Evaluate the node at index `at` for the current row. Returns its outcome."""
         cdef Node* node = self.nodes + at
         cdef int outcome, right
         cdef Text value
@@ -187,7 +189,7 @@ cdef class Program:
                 if outcome <= TRUE and right <= TRUE:
                     return outcome == right
                 return ERROR if outcome == ERROR or right == ERROR else NULL_
-            # The parts to the right count only if those to the left have not decided.
+            # The next part is evaluated only if the parts to its left have not decided.
             while at < node.end and outcome != ERROR and outcome != (FALSE if kind == EVERY else TRUE):
                 right = self.outcome(at, properties)
                 if right != (TRUE if kind == EVERY else FALSE):
@@ -206,13 +208,13 @@ cdef class Program:
         if kind == SAME_PROPERTY:
             if properties[node.right.property].value.at == NULL:
                 return NULL_
-            return _compared(value, properties[node.right.property].value) == 0
+            return _compare_texts(value, properties[node.right.property].value) == 0
         if kind == ONE_OF:
             return _find(self.texts + node.first_text, node.text_count, value) >= 0
-        return _stands(kind, value, self.texts[node.first_text])
+        return _matches_text(kind, value, self.texts[node.first_text])
 
     cdef int order(self, Node* node, Property* properties) except -1:
-        """Compare two numbers."""
+        """Evaluate an ORDERED node for the current row. Returns its outcome."""
         cdef int left = _read_number(&node.left, properties, node.is_decimal)
         cdef int right = _read_number(&node.right, properties, node.is_decimal)
         cdef int order
@@ -220,9 +222,9 @@ cdef class Program:
         if left != TRUE or right != TRUE:
             return NULL_ if left == NULL_ or right == NULL_ else ERROR
         if node.is_decimal:
-            order = _order_doubles(_decimal(&node.left, properties), _decimal(&node.right, properties))
+            order = _order_doubles(_double(&node.left, properties), _double(&node.right, properties))
         else:
-            order = _order_longs(_whole(&node.left, properties), _whole(&node.right, properties))
+            order = _order_longs(_long(&node.left, properties), _long(&node.right, properties))
         if node.sign == EQUAL:
             return order == 0
         if node.sign == GREATER:
@@ -235,21 +237,24 @@ cdef class Program:
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def _add(condition, dict index_of, list nodes, list texts):
-    """Add a condition and its parts to the nodes."""
+def _add_nodes(condition, dict index_of, list nodes, list texts):
+    """Add a condition and its parts to `nodes`, as tuples of the fields of `Node`, and its strings to `texts`.
+
+    `index_of`: the index of each property, by name. An operand is a tuple as for `_operand`.
+    """
     at = len(nodes)
     nodes.append(None)
     outcome, sign, is_decimal, left, right, first_text = FALSE, EQUAL, False, 0, 0, len(texts)
-    sort = type(condition)
-    if sort in PARTS:
-        kind, names = PARTS[sort]
+    node_type = type(condition)
+    if node_type in PARTS:
+        kind, names = PARTS[node_type]
         parts = condition.parts if names is None else [getattr(condition, name) for name in names]
         for part in parts:
-            _add(part, index_of, nodes, texts)
+            _add_nodes(part, index_of, nodes, texts)
         first_text = len(texts)
-    elif sort is conditions.Always:
+    elif node_type is conditions.Always:
         kind, outcome = ALWAYS, condition.outcome
-    elif sort is conditions.Ordered:
+    elif node_type is conditions.Ordered:
         kind, sign, is_decimal = ORDERED, SIGNS[condition.sign], condition.decimal
         left, right = (
             (index_of[side.name], 0) if isinstance(side, conditions.Property) else (CONSTANT, side)
@@ -257,20 +262,20 @@ def _add(condition, dict index_of, list nodes, list texts):
         )
     else:
         left = index_of[condition.name], 0
-        if sort is conditions.SameText:
+        if node_type is conditions.SameText:
             kind = SAME_TEXT
             if isinstance(condition.other, conditions.Property):
                 kind, right = SAME_PROPERTY, (index_of[condition.other.name], 0)
             else:
                 texts.append(condition.other.encode())
-        elif sort is conditions.OneOf:
+        elif node_type is conditions.OneOf:
             kind = ONE_OF
             texts += sorted([item.encode() for item in condition.items], key=_by_size)
-        elif sort is conditions.HasText:
+        elif node_type is conditions.HasText:
             kind = SEARCHES[condition.how]
             texts.append(condition.search.encode())
         else:
-            kind = SIMPLE[sort]
+            kind = SIMPLE[node_type]
     nodes[at] = (
         kind, len(nodes), outcome, sign, is_decimal, left or (0, 0), right or (0, 0), first_text,
         len(texts) - first_text,
@@ -278,22 +283,24 @@ def _add(condition, dict index_of, list nodes, list texts):
 
 
 def _by_size(bytes text):
-    """Sort texts in the order of `_compared`."""
+    """Build the sort key of a text for the order of `_compare_texts`."""
     return len(text), text
 
 
-# Conditions made of conditions, with the names of these. None: `parts` has them.
+# Conditions that consist of conditions: their kind, and the names of the fields with their parts. None: the field
+# `parts` is a tuple of them.
 cdef dict PARTS = {
     conditions.Every: (EVERY, None), conditions.Some: (SOME, None), conditions.Not: (NOT, ["part"]),
     conditions.Same: (SAME, ["left", "right"]), conditions.HasNoOutcome: (HAS_NO_OUTCOME, ["part"]),
 }
+# Conditions on one property, without a string.
 cdef dict SIMPLE = {
     conditions.IsNull: IS_NULL, conditions.IsTrueText: IS_TRUE_TEXT, conditions.HasNoText: HAS_NO_TEXT,
 }
 
 
 cdef Operand _operand(tuple fields) except *:
-    """Convert the index of a property, or CONSTANT and a number."""
+    """Convert an operand: the index of a property and 0, or CONSTANT and a number."""
     cdef Operand result
     index, number = fields
     result.property, result.decimal = index, number
@@ -305,7 +312,7 @@ cdef Operand _operand(tuple fields) except *:
 
 
 cdef int _read_column(array, Column* column) except -1:
-    """Find a column of strings. The array must live as long as the column is used."""
+    """Find the buffers of an Arrow array of strings. The array must live as long as `column` is used."""
     valid, ends, data = array.buffers()
     column.valid = <const uint8_t*> _address(valid) if array.null_count else NULL
     column.ends, column.data = <const int32_t*> _address(ends), <const char*> _address(data)
@@ -320,6 +327,7 @@ cdef uintptr_t _address(buffer) except? 0:
 
 
 cdef inline Text _value(Column* column, Py_ssize_t row) noexcept:
+    """Find the value of a column in a row. `at` is NULL for a missing value."""
     cdef Text result
     result.at, result.size = NULL, 0
     row += column.offset
@@ -331,7 +339,10 @@ cdef inline Text _value(Column* column, Py_ssize_t row) noexcept:
 cdef Py_ssize_t _find_values(
     Property* properties, Text* heads, Py_ssize_t count, Column* columns, Py_ssize_t row
 ) noexcept:
-    """Find the values of all properties in a row. Returns the number of bytes that were searched."""
+    """Set the values of all properties for a row. Returns the number of bytes that were searched.
+
+    `heads`: the name of each property with the byte that ends it, sorted. `columns[0]`: the text of all properties.
+    """
     cdef Py_ssize_t at, size, missing = 0
     cdef Property* item
     cdef Text text
@@ -370,8 +381,8 @@ cdef Py_ssize_t _find_values(
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
 
-cdef inline int _compared(Text left, Text right) noexcept:
-    """Compare two texts by their sizes, then by their bytes."""
+cdef inline int _compare_texts(Text left, Text right) noexcept:
+    """Compare two texts by their sizes, then by their bytes. Returns a number below, equal to or above 0."""
     if left.size != right.size:
         return -1 if left.size < right.size else 1
     return memcmp(left.at, right.at, left.size)
@@ -383,7 +394,7 @@ cdef inline Py_ssize_t _find(Text* texts, Py_ssize_t count, Text text) noexcept:
     cdef int order
     while low < high:
         middle = (low + high) // 2
-        order = _compared(text, texts[middle])
+        order = _compare_texts(text, texts[middle])
         if order == 0:
             return middle
         if order < 0:
@@ -393,8 +404,8 @@ cdef inline Py_ssize_t _find(Text* texts, Py_ssize_t count, Text text) noexcept:
     return -1
 
 
-cdef inline bint _stands(Kind kind, Text value, Text text) noexcept:
-    """Compare a value with a string: SAME_TEXT, or a search."""
+cdef inline bint _matches_text(Kind kind, Text value, Text text) noexcept:
+    """Check whether a value equals a string (SAME_TEXT), or contains, begins or ends with it."""
     if value.size < text.size:
         return False
     if kind == CONTAINS:
@@ -422,11 +433,11 @@ cdef inline int _order_doubles(double left, double right) noexcept:
     return (left > right) - (left < right)
 
 
-cdef inline int64_t _whole(Operand* operand, Property* properties) noexcept:
+cdef inline int64_t _long(Operand* operand, Property* properties) noexcept:
     return operand.whole if operand.property == CONSTANT else properties[operand.property].whole
 
 
-cdef inline double _decimal(Operand* operand, Property* properties) noexcept:
+cdef inline double _double(Operand* operand, Property* properties) noexcept:
     return operand.decimal if operand.property == CONSTANT else properties[operand.property].decimal
 
 
@@ -434,7 +445,7 @@ cdef inline double _decimal(Operand* operand, Property* properties) noexcept:
 
 
 cdef int _read_number(Operand* operand, Property* properties, bint is_decimal) except -1:
-    """Read the number of an operand, once for each row. Returns TRUE, NULL_ or ERROR."""
+    """Read the number of an operand, once for each row. Returns TRUE, NULL_ (no property) or ERROR (no number)."""
     cdef Property* item
     if operand.property == CONSTANT:
         return TRUE
@@ -451,10 +462,10 @@ cdef int _read_number(Operand* operand, Property* properties, bint is_decimal) e
 
 
 cdef Py_ssize_t _read_digits(Text text, Py_ssize_t digits_max, int64_t* number, Py_ssize_t* point) noexcept:
-    """Read a plain number: a minus or none, then digits, with at most one point among them.
+    """Read a plain number: a minus or none, then at most `digits_max` digits, with at most one point among them.
 
-    Returns the number of digits, and writes the number that they are without the point, and how many of them are after
-    the point (-1: there is none). Returns 0 for any other text.
+    Returns the number of digits, or 0 for any other text. Sets `number` to the number without the point, and `point` to
+    the number of digits after the point (-1: there is no point).
     """
     cdef const char* at = text.at
     cdef const char* end = at + text.size
@@ -480,6 +491,7 @@ cdef Py_ssize_t _read_digits(Text text, Py_ssize_t digits_max, int64_t* number, 
 
 
 cdef bint _read_long(Property* item) except -1:
+    """Read the value of a property as an integer into `whole`. Returns False if it is none."""
     cdef Py_ssize_t point
     if _read_digits(item.value, LONG_DIGITS_MAX, &item.whole, &point) and point < 0:
         return True
@@ -491,6 +503,7 @@ cdef bint _read_long(Property* item) except -1:
 
 
 cdef bint _read_double(Property* item) except -1:
+    """Read the value of a property as a double into `decimal`. Returns False if it is no number."""
     cdef Py_ssize_t point
     cdef int64_t digits
     if _read_digits(item.value, DOUBLE_DIGITS_MAX, &digits, &point):

@@ -1,6 +1,6 @@
 """The interface of all filters, and the filters by tag.
 
-A tag subscription, `TagA || TagB`, is decided by the hash or the bits of each message in the queue index:
+For a tag subscription, `TagA || TagB`, the queue index has a hash or bits of each message:
 
     topic's filter type   the index's `tag` of a message            may match when
     SINGLE_TAG            Java's String.hashCode of the whole tag   it is one of the subscription's hashes
@@ -29,7 +29,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Filter(Protocol):
-    """The interface of a filter. Both methods return a mask of messages. What `exact` marks, `candidates` marks too."""
+    """The interface of a filter. Both methods return a mask of messages.
+
+    `candidates` marks all messages that `exact` marks, and perhaps others.
+    """
 
     @property
     def text(self) -> str:
@@ -49,8 +52,8 @@ class Filter(Protocol):
     def candidates(self, entries: EntryArray) -> BoolArray:
         """Mark the entries of a queue index (log.queue_index.ENTRY) that may match.
 
-        The `tag` field must be of the topic's filter type. In the queue of a delay level this field is a due time. Use
-        only `exact` there.
+        The `tag` field must be of the topic's filter type. In the queue of a delay level this field is a due time, so
+        use only `exact` there.
         """
         ...
 
@@ -130,7 +133,7 @@ def parse(text: str | None) -> frozenset[str] | None:
 
 
 def joined(tags: frozenset[str]) -> str:
-    """Format the subscription to these tags, always in the same order."""
+    """Format the subscription to these tags, sorted."""
     return f" {SEPARATOR} ".join(sorted(tags))
 
 
