@@ -101,11 +101,11 @@ RELEASES: list[Step] = [
 def test_after_a_kill_or_power_cut_around_a_release_each_time_is_delivered_once() -> None:
     """After a kill, the disk has everything that was written. After a power cut, it has a random part."""
     calls = {name: live(settings, steps=RELEASES).files.calls for name, settings in SETTINGS.items()}
-    at = [(name, call) for name in SETTINGS for call in range(1, calls[name] + 1)]
+    cuts = [(name, call) for name in SETTINGS for call in range(1, calls[name] + 1)]
     lives, wrong = rounds(30, 500), list[str]()
-    stride = max(1, len(at) // lives)  # in a siege each call several times, else some of them
+    stride = max(1, len(cuts) // lives)  # in a siege each call several times, else some of them
     for index in range(lives):
-        name, call = at[(SEED + index * stride) % len(at)]
+        name, call = cuts[(SEED + index * stride) % len(cuts)]
         cut = live(SETTINGS[name], call, RELEASES)
         for survival in ("everything", "random"):
             found = faults_after(cut, cut.files.crash(SEED + index, survival))

@@ -41,7 +41,7 @@ def test_the_page_has_its_table() -> None:
     assert len(rows("Clock changes", 4)) == 8
 
 
-def test_the_examples_of_forms_are_rules() -> None:
+def test_each_example_in_the_table_of_forms_is_a_valid_rule() -> None:
     for key, example in re.findall(r"^\| `(\w+)` \| (.*?) \|", section(PAGE, "Forms"), re.MULTILINE)[:4]:
         first = CODE.findall(example)[0]
         value = first.strip('"').replace("\\n", "\n") if key != "at" else re.findall(r'"([^"]+)"', first)

@@ -174,6 +174,7 @@ class OneOf:
     items: frozenset[str]
 
     def truth(self, values: Values) -> TruthArray:
+        """Evaluate the condition (see Condition)."""
         text = values.text(self.name)
         outcome = of_bools(np.asarray(pc.is_in(text, value_set=pa.array(sorted(self.items), pa.string()))))
         # `is_in` returns false for a null, but in SQL the outcome is NULL for a message without the property.
@@ -213,6 +214,7 @@ class Ordered:
     decimal: bool  # properties are read as doubles, otherwise as 64-bit integers
 
     def truth(self, values: Values) -> TruthArray:
+        """Evaluate the condition (see Condition). ERROR if a side is no number, NULL if a side is missing."""
         left, left_state = self._side(values, self.left)
         right, right_state = self._side(values, self.right)
         is_null = (left_state == NULL) | (right_state == NULL)

@@ -178,12 +178,14 @@ class _Actions(Transformer[Token, Part]):
         return _combine((left, right), _build(sign, lambda: sql_conditions.ordered(str(sign), *sides)))
 
     def between(self, left: Part, *rest: Any) -> Part:
-        *negated, word, low, high = rest  # NOT or nothing, BETWEEN, and the two limits
+        """Build left [NOT] BETWEEN low AND high."""
+        *negated, word, low, high = rest  # perhaps NOT, then BETWEEN, and the two limits
         make = sql_conditions.not_between if negated else sql_conditions.between
         sides = _operand(left), _operand(low), _operand(high)
         return _combine((left, low, high), _build(word, lambda: make(*sides)))
 
     def one_of(self, left: Part, *rest: Token) -> Part:
+        """Build left [NOT] IN (strings). `rest`: perhaps NOT, then IN, the parenthesis, and the strings."""
         items = [token for token in rest if token.type == "STRING"]
         if len(items) > limits.FILTER_IN_ITEMS_MAX:
             message = f"a list has at most {limits.FILTER_IN_ITEMS_MAX} items"
@@ -192,7 +194,8 @@ class _Actions(Transformer[Token, Part]):
         return _combine((left,), sql_conditions.Not(condition) if rest[0].type == "NOT" else condition)
 
     def has_text(self, left: Part, *rest: Token) -> Part:
-        *negated, word, text = rest  # NOT or nothing, the operation, and the string
+        """Build left [NOT] CONTAINS, STARTSWITH or ENDSWITH a string."""
+        *negated, word, text = rest  # perhaps NOT, then the operation, and the string
         operation = str(word).upper()
         searched = Property(_property(left, operation))
         return _combine(
@@ -200,6 +203,7 @@ class _Actions(Transformer[Token, Part]):
         )
 
     def negated(self, word: Token, part: Part) -> Part:
+        """Build NOT part. Refuses a property alone."""
         # RocketMQ parses NOT a = 5 as (NOT a) = 5, which no user means.
         if isinstance(part.value, Property) and not part.in_parentheses:
             shown = part.value.name[:80]

@@ -171,6 +171,7 @@ class TagMaskFilter:
         return mask
 
     def exact(self, rows: pa.RecordBatch) -> BoolArray:
+        """Mark the rows with any of the tags (see Filter). A row without a tag does not match."""
         encoded = rows.column("tag").dictionary_encode()
         # Each distinct text once, because the messages of a topic have only a few different ones.
         is_match = [not self.tags.isdisjoint(split(text)) for text in encoded.dictionary.to_pylist()]

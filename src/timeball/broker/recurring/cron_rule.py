@@ -113,6 +113,7 @@ class CronTimes:
     )  # fmt: skip
 
     def __init__(self, text: str, seconds: int, minutes: int, hours: int, months: int, days: _Days) -> None:
+        """`text`: the canonical expression. The other arguments are its fields."""
         self.text = text
         self._seconds, self._minutes, self._hours, self._months = seconds, minutes, hours, months
         self._days = days
@@ -169,6 +170,7 @@ class CronTimes:
         return None
 
     def _mask(self, length: int, first_weekday: int) -> int:
+        """Return the result of `_Days.mask`, computed once for each kind of month."""
         kind = (length - _SHORTEST_MONTH) * 7 + first_weekday
         mask = self._masks[kind]
         if mask is None:
@@ -323,6 +325,7 @@ def _term_advice(field: _Field, term: str) -> str:
 
 
 def _examples(field: _Field) -> str:
+    """Build the examples of a field for an error text."""
     examples = (
         f"*, a list such as {field.low + 1},{field.low + 4}, a range such as {field.low + 1}-{field.low + 4}"
     )

@@ -23,6 +23,7 @@ class ExcludedDays:
     __slots__ = ("_ends", "days", "targets")
 
     def __init__(self, dates: Iterable[date], move: str) -> None:
+        """Compute the target and the end of each excluded day."""
         self.days = frozenset(day.toordinal() - EPOCH_ORDINAL for day in dates)
         # By excluded day: the first later day that is not excluded.
         self._ends: dict[int, int] = {}
@@ -69,6 +70,7 @@ class Excluding:
     __slots__ = ("_excluded", "_last", "_last_own", "_targets", "_times", "runs_every_hour")
 
     def __init__(self, times: LocalTimes, excluded: ExcludedDays) -> None:
+        """`times`: of the rule, with those of the excluded days."""
         self._times, self._excluded = times, excluded
         self.runs_every_hour = times.runs_every_hour
         # Only excluded days on which the rule has times: there may be a thousand others, for which no search should

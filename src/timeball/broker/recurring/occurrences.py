@@ -71,6 +71,7 @@ class ClockTimetable:
     runs_twice: bool = False
 
     def occurrences(self, after_ms: int, until_ms: int, limit: int) -> list[Occurrence]:
+        """Compute occurrences (see Timetable): for each period of the zone, the local times that clocks show in it."""
         first_ms = max(after_ms + 1, self.starts_ms, 0)
         at_s, until_s = -(-first_ms // 1_000), min(until_ms, self.ends_ms) // 1_000
         follows_clock = self.times.runs_every_hour
@@ -120,6 +121,7 @@ class ClockTimetable:
         return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
 
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
+        """Find a time just before the instant of `local`, or `after_ms` (see Timetable)."""
         # One local time may have two instants, so `local` does not tell which one is meant.
         if self.times.runs_every_hour or self.runs_twice:
             return after_ms
@@ -140,6 +142,7 @@ class IntervalTimetable:
     excluded: ExcludedDays
 
     def occurrences(self, after_ms: int, until_ms: int, limit: int) -> list[Occurrence]:
+        """Compute occurrences (see Timetable), one after another."""
         due_ms = self._at_or_after(max(after_ms + 1, self.starts_ms, 0))
         until_ms = min(until_ms, self.ends_ms)
         found: list[Occurrence] = []
@@ -158,6 +161,7 @@ class IntervalTimetable:
         return found
 
     def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
+        """Compute the instants (see Timetable), all at once if no day is excluded."""
         if self.excluded.days:
             return np.array([each.due_ms for each in self.occurrences(after_ms, until_ms, limit)], np.int64)
         first_ms = self._at_or_after(max(after_ms + 1, self.starts_ms, 0))

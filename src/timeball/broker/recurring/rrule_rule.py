@@ -432,6 +432,7 @@ def _check_parts(parts: dict[str, str]) -> None:
 
 
 def _refuse_first(part: str) -> NoReturn:
+    """Raise InvalidDelay, because DTSTART does not match a part of the rule."""
     _refuse(
         f"DTSTART does not match {part}, and programs disagree whether it is an occurrence; "
         "write the first time that matches"

@@ -340,6 +340,7 @@ def _read_moment(spec: Mapping[str, object], key: str, zone: Zone | None) -> tup
 
 
 def _parsed(text: str) -> datetime | None:
+    """Parse an ISO date or time, with or without an offset. None for other texts."""
     try:
         return datetime.fromisoformat(text)
     except ValueError:

@@ -329,6 +329,7 @@ class Successors:
         host: str,
         has_finished: HasFinished,
     ) -> None:
+        """`backlog` encodes scheduled messages for the log. `host`: the node, stored in the rows."""
         self._schedules, self._backlog, self._host = schedules, backlog, host
         self._has_finished = has_finished
         self.occurrences = schedules.occurrences  # the pending occurrences by number
@@ -400,6 +401,7 @@ class Successors:
             return self.continuation(nexts, now_ms, cancelled)
 
         def build(first_seq: int, positions: Positions | None) -> tuple[pa.RecordBatch, Callable[[], None]]:
+            """Build the rows of `nexts`, then those of `many`."""
             if not nexts:
                 return self._build_plain(many, first_seq, now_ms)
             rows, keep = self._build(nexts, first_seq, positions, now_ms)

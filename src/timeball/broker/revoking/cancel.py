@@ -217,6 +217,7 @@ class LoneCancels:
             groups.setdefault((request.topic, request.caller), {}).setdefault(request.message_id, index)
 
         async def cancel_group(topic: str | None, caller: Caller, index_by_id: dict[str, int]) -> None:
+            """Cancel the messages with these ids, and add their verdicts to `results`."""
             # `may` depends only on the caller, so that of the first request is that of all.
             may = requests[next(iter(index_by_id.values()))].may
             for verdict in await self._settle_few(Names([*index_by_id], topic=topic, may=may), caller):
@@ -387,6 +388,7 @@ def list_verdicts(
 
 
 def _newest_first(verdicts: list[Verdict]) -> list[Verdict]:
+    """Sort verdicts by the number of their message, the highest first."""
     if len(verdicts) < 2:
         return verdicts
     # Unlike `sort`, numpy does not hold the interpreter.

@@ -125,6 +125,7 @@ async def find_message(
         log_rows = lookup.rows
 
         async def add_pending(found: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
+            """Collect the pending candidates, and give them the verdict `waiting` (an `Act`)."""
             nonlocal log_rows
             # A file may still contain a message whose RELEASE or CANCEL row has left the log. So the schedule decides
             # which messages are pending.
@@ -411,6 +412,7 @@ async def _states(
     due_ms = {candidate.number: candidate.due_ms for candidate in (await look_ups.look_up(names)).candidates}
 
     async def add_pending(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
+        """Update the due times, and give pending candidates the verdict `waiting` (an `Act`)."""
         # The message may have been rescheduled since the first lookup, or a selection may have shifted it.
         due_ms.update({candidate.number: candidate.shown_due_ms for candidate in candidates})
         pending = await pending_ones(outcomes, candidates)

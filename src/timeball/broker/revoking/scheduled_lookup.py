@@ -216,6 +216,10 @@ class Search:
         moved: Moved,
         callers: Sequence[Names],
     ) -> None:
+        """Prepare a search in the log and in `live_files`. `moved`: the newest versions of moved messages.
+
+        `callers`: the names of each caller.
+        """
         self._reader, self._key_index, self._moved = reader, key_index, moved
         self._file_keys, self._live_files = file_keys, live_files
         self._ids: dict[str, Name] = {name: (NameKind.ID, name) for names in callers for name in names.ids}

@@ -100,6 +100,7 @@ class UniqueSends:
         rates: Rates,
         traces: Tracing | None,
     ) -> None:
+        """`traces`: records the spans of the appends, if given."""
         self._appender, self._policy, self._look_ups, self._successors = (
             appender, policy, look_ups, successors,
         )  # fmt: skip
