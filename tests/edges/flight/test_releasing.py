@@ -42,14 +42,14 @@ def rows(dues: list[int], first_seq: int, **columns: Any) -> pa.RecordBatch:
 
 @pytest.fixture
 def leased(tmp_path: Path) -> Iterator[RunningNode]:
-    """A node whose grace never ends."""
+    """Run a node that leaves due messages to the dispatcher for an hour."""
     bounds = LoadBounds(ahead_ms=1_000, grace_ms=limits.HOUR_MS)
     with running_node(tmp_path / "data", load_bounds=bounds) as running:
         yield running
 
 
 def attach(node: RunningNode, after_ms: int, count: int) -> pa.RecordBatch:
-    """Rows in a file of the table, left to the dispatcher."""
+    """Attach a file with rows that are due after `after_ms`, and lease them to a dispatcher. Return the rows."""
     with flight.FlightClient(node.endpoint) as wire:
         list(wire.do_action(flight.Action("dispatcher", b'{"lease_ms": 600000}')))
     due_ms = status(node)["now_ms"] + after_ms
@@ -74,14 +74,14 @@ def exchange(wire: flight.FlightClient, schema: pa.Schema = TABLE_SCHEMA) -> tup
 def test_each_release_batch_has_its_answer(leased: RunningNode) -> None:
     batch = attach(leased, 3_000, 100)
     counts = leased.broker.schedule_statistics
-    eventually(lambda: counts()["dispatched_rows"] == 100, "it is left to the dispatcher")
+    eventually(lambda: counts()["dispatched_rows"] == 100, "the dispatcher must release them")
     with flight.FlightClient(leased.endpoint) as wire:
         writer, reader = exchange(wire)
         writer.write_batch(batch)
         writer.done_writing()
         (early,) = answers(reader)
         assert early["error"] == "out_of_range"
-        eventually(lambda: status(leased)["now_ms"] >= batch["due_ms"][0].as_py(), "it is due")
+        eventually(lambda: status(leased)["now_ms"] >= batch["due_ms"][0].as_py(), "they are due")
         writer, reader = exchange(wire)
         for part in (batch.slice(0, 30), batch.slice(20, 80), rows([1], 1 << 40), batch):
             writer.write_batch(part)
@@ -135,16 +135,17 @@ def test_missing_additional_or_wrong_columns_are_refused(schema: pa.Schema) -> N
 
 def test_columns_in_any_order_are_accepted() -> None:
     batch = rows([1, 2], 1)
-    turned = batch.select(TABLE_SCHEMA.names[::-1])
-    assert ReleaseColumns(turned.schema).adopt(turned, None).equals(batch)
+    reversed_columns = batch.select(TABLE_SCHEMA.names[::-1])
+    assert ReleaseColumns(reversed_columns.schema).adopt(reversed_columns, None).equals(batch)
 
 
-def test_release_batches_beyond_the_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_and_too_large_release_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = ReleaseColumns(TABLE_SCHEMA)
     monkeypatch.setattr(limits, "ROWS_PER_REQUEST_MAX", 2)
-    for batch in (rows([1] * 3, 1), rows([], 1)):
-        with pytest.raises(OverLimit, match="between 1 and 2"):
-            columns.adopt(batch, None)
+    with pytest.raises(OverLimit, match="3 rows in one batch; at most 2"):
+        columns.adopt(rows([1] * 3, 1), None)
+    with pytest.raises(InvalidMessage, match="an empty batch"):
+        columns.adopt(rows([], 1), None)
     long = pa.array([b"b" * (limits.BODY_BYTES_MAX + 1)], pa.binary())
     batch = rows([1], 1)
     with pytest.raises(InvalidMessage, match=f"more than {limits.BODY_BYTES_MAX} bytes"):

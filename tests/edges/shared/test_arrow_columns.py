@@ -127,16 +127,18 @@ def test_only_accepted_types_are_accepted(kind: pa.DataType) -> None:
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
 def test_topics_are_checked_before_other_columns_are_read(kind: pa.DataType) -> None:
     access = Access(parse(ACCESS_FILE.encode(), "access.toml"))
-    allow = partial(Policy.allow, access.named("shop"))  # who may send to `orders`
-    offsets = pa.py_buffer(struct.pack("<3i", 0, 9, 1))  # not sound: the second text runs backwards
-    unsound = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"lying-one"))
-    for topics, error in ((["orders", "news"], Forbidden), (["orders", "orders"], InvalidMessage)):
-        columns = {"topic": pa.array(topics, kind), "body": [b"x"] * 2, "tag": unsound}
-        with pytest.raises(error, match="topic 'news'" if error is Forbidden else "not a sound"):
-            rows = batch(**columns)
+    allow = partial(Policy.allow, access.named("shop"))  # this account may only send to `orders`
+    decreasing_offsets = pa.py_buffer(struct.pack("<3i", 0, 9, 1))
+    invalid_tag = pa.StringArray.from_buffers(2, decreasing_offsets, pa.py_buffer(b"lying-one"))
+    for topics, error, text in (
+        (["orders", "news"], Forbidden, "topic 'news'"),
+        (["orders", "orders"], InvalidMessage, "not a sound"),
+    ):
+        rows = batch(topic=pa.array(topics, kind), body=[b"x"] * 2, tag=invalid_tag)
+        with pytest.raises(error, match=text):
             SendColumns(rows.schema).adopt(rows, allow)
-    sound = batch(topic=pa.array(["orders"], kind))
-    assert SendColumns(sound.schema).adopt(sound, allow).num_rows == 1
+    valid = batch(topic=pa.array(["orders"], kind))
+    assert SendColumns(valid.schema).adopt(valid, allow).num_rows == 1
 
 
 @pytest.mark.parametrize("due_ms", [1_800_000_000, 20_300_131, 0, -5])
@@ -172,31 +174,31 @@ def test_a_shared_buffer_counts_for_each_of_its_columns() -> None:
     assert adopt(rows.select(["topic", "body"])).num_rows == 1
 
 
-HONEST = struct.pack("<2i", 0, 9) + b"lying-one"  # offsets, characters
+VALID = struct.pack("<2i", 0, 9) + b"lying-one"  # the two offsets of the topic, and its characters
 
 
 def received(topic: bytes) -> pa.RecordBatch:
-    """Build a batch as received from a socket, with these bytes as the topic."""
+    """Build a batch as received from a socket, with these bytes as offsets and characters of the topic."""
     sink = io.BytesIO()
-    honest = batch(topic=["lying-one"])
-    with pa.ipc.new_stream(sink, honest.schema) as writer:
-        writer.write_batch(honest)
-    wire = sink.getvalue()
-    assert wire.count(HONEST) == 1 and len(topic) == len(HONEST)
-    return pa.ipc.open_stream(wire.replace(HONEST, topic)).read_next_batch()
+    valid = batch(topic=["lying-one"])
+    with pa.ipc.new_stream(sink, valid.schema) as writer:
+        writer.write_batch(valid)
+    stream = sink.getvalue()
+    assert stream.count(VALID) == 1 and len(topic) == len(VALID)
+    return pa.ipc.open_stream(stream.replace(VALID, topic)).read_next_batch()
 
 
 @pytest.mark.parametrize(
     "topic",
     [
-        struct.pack("<2i", 0, 1_000_000) + HONEST[8:],  # reads far behind its data
-        struct.pack("<2i", 5, 1) + HONEST[8:],  # runs backwards
-        struct.pack("<2i", -4, 1) + HONEST[8:],
-        HONEST[:8] + b"\xff\xfe no UTF",
+        struct.pack("<2i", 0, 1_000_000) + VALID[8:],
+        struct.pack("<2i", 5, 1) + VALID[8:],
+        struct.pack("<2i", -4, 1) + VALID[8:],
+        VALID[:8] + b"\xff\xfe no UTF",
     ],
-    ids=["beyond", "backwards", "negative", "not-utf8"],
+    ids=["after the end", "decreasing", "negative", "not-utf8"],
 )
-def test_batches_with_false_offsets_are_refused(topic: bytes) -> None:
-    assert received(HONEST).column("topic").to_pylist() == ["lying-one"]
+def test_batches_with_invalid_offsets_or_characters_are_refused(topic: bytes) -> None:
+    assert received(VALID).column("topic").to_pylist() == ["lying-one"]
     with pytest.raises(InvalidMessage, match="not a sound record batch"):
         adopt(received(topic))

@@ -39,9 +39,9 @@ def test_an_encoded_batch_is_decoded_to_the_same() -> None:
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_a_compressed_body_is_refused_before_it_is_decompressed(codec: str) -> None:
     _, (header, body) = messages(ROWS, compression=codec)
-    for part in (body, memoryview(b"")):  # the body is not looked at
+    for given_body in (body, memoryview(b"")):  # the error does not depend on the body
         with pytest.raises(InvalidMessage, match="without compression"):
-            ipc.batch(header, part, SCHEMA)
+            ipc.batch(header, given_body, SCHEMA)
 
 
 def test_a_message_before_metadata_version_5_is_refused() -> None:
@@ -65,15 +65,17 @@ READ = {
 
 def test_every_type_of_pyarrow_is_tested() -> None:
     known = {getattr(pa.lib, name) for name in dir(pa.lib) if name.startswith("Type_")}
-    not_made = {pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME}  # pyarrow reads them only
-    assert known - {kind.id for kind in TYPES.values()} == not_made
+    # pyarrow can read these types, but not write them.
+    read_only = {pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME}
+    assert known - {kind.id for kind in TYPES.values()} == read_only
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_only_accepted_types_are_read(name: str) -> None:
     rows = pa.RecordBatch.from_arrays([column(TYPES[name])], names=["body"])
     header, _ = messages(rows)[0]
-    stored = STORED.get(name, TYPES[name])  # an extension type stands in the metadata, which is not read
+    # The name of an extension type is in the metadata, which is not read: the result has the type of its storage.
+    stored = STORED.get(name, TYPES[name])
     if str(stored) in READ:
         assert ipc.schema(header) == pa.schema([("body", stored)])
         return
@@ -82,16 +84,16 @@ def test_only_accepted_types_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "type_name"),
     [
         ("string_view", "string_view"),
         ("binary_view", "binary_view"),
         ("list_view<item: string>", "list_view"),
     ],
 )
-def test_a_refused_type_is_named_in_the_error(name: str, said: str) -> None:
+def test_a_refused_type_is_named_in_the_error(name: str, type_name: str) -> None:
     header = ipc.schema_header(pa.schema([("body", TYPES[name])]))
-    with pytest.raises(InvalidMessage, match=f"column 'body' is {said};"):
+    with pytest.raises(InvalidMessage, match=f"column 'body' is {type_name};"):
         ipc.schema(header)
 
 
@@ -103,8 +105,8 @@ def test_a_refused_type_is_named_in_the_error(name: str, said: str) -> None:
 def test_a_schema_is_read_as_arrow_reads_it(columns: list[tuple[str, str]]) -> None:
     given = pa.schema([(name, TYPES[kind]) for name, kind in columns])
     assert ipc.schema(ipc.schema_header(given)) == given
-    told = given.with_metadata({"pandas": "{}"})
-    assert ipc.schema(ipc.schema_header(told)).equals(given, check_metadata=True)
+    with_metadata = given.with_metadata({"pandas": "{}"})
+    assert ipc.schema(ipc.schema_header(with_metadata)).equals(given, check_metadata=True)
 
 
 @given(st.data())
@@ -122,7 +124,8 @@ def test_a_damaged_schema_is_refused_or_read(data: st.DataObject) -> None:
 def test_a_big_endian_schema_is_refused() -> None:
     header = bytearray(ipc.schema_header(pa.schema([("due_ms", pa.int64())])))
     table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
-    # The default is not written: the field is given the place of another one, which is not zero.
+    # The header has no endianness, because it is the default. So the field gets the position of another field, whose
+    # value is not zero.
     vtable = table - struct.unpack_from("<i", header, table)[0]
     fields_at = struct.unpack_from("<H", header, vtable + 4 + 2 * fb.SCHEMA_FIELDS)
     struct.pack_into("<H", header, vtable + 4 + 2 * fb.SCHEMA_ENDIANNESS, *fields_at)
@@ -173,7 +176,7 @@ def test_a_damaged_header_is_refused_or_read(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_a_header_or_refused(junk: bytes) -> None:
+def test_random_bytes_are_refused_as_a_schema(junk: bytes) -> None:
     with pytest.raises(InvalidMessage):
         ipc.schema(memoryview(junk))
 
@@ -187,12 +190,12 @@ def test_parts_of_a_batch_have_all_rows_and_the_maximum_size(rows: int, size_byt
     assert all(part.num_rows == 1 or part.nbytes <= size_bytes_max for part in read if rows)
 
 
-def test_a_header_with_offsets_outside_is_refused() -> None:
+def test_a_header_with_an_offset_after_its_end_is_refused() -> None:
     _, (header, body) = messages(ROWS)
-    away = bytearray(header)
-    struct.pack_into("<I", away, 0, 0xFFFF_FFF0)
+    damaged = bytearray(header)
+    struct.pack_into("<I", damaged, 0, 0xFFFF_FFF0)
     with pytest.raises(InvalidMessage, match="cut off"):
-        ipc.batch(memoryview(bytes(away)), body, SCHEMA)
+        ipc.batch(memoryview(bytes(damaged)), body, SCHEMA)
 
 
 def test_a_column_name_that_is_not_utf8_is_refused() -> None:

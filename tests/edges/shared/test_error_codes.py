@@ -28,7 +28,7 @@ def test_every_error_has_codes_and_keeps_its_text(kind: type[TimeballError]) -> 
     codes, result = error_codes.codes_of(error), status_of(error)
     assert error_codes.sentence(error) == result.message == "do this instead"
     assert (result.code, response_code(error)) == (Code.Value(codes.grpc), ResponseCode[codes.remoting])
-    # Whose fault it is can be told from the code.
+    # The codes of errors that the caller can resolve are below 500.
     is_callers = issubclass(kind, (errors.RequestError, errors.OverLimit))
     assert (result.code < Code.INTERNAL_ERROR) == (codes.http < 500) == is_callers
 

@@ -60,8 +60,8 @@ def test_the_most_idle_connections_are_closed_and_no_more_than_needed() -> None:
         for number in (1, 0, 2):
             ours.clients[number].sendall(b"x")
             ours.accepted[number].recv(1)
-            time.sleep(0.02)  # the kernel tells silence in milliseconds
-        ours.dial(3)  # and nothing comes by these
+            time.sleep(0.02)  # the kernel measures silence in milliseconds
+        ours.dial(3)  # these send nothing
         watch = IdleConnections(limit_with(shared_limits.FREE_MIN - 5), [ours.port])
         assert watch.free_target == shared_limits.FREE_MIN
         assert watch.close_idle() == 4
@@ -93,7 +93,7 @@ def test_listening_sockets_and_other_descriptors_are_not_connections() -> None:
         before = len(os.listdir("/proc/self/fd"))
         result = list(connections([ours.port], in_use()))
         assert {each.fd for each in result} == {each.fileno() for each in ours.accepted}
-        assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+        assert len(os.listdir("/proc/self/fd")) == before, "the search leaves no descriptor open"
 
 
 def test_a_reused_descriptor_is_not_closed() -> None:

@@ -34,7 +34,7 @@ def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES
 
 
 def of_retry_topic(receipt: Receipt) -> Receipt:
-    """The receipt of the same position in the retry topic of the group and topic."""
+    """Return the receipt of the same position in the retry topic of the group and topic."""
     return receipt._replace(topic=retry_topic(receipt.group, receipt.topic))
 
 
@@ -51,10 +51,10 @@ def test_the_receipts_of_an_answer_are_encoded_as_each_alone(receipts: list[Rece
 
 
 @given(st.lists(RECEIPTS, min_size=1, max_size=4), st.data())
-def test_the_handles_of_a_call_are_decoded_as_each_alone(
+def test_handles_of_a_whole_answer_and_some_of_them_are_decoded_as_each_alone(
     positions: list[Receipt], data: st.DataObject
 ) -> None:
-    """Whether they are those of a whole answer, some of them, or those of a call for another group or topic."""
+    """A call that names another group or topic decodes none of them."""
     group, topic = positions[0][:2]
     receipts = [each._replace(group=group, topic=topic) for each in positions]
     receipts = [data.draw(st.sampled_from([each, of_retry_topic(each)])) for each in receipts]
@@ -86,7 +86,7 @@ def test_the_receipts_of_a_limited_number_of_answers_are_kept() -> None:
 
 @given(RECEIPTS)
 def test_a_handle_of_the_retry_topic_is_decoded_with_the_name_of_either_topic(receipt: Receipt) -> None:
-    """A consumer names the topic that it receives from, and need not know whence a message came."""
+    """A consumer names the topic that it receives from, also for messages of the retry topic."""
     again = of_retry_topic(receipt)
     text = HANDLES.encode(again)
     assert HANDLES.decode(text, receipt.group, receipt.topic) == again
@@ -129,8 +129,8 @@ def test_a_handle_of_a_former_version_is_refused() -> None:
         HANDLES.decode(text, "g", "t")
 
 
-def test_bytes_of_the_group_s_name_do_not_count_as_content() -> None:
-    # The seal is of the content and the names: with the first letters of one moved to the other, it is the same.
+def test_a_handle_with_the_first_letters_of_the_group_in_its_content_is_refused() -> None:
+    # The seal is a hash of the content and the names, so it stays the same if letters move from a name to the content.
     text = HANDLES.encode(Receipt("abcdg", "t", 1, 2, 3))
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     longer = data[:-16] + b"abcd" + data[-16:]

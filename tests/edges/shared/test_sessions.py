@@ -57,7 +57,7 @@ def test_only_new_members_or_topics_are_changes() -> None:
     assert clients.groups_on("u") == ["g"]
 
 
-def test_the_version_counts_what_changes_how_a_group_consumes() -> None:
+def test_the_version_grows_with_members_and_subscriptions_and_not_with_equal_heartbeats() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     versions = [clients.version]
 
@@ -168,15 +168,15 @@ STEPS = st.lists(
 @settings(deadline=None)
 @given(STEPS)
 def test_members_equal_those_of_a_model(steps: Any) -> None:
-    """Against a model: a set of (connection, group) for each side; a consumer group changes when its set does."""
+    """The model: sets of (connection, group). A consumer group changes if its members in the set change."""
     clients: Clients = Sessions(EXPIRY_MS)
     consumers: set[tuple[int, str]] = set()
     producers: set[tuple[int, str]] = set()
-    known: set[int] = set()
+    connected: set[int] = set()
     for at, (verb, *groups) in steps:
         before = set(consumers)
         if verb == "beat":
-            known.add(at)
+            connected.add(at)
             producers |= {(at, g) for g in groups[0]}
             consumers |= {(at, g) for g in groups[1]}
             changed = beat(clients, at, str(at), *map(consuming, groups[1]), produces=groups[0])
@@ -185,12 +185,12 @@ def test_members_equal_those_of_a_model(steps: Any) -> None:
             consumers.discard((at, groups[1]))
             changed = clients.leave(at, producer_group=groups[0], consumer_group=groups[1])
         else:
-            known.discard(at)
-            producers = {one for one in producers if one[0] != at}
-            consumers = {one for one in consumers if one[0] != at}
+            connected.discard(at)
+            producers = {(key, group) for key, group in producers if key != at}
+            consumers = {(key, group) for key, group in consumers if key != at}
             changed = clients.remove(at)
         assert changed == {group for _, group in before ^ consumers}
-        assert {i for i in range(4) if i in clients} == known
+        assert {i for i in range(4) if i in clients} == connected
         for group in ("g", "h", "i"):
             assert sorted(clients.consumer_ids(group)) == sorted(str(i) for i, g in consumers if g == group)
             result = [m.client_id for m in clients.producers(group)]
@@ -201,15 +201,12 @@ def test_members_equal_those_of_a_model(steps: Any) -> None:
 
 def test_set_produces_replaces_the_producer_groups() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
-    one = Session(1, "a")
-    clients.add(one, 0)
-    clients.set_produces(one, {"t1", "t2"})
-    clients.set_produces(one, {"t2", "t3"})
-    assert (
-        clients.producers("t1") == []
-        and clients.producers("t3") == [one]
-        and clients.produced() == ["t2", "t3"]
-    )
+    session = Session(1, "a")
+    clients.add(session, 0)
+    clients.set_produces(session, {"t1", "t2"})
+    clients.set_produces(session, {"t2", "t3"})
+    assert clients.producers("t1") == [] and clients.producers("t3") == [session]
+    assert clients.produced() == ["t2", "t3"]
 
 
 def test_a_removed_session_is_reported_once() -> None:
@@ -225,16 +222,16 @@ def test_a_removed_session_is_reported_once() -> None:
 def test_too_many_sessions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 1)
     clients: Clients = Sessions(EXPIRY_MS)
-    one = Session(1, "a")
-    clients.add(one, 0)
+    registered = Session(1, "a")
+    clients.add(registered, 0)
     with pytest.raises(OverLimit, match="clients"):
         clients.add(Session(2, "b"), 0)
-    clients.add(one, 5)  # who is there may say so again
-    assert one.heard_ms == 5
+    clients.add(registered, 5)  # a registered session does not count again
+    assert registered.heard_ms == 5
 
 
 @pytest.mark.parametrize(
-    ("advertise", "told"),
+    ("advertise", "host_and_port"),
     [
         ("", ("", None)),
         ("broker.shop", ("broker.shop", None)),
@@ -244,9 +241,9 @@ def test_too_many_sessions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_advertised_address_is_parsed_with_and_without_port(
-    advertise: str, told: tuple[str, int | None]
+    advertise: str, host_and_port: tuple[str, int | None]
 ) -> None:
-    assert advertised(advertise) == told
+    assert advertised(advertise) == host_and_port
 
 
 @on_node()

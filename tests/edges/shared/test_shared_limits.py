@@ -26,7 +26,7 @@ def test_one_address_alone_gets_at_most_half() -> None:
     with pytest.raises(OverLimit, match="30 streams of a are open, its share of 60"):
         limit.admit("a")
     assert admitted(limit, "b") == 20
-    assert admitted(limit, "c") == 10, "now all are taken"
+    assert admitted(limit, "c") == 10, "the last free ones"
     with pytest.raises(OverLimit, match="60 streams are open"):
         limit.admit("d")
     for _ in range(20):
@@ -54,17 +54,18 @@ def test_an_account_is_counted_once_it_is_known() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", "x", "y"])), max_size=80))
-def test_the_limit_is_never_exceeded_and_all_calls_are_given_back(asked: list[tuple[str, str]]) -> None:
-    limit, held = SharedLimit("calls", 10), list[tuple[str, str]]()
-    for one in asked:
+def test_the_limit_is_never_exceeded_and_all_calls_are_given_back(callers: list[tuple[str, str]]) -> None:
+    """Callers: pairs of an address and an account."""
+    limit, admitted_callers = SharedLimit("calls", 10), list[tuple[str, str]]()
+    for caller in callers:
         try:
-            limit.admit(*one)
+            limit.admit(*caller)
         except OverLimit:
             continue
-        held.append(one)
-    assert limit.taken == len(held) <= 10
-    for one in held:
-        limit.give_back(*one)
+        admitted_callers.append(caller)
+    assert limit.taken == len(admitted_callers) <= 10
+    for caller in admitted_callers:
+        limit.give_back(*caller)
     assert (limit.taken, limit.by_address, limit._by_account) == (0, {}, {})
 
 

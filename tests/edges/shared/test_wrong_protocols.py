@@ -30,7 +30,7 @@ BEGINNINGS = {
     "remoting": (len(REMOTING) + 4).to_bytes(4, "big") + len(REMOTING).to_bytes(4, "big") + REMOTING,
     "Kafka": b"\x00\x00\x00\x1f\x00\x12\x00\x03\x00\x00\x00\x01\x00\x07rdkafka" + bytes(16),
 }
-# The protocols that have an edge of their own are no strangers there; Kafka's frames end within remoting's bounds.
+# The protocols that each edge refuses and logs. Frames of Kafka look valid to remoting.
 EDGES = {
     "grpc": set(BEGINNINGS) - {"HTTP/2"},
     "flight": set(BEGINNINGS) - {"HTTP/2"},
@@ -38,7 +38,7 @@ EDGES = {
     "remoting": {"TLS", "HTTP/2", "HTTP/1", "RESP"},
     "name_server": {"TLS", "HTTP/2", "HTTP/1", "RESP"},
 }
-# With a certificate each port speaks TLS alone, but for gRPC's to this machine.
+# With a certificate each port accepts only TLS, but gRPC's also accepts HTTP/2 from this machine.
 EDGES_WITH_TLS = {
     edge: set(BEGINNINGS) - ({"TLS", "HTTP/2"} if edge == "grpc" else {"TLS"}) for edge in EDGES
 }
@@ -107,7 +107,7 @@ def _lines_of(edge: str, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("edge", EDGES)
-def test_a_wrong_client_is_named_once(
+def test_a_client_of_another_protocol_is_logged_once(
     nodes: tuple[RunningNode, RunningNode],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -116,7 +116,9 @@ def test_a_wrong_client_is_named_once(
 ) -> None:
     node, expected = nodes[has_tls], (EDGES_WITH_TLS if has_tls else EDGES)[edge]
     ports = node.node.edges.ports  # type: ignore[union-attr]
-    noted = WrongProtocols()  # another test of this process may have been named within this minute
+    noted = (
+        WrongProtocols()
+    )  # a new one, because another test may have logged the same protocol within this minute
     noted.listens(ports, has_tls=has_tls)
     for module in (remoting, http2, http, first_byte):
         monkeypatch.setattr(module, "WRONG_PROTOCOLS", noted)
@@ -164,7 +166,7 @@ def test_a_timeball_client_at_a_wrong_port_gets_an_error_with_the_endpoint(
     endpoint = f"{scheme}://127.0.0.1:{nodes[has_tls].node.edges.ports[edge]}"  # type: ignore[union-attr]
     ended = run_here("campaign", "list", "--endpoint", endpoint)
     if edge == "flight" and has_tls == (scheme == "grpc+tls"):
-        # The right port; the one with TLS has a certificate that is not trusted here.
+        # This is the right port. With TLS, its certificate is not trusted here.
         assert ended.returncode == (ExitCode.UNREACHABLE if has_tls else ExitCode.OK)
         return
     assert (ended.returncode, ended.stdout) == (ExitCode.UNREACHABLE, "")
@@ -172,7 +174,7 @@ def test_a_timeball_client_at_a_wrong_port_gets_an_error_with_the_endpoint(
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_client_of_timeball_at_the_port_for_rocketmq_s_is_told_so(
+def test_a_timeball_client_at_the_grpc_port_gets_an_error_with_the_right_port(
     nodes: tuple[RunningNode, RunningNode],
 ) -> None:
     with (

@@ -1,9 +1,11 @@
 """Read and write Arrow IPC messages, and check the columns of the batches that a client sends. Does no I/O.
 
-A message has a header (a flatbuffer) and a body. Flight sends the two separately. An IPC stream joins them.
+A message has a header (a flatbuffer) and a body. Flight sends the two separately. An IPC stream joins them:
+
+    | 0xffffffff | length of the padded header 4 | header | padding to 8 bytes | body |
 
 Arrow's C++ code decodes a message before it validates it, and its validation does not cover everything that a later
-cast reads. So a client's bytes reach it only after these checks:
+cast reads. So a client's bytes reach Arrow only after these checks:
 
     schema    read in Python, against a list of types. Arrow never sees a client's own schema. Columns of views, lists,
               dictionaries, unions, extension types and all others are refused before a buffer is read
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,8 +35,8 @@ from timeball.model.message import SEND_COLUMNS, TABLE_SCHEMA
 
 # ---- messages ------------------------------------------------------------------------------------------------
 
-SCHEMA_BYTES_MAX = 16 * 1024  # Timeball's widest schema takes 3 KiB
-HEADER_BYTES_MAX = 64 * 1024
+SCHEMA_BYTES_MAX = 16 * 1024  # the header of a schema. Timeball's widest schema takes 3 KiB
+HEADER_BYTES_MAX = 64 * 1024  # the header of a record batch
 COLUMNS_MAX = 64
 
 # The errors that pyarrow raises for bytes that it cannot decode.
@@ -103,7 +106,10 @@ def _fields(header: memoryview) -> Iterator[pa.Field]:
 
 
 def _type(header: memoryview, column: int, name: str) -> pa.DataType:
-    """Decode the type of a column. Raises InvalidMessage for a type that is not accepted."""
+    """Decode the type of a column. Raises InvalidMessage for a type that is not accepted.
+
+    `column`: the position of the column's flatbuffer table. `name`: of the column, for the error.
+    """
     numbers = (fb.FIELD_TYPE_KIND, fb.FIELD_TYPE, fb.FIELD_DICTIONARY)
     type_number_offset, type_offset, dictionary_offset = (
         fb.field(header, column, number) for number in numbers
@@ -146,8 +152,8 @@ def batch(
 ) -> pa.RecordBatch:
     """Decode a batch of a stream with the schema `of`. Raises InvalidMessage, OverLimit.
 
-    Its values are not validated yet (SendColumns.adopt). Its columns are views of one copy of `body`. A body in several
-    pieces is joined.
+    Its values are not validated yet (`SendColumns.adopt`). Its columns are views of one copy of `body`. A sequence of
+    pieces is joined to one body.
     """
     if len(header) > HEADER_BYTES_MAX:
         raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
@@ -200,9 +206,9 @@ def schema_header(of: pa.Schema) -> memoryview:
 
 
 def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryview, memoryview]]:
-    """Split a batch into messages of about `size_bytes_max` bytes at most, or of one row, each as header and body."""
+    """Split a batch into messages, each as header and body. A message has about `size_bytes_max` bytes, or one row."""
     # `get_total_buffer_size` would be too small: columns from the log share a buffer of zeros, and a message contains
-    # it once per column.
+    # that buffer once per column.
     if pa.ipc.get_record_batch_size(batch) <= size_bytes_max:
         yield split_message(batch.serialize())
         return
@@ -212,7 +218,7 @@ def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryvi
 
 
 def _encapsulated(header: memoryview, body: memoryview | Sequence[bytes | memoryview]) -> bytes:
-    """Join header and body in the format of an IPC stream: marker, length and padded header come before the body."""
+    """Join header and body to a message of an IPC stream."""
     padding = -len(header) % _ALIGN
     length = struct.pack("<i", len(header) + padding)
     pieces = (body,) if isinstance(body, memoryview) else body
@@ -228,9 +234,9 @@ def split_message(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
 
 
 def _message_type(header: memoryview) -> tuple[int, bool, int]:
-    """Read the header: message type, whether the body is compressed, number of rows. Raises InvalidMessage.
+    """Read the message type, whether the body is compressed, and the number of rows. Raises InvalidMessage.
 
-    The last two are only set for a record batch.
+    For a message that is no record batch, these are False and 0.
     """
     try:
         root = fb.target(header, 0)
@@ -255,8 +261,8 @@ def _message_type(header: memoryview) -> tuple[int, bool, int]:
 
 # ---- columns of sends and releases ---------------------------------------------------------------------------
 # A batch from a socket is not trusted. Arrow's `validate(full=True)` checks all offsets, lengths and UTF-8 before any
-# code follows them. This check is sufficient for the types in ACCEPTED, but not for all Arrow types: a view column
-# passes it and then breaks a cast. The topics are validated first, and the caller's right to send to them is checked
+# code uses them. This check is sufficient for the types in ACCEPTED, but not for all Arrow types: a view column passes
+# it and then breaks a cast. The topics are validated first, and the caller's permission to send to them is checked
 # before any other column is read or converted.
 
 # Without RocketMQ's delay levels, and without the born host, which admission sets.
@@ -284,14 +290,14 @@ RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 class SendColumns:
     """The columns of one send stream, and the conversions that they need.
 
-    The columns may come in any order. Only `topic` and `body` are required. An unknown column is refused: a producer
-    that writes `delay` for `delay_ms` must not see its messages delivered at once. ACCEPTED lists the types that each
-    column may have. Types with the same meaning (large strings, wider or narrower integers) are converted, and a value
-    that does not fit refuses its batch. A batch is also refused if its values take more bytes than a request may have:
-    with shared buffers, a few kilobytes can contain one value a hundred times.
+    The columns may come in any order. Only `topic` and `body` are required. An unknown column is refused: the messages
+    of a producer that writes `delay` for `delay_ms` would be delivered at once. ACCEPTED lists the types that each
+    column may have. Types with the same meaning (large strings, wider or narrower integers) are converted. A batch with
+    a value that does not fit is refused, and so is one whose values take more bytes than a request may have: with
+    shared buffers, a few kilobytes can contain one value a hundred times.
     """
 
-    rows_min = 1
+    rows_min = 1  # of a batch
 
     def __init__(self, schema: pa.Schema) -> None:
         """Check names and types. Raises InvalidMessage naming the column."""
@@ -315,9 +321,10 @@ class SendColumns:
         self._has_due = "due_ms" in names
 
     def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
-        """Check a batch and convert it to the types of SEND_SCHEMA. Raises InvalidMessage, OverLimit, Forbidden.
+        """Check a batch, and convert its columns to the types of SEND_SCHEMA. Their order stays.
 
-        `allow` checks the topics before other columns are read. None: the caller has checked them already.
+        `allow` checks the topics before other columns are read. None: the caller has checked them already. Raises
+        InvalidMessage, InvalidDelay, OverLimit, and the errors of `allow`.
         """
         if not self.rows_min <= batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             _refuse_rows(batch.num_rows)
@@ -332,6 +339,7 @@ class SendColumns:
                 batch = pa.RecordBatch.from_arrays(columns, schema=self._target)
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise InvalidMessage(f"not a sound record batch: {error}") from error
+        # The values are checked later, at the admission of the messages.
         for index in self._required_indices:
             if batch.column(index).null_count:
                 raise InvalidMessage(f"column {self._target.names[index]!r} has rows without a value")
@@ -348,7 +356,10 @@ class SendColumns:
 
 
 class SourceColumns(SendColumns):
-    """The columns of one stream from a source. A batch may be empty: not every record of a source becomes a message."""
+    """The columns of one stream from a source.
+
+    A batch may be empty, because some records of a source are no messages.
+    """
 
     rows_min = 0
 
@@ -371,16 +382,15 @@ class ReleaseColumns:
             raise InvalidMessage(f"unknown column {unknown[0][:80]!r}; the table has {TABLE_SCHEMA.names}")
 
     def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
-        """Check a batch and bring its columns into the order of TABLE_SCHEMA.
+        """Check a batch, and bring its columns into the order of TABLE_SCHEMA.
 
-        Raises InvalidMessage, OverLimit, and Forbidden if `allow` does not permit ADMIN.
+        `allow` checks that the caller may ADMIN. None: the caller has checked it already. Raises InvalidMessage (also
+        if a column of RELEASE_REQUIRED has nulls), OverLimit, and the errors of `allow`.
         """
         if allow is not None:
             allow(Verb.ADMIN)
         if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
-            raise OverLimit(
-                f"{batch.num_rows} rows: between 1 and {limits.ROWS_PER_REQUEST_MAX} in one batch"
-            )
+            _refuse_rows(batch.num_rows)
         try:
             batch.validate(full=True)
             check_bytes(batch.nbytes)
@@ -394,7 +404,8 @@ class ReleaseColumns:
         return pa.RecordBatch.from_arrays(batch.columns, schema=TABLE_SCHEMA)
 
 
-def _refuse_rows(rows: int) -> None:
+def _refuse_rows(rows: int) -> NoReturn:
+    """Raise InvalidMessage for an empty batch, OverLimit for one with too many rows."""
     if rows == 0:
         raise InvalidMessage("an empty batch: send at least one row")
     raise OverLimit(f"{rows} rows in one batch; at most {limits.ROWS_PER_REQUEST_MAX}: send smaller batches")
@@ -425,14 +436,15 @@ def check_bytes(size_bytes: int) -> None:
 
 
 def size_of(batch: pa.RecordBatch) -> int:
-    """Return the size of a checked batch in bytes. Raises OverLimit if it is too large to be sent."""
+    """Compute the size of a checked batch in bytes. Raises OverLimit if it is above BATCH_BYTES_MAX."""
     size_bytes: int = batch.get_total_buffer_size()
-    if size_bytes > limits.BATCH_BYTES_MAX:  # includes padding, and values outside a slice
+    # This size includes padding, and values outside a slice. The exact one takes longer to compute.
+    if size_bytes > limits.BATCH_BYTES_MAX:
         check_bytes(size_bytes := batch.nbytes)
     return size_bytes
 
 
 def _is_small(batch: pa.RecordBatch) -> bool:
-    """Return whether the values stay below BATCH_BYTES_MAX even if every column refers to all buffers."""
+    """Check whether the values have at most BATCH_BYTES_MAX even if every column refers to all buffers."""
     size_bytes: int = batch.get_total_buffer_size()
     return bool(size_bytes * batch.num_columns <= limits.BATCH_BYTES_MAX)

@@ -71,12 +71,12 @@ class Refused(RequestError):
 
 
 def codes_of(error: BaseException) -> Codes:
-    """Look up the codes of an error's class, or else of its nearest parent class in TABLE."""
+    """Find the codes of an error's class, or of its nearest parent class in TABLE."""
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 
 def sentence(error: BaseException) -> str:
-    """Return the text that the client gets for an error, shortened. An internal fault is named by its class only."""
+    """Build the text that the client gets for an error (`shorten`). For an internal fault, it names only the class."""
     if not isinstance(error, TimeballError):
         return f"internal error: {type(error).__name__}; the broker's log says more"
     return shorten(str(error))

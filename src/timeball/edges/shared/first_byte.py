@@ -23,9 +23,9 @@ from timeball.model.config import is_loopback
 logger = logging.getLogger(__name__)
 
 # ---- clients of another protocol -----------------------------------------------------------------------------
-# They connect to the wrong port, or send broken frames. Such a client usually retries forever, and a line per attempt
-# would fill the log. So there is one line a minute per edge and protocol. It names the client's protocol and the ports
-# of this broker for that protocol. The recognition does no I/O.
+# Such a client connects to the wrong port, or sends broken frames. It usually retries forever, and a line per attempt
+# would fill the log. So there is one line a minute per edge and protocol. The line names the client's protocol and the
+# ports of this broker for that protocol. `protocol_of` does no I/O.
 
 PAUSE_S = 60.0  # between two log lines about one protocol at one edge
 _HTTP = re.compile(rb"[A-Z]{3,7} [ -~]* HTTP/1\.|(?:GET|HEAD|POST|PUT|DELETE|PATCH|OPTIONS|CONNECT) ")
@@ -69,10 +69,10 @@ _PORTS = {
 
 
 class WrongProtocols:
-    """Limits the log lines about such clients to one per PAUSE_S. Belongs to the event loop."""
+    """Logs clients of another protocol, once per PAUSE_S for each edge and protocol. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        # By edge and protocol: time of the last line in s, and number of refused connections since then.
+        # By edge and protocol: the time of the last line in s, and the number of refused connections since then.
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
         self._ports: Mapping[str, int] = {}
         self._has_tls = False
@@ -152,7 +152,7 @@ class FirstByteServer:
         self._handshakes: set[asyncio.Task[None]] = set()
 
     async def listen(self, host: str, port: int, backlog: int) -> None:
-        """Bind to every address of the host and accept connections. Raises OSError."""
+        """Bind to every address of the host, and accept connections. Raises OSError; no socket is open then."""
         addresses = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
             for family, kind, protocol, _, address in dict.fromkeys(addresses):
@@ -169,7 +169,7 @@ class FirstByteServer:
         self.listen_on(self.sockets, backlog)
 
     def listen_on(self, sockets: Iterable[socket.socket], backlog: int) -> None:
-        """Accept connections on sockets that listen already."""
+        """Accept connections on sockets that are bound and listen already. The server closes them in `close`."""
         self.sockets = list(sockets)
         for listening in self.sockets:
             listening.setblocking(False)
@@ -190,7 +190,10 @@ class FirstByteServer:
             await asyncio.wait(self._handshakes)
 
     def _accept(self, listening: socket.socket, backlog: int) -> None:
-        """Accept waiting connections, and wait for the first byte of each."""
+        """Accept the connections that wait at a socket, and wait for the first byte of each.
+
+        If no descriptor is free, stop for ACCEPT_PAUSE_S.
+        """
         for _ in range(backlog):
             try:
                 connection, _ = listening.accept()
@@ -222,7 +225,10 @@ class FirstByteServer:
         connection.close()
 
     def _on_first_byte(self, connection: socket.socket) -> None:
-        """Check a connection on which the first byte or the end of the stream has arrived, and create its protocol."""
+        """Create the protocol of a connection, on which bytes or the end of the stream have arrived.
+
+        A connection that has ended, or that may not be plain text, is closed.
+        """
         self._stop_waiting(connection)
         try:
             first_bytes, peer = connection.recv(PEEK_BYTES, socket.MSG_PEEK), connection.getpeername()[0]

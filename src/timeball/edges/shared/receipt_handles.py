@@ -1,14 +1,15 @@
 """Encode and decode receipt handles: texts with which a consumer names its lease of a message. No I/O.
 
-    | version 2 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 |
+    | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 |   number of bytes of each field, big-endian
 
-    kind 1   a position in the topic itself
-    kind 2   a position in the group's retry topic for this topic
+    version  VERSION
+    kind     1: a position in the topic itself. 2: a position in the group's retry topic for this topic
+    pop ms   when the lease began
+    seal     a keyed BLAKE2b hash of the bytes before it and of the names of group and topic
 
-The bytes are big-endian, and the text is URL-safe base64 without padding. Consumers must not interpret it. The seal is
-a keyed hash of the bytes before it and of the names of group and topic. The names themselves are not in the handle,
-since each call that uses it contains them. So a handle that is forged, changed, or of another group is refused without
-a look-up. Only the exact texts that `encode` returns are accepted.
+The text is URL-safe base64 of these bytes without padding. Consumers must not interpret it. The names of group and
+topic are not in the handle, because each call that uses it contains them. So a handle that is forged, changed, or of
+another group is refused without a look-up. Only the exact texts that `encode` returns are accepted.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ VERSION = 2
 TOPIC, RETRY = 1, 2  # kinds, see the layout above
 SEAL_BYTES = 16
 CHARACTERS_MAX = 64
-ANSWERS_KEPT_MAX, ROWS_KEPT_MAX = 256, 16_384  # answers whose handles need no decoding, and their handles
+ANSWERS_KEPT_MAX, ROWS_KEPT_MAX = (
+    256,
+    16_384,
+)  # answers whose handles need no decoding, and the sum of their handles
 
 _STRUCT = struct.Struct(">BBiqq")
 _TO_URL, _FROM_URL = bytes.maketrans(b"+/", b"-_"), bytes.maketrans(b"-_", b"+/")
 
 
 class _Answer(NamedTuple):
+    """The receipts of an answer to a receive, and their handles in the same order."""
+
     group: str
     topic: str
     handles: list[str]
@@ -48,9 +54,9 @@ class ReceiptHandles:
 
     def __init__(self, secret: Callable[[], bytes]) -> None:
         self._secret = secret
-        self._keyed: Any = (
-            None  # a hash of nothing yet, made at the first use: the first lease creates the secret
-        )
+        # A BLAKE2b hash with the secret as key, and no data yet. Created at the first use, because the first lease
+        # creates the secret.
+        self._keyed: Any = None
         # The receipts of the last answers, by their first handle: a consumer usually acknowledges all of an answer.
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._kept_rows = 0
@@ -70,11 +76,11 @@ class ReceiptHandles:
         return handles
 
     def encode_all(self, receipts: Sequence[Receipt]) -> list[str]:
-        """Encode receipts."""
+        """Encode receipts as the texts of their handles, in their order."""
         group, topic, kind, owner = "", "", TOPIC, b""
         encoded: list[bytes] = []
         for receipt in receipts:
-            # The receipts of an answer are of one group, and nearly all of one topic.
+            # Computed once for neighbours: the receipts of an answer have one group, and nearly all have one topic.
             if receipt.topic != topic or receipt.group != group:
                 group, topic = receipt.group, receipt.topic
                 name = topic_of(group, topic)
@@ -89,7 +95,7 @@ class ReceiptHandles:
         return self.decoder(group, topic)(text)
 
     def decode_all(self, texts: Sequence[str], group: str, topic: str) -> Sequence[Receipt | None]:
-        """Decode the handles of a call that names this group and topic. None for each text that is no handle of them.
+        """Decode the handles (at least one) of a call that names this group and topic. None for each invalid handle.
 
         The handles of one whole answer are compared with those that were encoded, which costs a tenth.
         """
@@ -105,11 +111,12 @@ class ReceiptHandles:
         return decoded
 
     def decoder(self, group: str, topic: str) -> Callable[[str], Receipt]:
-        """Return the function that decodes the handles of a call that names this group and topic, as `decode` does."""
+        """Build the function that decodes the handles of a call that names this group and topic, as `decode` does."""
         name = topic_of(group, topic)  # a consumer may also name the retry topic itself
         owner, retry_name = _owner(group, name), retry_topic(group, name)
 
         def decode(text: str) -> Receipt:
+            """Decode a handle. Raises InvalidReceipt."""
             data = _bytes_from_base64(text)
             content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
             if not hmac.compare_digest(seal, self._seal(content, owner)):
@@ -122,6 +129,7 @@ class ReceiptHandles:
         return decode
 
     def _seal(self, data: bytes, owner: bytes) -> bytes:
+        """Compute the seal of a handle's bytes. `owner`: as of `_owner`."""
         if self._keyed is None:
             self._keyed = blake2b(key=self._secret(), digest_size=SEAL_BYTES)
         seal = self._keyed.copy()

@@ -1,4 +1,4 @@
-"""The connected clients of an edge: the producer groups and the consumer groups of each client.
+"""The connected clients of an edge (sessions), and the producer groups and the consumer groups of each.
 
 A session begins with the client's first heartbeat or settings. It ends when the client unregisters, its connection
 closes, or it has been silent for too long. Sessions are not saved: after a restart the clients register again.
@@ -89,6 +89,7 @@ class Sessions(Generic[K, S]):
     """The sessions of one edge. Belongs to the event loop. `now_ms` is the caller's reading of the monotonic clock."""
 
     def __init__(self, expiry_ms: int) -> None:
+        """`expiry_ms`: the time without a sign of life after which a session has expired."""
         self._expiry_ms = expiry_ms
         self._sessions: dict[K, S] = {}
         self._groups: dict[str, Group[S]] = {}
@@ -105,7 +106,7 @@ class Sessions(Generic[K, S]):
     # -- changes ---------------------------------------------------------------------------------------------
 
     def add(self, session: S, now_ms: int) -> None:
-        """Register a session, or record a sign of life of a registered one. Raises OverLimit."""
+        """Register a session, or record that a registered one has been heard. Raises OverLimit at SESSIONS_MAX."""
         if session.key not in self._sessions and len(self._sessions) >= SESSIONS_MAX:
             raise OverLimit(f"{SESSIONS_MAX} clients are connected")
         self._sessions[session.key] = session
@@ -114,9 +115,10 @@ class Sessions(Generic[K, S]):
     def beat(
         self, session: S, client_id: str, produces: Iterable[str], consumes: Iterable[Membership], now_ms: int
     ) -> set[str]:
-        """Apply a heartbeat and return the consumer groups that it changes.
+        """Apply a heartbeat, and return the consumer groups whose members, topics or client ids change.
 
-        Raises OverLimit before it changes anything.
+        The producer groups and memberships are added to those of the session, if it has others. Raises OverLimit
+        before it changes anything.
         """
         produces, consumes = set(produces), list(consumes)
         _check_limits(session, produces, consumes)
@@ -129,7 +131,7 @@ class Sessions(Generic[K, S]):
         return changed.union(membership.group for membership in consumes if self._join(session, membership))
 
     def set_produces(self, session: S, names: set[str]) -> None:
-        """Replace the producer groups of a session (over gRPC: its topics)."""
+        """Replace the producer groups of a registered session (over gRPC: its topics)."""
         for name in session.produces - names:
             producers = self._producers[name]
             del producers[session.key]
@@ -140,7 +142,10 @@ class Sessions(Generic[K, S]):
         session.produces = names
 
     def leave(self, key: K, *, producer_group: str | None, consumer_group: str | None) -> set[str]:
-        """Remove a client from the named groups, and return the consumer groups that this changes."""
+        """Remove a client from a producer group and a consumer group (None: from none).
+
+        Returns the consumer group if this changes it. An unknown client or group changes nothing.
+        """
         session = self._sessions.get(key)
         if session is None:
             return set()
@@ -152,7 +157,7 @@ class Sessions(Generic[K, S]):
         return {consumer_group}
 
     def remove(self, key: K) -> set[str]:
-        """Remove a session that has ended, and return the consumer groups that this changes."""
+        """Remove a session that has ended, and return its consumer groups. Empty for an unknown session."""
         session = self._sessions.pop(key, None)
         if session is None:
             return set()
@@ -167,7 +172,7 @@ class Sessions(Generic[K, S]):
     # -- look-ups --------------------------------------------------------------------------------------------
 
     def get(self, key: K) -> S | None:
-        """Return the session with this key."""
+        """Return the session with this key, or None."""
         return self._sessions.get(key)
 
     def all(self) -> list[S]:
@@ -183,7 +188,7 @@ class Sessions(Generic[K, S]):
         return self._groups.get(name)
 
     def consumer_ids(self, group: str) -> list[str]:
-        """Return the client ids of a group's members, without duplicates."""
+        """Return the client ids of a group's members in the order in which they joined, without duplicates."""
         entry = self._groups.get(group)
         return list(dict.fromkeys(member.client_id for member in entry.members)) if entry else []
 
@@ -210,14 +215,14 @@ class Sessions(Generic[K, S]):
         """Apply a membership, and return whether the group's members or topics have changed."""
         group = self._groups.setdefault(membership.group, Group(membership))
         changed = session.key not in group.by_key
-        if (
-            changed or group.membership != membership
-        ):  # most heartbeats repeat the last one and change nothing
+        # Most heartbeats repeat the last one.
+        if changed or group.membership != membership:
             self.version += 1
         group.membership, group.by_key[session.key] = membership, session
         session.consumes.add(membership.group)
         subscriptions = {new.topic: new for new in membership.subscriptions}
         changed = changed or subscriptions.keys() != group.subscriptions.keys()
+        # The newer version of each subscription wins.
         for topic, new in subscriptions.items():
             old = group.subscriptions.get(topic)
             if old is not None and old.version > new.version:
@@ -226,6 +231,7 @@ class Sessions(Generic[K, S]):
         return changed
 
     def _stop_consuming(self, session: S, group_name: str) -> None:
+        """Remove a member from a consumer group. The last one ends the group."""
         session.consumes.discard(group_name)
         self.version += 1
         group = self._groups[group_name]
@@ -235,7 +241,7 @@ class Sessions(Generic[K, S]):
 
 
 def _check_limits(session: Session[Any], produces: set[str], consumes: list[Membership]) -> None:
-    """Raise OverLimit for a client with too many groups or subscriptions. An ordinary client has a few of each."""
+    """Raise OverLimit if a client would have too many groups or subscriptions. An ordinary client has a few of each."""
     group_count = len(session.produces | produces) + len(
         session.consumes | {membership.group for membership in consumes}
     )
@@ -251,11 +257,12 @@ def _check_limits(session: Session[Any], produces: set[str], consumes: list[Memb
 
 @dataclass
 class EdgeContext(Generic[K, S]):
-    """Passed to each handler of an edge. The edge sets the ports when it listens. -1: it does not listen."""
+    """Everything that the handlers of an edge share."""
 
     settings: Settings
     broker: Broker
     sessions: Sessions[K, S]
+    # The edge sets the ports when it listens. -1: it does not listen.
     port: int = 0
     name_server_port: int = 0
 
@@ -272,13 +279,13 @@ class EdgeContext(Generic[K, S]):
     def start_watch(self, watch: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start an edge's background task that checks for silent clients. If the task fails, the broker fails."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def report_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 # Without this task, silent clients would stay connected forever, and no log line would show why.
                 self.broker.on_failure(error)
 
         task = asyncio.create_task(watch)
-        task.add_done_callback(ended)
+        task.add_done_callback(report_failure)
         return task
 
     def monotonic_ms(self) -> int:

@@ -7,8 +7,9 @@ MemoryQuota limits the bytes of requests or answers that an edge holds:
     one address alone     half of the limit           one share is always left for the next address, so that no
     n addresses           an (n + 1)th of it each     address can keep the others out by being first
 
-A share is never less than one item of the largest size, so that each address makes progress. `reserve` and `room` wait
-for bytes that do not fit: in order within an address, and in turn between addresses. `check` and `held` refuse them.
+A share is never less than one item of the largest size, so that each address makes progress. With `reserve` and `room`,
+a request that does not fit waits: requests of one address are granted in their order, those of several addresses in
+turn. `check` and `held` refuse a request that does not fit.
 
 SharedLimit limits the number of calls, streams or connections:
 
@@ -41,13 +42,17 @@ logger = logging.getLogger(__name__)
 
 # ---- bytes ---------------------------------------------------------------------------------------------------
 
-Granted = Callable[[], None]  # called when a request that had to wait is counted
+Granted = Callable[[], None]  # called when a request that had to wait fits, and its bytes are counted
 
 
 class MemoryQuota:
     """Counts the bytes held for each address: received requests, or unread answers. Belongs to the event loop."""
 
     def __init__(self, bytes_max: int, item_bytes_max: int = 0) -> None:
+        """`bytes_max`: for all addresses together.
+
+        `item_bytes_max`: the largest item, the least share of an address.
+        """
         self.bytes_max, self._item_bytes_max = bytes_max, item_bytes_max
         self.held_bytes = 0
         self._bytes_by_address: dict[str, int] = {}
@@ -63,7 +68,7 @@ class MemoryQuota:
         return self._bytes_by_address.get(address, 0)
 
     def fits(self, address: str, size_bytes: int) -> bool:
-        """Return whether this address may hold this many more bytes."""
+        """Check whether this address may hold this many more bytes. One item always fits an empty quota."""
         held_bytes = self._bytes_by_address.get(address, 0)
         if self.held_bytes and self.held_bytes + size_bytes > self.bytes_max:
             return False
@@ -103,13 +108,13 @@ class MemoryQuota:
         return False
 
     async def room(self, address: str, size_bytes: int) -> None:
-        """Wait until these bytes fit and are counted."""
+        """Wait until these bytes fit and are counted. If the caller is cancelled meanwhile, they are not counted."""
         if self.add_if_fits(address, size_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
 
         def grant() -> None:
-            # The future is done if its task was cancelled in this iteration of the loop. `room` then removes the bytes.
+            # The future is done if the task was cancelled in this turn of the loop. `room` then removes the bytes.
             if not granted.done():
                 granted.set_result(None)
 
@@ -122,7 +127,10 @@ class MemoryQuota:
             raise
 
     def check(self, address: str, size_bytes: int = 0) -> None:
-        """Raise OverLimit if an answer of this size does not fit. Size 0: if the address exceeds its share already."""
+        """Raise OverLimit if an answer of this size does not fit.
+
+        Size 0: only if the address exceeds its share already.
+        """
         if not self.fits(address, size_bytes):
             held_bytes = self.held_by(address)
             raise OverLimit(
@@ -132,7 +140,7 @@ class MemoryQuota:
 
     @contextmanager
     def held(self, address: str, size_bytes: int) -> Iterator[None]:
-        """Count an answer while the block sends it. Raises OverLimit if it does not fit."""
+        """Count an answer while the `with` block sends it. Raises OverLimit if it does not fit."""
         self.check(address, size_bytes)
         self.add(address, size_bytes)
         try:
@@ -141,7 +149,7 @@ class MemoryQuota:
             self.remove(address, size_bytes)
 
     def withdraw(self, address: str, granted: Granted) -> bool:
-        """Remove a request that waits. Returns False if it was granted already."""
+        """Remove the waiting request of this `granted` callback. Returns False if it was granted already."""
         requests = self._waiting.get(address, deque())
         for request in requests:
             if request[1] == granted:
@@ -175,12 +183,13 @@ class MemoryQuota:
 class SharedLimit:
     """Counts open calls or connections per address and per account. Belongs to the event loop."""
 
-    def __init__(self, what: str, limit: int) -> None:
-        self._what, self.limit = what, limit
+    def __init__(self, noun: str, limit: int) -> None:
+        """`noun`: the counted things in an error text, such as "connections"."""
+        self._noun, self.limit = noun, limit
         # http2/exchange.py adds to these two fields itself for each call, because a function call would cost more than
         # the additions.
         self.taken = 0  # the sum of by_address
-        # Without zeros, so that its length is the number of addresses.
+        # Has no zeros, so that its length is the number of addresses.
         self.by_address: defaultdict[str, int] = defaultdict(int)
         self._by_account: dict[str, int] = {}
 
@@ -191,7 +200,7 @@ class SharedLimit:
         self.name(account)
 
     def name(self, account: str) -> None:
-        """Count a call for its account also, if it was counted before the caller was authenticated."""
+        """Count a call for its account, too. Call it if the account was unknown at `take`. "" counts nothing."""
         if account:
             self._by_account[account] = self._by_account.get(account, 0) + 1
 
@@ -203,15 +212,15 @@ class SharedLimit:
             _subtract(self._by_account, account)
 
     def excess(self, address: str, account: str = "") -> str | None:
-        """Return an error text if the last counted call exceeds the limit or a share of it, or None if it fits."""
+        """Build an error text if the last counted call exceeds the limit or a share of it. None if it fits."""
         if self.taken > self.limit:
-            return f"{self.limit} {self._what} are open; close some, or try again later"
+            return f"{self.limit} {self._noun} are open; close some, or try again later"
         if self.taken > self.limit // 2:
             for holder, counts in ((address, self.by_address), (account, self._by_account)):
                 share = share_of(self.limit, len(counts))
                 if counts.get(holder, 0) > share:
                     return (
-                        f"{share} {self._what} of {holder} are open, its share of {self.limit}; "
+                        f"{share} {self._noun} of {holder} are open, its share of {self.limit}; "
                         "close some, or try again later"
                     )
         return None
@@ -225,12 +234,15 @@ class SharedLimit:
 
 
 def share_of(limit: int, holders: int) -> int:
-    """Return the share of each holder in a limit. One share is always left for the next holder."""
+    """Compute the share of each of `holders` addresses or accounts. One share is always left for the next one."""
     return max(1, limit // (holders + 1))
 
 
 def exceeds_share(address: str, open_from: Iterable[str], limit: int) -> bool:
-    """Return whether one more connection of this address exceeds its share. `open_from`: the peers of all open ones."""
+    """Check whether one more connection of this address exceeds its share.
+
+    `open_from`: the address of each open connection. `limit`: of all connections.
+    """
     counts = Counter(open_from)
     open_count = counts.total()
     if open_count < limit // 2:
@@ -239,6 +251,7 @@ def exceeds_share(address: str, open_from: Iterable[str], limit: int) -> bool:
 
 
 def _subtract(counts: dict[str, int], holder: str) -> None:
+    """Count one less for a holder, and remove a count of 0."""
     remaining = counts[holder] - 1
     if remaining:
         counts[holder] = remaining
@@ -247,15 +260,14 @@ def _subtract(counts: dict[str, int], holder: str) -> None:
 
 
 # ---- idle connections ----------------------------------------------------------------------------------------
-# All edges share one table of descriptors, and two of them accept connections in libraries without a limit. So
-# `IdleConnections` reads the table of the process once a second. For each connection to the broker's ports, it asks the
+# All edges share the table of descriptors of the process, and two edges accept connections in libraries without a
+# limit. So `IdleConnections` reads the table once a second. For each connection to the broker's ports, it asks the
 # kernel whether bytes have arrived, and how long ago. The descriptors that the broker needs for its own files are
 # reserved separately (io/files.py).
 
 
 CHECK_INTERVAL_S = 1.0
-CHECK_AGAIN_S = 0.1  # after some were closed: more unused connections may wait in the backlog
-UNUSED_MS = 1_000  # a real client has sent its first byte by then
+UNUSED_MS = 1_000  # age from which a connection without a byte is closed: a real client has sent one by then
 FREE_MIN, FREE_MAX = 32, 1_024  # descriptors to keep free: an eighth of all, within these bounds
 # Two fields of Linux's struct tcp_info: tcpi_last_data_recv in ms, and tcpi_bytes_received.
 _TCP_INFO = struct.Struct("=52xI72xQ")
@@ -265,8 +277,8 @@ class Connection(NamedTuple):
     """An accepted connection. The order of the fields is the order of closing: the greatest tuple is closed first."""
 
     is_unused: bool  # no byte has ever arrived on it
-    silent_ms: int
-    inode: int
+    silent_ms: int  # since the last byte
+    inode: int  # of the socket: it shows whether `fd` still belongs to this connection
     fd: int
 
 
@@ -295,7 +307,10 @@ class IdleConnections:
                 )  # fmt: skip
 
     def close_idle(self) -> int:
-        """Close the most idle connections if too few descriptors are free, and return how many were closed."""
+        """Shut down the most idle connections if fewer than `free_target` descriptors are free.
+
+        Returns their number.
+        """
         used_fds = [fd for fd in in_use() if _is_open(fd)]
         close_count = self.free_target - (self._limit - len(used_fds))
         if close_count <= 0:
@@ -310,6 +325,7 @@ class IdleConnections:
 
 
 def _is_open(fd: int) -> bool:
+    """Whether a file descriptor with this number is open in this process."""
     try:
         os.fstat(fd)
     except OSError:
@@ -318,7 +334,7 @@ def _is_open(fd: int) -> bool:
 
 
 def connections(ports: Collection[int], fds: Iterable[int]) -> Iterator[Connection]:
-    """Yield the TCP connections among the descriptors that were accepted on one of `ports`."""
+    """Yield the TCP connections among the descriptors `fds` whose local port is one of `ports`."""
     for fd in fds:
         try:
             file_status = os.fstat(fd)
@@ -337,13 +353,16 @@ def connections(ports: Collection[int], fds: Iterable[int]) -> Iterator[Connecti
 
 
 def shut_down_all(ports: Collection[int]) -> int:
-    """Shut down all TCP connections that were accepted on one of `ports`. Returns their number."""
+    """Shut down all TCP connections of the process whose local port is one of `ports`. Returns their number."""
     return sum(map(_shut_down, list(connections(ports, in_use()))))
 
 
 @contextmanager
 def _borrowed_socket(fd: int) -> Iterator[socket.socket]:
-    """Wrap a descriptor that another object owns. It is not duplicated, since no descriptor may be left for that."""
+    """Wrap a descriptor that another object owns and closes.
+
+    It is not duplicated, because none may be free for that.
+    """
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed
