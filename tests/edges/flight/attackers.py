@@ -1,4 +1,4 @@
-"""Requests that are cheap for their sender and costly for a careless server: `python attackers.py …`.
+"""Requests that are cheap for their sender and costly for a server without limits: `python attackers.py …`.
 
 attackers.py ENDPOINT NAME [ACCESS_KEY:SECRET]     prints how each of its calls ended, one JSON line a call
 """
@@ -22,7 +22,7 @@ SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 
 def action(size_bytes: int) -> Callable[[flight.FlightClient, Any], None]:
-    """An action with a body of so many bytes."""
+    """Build a call of an action with a body of this size."""
     return lambda client, options: list(
         client.do_action(flight.Action("status", pa.py_buffer(bytes(size_bytes))), options)
     )
@@ -31,7 +31,7 @@ def action(size_bytes: int) -> Callable[[flight.FlightClient, Any], None]:
 def exchange(
     batch: Callable[[], pa.RecordBatch], times: int = 1, **written: Any
 ) -> Callable[[flight.FlightClient, Any], None]:
-    """A send stream with a batch, so many times."""
+    """Build a call of a send stream that sends a batch `times` times. `written`: options of the IPC writer."""
 
     def call(client: flight.FlightClient, options: Any) -> None:
         given = batch()
@@ -49,7 +49,7 @@ def exchange(
 
 
 def dictionary() -> pa.RecordBatch:
-    """A value of 32 KiB, named 131,072 times: 4 GiB when it is resolved."""
+    """Build a column with 131,072 references to a value of 32 KiB: 4 GiB when it is resolved."""
     body = pa.DictionaryArray.from_arrays(
         pa.repeat(pa.scalar(0, pa.int32()), ROWS), pa.array([bytes(32_768)])
     )
@@ -57,7 +57,7 @@ def dictionary() -> pa.RecordBatch:
 
 
 def views() -> pa.RecordBatch:
-    """The same as views of one value."""
+    """Build a column with 131,072 views of a value of 32 KiB."""
     value = bytes(32_768)
     item = struct.pack("<i4sii", len(value), value[:4], 0, 0)
     body = pa.Array.from_buffers(
@@ -67,7 +67,7 @@ def views() -> pa.RecordBatch:
 
 
 def zeros(size_bytes: int) -> pa.RecordBatch:
-    """One row with a long body; compressed, it is small."""
+    """Build a row with a long body of zeros, which is small if it is compressed."""
     return pa.RecordBatch.from_arrays([pa.array(["orders"]), pa.array([bytes(size_bytes)])], schema=SCHEMA)
 
 
@@ -93,7 +93,7 @@ def run(endpoint: str, name: str, credentials: str) -> Iterator[str]:
         try:
             with flight.FlightClient(endpoint) as client:
                 call(client, options)
-        except Exception as error:  # that is the outcome
+        except Exception as error:  # the error is the outcome
             return f"{type(error).__name__}: {str(error)[:200]}"
         return "answered"
 

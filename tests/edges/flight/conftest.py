@@ -1,4 +1,4 @@
-"""One node for the edge's tests; those that stop it start their own."""
+"""One node for the tests of this edge. Tests that stop a node start their own."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 @pytest.fixture
 def wire(node: RunningNode) -> Iterator[flight.FlightClient]:
-    """A stranger's connection: pyarrow's own client, nothing of ours."""
+    """A connection of pyarrow's own client, without Timeball's client."""
     with flight.FlightClient(node.endpoint) as client:
         yield client

@@ -1,4 +1,4 @@
-"""The cost of hostile requests for the broker, in memory and in punctuality, beside a server without limits.
+"""Hostile requests cost the broker little memory and punctuality. The control is a server without limits.
 
 The broker and each attack are separate processes. The broker has an access file. A steady stream of other clients
 continues meanwhile (tests/attacks/beside.py).
@@ -48,20 +48,22 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedBroker]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("who", ["", "root:root secret 3"], ids=["stranger", "known"])
+@pytest.mark.parametrize("credentials", ["", "root:root secret 3"], ids=["stranger", "known"])
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_request_takes_the_memory_of_others(
-    broker: AttackedBroker, name: str, who: str, record_property: Any
+def test_an_attack_raises_the_peak_memory_of_the_broker_only_within_its_limit(
+    broker: AttackedBroker, name: str, credentials: str, record_property: Any
 ) -> None:
     with steady_stream(broker) as figures:
-        outcomes = attack(broker.endpoint, name, who)
-    record_property("measured", f"{name}, {'known' if who else 'stranger'}: {figures}")
-    print(f"{name}, {'known' if who else 'stranger'}: {figures}; {sorted(set(outcomes))}")
+        outcomes = attack(broker.endpoint, name, credentials)
+    measured = f"{name}, {'known' if credentials else 'stranger'}: {figures}"
+    record_property("measured", measured)
+    print(f"{measured}; {sorted(set(outcomes))}")
     figures.check(peak_mib_max=PEAK_MIB_MAX)
 
 
 @pytest.mark.slow
-def test_a_server_without_bounds_takes_what_it_is_sent() -> None:
+def test_the_peak_memory_of_a_server_without_limits_exceeds_the_limit() -> None:
+    """The control: one attack on pyarrow's own server."""
     with running(command=[sys.executable, "-c", CARELESS]) as server:
         endpoint = server.wait_line(event="ready")["endpoint"]
         with Peak(server.pid) as before:

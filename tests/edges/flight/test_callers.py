@@ -70,7 +70,7 @@ def status(node: RunningNode, headers: list[tuple[bytes, bytes]]) -> Any:
         return json.loads(result.body.to_pybytes())
 
 
-def test_a_foreign_client_may_sign_or_send_the_secret(node: RunningNode) -> None:
+def test_a_client_of_pyarrow_is_admitted_with_a_signature_or_the_secret_only(node: RunningNode) -> None:
     assert status(node, signed())["pid"]
     assert status(node, [(b"authorization", b"Bearer shop:shop secret 1")])["pid"]
     for headers in ([], signed("wrong"), signed()[:1], [(b"authorization", b"Bearer shop:wrong")]):
@@ -93,7 +93,7 @@ def test_a_foreign_client_may_sign_or_send_the_secret(node: RunningNode) -> None
     ],
     ids=["action", "no action", "log", "no ticket", "send", "release", "no path"],
 )
-def test_all_wrong_credentials_get_the_same_answer(node: RunningNode, call: Callable[[Any], Any]) -> None:
+def test_any_call_without_credentials_is_unauthorized(node: RunningNode, call: Callable[[Any], Any]) -> None:
     before = node.broker.log.writer.next_seq
     with flight.FlightClient(node.endpoint) as client, pytest.raises(flight.FlightServerError) as refusal:
         call(client)
@@ -108,23 +108,23 @@ def exchanged(client: Any, path: bytes) -> None:
         try:
             writer.write_table(ROWS)
         except pa.ArrowException:
-            pass  # the broker has ended the stream already; why, the reader knows
+            pass  # the broker has ended the stream already. The reader gets the reason
         reader.read_chunk()
 
 
 @pytest.mark.parametrize("method", ["DoAction", "DoGet", "DoExchange", "DoPut", "ListActions", "GetSchema"])
 def test_the_caller_is_checked_before_a_message_is_received(node: RunningNode, method: str) -> None:
-    """The client says who it is, and sends nothing. (A call with credentials waits for what it asks.)"""
+    """The client sends only headers. With valid credentials, the call waits for a message."""
     never = threading.Event()
     with grpc.insecure_channel(node.endpoint.removeprefix("grpc://")) as channel:
         call = channel.stream_stream(f"/arrow.flight.protocol.FlightService/{method}")
         answers = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:wrong")])
         assert dict(answers.trailing_metadata())["grpc-status-details-bin"] == b"unauthorized"
         if method in ("DoAction", "DoGet", "DoExchange"):
-            known = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:shop secret 1")])
+            admitted = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:shop secret 1")])
             with pytest.raises(grpc.FutureTimeoutError):
-                known.result(0.2)
-            known.cancel()
+                admitted.result(0.2)
+            admitted.cancel()
         never.set()
 
 
@@ -138,7 +138,7 @@ BODIES: dict[str, Any] = {
     "campaign": {"campaign": "x", "change": "pause"},
     "compactor": {"lease_ms": 0},
     "dispatcher": {"lease_ms": 0},
-    "source_positions": {"source": "kafka"},  # of the caller's own
+    "source_positions": {"source": "kafka"},  # a source belongs to its account
     "drain": {"heir": "g2"},
 }
 OTHER_MAY = {"status", "source_positions"}
@@ -146,6 +146,7 @@ SHOP_MAY = {*OTHER_MAY, "queues"}
 
 
 def may(ball: Timeball, verb: str) -> bool:
+    """Check whether an account may perform an action."""
     try:
         if verb == "attach":
             ball.attach(
@@ -156,7 +157,7 @@ def may(ball: Timeball, verb: str) -> bool:
     except Forbidden:
         return False
     except RequestError:
-        pass  # it may, and what it asked for cannot be
+        pass  # it may, but the request is invalid
     return True
 
 
@@ -245,7 +246,7 @@ def test_a_removed_account_is_refused_on_its_open_stream(tmp_path: Path) -> None
                     return True
                 return False
 
-            eventually(refused, "the stream is of no use any more")
+            eventually(refused, "the open stream is refused")
             with pytest.raises(Unauthorized):
                 shop.read_queue("orders", 0, 0, 1)
             exchange.close()

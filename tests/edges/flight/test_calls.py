@@ -19,7 +19,7 @@ def edge_of(node: RunningNode) -> FlightEdge:
 
 
 def trailers_of(client: RawClient, number: int) -> dict[str, str]:
-    """The trailers that a call ends with."""
+    """Return the trailers with which a call ends."""
     for kind, flags, stream, payload in client.frames():
         if kind == frames.HEADERS:
             result = dict(client._decoder.decode(payload))
@@ -32,14 +32,14 @@ def test_a_call_holds_its_slot_from_its_headers_to_its_end(node: RunningNode) ->
     edge = edge_of(node)
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
-        eventually(lambda: edge._calls.taken == 1, "its place is taken, and nothing has been sent")
+        eventually(lambda: edge._calls.taken == 1, "the headers have taken a slot")
         client.data(number, message(b"\x0a\x06status"))
         assert trailers_of(client, number)["grpc-status"] == "0"
-        eventually(lambda: not edge._calls.taken, "its place is free again")
-        remaining = client.headers(headers=fields(f"{SERVICE}DoAction"))
-        eventually(lambda: edge._calls.taken == 1, "another one is inside")
-        client.send(frames.rst_stream(remaining, frames.Fault.NO_ERROR))
-        eventually(lambda: not edge._calls.taken, "and has left")
+        eventually(lambda: not edge._calls.taken, "the answered call has freed its slot")
+        reset = client.headers(headers=fields(f"{SERVICE}DoAction"))
+        eventually(lambda: edge._calls.taken == 1, "the second call has taken a slot")
+        client.send(frames.rst_stream(reset, frames.Fault.NO_ERROR))
+        eventually(lambda: not edge._calls.taken, "the reset has freed it")
 
 
 def test_a_refusal_has_status_unknown_and_timeballs_code_and_text(node: RunningNode) -> None:
@@ -53,14 +53,14 @@ def test_a_refusal_has_status_unknown_and_timeballs_code_and_text(node: RunningN
 
 
 def test_a_full_limit_refuses_before_a_message_is_received(node: RunningNode) -> None:
-    gate = edge_of(node)._calls
-    limit, gate.limit = gate.limit, 0
+    calls = edge_of(node)._calls
+    limit, calls.limit = calls.limit, 0
     try:
         with RawClient(node, port=node.node.port) as client:
             result = trailers_of(client, client.headers(headers=fields(f"{SERVICE}DoGet")))
         assert b64decode(result["grpc-status-details-bin"]) == b"over_limit"
     finally:
-        gate.limit = limit
+        calls.limit = limit
 
 
 def test_framed_in_two_has_the_bytes_of_framed() -> None:

@@ -1,4 +1,4 @@
-"""The Flight edge's JSON: what is accepted, what is refused and how, and that nothing hostile gets through."""
+"""The JSON of the Flight edge: accepted requests, refused requests with their errors, and hostile input."""
 
 import json
 from base64 import b64decode
@@ -39,7 +39,7 @@ def test_every_verb_is_described_and_bounded() -> None:
             codec.decode_action(verb, b" " * (size_bytes + 1))
 
 
-def test_unknown_verb_names_the_known_ones() -> None:
+def test_the_error_for_an_unknown_action_lists_the_actions() -> None:
     with pytest.raises(NotFound, match=r"no action 'shutdown'.*status"):
         codec.decode_action("shutdown", b"{}")
 
@@ -69,7 +69,7 @@ def test_wrong_fields_are_named(verb: str, fields: dict[str, object], named: str
         codec.decode_action(verb, body(**fields))
 
 
-def test_a_cancel_of_ranges_takes_no_more_than_its_limit() -> None:
+def test_a_cancel_of_more_ranges_than_the_limit_is_refused() -> None:
     maximum = [[1, 1]] * limits.ATTACH_FILES_MAX
     codec.decode_action("cancel_range", body(ranges=maximum))
     with pytest.raises(RequestError, match="ranges"):
@@ -164,10 +164,9 @@ def test_any_json_decodes_within_limits_or_raises_a_timeball_error(
         request = codec.decode_action(verb, json.dumps(fields).encode())
     except TimeballError:
         return
-    # What was accepted survives a strict second decoding: all of its bounds hold.
-    assert (
-        msgspec.convert(msgspec.to_builtins(request, str_keys=True), type(request), strict=False) == request
-    )
+    # A second decoding, which checks all limits again, gives the same request.
+    plain = msgspec.to_builtins(request, str_keys=True)
+    assert msgspec.convert(plain, type(request), strict=False) == request
 
 
 @given(
@@ -196,7 +195,7 @@ def test_acknowledgement_and_refusal_are_the_documented_json() -> None:
 
 
 def trailers_of(error: BaseException) -> dict[str, str | bytes]:
-    """The trailers as a client of gRPC has them: by hpack's own decoder, those of -bin in bytes."""
+    """Decode the trailers of an error as a client of gRPC does: with hpack, and those of -bin from base64."""
     fields = Decoder().decode(codec.error_trailers(error))
     return {name: b64decode(text) if name.endswith("-bin") else text for name, text in fields}
 

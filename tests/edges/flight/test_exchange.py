@@ -28,6 +28,7 @@ def batch(body: bytes = b"x", rows: int = 1, topic: str = "exchange") -> pa.Reco
 
 
 def opened(wire: flight.FlightClient, schema: pa.Schema = SCHEMA) -> tuple[Any, Any]:
+    """Open a send stream, and send its schema."""
     writer, reader = wire.do_exchange(EXCHANGE, flight.FlightCallOptions(timeout=BOUND_S))
     writer.begin(schema)
     return writer, reader
@@ -38,14 +39,15 @@ def answers(reader: Any) -> Iterator[dict[str, Any]]:
         yield json.loads(chunk.app_metadata.to_pybytes())
 
 
-@pytest.mark.parametrize("a_turn", [1, 3, exchange.MESSAGES_PER_TURN])
-@pytest.mark.parametrize("at_once", [0, exchange.INLINE_DECODE_BYTES_MAX], ids=["by a thread", "by the loop"])
+@pytest.mark.parametrize("messages_per_turn", [1, 3, exchange.MESSAGES_PER_TURN])
+@pytest.mark.parametrize(
+    "inline_bytes", [0, exchange.INLINE_DECODE_BYTES_MAX], ids=["by a thread", "by the loop"]
+)
 def test_each_batch_has_one_answer_in_order(
-    wire: flight.FlightClient, monkeypatch: pytest.MonkeyPatch, a_turn: int, at_once: int
+    wire: flight.FlightClient, monkeypatch: pytest.MonkeyPatch, messages_per_turn: int, inline_bytes: int
 ) -> None:
-    """However many messages a stream takes in a turn of the loop, and where they are decoded."""
-    monkeypatch.setattr(exchange, "MESSAGES_PER_TURN", a_turn)
-    monkeypatch.setattr(exchange, "INLINE_DECODE_BYTES_MAX", at_once)
+    monkeypatch.setattr(exchange, "MESSAGES_PER_TURN", messages_per_turn)
+    monkeypatch.setattr(exchange, "INLINE_DECODE_BYTES_MAX", inline_bytes)
     writer, reader = opened(wire)
     sizes = [1, 5, 2, 1, 100]
     for rows in sizes:
@@ -114,7 +116,7 @@ def test_view_columns_are_refused_by_their_schema(wire: flight.FlightClient, pat
     writer, reader = wire.do_exchange(flight.FlightDescriptor.for_path(path.encode()), options)
     writer.begin(rows.schema)
     with contextlib.suppress(pa.ArrowException):
-        writer.write_batch(rows)  # it may meet the end of the stream
+        writer.write_batch(rows)  # fails if the broker has ended the stream already
     with pytest.raises(flight.FlightServerError, match=r"column 'tag' is .*_view; cast it to") as caught:
         reader.read_chunk()
     assert caught.value.extra_info == b"invalid_message"
@@ -160,10 +162,10 @@ def test_disconnected_clients_occupy_no_slots_and_no_bytes(node: RunningNode) ->
                 reader.cancel()
             else:
                 reader.read_chunk()
-    eventually(lambda: edge._send_streams.taken == idle, "all passes are back")
-    eventually(lambda: not edge._uploads, "nothing is kept of their streams")
-    eventually(lambda: edge._budget.held_bytes == 0, "the broker has decided what they sent")
-    with flight.FlightClient(node.endpoint) as client:  # and nobody else has noticed
+    eventually(lambda: edge._send_streams.taken == idle, "all slots are free again")
+    eventually(lambda: not edge._uploads, "all streams are removed")
+    eventually(lambda: edge._budget.held_bytes == 0, "all their batches are answered")
+    with flight.FlightClient(node.endpoint) as client:  # other clients can send
         writer, reader = opened(client)
         writer.write_batch(batch())
         assert "first_seq" in json.loads(reader.read_chunk().app_metadata.to_pybytes())
@@ -193,10 +195,10 @@ def test_a_stop_ends_open_streams_with_its_reason_after_their_answers(tmp_path: 
         writer.write_batch(batch())
         acked = json.loads(reader.read_chunk().app_metadata.to_pybytes())
         ending = threading.Thread(target=node.stop)
-        ending.start()  # the client neither finishes nor leaves
+        ending.start()  # the client keeps its stream open
         with pytest.raises(flight.FlightServerError, match="the broker is stopping") as refused:
             reader.read_chunk()
-        assert refused.value.extra_info == b"unavailable"  # so no other batch is accepted
+        assert refused.value.extra_info == b"unavailable"
         ending.join(BOUND_S)
         assert not ending.is_alive()
         node.start()
@@ -205,7 +207,7 @@ def test_a_stop_ends_open_streams_with_its_reason_after_their_answers(tmp_path: 
 
 
 def test_the_end_of_stream_message_ends_a_stream_after_its_answers(wire: flight.FlightClient) -> None:
-    """Its own side stays open: what is under way is answered, and then the stream ends well."""
+    """The client's side of the stream stays open. The batches are answered, then the stream ends without an error."""
     writer, reader = opened(wire)
     for rows in (1, 2):
         writer.write_batch(batch(rows=rows))

@@ -23,17 +23,17 @@ from timeball.edges.shared.shared_limits import MemoryQuota
 def test_a_message_that_is_not_complete_in_time_ends_its_call(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has room, its place and a time; then it gives all of them back."""
+    """Until then it has reserved memory and a slot, which become free."""
     edge = node.node.edges.flight
     assert edge is not None
     monkeypatch.setattr(FlightCall, "READ_S", 0.3)
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
         client.data(number, message(bytes(100_000))[:1_000], ends=False)
-        eventually(lambda: edge.room.received.held_bytes == 100_000, "its room is counted")
+        eventually(lambda: edge.room.received.held_bytes == 100_000, "the memory is reserved")
         assert edge._calls.taken == 1
         assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
-    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.taken), "all is given back")
+    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.taken), "memory and slot are free")
 
 
 def test_requests_of_one_address_leave_memory_to_other_addresses(node: RunningNode) -> None:
@@ -46,10 +46,10 @@ def test_requests_of_one_address_leave_memory_to_other_addresses(node: RunningNo
             for _ in range(4):
                 number = client.headers(headers=fields(f"{SERVICE}DoAction"))
                 client.data(number, message(bytes(MESSAGE_BYTES_MAX))[:100], ends=False)
-            eventually(lambda: received.waiting == 2, "two have room, two have not")
-            assert received.held_bytes == 2 * MESSAGE_BYTES_MAX, "half of all"
+            eventually(lambda: received.waiting == 2, "two requests have memory, and two wait")
+            assert received.held_bytes == 2 * MESSAGE_BYTES_MAX, "half of the quota"
             assert received.fits("10.0.0.1", MESSAGE_BYTES_MAX)
-        eventually(lambda: not (received.held_bytes or received.waiting), "all is given back")
+        eventually(lambda: not (received.held_bytes or received.waiting), "the memory is free")
     finally:
         received.bytes_max = bound
 
@@ -65,7 +65,7 @@ def test_without_memory_a_request_may_only_send_its_first_window(node: RunningNo
         for at in range(0, 2 * WINDOW_BYTES, 8_192):
             client.data(number, announced[at : at + 8_192], ends=False)
         assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
-    eventually(lambda: not (received.waiting or edge._calls.taken), "all is given back")
+    eventually(lambda: not (received.waiting or edge._calls.taken), "the slot is free")
 
 
 def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(node: RunningNode) -> None:
@@ -84,19 +84,19 @@ def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(
             for at in range(0, len(item), 16_384):
                 client.data(number, item[at : at + 16_384], ends=False)
         assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
-    eventually(lambda: not edge._send_streams.taken, "its place is free again")
+    eventually(lambda: not edge._send_streams.taken, "the slot is free")
     assert not edge._budget.held_bytes and not edge._budget.waiting
 
 
 @contextmanager
-def filled(node: RunningNode, shares: MemoryQuota) -> Iterator[None]:
-    """Another address has all of it."""
+def filled(node: RunningNode, quota: MemoryQuota) -> Iterator[None]:
+    """Let another address hold the whole quota."""
 
     async def fill() -> None:
-        shares.add("10.0.0.1", shares.bytes_max)
+        quota.add("10.0.0.1", quota.bytes_max)
 
     async def empty() -> None:
-        shares.remove("10.0.0.1", shares.bytes_max)
+        quota.remove("10.0.0.1", quota.bytes_max)
 
     node.run(fill())
     try:

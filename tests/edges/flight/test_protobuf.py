@@ -61,14 +61,14 @@ def test_results_and_action_types_are_encoded_as_protobuf() -> None:
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_decoded_or_refused(junk: bytes) -> None:
-    for read, message in (
+    for decode, message in (
         (codec.parse_action, junk),
         (codec.parse_ticket, junk),
         (codec.parse_data, [junk]),
         (codec.parse_data, [junk[:9], junk[9:]]),
     ):
         try:
-            read(message)  # type: ignore[operator]
+            decode(message)  # type: ignore[operator]
         except InvalidMessage:
             pass
 

@@ -23,7 +23,7 @@ def ticket(**wanted: object) -> bytes:
 
 
 def answers(client: RawClient, number: int) -> Iterator[tuple[bytes, bytes]]:
-    """Header and body of each message of a call, to its end."""
+    """Yield the header and the body of each message of a call, until its end."""
     buffered = b""
     for kind, flags, stream, payload in client.frames():
         if kind == frames.HEADERS and stream == number and flags & frames.END_STREAM:
@@ -39,7 +39,10 @@ def answers(client: RawClient, number: int) -> Iterator[tuple[bytes, bytes]]:
 
 @pytest.fixture
 def large(node: RunningNode) -> tuple[int, int]:
-    """Rows of the log with more bytes than one part of an answer: the first number, and the one behind the last."""
+    """Send rows with more bytes than one part of an answer.
+
+    Return their first sequence number, and the one after them.
+    """
     sent = pa.RecordBatch.from_pydict(
         {"topic": ["large"] * 30, "body": [bytes([at]) * 100_000 for at in range(30)]}
     )
@@ -48,7 +51,7 @@ def large(node: RunningNode) -> tuple[int, int]:
 
 
 def test_the_schema_is_sent_before_the_rows_of_a_waiting_read(node: RunningNode) -> None:
-    """A client of pyarrow can cancel a read only once it has that."""
+    """A client of pyarrow can cancel a read only after it has the schema."""
     node.run(node.broker.create_topic("waited-for", 1))
     wanted = ticket(read="pull", topic="waited-for", offsets={"0": 0}, rows=1, wait_ms=60_000)
     with RawClient(node, port=node.node.port) as client:
@@ -77,14 +80,14 @@ def test_bytes_that_a_client_has_not_read_are_counted_until_it_disconnects(
         client.send(frames.PREFACE + frames.settings({frames.INITIAL_WINDOW: 1_000}))
         number = client.headers(headers=fields(f"{SERVICE}DoGet"))
         client.data(number, message(ticket(read="log", from_seq=large[0], to_seq=large[1])))
-        eventually(lambda: counted.held_bytes > 1_000_000, "it waits to be taken")
-    eventually(lambda: not counted.held_bytes, "its client has gone")
+        eventually(lambda: counted.held_bytes > 1_000_000, "the unread rows are counted")
+    eventually(lambda: not counted.held_bytes, "the disconnect has freed them")
 
 
 def test_a_paused_reader_occupies_no_thread_and_gets_all_rows(
     node: RunningNode, large: tuple[int, int]
 ) -> None:
-    """More readers than there are threads wait in the middle of the log, and another one reads it whole."""
+    """While more readers than there are threads wait in the middle of the log, another one reads all rows."""
     wanted = flight.Ticket(
         json.dumps({"read": "log", "from_seq": large[0], "to_seq": large[1], "coalesce_rows": 1}).encode()
     )

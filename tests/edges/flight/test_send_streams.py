@@ -61,7 +61,7 @@ def bearer(account: str) -> str:
 
 
 def opened(wire: flight.FlightClient, account: str) -> tuple[Any, Any]:
-    """A stream that has its schema."""
+    """Open a send stream of an account, and send its schema."""
     options = flight.FlightCallOptions(
         timeout=BOUND_S, headers=[(b"authorization", bearer(account).encode())]
     )
@@ -80,14 +80,14 @@ def acknowledged(writer: Any, reader: Any) -> dict[str, Any]:
 def test_an_account_without_send_permission_gets_no_slot(node: RunningNode, account: str) -> None:
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer(account)))
-        assert "may not send to any topic" in client.status(number)[1]  # it has sent no message
+        assert "may not send to any topic" in client.status(number)[1], "refused before it sends a message"
     assert not edge_of(node)._send_streams.taken
 
 
 def test_an_account_with_some_send_permission_is_checked_for_each_topic(node: RunningNode) -> None:
     with flight.FlightClient(node.endpoint) as wire:
         assert acknowledged(*opened(wire, "shop"))["rows"] == 1
-        # The retry topics of its groups are such places.
+        # A consumer may send to the retry topics of its groups, so it gets a slot.
         assert acknowledged(*opened(wire, "worker"))["error"] == "forbidden"
 
 
@@ -104,7 +104,7 @@ def test_one_account_gets_at_most_half_of_the_slots(
         with pytest.raises(flight.FlightServerError, match="its share of 6") as caught:
             opened(wires[3], "shop")[1].read_chunk()
         assert caught.value.extra_info == b"over_limit"
-        assert acknowledged(*streams[0])["rows"] == 1, "those that are open go on"
+        assert acknowledged(*streams[0])["rows"] == 1, "open streams go on"
 
 
 def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
@@ -116,14 +116,14 @@ def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
         wires = [clients.enter_context(flight.FlightClient(node.endpoint)) for _ in range(2)]
         streams = [opened(wires[0], "shop")]
         assert acknowledged(*streams[0])["rows"] == 1
-        for at in range(1, 6):  # each time the other's stream is ended
+        for at in range(1, 6):  # each new stream ends the one before it
             streams.append(opened(wires[at % 2], "shop"))
             assert acknowledged(*streams[-1])["rows"] == 1
             with pytest.raises(flight.FlightServerError) as caught:
                 streams[-2][1].read_chunk()
             assert caught.value.extra_info == b"unavailable"
-        streams[-1][0].close()  # its call would last until its timeout
-    eventually(lambda: not edge_of(node)._send_streams.taken, "all places are free again")
+        streams[-1][0].close()  # otherwise the call would last until its timeout
+    eventually(lambda: not edge_of(node)._send_streams.taken, "all slots are free")
 
 
 def test_a_stream_without_a_message_loses_its_slot(
@@ -133,7 +133,7 @@ def test_a_stream_without_a_message_loses_its_slot(
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer("shop")))
         assert "has not come whole within" in client.status(number)[1]
-    eventually(lambda: not edge_of(node)._send_streams.taken, "its place is free again")
+    eventually(lambda: not edge_of(node)._send_streams.taken, "the slot is free")
 
 
 @pytest.mark.parametrize("begun_bytes", [1, 1_000])
@@ -145,7 +145,9 @@ def test_a_message_that_is_not_complete_in_time_ends_its_stream(
         number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer("shop")))
         client.data(number, message(bytes(100_000))[:begun_bytes], ends=False)
         if begun_bytes > 5:
-            eventually(lambda: edge.room.received.held_bytes == 100_000, "its room is counted")
+            eventually(lambda: edge.room.received.held_bytes == 100_000, "the memory is reserved")
         monkeypatch.setattr(Upload, "READ_S", 0.3)
         assert "has not come whole within" in client.status(number)[1]
-    eventually(lambda: not (edge._send_streams.taken or edge.room.received.held_bytes), "all is given back")
+    eventually(
+        lambda: not (edge._send_streams.taken or edge.room.received.held_bytes), "slot and memory are free"
+    )

@@ -30,11 +30,11 @@ def test_each_batch_has_its_own_answer_even_if_one_is_refused(node: RunningNode)
     window = opened()
     topics = ["inbox", "inbox", "a/b", "inbox"]
     entries = [entry(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
-    box = Sends(node.broker)
+    sends = Sends(node.broker)
 
-    async def put_all() -> None:  # on the loop, so that all of them are there when it drains
+    async def put_all() -> None:  # in one turn of the loop, so that the broker joins them
         for batch, slot, _ in entries:
-            box.put(batch, slot, ANONYMOUS)
+            sends.put(batch, slot, ANONYMOUS)
 
     node.run(put_all())
     eventually(lambda: all(slot.answer for _, slot, _ in entries), "all are answered")
@@ -64,12 +64,12 @@ def test_an_internal_fault_is_logged_with_its_text(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
 def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:
     """Such a character would change or remove properties for RocketMQ's consumers. Tested as rows and as columns."""
-    box, window = Sends(node.broker), opened()
+    sends, window = Sends(node.broker), opened()
     columns = {"topic": ["inbox"] * rows, "body": [b"x"] * rows, name: [*["fine"] * (rows - 1), text]}
     batch = pa.record_batch(columns, PLAIN.append(pa.field(name, pa.string())))
     slot = window.enter(batch.nbytes)
     assert slot is not None
-    node.loop.call_soon_threadsafe(box.put, batch, slot, ANONYMOUS)
+    node.loop.call_soon_threadsafe(sends.put, batch, slot, ANONYMOUS)
     eventually(lambda: slot.answer, "it is answered")
     answer = json.loads(slot.answer or b"")
     assert answer["error"] == "invalid_message"

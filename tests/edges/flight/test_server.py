@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_an_abandoned_read_of_the_log_frees_its_slot(node: RunningNode, wire: fl
         reader.read_chunk()
         reader.cancel()
         del reader
-    eventually(lambda: edge_of(node)._calls.taken == 0, "all passes are back")
+    eventually(lambda: edge_of(node)._calls.taken == 0, "all slots are free")
 
 
 def test_a_cancelled_long_poll_frees_its_slot(node: RunningNode, wire: flight.FlightClient) -> None:
@@ -109,14 +110,14 @@ def test_a_cancelled_long_poll_frees_its_slot(node: RunningNode, wire: flight.Fl
     with ThreadPoolExecutor(10) as pool:
         polls = [pool.submit(_poll, wire, ticket) for _ in range(10)]
     assert {type(poll.exception()) for poll in polls} == {flight.FlightTimedOutError}
-    eventually(lambda: edge_of(node)._calls.taken == 0, "all passes are back")
-    # The others' waiting was not touched: who polls now is woken by the next message.
-    result: list[int] = []
-    still = threading.Thread(target=lambda: result.append(wire.do_get(ticket).read_all().num_rows))
-    still.start()
+    eventually(lambda: edge_of(node)._calls.taken == 0, "all slots are free")
+    # A later long poll is woken by the next message.
+    row_counts: list[int] = []
+    later_poll = threading.Thread(target=lambda: row_counts.append(wire.do_get(ticket).read_all().num_rows))
+    later_poll.start()
     node.run(node.broker.send(pa.RecordBatch.from_pydict({"topic": ["quiet"], "body": [b"x"]})))
-    still.join(BOUND_S)
-    assert result == [1]
+    later_poll.join(BOUND_S)
+    assert row_counts == [1]
 
 
 def _poll(wire: flight.FlightClient, ticket: flight.Ticket) -> None:
@@ -126,17 +127,17 @@ def _poll(wire: flight.FlightClient, ticket: flight.Ticket) -> None:
 def test_calls_beyond_the_limit_are_refused(node: RunningNode, wire: flight.FlightClient) -> None:
     calls = edge_of(node)._calls
 
-    async def fill(calls_each: int) -> None:
+    async def for_each_slot(change: Callable[[str], None]) -> None:
         for at in range(calls.limit):
-            (calls.take if calls_each else calls.give_back)(f"10.0.{at % 8}.{at // 8}")
+            change(f"10.0.{at % 8}.{at // 8}")
 
-    node.run(fill(1))
+    node.run(for_each_slot(calls.take))
     try:
         with pytest.raises(flight.FlightServerError, match="calls are open") as caught:
             act(wire, "status")
         assert caught.value.extra_info == b"over_limit"
     finally:
-        node.run(fill(0))
+        node.run(for_each_slot(calls.give_back))
     assert act(wire, "status")
 
 
@@ -145,7 +146,7 @@ def test_a_too_large_action_is_refused_by_its_length(wire: flight.FlightClient, 
         act(wire, "status", bytes(MESSAGE_BYTES_MAX))
     with node.client() as ball, pytest.raises(OverLimit, match="name fewer things at once"):
         ball.attach(bytes(MESSAGE_BYTES_MAX))
-    with pytest.raises(flight.FlightServerError, match="at most 65536"):  # received, and refused by us
+    with pytest.raises(flight.FlightServerError, match="at most 65536"):  # received, then refused by its size
         act(wire, "status", bytes(MESSAGE_BYTES_MAX - 100))
 
 
@@ -168,7 +169,7 @@ def test_the_bytes_of_unread_answers_are_limited(node: RunningNode, wire: flight
     finally:
         node.run(give_back())
     assert get(wire, **ticket).num_rows == 1
-    eventually(lambda: answers.held_bytes == 0, "what was sent counts no more")
+    eventually(lambda: answers.held_bytes == 0, "an answer that was read does not count")
 
 
 def test_a_taken_port_is_a_setup_error(node: RunningNode, tmp_path: Path) -> None:
@@ -201,6 +202,6 @@ def test_a_stop_ends_long_polls_and_refuses_new_calls(tmp_path: Path) -> None:
         polling.join(BOUND_S)
         assert len(ended) == 1
         assert edge._calls.taken == 0
-        asyncio.run(edge.close())  # a second time does nothing
+        asyncio.run(edge.close())  # a second call does nothing
         node.start()
         assert act(wire, "queues", b'{"topic": "quiet"}', timeout=BOUND_S)["queues"].keys() == {"0"}

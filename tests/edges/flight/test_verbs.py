@@ -1,4 +1,4 @@
-"""Each decoded request reaches its verb of a real broker, and the answer has the documented shape."""
+"""Each decoded request calls a method of a real broker, and the answer has the documented form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
     return node.run(verbs.perform(node.broker, node.node.status, verb, request, ANONYMOUS))
 
 
-def test_every_action_has_a_verb(node: RunningNode) -> None:
+def test_every_action_is_performed_and_its_answer_can_be_encoded(node: RunningNode) -> None:
     node.run(node.broker.create_topic("verbs", 2))
     requests: dict[str, codec.ActionRequest] = {
         "queues": wire.Queues(topic="verbs"),
@@ -36,12 +36,12 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "schedules": wire.Schedules(),
         "selections": wire.Selections(),
     }
-    # The first has its own test below; a drain needs two groups (tests/cluster/test_drain.py).
+    # cancel_range has its own test below. A drain needs two groups (tests/cluster/test_drain.py).
     assert requests.keys() == codec.ACTIONS.keys() - {"cancel_range", "drain"}
     answers = {verb: perform(node, verb, request) for verb, request in requests.items()}
     assert answers["compactor"] == answers["dispatcher"] == {}
     assert answers["queues"] == {"queues": {"0": {"min": 0, "max": 0}, "1": {"min": 0, "max": 0}}}
-    # Between the two lie the row that reserves, and the offsets where their moment comes just then.
+    # Rows were written since the status: that of the reservation, and perhaps offsets.
     assert answers["status"]["log"]["next_seq"] < answers["reserve"]["first_seq"]
     assert answers["campaigns"]["campaigns"] == [answers["campaign"]]
     assert answers["source_positions"] == {"positions": {}}
@@ -51,7 +51,7 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         assert codec.encode(answer)
 
 
-def test_a_range_that_nobody_attached_is_not_cancelled(node: RunningNode) -> None:
+def test_a_cancel_of_a_reserved_range_is_refused(node: RunningNode) -> None:
     first_seq = node.run(node.broker.reserve(3))
     with pytest.raises(NotFound, match="set aside"):
         perform(node, "cancel_range", wire.CancelRange(ranges=[(first_seq, 3)], reason="verbs"))

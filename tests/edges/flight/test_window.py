@@ -1,4 +1,4 @@
-"""The window of a send stream: the order of answers, the limits, and that no stream waits for ever."""
+"""The window of a send stream: the order of answers, the limits, and the callbacks that end a wait."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ class Stream:
         assert slot is not None
         return slot
 
-    async def was_told_of_capacity(self) -> bool:
-        """True if `on_capacity` was called once by the end of this turn of the loop. Resets the number of calls."""
+    async def has_capacity_call(self) -> bool:
+        """Check whether `on_capacity` was called once by the end of this turn of the loop.
+
+        Resets the number of calls.
+        """
         await asyncio.sleep(0)
         calls, self.capacity_calls = self.capacity_calls, 0
         return calls == 1
@@ -54,7 +57,7 @@ def test_answers_are_taken_in_the_order_of_the_batches(order: list[int]) -> None
     taken: list[bytes] = []
     for index in order:
         slots[index].settle(b"%d" % index)
-        assert (stream.answer_calls > 0) == (index == len(taken)), "it is told of the one at the front"
+        assert (stream.answer_calls > 0) == (index == len(taken)), "called for the slot at the front"
         stream.answer_calls = 0
         while (answer := stream.window.pop_answer()) is not None:
             taken.append(answer)
@@ -68,10 +71,10 @@ def test_a_full_window_waits_until_an_answer_is_taken() -> None:
         first, _ = stream.entered(), stream.entered()
         assert stream.window.enter(1) is None
         first.settle(b"1")
-        await stream.was_told_of_capacity()
-        assert stream.window.enter(1) is None  # settled, but its client has not had the answer
+        await stream.has_capacity_call()
+        assert stream.window.enter(1) is None, "the slot counts until its answer is taken"
         assert stream.window.pop_answer() == b"1"
-        assert await stream.was_told_of_capacity()
+        assert await stream.has_capacity_call()
         stream.entered()
 
     run(check())
@@ -80,11 +83,11 @@ def test_a_full_window_waits_until_an_answer_is_taken() -> None:
 def test_settling_a_batch_frees_its_bytes() -> None:
     async def check() -> None:
         stream = Stream(MemoryQuota(100), bytes_max=10)
-        _, big = stream.entered(1), stream.entered(9)
+        _, large = stream.entered(1), stream.entered(9)
         assert stream.window.enter(2) is None
-        assert not await stream.was_told_of_capacity()
-        big.settle(b"")
-        assert await stream.was_told_of_capacity()
+        assert not await stream.has_capacity_call()
+        large.settle(b"")
+        assert await stream.has_capacity_call()
         stream.entered(2)
 
     run(check())
@@ -97,7 +100,7 @@ def test_a_batch_larger_than_the_window_enters_alone() -> None:
         huge = stream.entered(1_000)
         assert stream.window.enter(1) is None
         huge.settle(b"")
-        assert await stream.was_told_of_capacity()
+        assert await stream.has_capacity_call()
         stream.entered(1)
         assert budget.held_bytes == 1
 
@@ -107,28 +110,28 @@ def test_a_batch_larger_than_the_window_enters_alone() -> None:
 def test_streams_share_one_budget() -> None:
     async def check() -> None:
         budget = MemoryQuota(10)
-        item, other = Stream(budget), Stream(budget, OTHER)
-        slot = item.entered(10)
+        first, other = Stream(budget), Stream(budget, OTHER)
+        slot = first.entered(10)
         assert other.window.enter(5) is None
-        assert other.window.enter(5) is None, "asked for once"
+        assert other.window.enter(5) is None, "requests the bytes only once"
         slot.settle(b"")
-        assert budget.held_bytes == 5, "granted, and counted"
-        assert await other.was_told_of_capacity()
+        assert budget.held_bytes == 5, "the bytes of the waiting stream"
+        assert await other.has_capacity_call()
         other.entered(5)
         assert budget.held_bytes == 5
 
     run(check())
 
 
-@pytest.mark.parametrize("waits", ["for the window", "for the budget", "with what is granted"])
-def test_abort_returns_all_bytes_and_calls_back_no_more(waits: str) -> None:
+@pytest.mark.parametrize("waits", ["for the window", "for the budget", "with granted bytes"])
+def test_abort_returns_all_bytes_and_ends_the_callbacks(waits: str) -> None:
     async def check() -> None:
         budget = MemoryQuota(10)
         stream = Stream(budget, batches_max=1) if waits == "for the window" else Stream(budget)
         other = Stream(budget, OTHER)
         slot = stream.entered(1) if waits == "for the window" else other.entered(10)
         assert stream.window.enter(2) is None
-        if waits == "with what is granted":
+        if waits == "with granted bytes":
             slot.settle(b"")
         emptied = asyncio.ensure_future(stream.window.emptied())
         await asyncio.sleep(0)
@@ -136,9 +139,9 @@ def test_abort_returns_all_bytes_and_calls_back_no_more(waits: str) -> None:
         stream.window.abort()
         await emptied
         assert stream.window.enter(1) is None and stream.window.pop_answer() is None
-        if waits != "with what is granted":
-            slot.settle(b"late")  # the broker decides it all the same
-        assert not await stream.was_told_of_capacity()
+        if waits != "with granted bytes":
+            slot.settle(b"late")  # the broker still answers the batch
+        assert not await stream.has_capacity_call()
         assert budget.held_bytes == 0 and not budget.waiting
 
     run(check())

@@ -1,11 +1,11 @@
 """Codec of the Flight edge: its JSON (actions, tickets, answers), and Flight's protobuf messages. Does no I/O.
 
-All JSON from clients is decoded here, once, after its size was checked. The results are structs of wire.py, which limit
-every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a typed error that
-names the field. Decoding costs no more than reading the bytes.
+All JSON from clients is decoded here, once, after a check of its size. The results are structs of model/wire.py, which
+limit every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a typed
+error that names the field.
 
-Invariant: the results of `decode_action` and `decode_ticket` satisfy every bound of `wire.py`, so the server checks
-nothing again.
+Invariant: the results of `decode_action` and `decode_ticket` are within every limit of model/wire.py, so the server
+checks nothing again.
 
 The protobuf codec is handwritten, because the body of a batch makes up most of a message. The body is not copied on
 reading, and copied once on writing. The classes of protobuf would copy it more often.
@@ -69,21 +69,25 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
     "dispatcher": (wire.DispatcherLease, wire.BODY_BYTES_MAX, "renew the lease of an external dispatcher"),
 }
 
-# larger than BODY_BYTES_MAX, so the permission is checked before decoding
+# Actions for administrators whose bodies may be larger than BODY_BYTES_MAX. Their permission is checked before
+# decoding.
 LARGE_ADMIN_ACTIONS = ("attach", "cancel_range")
 
 ActionRequest = wire.Request | attachment.Attachment
 
 
 def body_bytes_max(verb: str) -> int:
-    """Look up the size limit of an action's body, in bytes. Raises NotFound for an unknown verb."""
+    """Find the size limit of an action's body, in bytes. Raises NotFound for an unknown verb."""
     if verb not in ACTIONS:
         raise NotFound(f"no action {_shortened(verb)!r}; there are: {', '.join(ACTIONS)}")
     return ACTIONS[verb][1]
 
 
 def decode_action(verb: str, body: bytes) -> ActionRequest:
-    """Decode the body of an action. An empty body means `{}`. Raises NotFound, OverLimit and RequestError."""
+    """Decode the body of an action. An empty body means `{}`.
+
+    Raises NotFound, OverLimit, RequestError, InvalidMessage.
+    """
     check_size(f"the body of action {_shortened(verb)}", len(body), body_bytes_max(verb))
     kind = ACTIONS[verb][0]
     if kind is None:
@@ -96,11 +100,11 @@ def decode_action(verb: str, body: bytes) -> ActionRequest:
 
 
 def decode_ticket(data: bytes) -> wire.Ticket:
-    """Decode the ticket of a DoGet. Raises OverLimit and RequestError."""
+    """Decode the ticket of a DoGet. Raises OverLimit, RequestError and InvalidMessage."""
     check_size("a ticket", len(data), wire.TICKET_BYTES_MAX)
     ticket: wire.Ticket = _decode(data, wire.Ticket, "the ticket")
     if isinstance(ticket, wire.ReadLog) and ticket.to_seq < ticket.from_seq:
-        raise RequestError(f"the ticket: to_seq {ticket.to_seq} lies before from_seq {ticket.from_seq}")
+        raise RequestError(f"the ticket: to_seq {ticket.to_seq} is before from_seq {ticket.from_seq}")
     if isinstance(ticket, wire.ReadLog) and ticket.columns is not None:
         for name in ticket.columns:
             if name not in READ_SCHEMA.names or ticket.columns.count(name) > 1:
@@ -118,7 +122,7 @@ _DETAIL = "Failed"
 
 
 def decode_metadata(metadata: memoryview) -> str:
-    """Decode the metadata of a batch as UTF-8, "" if there is none. Raises InvalidMessage."""
+    """Decode the metadata of a batch as UTF-8. Empty metadata gives "". Raises InvalidMessage."""
     try:
         return str(metadata, "utf-8")
     except UnicodeDecodeError as error:
@@ -162,7 +166,7 @@ def status_text(error: BaseException) -> str:
 
 
 def error_trailers(error: BaseException) -> bytes:
-    """Encode the four trailers that carry an error to the client, as Arrow's own server writes them."""
+    """Encode the four trailers with an error for the client, as Arrow's own server writes them."""
     return b"".join(
         (
             literal("grpc-status-details-bin", _binary(_code(error))),
@@ -179,6 +183,7 @@ def _binary(text: str) -> str:
 
 
 def _code(error: BaseException) -> str:
+    """Return the error code for clients. An internal fault has that of TimeballError."""
     return error.code if isinstance(error, TimeballError) else TimeballError.code
 
 
@@ -203,6 +208,7 @@ def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _decode(data: bytes, kind: Any, subject: str) -> Any:
+    """Decode JSON to a struct. Raises RequestError for wrong fields, InvalidMessage for text that is no JSON."""
     try:
         return _decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:
@@ -228,21 +234,18 @@ _EMPTY = memoryview(b"")
 
 
 class Data(NamedTuple):
-    """A decoded FlightData.
+    """A decoded FlightData. The views refer to the message's bytes."""
 
-    `path` is None without a descriptor of type PATH. The views refer to the message's bytes.
-    """
-
-    path: list[bytes] | None
+    path: list[bytes] | None  # None without a descriptor of type PATH
     has_descriptor: bool
-    header: memoryview
+    header: memoryview  # of an Arrow IPC message
     metadata: memoryview
     body: Sequence[bytes | memoryview]  # consecutive parts of the body
-    size_bytes: int
+    size_bytes: int  # of the whole message
 
 
 def parse_action(message: bytes) -> tuple[str, memoryview]:
-    """Decode the type and the body of an Action."""
+    """Decode the type and the body of an Action. Raises InvalidMessage."""
     fields = dict(_fields(memoryview(message)))
     try:
         return str(_bytes_field(fields, 1), "utf-8"), _bytes_field(fields, 2)
@@ -251,12 +254,15 @@ def parse_action(message: bytes) -> tuple[str, memoryview]:
 
 
 def parse_ticket(message: bytes) -> bytes:
-    """Decode the bytes of a Ticket."""
+    """Decode the bytes of a Ticket. Raises InvalidMessage."""
     return bytes(_bytes_field(dict(_fields(memoryview(message))), 1))
 
 
 def parse_data(chunks: Sequence[bytes | bytearray | memoryview]) -> Data:
-    """Decode a FlightData that arrived in several chunks. A body at its end is not copied: it stays in the chunks."""
+    """Decode a FlightData that arrived in chunks. Raises InvalidMessage.
+
+    A body at the end of the message is not copied: it stays in the chunks.
+    """
     size_bytes = sum(map(len, chunks))
     if len(chunks) > 1:
         head = _fields_before_body(memoryview(chunks[0]), size_bytes)
@@ -270,6 +276,7 @@ def parse_data(chunks: Sequence[bytes | bytearray | memoryview]) -> Data:
 
 
 def _data(fields: dict[int, int | memoryview], body: Sequence[bytes | memoryview], size_bytes: int) -> Data:
+    """Build the result of `parse_data` from the fields by number, and the body."""
     descriptor = fields.get(1)
     path = None if descriptor is None else _path(_bytes_field(fields, 1))
     return Data(
@@ -278,9 +285,9 @@ def _data(fields: dict[int, int | memoryview], body: Sequence[bytes | memoryview
 
 
 def _fields_before_body(first: memoryview, size_bytes: int) -> tuple[dict[int, int | memoryview], int] | None:
-    """Decode the fields before the body, and find the offset of the body, which must reach to the end of the message.
+    """Decode the fields before the body, and find the offset of the body in the first chunk.
 
-    None if the first chunk does not contain all of those fields, or if the body is not the last field.
+    None if the first chunk does not contain all these fields, or if the body does not end with the message.
     """
     fields: dict[int, int | memoryview] = {}
     offset = 0
@@ -324,7 +331,7 @@ def encode_action_type(verb: str, description: str) -> bytes:
 
 
 def _path(descriptor: memoryview) -> list[bytes] | None:
-    """Decode the path of a FlightDescriptor. None if it is not of type PATH."""
+    """Decode the path of a FlightDescriptor. None if it is not of type PATH. Raises InvalidMessage."""
     fields = list(_fields(descriptor))
     if (1, DESCRIPTOR_TYPE_PATH) not in fields:
         return None
@@ -332,7 +339,7 @@ def _path(descriptor: memoryview) -> list[bytes] | None:
 
 
 def _bytes_field(fields: dict[int, int | memoryview], number: int) -> memoryview:
-    """Look up a field of type bytes, empty if it is missing. Raises InvalidMessage if it is a number."""
+    """Return a field of type bytes, empty if it is missing. Raises InvalidMessage if it is a number."""
     value = fields.get(number, _EMPTY)
     if isinstance(value, int):
         raise InvalidMessage(f"field {number} of a Flight message is a number; it must be bytes")
@@ -340,7 +347,10 @@ def _bytes_field(fields: dict[int, int | memoryview], number: int) -> memoryview
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield the number and value of each field, in order. Fixed-width fields are skipped, because Flight has none."""
+    """Yield the number and value of each field, in order. Raises InvalidMessage.
+
+    Fixed-width fields are skipped, because Flight has none.
+    """
     offset, end = 0, len(message)
     while offset < end:
         tag, offset = _decode_varint(message, offset)
@@ -363,7 +373,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _decode_varint(message: memoryview, offset: int) -> tuple[int, int]:
-    """Decode the varint at `offset`. The result is its value, and the offset after it."""
+    """Decode the varint at `offset`. Returns its value, and the offset after it. Raises InvalidMessage."""
     if offset < len(message) and message[offset] < 0x80:  # nearly all numbers have one byte
         return message[offset], offset + 1
     value = 0

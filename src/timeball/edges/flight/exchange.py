@@ -1,7 +1,7 @@
 """Calls of Flight, the streams of batches (DoExchange), and the window of their unanswered batches.
 
     FlightCall                        one call: its caller, its slot in the limit, its status
-    Sends, SourcedSends, Releases     from a stream to the broker, and the broker's answers back
+    Sends, SourcedSends, Releases     pass the batches of a stream to the broker, and its answers back (sinks)
     Upload                            one stream of batches
     Window                            the unanswered batches of one stream, in order
 
@@ -12,14 +12,13 @@ Batches are read without waiting for their answers, and answered in their order:
     answers     Window.pop_answer -> acknowledgements, as far as the client reads them
 
 The stream reads on while its batches wait for the disk, so that one group commit can contain many batches of a stream.
-A refused batch is answered, and the stream continues. When the client disconnects, the broker still decides the batches
-that it has received. Nothing is cancelled, because a group commit contains batches of other streams too.
+A refused batch is answered, and the stream continues. If the client disconnects, the broker still decides about the
+batches that it has received. Nothing is cancelled, because a group commit contains batches of other streams, too.
 
-A stream holds in memory one message, which is being received or waits for the window, and READ_AHEAD_BYTES after it. A
-message that has arrived in part counts towards the bytes of all requests, and must be complete within READ_S. A stream
-without a message is cheap. It is still ended after IDLE_S without activity if another stream needs its slot. A single
-thread decodes large messages, one after the other, while the event loop continues. So the memory for decoding is needed
-once, and not once per stream.
+A stream has in memory one message, which is being received or waits for the window, and READ_AHEAD_BYTES after it. A
+message that has arrived in part counts towards the bytes of all requests, and must be complete within READ_S. After
+IDLE_S without activity, a stream is ended if another stream needs its slot. A single thread decodes large messages, one
+after the other, while the event loop continues. So the memory for decoding is needed once, and not once per stream.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 # The headers identify the caller, then the call takes a slot, and then its message is received. A call that fails ends
 # as with Arrow's own server: with the status UNKNOWN, and trailers with Timeball's error code and text.
 
-# identifies the caller of a call, or raises the TimeballError that refuses the call
+# Identifies the caller of a call, or raises the TimeballError with which the call is refused.
 Admit = Callable[[Call], Caller]
 
 
@@ -67,7 +66,7 @@ class FlightCall(Exchange):
     __slots__ = ("_admit", "_holds_slot", "_limit")
 
     READ_S = 20.0  # enough for 4 MiB over a slow line
-    TAKEN_S = None  # a client that reads a log may pause; pings detect that its machine is gone
+    TAKEN_S = None  # no limit: a client that reads a log may pause. Pings detect that its machine is gone
 
     def __init__(
         self, streams: Streams, number: int, is_half_closed: bool, call: Call, room: Room, serve: Serve, now_s: float,
@@ -116,14 +115,15 @@ def framed(*segments: Payload) -> bytes:
 
 
 def framed_in_two(*segments: Payload) -> tuple[bytes, Payload]:
-    """Build a message like `framed`, but leave its last segment separate, so that a large segment is not copied."""
+    """Build a message as `framed` does, but return its last segment separately, so that a large one is not copied."""
     *head_segments, last = segments
     return b"".join((PREFIX.pack(0, sum(map(len, segments))), *head_segments)), last
 
 
-# ---- from a stream to the broker, and back -------------------------------------------------------------------
+# ---- sinks: from a stream to the broker, and back ------------------------------------------------------------
 # broker/accepting/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain
-# rows of the pending table's files, sent by a dispatcher. The broker decides them in the order in which they arrive.
+# rows of the pending table's files, sent by a dispatcher. The broker decides about them in the order in which they
+# arrive.
 #
 # Invariant: every slot is settled once, even if the broker fails.
 
@@ -154,7 +154,7 @@ class Sends:
                 self._broker.keyed_sends.put(piece, send_key.idempotency_key, send_key.attempt, anew=anew)
             else:
                 self._broker.sends.put(piece)
-        except Exception as error:  # of any kind: the stream sends this answer before all later ones
+        except Exception as error:  # any error: the client waits for an answer to each batch
             self.refuse([piece], error)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
@@ -182,7 +182,7 @@ class SourcedSends(Sends):
         piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
         try:
             self._broker.sourced_sends.put(piece, codec.decode_source_step(key))
-        except Exception as error:  # of any kind: the stream sends this answer before all later ones
+        except Exception as error:  # any error: the client waits for an answer to each batch
             self.refuse([piece], error)
 
 
@@ -200,6 +200,7 @@ class Releases:
         task.add_done_callback(partial(self._answer, slot))
 
     async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
+        """Release the messages of a batch, and encode the answer."""
         result = await self._broker.release(batch, caller)
         return codec.encode(answers.ReleaseAck(result.released, result.left))
 
@@ -222,47 +223,36 @@ def refusal_answer(error: BaseException) -> bytes:
 # ---- one stream of batches -----------------------------------------------------------------------------------
 
 READ_AHEAD_BYTES = 1024 * 1024  # bytes that a client may send after the message being received
-# up to this size the event loop decodes a message itself: some 30 us, as long as a hand-over to a thread takes
+# Up to this size the event loop decodes a message itself: in some 30 us, as long as a switch to a thread takes.
 INLINE_DECODE_BYTES_MAX = 256 * 1024
 
-# time without a batch or an answer, after which a stream may be ended in favour of another stream
+# Time without a batch or an answer, after which a stream may be ended in favour of another stream.
 IDLE_S = 60.0
 IDLE_TEXT = "this stream was idle, and another stream needed its slot; open a new one"
 MESSAGES_PER_TURN = 64  # of one stream in a turn of the event loop (about 2 ms), then other tasks run
 
 ColumnsOf = Callable[[pa.Schema], SendColumns | ReleaseColumns]
-# chooses by the path of the descriptor, None without one; raises TimeballError
+# Chooses by the caller, and by the path of the descriptor (None without one). Raises TimeballError.
 ChooseSink = Callable[[Caller, list[bytes] | None], tuple[Sends | Releases, ColumnsOf]]
 
 
 class UploadContext(NamedTuple):
-    """The objects of the edge that all its streams share.
+    """The objects of the edge that all its streams share."""
 
-    choose_sink   chooses the receiver of the batches in the broker, and the checker of their schema
-    allow         the policy's check of a caller
-    budget        limits the unanswered bytes of all streams
-    decoding      the thread that decodes large messages
-    limit         limits the number of streams
-    streams       the open streams
-    """
-
-    choose_sink: ChooseSink
-    allow: Allow
-    budget: MemoryQuota
-    decoding: Executor
-    limit: SharedLimit
-    streams: set[Upload]
+    choose_sink: ChooseSink  # chooses where the batches go, and the check of their schema
+    allow: Allow  # checks the permissions of a caller
+    budget: MemoryQuota  # limits the unanswered bytes of all streams
+    decoding: Executor  # the thread that decodes large messages
+    limit: SharedLimit  # limits the number of streams
+    streams: set[Upload]  # the open streams
 
 
 class _DecodedBatch(NamedTuple):
-    """A checked batch, or the encoded answer to a batch that is refused.
-
-    `key` is the metadata of the batch, "" for none.
-    """
+    """A checked batch, or the encoded answer to a batch that is refused."""
 
     batch: pa.RecordBatch | bytes
-    size_bytes: int
-    key: str
+    size_bytes: int  # 0 for a refused batch
+    key: str  # the metadata of the batch, "" for none
 
 
 class Upload(FlightCall):
@@ -281,7 +271,7 @@ class Upload(FlightCall):
         self._context = context
         self._last_active_s = now_s
         self.window = Window(context.budget, call.peer, self._resume, self._send_answers)
-        # where the batches go; chosen by the descriptor in the first message
+        # Where the batches go. Chosen by the descriptor in the first message.
         self._sink: Sends | Releases | None = None
         self._columns_of: ColumnsOf
         self._schema: pa.Schema | None = None  # None until the schema's message has arrived
@@ -307,9 +297,9 @@ class Upload(FlightCall):
             super()._take_slot()
 
     def is_evictable_for(self, other: Upload) -> bool:
-        """True if this stream is idle and may be ended in favour of another stream.
+        """Check whether this stream is idle, and may be ended in favour of another stream.
 
-        That is the case if both have the same address or account, or if all slots are taken.
+        It may be if both have the same address or account, or if all slots are taken.
         """
         if self.window or self._waiting_batch or self._is_decoding or self._held_bytes or self.has_unsent:
             return False
@@ -341,7 +331,8 @@ class Upload(FlightCall):
     def _read(self) -> None:
         """Handle the received messages one by one, until the stream must pause or more bytes are needed.
 
-        Then allow the client to send more.
+        Then allow the client to send more. After MESSAGES_PER_TURN messages, go on in the next turn of the loop. An
+        error ends the stream after the answers to its earlier batches.
         """
         if self._is_next_turn_scheduled:
             return
@@ -360,7 +351,7 @@ class Upload(FlightCall):
                 self._is_next_turn_scheduled = True
                 asyncio.get_running_loop().call_soon(self._next_turn)
                 return
-        except Exception as error:  # of any kind: an internal fault must not leave the client waiting
+        except Exception as error:  # any error: after an internal fault, too, the client waits for the end
             self.fail_after_answers(error)
             return
         wanted_bytes = READ_AHEAD_BYTES + max(0, self._message_bytes - self._held_bytes)
@@ -381,7 +372,8 @@ class Upload(FlightCall):
         return bool(self._is_over or is_full or self.window.is_finished)
 
     def _reserve(self, size_bytes: int) -> bool:
-        # A message that has arrived completely is decoded at once. It needs no reservation.
+        """Reserve memory for the rest of a message (see Exchange)."""
+        # A message that has arrived completely is decoded at once, and needs no reservation.
         return self._held_bytes >= self._message_bytes or super()._reserve(size_bytes)
 
     def check(self, now_s: float) -> None:
@@ -393,7 +385,7 @@ class Upload(FlightCall):
             super().check(now_s)
 
     def _ended(self) -> None:
-        """Handle the end of the client's side: answer the batches so far, then end the stream."""
+        """Handle the end of the client's side: answer the batches so far, then end the stream. Raises TimeballError."""
         if self._held_bytes:
             raise InvalidMessage("the stream ends within a message")
         if self._sink is None:
@@ -404,7 +396,10 @@ class Upload(FlightCall):
         self._send_answers()
 
     def _handle_message(self, is_compressed: bool, chunks: list[Payload]) -> None:
-        """Handle one complete message: a descriptor, the schema, a batch, or the message that ends the stream."""
+        """Handle one complete message: a descriptor, the schema, a batch, or the message that ends the stream.
+
+        `chunks`: the message in pieces. Raises TimeballError for a message that ends the stream with an error.
+        """
         self._message_bytes, self._since_s = 0, None
         if is_compressed:
             unpacked = self._decompress(b"".join(chunks))
@@ -440,7 +435,7 @@ class Upload(FlightCall):
             self._read()
 
     def _decode(self, message: Data) -> _DecodedBatch:
-        """Decode and check a batch. Runs in any thread."""
+        """Decode and check a batch. An error becomes the answer to the batch. Runs in any thread."""
         try:
             if self._is_stopping:
                 raise Unavailable(STOPPING)
@@ -449,14 +444,14 @@ class Upload(FlightCall):
             batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema), allow)
             size_bytes = size_of(batch)
             key = codec.decode_metadata(message.metadata)
-        except Exception as error:  # of any kind: this batch is answered, and the stream continues
+        except Exception as error:  # any error: this batch is refused, and the stream continues
             return _DecodedBatch(refusal_answer(error), 0, "")
         return _DecodedBatch(batch, max(message.size_bytes, size_bytes), key)
 
     def _pass_on(self, decoded: _DecodedBatch) -> None:
-        """Pass a decoded batch on to the sink, or queue its refusal.
+        """Pass a decoded batch to the sink, or settle its slot with the refusal.
 
-        Without capacity in the window, batch and stream wait.
+        If the window has no capacity, the batch and the stream wait for `_resume`.
         """
         slot = self.window.enter(decoded.size_bytes)
         if slot is None:
@@ -479,7 +474,7 @@ class Upload(FlightCall):
     # -- answers to the client -------------------------------------------------------------------------------
 
     def _send_answers(self) -> None:
-        """Send the settled answers in order, until the client does not read. End the stream after its last answer."""
+        """Send the settled answers in order, as long as the client reads. End the stream after its last answer."""
         window = self.window
         while not (self._is_over or self.has_unsent):
             if self.streams.is_full:
@@ -547,10 +542,10 @@ class Slot:
 class Window:
     """The slots of one stream, in the order of their batches. Belongs to the event loop.
 
-        the stream reads     enter(bytes) … None while the window is full. Then the stream stops reading, and HTTP/2
+        the stream reads     enter(bytes): None while the window is full. Then the stream stops reading, and HTTP/2
                              stops the client: this is the back-pressure
-        the broker answers   slot.settle(answer) … in any order: gives the slot the answer to its batch
-        the stream answers   pop_answer() … the settled answers at the front
+        the broker answers   slot.settle(answer), in any order
+        the stream answers   pop_answer(): the answer of the slot at the front, once it is settled
 
     Invariant: each entered slot is settled at most once, and its answer is taken at most once. After `abort` neither
     callback is called again.
@@ -565,10 +560,10 @@ class Window:
         batches_max: int = BATCHES_MAX,
         bytes_max: int = BYTES_MAX,
     ) -> None:
-        """Make an empty window. `budget` limits the bytes of all streams, and `address` is the client's.
+        """Create an empty window.
 
-        `on_capacity` is called when `enter` may succeed again. `on_answer` is called when the slot at the front is
-        settled.
+        `budget` limits the bytes of all streams. `address`: of the client. `on_capacity` is called when `enter` may
+        succeed again, `on_answer` when the slot at the front is settled. `batches_max`, `bytes_max`: of this stream.
         """
         self._budget, self._address = budget, address
         self._on_capacity, self._on_answer = on_capacity, on_answer
@@ -589,7 +584,7 @@ class Window:
     def enter(self, size_bytes: int) -> Slot | None:
         """Add a slot for a batch of this size. None if there is no capacity yet, or the stream was aborted.
 
-        After None, `on_capacity` is called when it may succeed.
+        After None, `on_capacity` is called when another call may succeed, unless the stream was aborted.
         """
         if self.is_aborted or self._requested_bytes is not None:
             return None
@@ -607,7 +602,7 @@ class Window:
         return slot
 
     def pop_answer(self) -> bytes | None:
-        """Remove the slot at the front and take its answer. None if that slot is not settled yet."""
+        """Remove the slot at the front, and return its answer. None if it is not settled, or if there is no slot."""
         if self.is_aborted or not self._slots or self._slots[0].answer is None:
             return None
         answer = self._slots.popleft().answer

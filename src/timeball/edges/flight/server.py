@@ -1,15 +1,15 @@
-"""FlightEdge: the broker's verbs over Arrow Flight, on the HTTP/2 of http2/ and the broker's event loop.
+"""FlightEdge: the broker's operations over Arrow Flight, on the HTTP/2 of http2/ and the broker's event loop.
 
     FlightEdge    the server, and the methods of Flight
     Reads         DoGet: the rows of a ticket, as fast as the client reads them
 
 pyarrow's own server reads a request of any length into memory, decompresses it and resolves its dictionaries before it
-checks the caller. This server first checks the caller, then the number of calls, then receives one message of bounded
-length, and then decodes it. codec.py reads Flight's few messages, and arrow_ipc.py the batches. Decision 0050.
+checks the caller. This server first checks the caller, then the number of calls, then receives one message of limited
+length, and then decodes it (decision 0050). codec.py reads Flight's few messages, and arrow_ipc.py the batches.
 
-An action or a read is a task. A read ends when its client disconnects. A verb that changes something is left to finish,
-because it waits for a group commit that other requests wait for too. A send stream has no task: arriving batches and
-answers drive it (exchange.py).
+An action or a read is a task. If its client disconnects, a read ends, but an action goes on to its end, because it may
+wait for a group commit for which other requests wait, too. A send stream has no task: it goes on when a batch or an
+answer arrives (exchange.py).
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class FlightEdge:
     call = Call
 
     def __init__(self, broker: Broker, status: verbs.Status | None = None, security: Security = OPEN) -> None:
-        """Build the edge.
+        """Build the edge, which does not listen yet.
 
         `status` answers the action `status`. By default it is the broker's own status, without figures of the process.
-        `security` has the accounts and the TLS certificate.
+        `security`: the accounts and the TLS certificate.
         """
         self._broker, self._status = broker, status or broker.status
         self._security, self._clock = security, broker.clock.clock
@@ -109,7 +109,7 @@ class FlightEdge:
         self.room = Room(
             MemoryQuota(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX),
             MESSAGE_BYTES_MAX,
-            # Nearly as much as both limits admit. A call that waits for them only holds its headers.
+            # About as many as the other two limits admit. A call that waits for them only has its headers in memory.
             SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
@@ -155,13 +155,13 @@ class FlightEdge:
         )
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Find the caller from the headers. Raises Unauthorized."""
+        """Identify the caller by the headers of a call. Raises Unauthorized."""
         return self._security.caller(headers, self._clock.wall_ms())
 
     async def close(self) -> None:
-        """Refuse new calls, end reads, and answer received batches.
+        """Refuse new calls, end reads, and answer received batches. Then stop the server.
 
-        Streams with unanswered batches are cut after DRAIN_S.
+        After DRAIN_S, streams with unanswered batches end without these answers.
         """
         if self._is_closing:
             return
@@ -191,14 +191,14 @@ class FlightEdge:
     # ---- Flight's methods -------------------------------------------------------------------------------
 
     async def _serve(self, call: Any, message: bytes) -> None:
-        """Answer a call that is not a stream of batches."""
+        """Answer a call that is not a stream of batches. An error ends the call with its status."""
         try:
             await self._handlers.get(call.method.name, _refuse_method)(call, message)
             call.finish()
         except asyncio.CancelledError:
             call.refuse(Unavailable(STOPPING))  # has no effect if the client has disconnected
             raise
-        except Exception as error:  # of any kind: the client gets an answer
+        except Exception as error:  # any error: the client waits for an answer
             call.refuse(error)
 
     async def _do_action(self, call: FlightCall, message: bytes) -> None:
@@ -221,16 +221,16 @@ class FlightEdge:
         call.send_messages(framed(codec.encode_result(READ_SCHEMA.serialize().to_pybytes())))
 
     def _choose_sink(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, ColumnsOf]:
-        """Choose by the path where the batches of a DoExchange go, and which columns they have.
+        """Choose where the batches of a DoExchange go, and the check of their columns, by the path of its descriptor.
 
-        Raises NotFound for an unknown path, and Forbidden.
+        Raises NotFound for an unknown path, and Forbidden for a release without the permission.
         """
         if path == SEND_PATH:
             return self._sends, SendColumns
         if path == SOURCE_PATH:
             return self._source_sends, SourceColumns
         if path == RELEASE_PATH:
-            # checked before a batch is received, and by `Broker.release` for each batch
+            # Checked here before a batch is received, and by `Broker.release` for each batch.
             self._broker.policy.allow(caller, Verb.ADMIN)
             return self._releases, ReleaseColumns
         raise NotFound("no such exchange; descriptor paths are ['send'], ['source'] and ['release']")
@@ -244,7 +244,10 @@ class FlightEdge:
         return caller
 
     def _admit_sender(self, call: Call) -> Caller:
-        """Find the caller of a send stream. Raises Forbidden for an account that may not send to any topic."""
+        """Identify the caller of a stream of batches. Raises Unauthorized, Unavailable, and Forbidden.
+
+        Forbidden is for an account that may not send to any topic.
+        """
         caller = self._admit(call)
         self._broker.policy.allow_somewhere(caller, Verb.SEND)
         return caller
@@ -269,17 +272,17 @@ async def _refuse_method(call: FlightCall, message: bytes) -> None:
 
 
 # ---- DoGet: the rows of a ticket -----------------------------------------------------------------------------
-# Rows come from the log, a queue, or a long poll. Rows that the client has not read yet count towards
-# a limit for the answers of all calls. Threads read and encode the rows of the log, one batch at a time. A client that
-# stops reading occupies one batch in memory and no thread.
+# Rows come from the log, a queue, or a long poll. Rows that the client has not read yet count towards a limit for the
+# answers of all calls. Threads read and encode the rows of the log, one batch at a time. A client that stops reading
+# occupies one batch in memory and no thread.
 
 ANSWER_PART_BYTES = 4 * 1024 * 1024  # the largest message of an answer; larger batches are split
-# read and not yet taken, of all calls; one address alone may hold half of it
+# Rows in memory that clients have not read yet, of all calls. One address alone may have half of it.
 ANSWERS_BYTES_MAX = 192 * 1024 * 1024
 ANSWER_WAIT_S = 1.0  # the longest wait for capacity in the limit for answers, before OverLimit
 LOG_THREADS = 16  # for reads of the log
 SMALL_BYTES = 16 * 1024  # up to this size, a message is joined and sent in one frame
-# for so long the schema of a waiting read is held back, so that it can be sent together with the rows
+# Delay of the schema of a waiting read. If rows arrive earlier, they are sent together with it.
 SCHEMA_DELAY_S = 0.02
 
 
@@ -296,7 +299,7 @@ class Reads:
         self._threads.shutdown(wait=False)
 
     async def answer(self, call: FlightCall, message: bytes) -> None:
-        """Send the rows that the ticket in `message` asks for."""
+        """Send the rows that the ticket in `message` asks for. Raises the errors of the ticket and of the broker."""
         request = codec.decode_ticket(codec.parse_ticket(message))
         if isinstance(request, wire.ReadLog):
             await self._send_log(call, request)
@@ -311,10 +314,7 @@ class Reads:
         await self._send(call, schema.unsent, batch)
 
     async def _send(self, call: FlightCall, head: bytes, rows: pa.RecordBatch) -> None:
-        """Send a batch after the bytes `head`.
-
-        A large batch is split into several messages.
-        """
+        """Send a batch after the bytes `head`. A batch above ANSWER_PART_BYTES is split into several messages."""
         address, size_bytes = call.call.peer, _size_bytes(rows)
         await self._reserve(address, size_bytes)
         try:
@@ -363,9 +363,11 @@ class Reads:
 
 
 class _DelayedSchema:
-    """The message with the schema. It is sent together with the rows, or earlier if the read waits for rows.
+    """The message with the schema.
 
-    It must not wait for the rows, because a client with pyarrow can only cancel a read after it has the schema.
+    It is sent together with the rows, or after SCHEMA_DELAY_S if the read waits for rows.
+
+    It is not delayed longer, because a client with pyarrow can only cancel a read after it has the schema.
     """
 
     def __init__(self, call: FlightCall) -> None:
@@ -405,9 +407,9 @@ async def _send_message(call: FlightCall, first: bytes, last: Payload) -> None:
 
 
 def _encode_next_batch(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payload]] | None:
-    """Read the next batch and encode its messages, each in two segments.
+    """Read the next batch, and encode its messages, each in two segments (`framed_in_two`). None after the last batch.
 
-    None after the last batch. Runs in a thread.
+    Runs in a thread.
     """
     batch = next(rows, None)
     if batch is None:

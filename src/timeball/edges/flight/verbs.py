@@ -1,7 +1,7 @@
-"""Performs decoded requests by the broker's verbs, and builds their answers. Runs on the event loop.
+"""Calls the broker's method for each decoded request, and builds the answer. Runs on the event loop.
 
-Most verbs need a single line of code, so `perform` is a table of these lines. Errors raised here are TimeballErrors, or
-internal faults. The client is only told the name of an internal fault, and the details are in the log.
+Errors raised here are TimeballErrors, or internal faults. Of an internal fault, the client gets only the class name.
+The details are in the broker's log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Status = Callable[[Caller], dict[str, object]]
 async def perform(
     broker: Broker, status: Status, verb: str, request: codec.ActionRequest, caller: Caller
 ) -> Any:
-    """Perform an action for a caller. The result is encoded as the JSON of the answer."""
+    """Perform an action for a caller. Returns the answer, which the server encodes as JSON.
+
+    `verb`: the name of the action, which tells apart the actions without arguments. Raises the errors of the broker.
+    """
     match request:
         case wire.Nothing():
             return status(caller) if verb == "status" else await broker.compact(caller) or {}
@@ -85,6 +88,7 @@ async def perform(
 
 
 def _schedule(shown: Shown) -> answers.RecurringSchedule:
+    """Convert a schedule to its form in an answer."""
     facts, progress = shown.facts, shown.progress
     has_run = progress.runs > 0
     return answers.RecurringSchedule(
