@@ -35,8 +35,8 @@ def made(options: BridgeOptions, queue: BridgeQueue, calls: Calls) -> Iterator[M
     yield make
 
 
-def taken(made: Make, count: int) -> Counts:
-    """Run an intake until it has taken so many records."""
+def run_until_taken(made: Make, count: int) -> Counts:
+    """Run an intake until it has taken `count` records, and return its counts."""
     stop, (reader, counts) = threading.Event(), made()
     running = threading.Thread(target=reader.run, args=(stop,))
     running.start()
@@ -50,11 +50,11 @@ def test_a_restarted_intake_continues_at_the_positions_in_the_log(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make
 ) -> None:
     kafka.produce(options.own, *({"value": b"%d" % at, "headers": LATER} for at in range(5)))
-    assert taken(made, 5).taken == 5
+    assert run_until_taken(made, 5).taken == 5
     kafka.produce(
         options.own, {"value": b"5", "headers": LATER}, {"value": b"6", "partition": 2, "headers": LATER}
     )
-    assert taken(made, 2).taken == 2
+    assert run_until_taken(made, 2).taken == 2
     positions = node.broker.tables.source_positions.of("", options.name)
     assert positions == {0: 6, 1: 0, 2: 1, 3: 0}
     with node.client() as ball:
@@ -65,7 +65,7 @@ def test_a_message_cancelled_in_its_own_batch_is_never_sent(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make
 ) -> None:
     kafka.produce(options.own, {"value": b"0", "key": b"k", "headers": LATER})
-    taken(made, 1)
+    run_until_taken(made, 1)
     kafka.produce(
         options.own,
         {"value": b"1", "key": b"k", "headers": LATER},
@@ -73,7 +73,7 @@ def test_a_message_cancelled_in_its_own_batch_is_never_sent(
         {"value": b"3", "key": b"k", "headers": LATER},
         {"headers": [("cancel", b"")]},
     )
-    counts = taken(made, 4)
+    counts = run_until_taken(made, 4)
     assert (counts.cancelled, counts.dead) == (2, 1)
     with node.client() as ball:
         states = [ball.get(f"{options.name}-0-{at}").state for at in (0, 3, 4)]
@@ -88,7 +88,7 @@ def test_a_record_with_a_header_name_that_is_not_text_becomes_a_dead_letter(
     kafka.produce(options.own, *({"value": b"0", "headers": LATER} for _ in range(100)))
     kafka.produce_header_name(options.own, b"caf\xe9", b"1")
     kafka.produce(options.own, {"value": b"2", "headers": LATER})
-    counts = taken(made, 102)
+    counts = run_until_taken(made, 102)
     assert (counts.taken, counts.dead) == (102, 1)
     with node.client() as ball:
         scheduled, dead = ball.get(f"{options.name}-0-101"), ball.get(f"{options.name}-0-100")
@@ -118,11 +118,12 @@ def test_a_record_due_soon_shortens_the_linger_time(made: Make) -> None:
     reader, _ = made()
     record, now_ms = Record(reader._options.own, 0, 0, b"k", b"0", LATER, 0), reader._clock.wall_ms()
     soon, later = (record._replace(timestamp_ms=now_ms + ms - limits.HOUR_MS) for ms in (400, 5_000))
-    seen = []
-    for result in ([later], [later, soon], [later], [later, record._replace(headers=[])], [later]):
-        reader._convert(result)
-        seen.append(reader._linger_s)
-    assert seen == [intake.FAR_LINGER_S, intake.LINGER_S] * 2 + [intake.FAR_LINGER_S]
+    without_due_time = record._replace(headers=[])  # becomes a dead letter, which is due now
+    lingers_s = []
+    for batch in ([later], [later, soon], [later], [later, without_due_time], [later]):
+        reader._convert(batch)
+        lingers_s.append(reader._linger_s)
+    assert lingers_s == [intake.FAR_LINGER_S, intake.LINGER_S] * 2 + [intake.FAR_LINGER_S]
     reader._consumer.close()
 
 
@@ -130,18 +131,19 @@ def test_a_message_that_timeball_refuses_becomes_a_dead_letter(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    # As an operator's --delay-ms-max would have it, which the bridge does not know.
-    monkeypatch.setattr(
-        node.broker.appender, "_send_small_batch", lambda *_: None
-    )  # all batches are admitted
-    monkeypatch.setattr(node.broker.appender, "admit", strict(node.broker.appender.admit))
+    # The bridge does not know all limits of the broker, such as --delay-ms-max.
+    # Without the path for small batches, all batches pass `admit`.
+    monkeypatch.setattr(node.broker.appender, "_send_small_batch", lambda *_: None)
+    monkeypatch.setattr(node.broker.appender, "admit", refusing_bad_bodies(node.broker.appender.admit))
     kafka.produce(options.own, *({"value": value, "headers": LATER} for value in (b"a", b"bad", b"c")))
-    counts = taken(made, 3)
+    counts = run_until_taken(made, 3)
     assert (counts.taken, counts.dead) == (3, 1)
     assert node.broker.tables.source_positions.of("", options.name)[0] == 3
 
 
-def strict(admit: Callable[..., object]) -> Callable[..., object]:
+def refusing_bad_bodies(admit: Callable[..., object]) -> Callable[..., object]:
+    """Return an `admit` that refuses a scheduled message with the body "bad"."""
+
     def refuse_bad(batch: object) -> object:
         rows = zip(batch.column("body").to_pylist(), batch.column("due_ms").to_pylist())  # type: ignore[attr-defined]
         if any(body == b"bad" and due_ms is not None for body, due_ms in rows):
@@ -155,25 +157,26 @@ def test_a_stop_while_timeball_is_full_skips_no_record(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make,
     stop: threading.Event, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The broker has room for the second batch again, but the first one is in the log before it or neither is."""
+    """The broker could accept the second batch, but not before the first one, which it has refused."""
     admit = node.broker.appender.admit
 
-    def full(batch: pa.RecordBatch) -> object:
+    def refuse_first(batch: pa.RecordBatch) -> object:
         if b"0" in batch.column("body").to_pylist():
             stop.set()
-            raise OverLimit("no room")
+            raise OverLimit("the disk is full")
         return admit(batch)
 
     kafka.produce(options.own, *({"value": b"%d" % at, "headers": LATER} for at in range(2)))
     reader, counts = made()
     with monkeypatch.context() as patch:
         patch.setattr(intake, "BATCH_BYTES", 1)
-        patch.setattr(node.broker.appender, "_send_small_batch", lambda *_: None)  # all batches are admitted
-        patch.setattr(node.broker.appender, "admit", full)
+        # Without the path for small batches, all batches pass `admit`.
+        patch.setattr(node.broker.appender, "_send_small_batch", lambda *_: None)
+        patch.setattr(node.broker.appender, "admit", refuse_first)
         reader.run(stop)
     assert stop.is_set() and counts.taken == 0
     assert node.broker.tables.source_positions.of("", options.name)[0] == 0
-    assert taken(made, 2).taken == 2
+    assert run_until_taken(made, 2).taken == 2
 
 
 def test_a_batch_that_another_process_has_sent_is_refused_with_conflict(
@@ -182,7 +185,7 @@ def test_a_batch_that_another_process_has_sent_is_refused_with_conflict(
     kafka.produce(options.own, {"value": b"0", "headers": LATER})
     reader, _ = made()
     reader._assign_partitions()
-    taken(made, 1)
+    run_until_taken(made, 1)
     record = Record(options.own, 0, 0, None, b"0", [("after", b"1h")], 1_795_000_000_000)
     reader._accept([record, record._replace(offset=1)], threading.Event())
     with pytest.raises(Conflict, match="stands at 1"):
@@ -204,7 +207,7 @@ def test_an_intake_from_latest_skips_no_record_that_arrives_later(
     first._assign_partitions()
     first._consumer.close()
     kafka.produce(options.own, {"value": b"later", "headers": LATER})  # while no bridge runs
-    assert taken(make, 1).taken == 1
+    assert run_until_taken(make, 1).taken == 1
     with node.client() as ball:
         assert ball.get(f"{options.name}-0-1").state == "waiting"
         with pytest.raises(NotFound):
@@ -215,7 +218,7 @@ def test_records_lost_to_retention_are_counted_once(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make
 ) -> None:
     kafka.produce(options.own, {"value": b"0", "headers": LATER})
-    taken(made, 1)
+    run_until_taken(made, 1)
     # The mock keeps 5 MiB of a partition.
     kafka.produce(options.own, *({"value": bytes(900_000), "headers": LATER} for _ in range(8)))
     lost_counts = []
@@ -243,15 +246,16 @@ def test_a_topic_that_was_created_again_is_a_setup_error(
 
 def test_items_are_split_into_batches_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "BATCH_BYTES", 1_000)
-    sizes = [100, 700, 2_000, 50, None, 900, 10]
-    record = Record("t", 0, 0, None, None, [], 0)
-    items = [
-        (record, None if size is None else BridgeMessage("i", b"x" * (size - 65), None, "", 0, None)) if size != 50
-        else (record, BridgeMessage("i", b"", None, "", 0, None))
-        for size in sizes
-    ]  # fmt: skip
+    record, overhead_bytes = Record("t", 0, 0, None, None, [], 0), 65  # of the estimate `records.size_bytes`
+
+    def item(size_bytes: int | None) -> intake.Item:
+        """Build an item of this size. None: without a message."""
+        if size_bytes is None:
+            return record, None
+        return record, BridgeMessage("i", b"x" * (size_bytes - overhead_bytes), None, "", 0, None)
+
+    items = [item(size_bytes) for size_bytes in (100, 700, 2_000, 65, None, 900, 100)]
     batches = list(split_batches(items))
-    assert [len(batch) for batch in batches] == [2, 1, 3, 1] and [
-        item for batch in batches for item in batch
-    ] == items
+    assert [len(batch) for batch in batches] == [2, 1, 3, 1]
+    assert [each for batch in batches for each in batch] == items
     assert list(split_batches([])) == []

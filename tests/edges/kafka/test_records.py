@@ -65,7 +65,7 @@ def test_a_header_sets_the_due_time(name: str, text: bytes, due_ms: int) -> None
     ),
     partition=st.integers(0, 1_000),
 )  # fmt: skip
-def test_key_value_headers_and_partition_are_kept(
+def test_a_message_contains_key_value_headers_and_partition_of_its_record(
     key: bytes | None, value: bytes | None, headers: Headers, partition: int
 ) -> None:
     given_headers = [*headers, ("after", b"1s")]
@@ -133,11 +133,9 @@ def test_without_out_a_record_without_deliver_to_is_refused() -> None:
 
 def test_a_too_large_value_is_left_out_of_the_dead_letter() -> None:
     message = convert([("after", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
-    assert (
-        "4194305 bytes" in reason(message)
-        and records.VALUE_LEFT_OUT in reason(message)
-        and message.body == b""
-    )
+    assert message.body == b""
+    assert "4194305 bytes" in reason(message)
+    assert records.VALUE_LEFT_OUT in reason(message)
 
 
 def test_too_large_headers_are_left_out_of_the_dead_letter() -> None:
@@ -163,11 +161,17 @@ def test_a_kafka_key_is_used_as_it_is_or_as_its_hash(key: bytes, name: str | Non
     assert result == name if name else result.startswith("in/sha256:") and len(result) == 74
 
 
-def test_a_message_without_an_envelope_has_none() -> None:
-    assert records.envelope_of(None) is None
-    assert records.envelope_of("a\x01b\x02") is None
-    assert records.envelope_of("kafka\x01no base64!\x02") is None
-    assert records.envelope_of("kafka\x01aGFsbG8=\x02") is None
+@pytest.mark.parametrize(
+    "properties",
+    [
+        pytest.param(None, id="no properties"),
+        pytest.param("a\x01b\x02", id="another property"),
+        pytest.param("kafka\x01no base64!\x02", id="no base64"),
+        pytest.param("kafka\x01aGFsbG8=\x02", id="no envelope in base64"),
+    ],
+)
+def test_properties_without_a_valid_envelope_have_none(properties: str | None) -> None:
+    assert records.envelope_of(properties) is None
 
 
 def test_an_id_contains_the_location_of_its_record() -> None:

@@ -16,7 +16,7 @@ from timeball.io.clock import ManualClock
 
 
 class Admin:
-    """Answers like Kafka's admin client. `closed` may not be written, and `secret` may not be described."""
+    """Answers as Kafka's admin client. The topic `closed` may not be written, and `secret` may not be described."""
 
     def __init__(self) -> None:
         self.asked: list[set[str]] = []
@@ -53,10 +53,8 @@ def limits(*, is_compressed: bool = False) -> tuple[TopicLimits, Admin, ManualCl
 def test_a_record_beyond_the_limits_of_its_topic_is_refused() -> None:
     topic_limits, *_ = limits()
     assert topic_limits.refusal("open", 100) is None
-    assert (
-        topic_limits.refusal("open", 101)
-        == "Kafka: 101 bytes; the topic takes at most 100 (max.message.bytes)"
-    )
+    reason = "Kafka: 101 bytes; the topic takes at most 100 (max.message.bytes)"
+    assert topic_limits.refusal("open", 101) == reason
     assert "may not write" in (topic_limits.refusal("closed", 1) or "")
 
 
@@ -82,14 +80,15 @@ def test_limits_are_asked_for_again_after_limits_kept_ms() -> None:
 def test_a_kafka_that_does_not_answer_is_waited_for_only_once() -> None:
     class Silent(Admin):
         def describe_topics(self, topics: Any, **_: object) -> dict[str, Future[Any]]:
-            result = super().describe_topics(topics)
-            self.late = {name: Future[Any]() for name in result}
-            self.answers = result
+            self.answers = super().describe_topics(topics)
+            self.late = {name: Future[Any]() for name in self.answers}
             return self.late
 
     admin, clock = Silent(), ManualClock()
-    result = TopicLimits(admin, clock, is_compressed=False)  # type: ignore[arg-type]
-    result.refresh(["closed"])
-    assert result.refusal("closed", 1) is None and not result._is_responsive
+    topic_limits = TopicLimits(admin, clock, is_compressed=False)  # type: ignore[arg-type]
+    topic_limits.refresh(["closed"])
+    assert topic_limits.refusal("closed", 1) is None
+    assert not topic_limits._is_responsive
     admin.late["closed"].set_result(admin.answers["closed"].result())
-    assert result.refusal("closed", 1) is not None and result._is_responsive
+    assert topic_limits.refusal("closed", 1) is not None
+    assert topic_limits._is_responsive

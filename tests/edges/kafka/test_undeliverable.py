@@ -21,7 +21,7 @@ def test_each_line_contains_the_whole_record(tmp_path: Path) -> None:
     counts = Counts()
     file = UndeliverableFile(tmp_path / "lines", counts)
     file.check()
-    assert not file.path.exists()  # an empty file would say that something was refused
+    assert not file.path.exists(), "the check creates no file, which would look like a refused record"
     file.add(LINE)
     UndeliverableFile(tmp_path / "lines", counts).add(LINE)
     lines = file.path.read_bytes().splitlines()

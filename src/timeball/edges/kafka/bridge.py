@@ -1,6 +1,6 @@
 """Runs both directions of a bridge, each in a thread: `Intake` reads from Kafka, and `Delivery` writes to it.
 
-A direction is restarted for as long as Kafka or Timeball cannot be reached.
+A direction is restarted, with new objects, after each error in RESTART_ERRORS.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from timeball.model.errors import Conflict, OverLimit, StorageError, Unavailable
 
 logger = logging.getLogger(__name__)
 
+# Errors that new objects may resolve: Kafka or Timeball cannot be reached, or accepts nothing now. Conflict: another
+# process has continued the source, or this one did not get the answer to a send. New objects read the positions again.
+RESTART_ERRORS = (KafkaException, Unavailable, OverLimit, StorageError, Conflict)
 CALL_TIMEOUT_MS = 30_000  # of one attempt of a call to Timeball
-PATIENCE_S = 10.0  # for each call, while the broker restarts
+PATIENCE_S = 10.0  # time for which a call is repeated while the broker restarts
 RESTART_DELAY_S = 1.0  # before a direction is restarted
 
 
@@ -40,13 +43,14 @@ class Bridge:
         self._queue = BridgeQueue(self._operations, self._columns, options.topic)
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None]) -> None:
-        """Copy records in both directions until `stop` is set. Raises errors that a restart does not resolve.
+        """Copy records in both directions until `stop` is set. Raises errors that are not in RESTART_ERRORS.
 
-        `on_ready` is called once, when both directions are open.
+        `on_ready` is called once, when the delivery has opened and so the intake begins.
         """
         is_delivery_open = threading.Event()
 
         def deliver() -> None:
+            """Open a delivery, and run it until `stop` is set or an error occurs."""
             self._queue.ensure()
             delivery = Delivery(self.options, self._queue, self.counts, self._clock)
             delivery.open(stop)
@@ -56,6 +60,7 @@ class Bridge:
             delivery.run(stop)
 
         def take() -> None:
+            """Wait until a delivery has opened, then run an intake until `stop` is set or an error occurs."""
             # Kafka is read only after `Delivery.open` has stored a first position there. Without one, a restart would
             # refuse to start.
             while not is_delivery_open.wait(RESTART_DELAY_S):
@@ -78,15 +83,15 @@ class Bridge:
             direction.result()
 
     def _run_direction(self, direction: Callable[[], None], stop: threading.Event) -> None:
-        """Run one direction, and restart it after a temporary error. Any other error stops both directions."""
+        """Run one direction, and restart it after an error in RESTART_ERRORS. Any other error stops both directions."""
         try:
             while not stop.is_set():
                 try:
                     direction()
-                except (KafkaException, Unavailable, OverLimit, StorageError, Conflict) as error:
+                except RESTART_ERRORS as error:
                     if stop.is_set():
                         return
-                    logger.warning("started again way=%s reason=%s", direction.__name__, error)
+                    logger.warning("direction restarts direction=%s reason=%s", direction.__name__, error)
                     stop.wait(RESTART_DELAY_S)
         finally:
             stop.set()

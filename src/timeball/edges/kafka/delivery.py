@@ -1,4 +1,4 @@
-"""Writes messages from Timeball to Kafka, each as one committed record at its due time, and keeps the position.
+"""Writes messages from Timeball to Kafka, each as one committed record at its due time, and stores the position.
 
     pull (a long poll) -> begin -> the records, and the position after them -> commit
 
@@ -15,11 +15,11 @@ written. The bridge finds its message by halving the batch. The message is then 
     3  a dead letter without the value, and a line in a local file
     4  a line in a local file
 
-If a refusal is certain before the write (`TopicLimits`), the message takes the next form at once. Kafka reports some
-other errors for the record, and others only for the transaction. An error that only names the transaction is blamed on
-its single record if it occurs twice and a transaction without the record succeeds.
+If a refusal is certain before the write (`TopicLimits`), the message is written in its next form at once. Some errors
+of Kafka name the record. Others name only the transaction: such an error counts as one of the record if the transaction
+had no other record, the error has occurred twice, and a transaction without the record succeeds.
 
-A failed transaction makes its producer useless: a further transaction would fail for missing sequence numbers, or for a
+The producer of a failed transaction cannot begin another one, which would fail for missing sequence numbers, or for a
 state that only `init_transactions` ends. So a new producer replaces it.
 """
 
@@ -86,9 +86,10 @@ class TopicLimits:
     """Caches the limits of topics for LIMITS_KEPT_MS. Belongs to one thread."""
 
     def __init__(self, admin: AdminClient, clock: Clock, *, is_compressed: bool) -> None:
+        """`is_compressed`: Kafka's client compresses the records, so their size in Kafka is not known before."""
         self._admin, self._clock, self._is_compressed = admin, clock, is_compressed
         self._limits_by_topic: dict[str, TopicLimit] = {}
-        # by topic: when Kafka is asked for its limits again, by the boot clock
+        # By topic: when Kafka is asked for its limits again, by the boot clock.
         self._fresh_until_ms: dict[str, int] = {}
         # False after a request without an answer within LIMITS_WAIT_S, until the next answer
         self._is_responsive = True
@@ -140,9 +141,11 @@ class TopicLimits:
             answer.add_done_callback(partial(self._note_size, resource.name))
             yield answer
 
-    # Threads of Kafka's client call these two. Each call replaces one entry, so a reader sees the old or the new entry.
+    # Threads of Kafka's client call these two methods. Each call replaces one entry, so a reader sees the old or the
+    # new entry.
 
     def _note_operations(self, topic: str, answer: Future[Any]) -> None:
+        """Store whether the bridge may write to a topic. An answer without it, or an error, changes nothing."""
         self._is_responsive = True
         if answer.exception() is None and (allowed := answer.result().authorized_operations):
             may_write = AclOperation.WRITE in allowed or AclOperation.ALL in allowed
@@ -151,6 +154,7 @@ class TopicLimits:
             )
 
     def _note_size(self, topic: str, answer: Future[Any]) -> None:
+        """Store the largest record batch of a topic. An answer without it, or an error, changes nothing."""
         self._is_responsive = True
         if answer.exception() is None and (setting := answer.result().get(SIZE_LIMIT)) is not None:
             self._limits_by_topic[topic] = self._limits_by_topic.get(topic, TopicLimit())._replace(
@@ -186,7 +190,7 @@ TOPIC_ERRORS = frozenset(
 PERMANENT_ERRORS = SIZE_ERRORS | TOPIC_ERRORS | {KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION}
 # A refusal is forgotten after this time, because a topic's limit or permission may change.
 REFUSAL_KEPT_MS = 10_000
-# the four forms of a message, in the order in which they are tried (see the module docstring)
+# The four forms of a message, in the order in which they are tried (see the module docstring).
 AS_IT_IS, AS_DEAD_LETTER, WITHOUT_VALUE, ONLY_IN_FILE = range(1, 5)
 VALUE_IN_FILE = "the value is in the bridge's file of undeliverable records"
 # These mean that another process has taken over. All other fatal errors come from Kafka or the set-up.
@@ -200,16 +204,13 @@ class TopicDeleted(KafkaException):
 
 
 class OutgoingRecord(NamedTuple):
-    """A record to write to Kafka: a message, or its dead letter. `id` is the id of the message.
+    """A record to write to Kafka: of a message, or of its dead letter."""
 
-    `begin_ms` is the time from which its lateness counts: the due time, or the acceptance if that was later.
-    """
-
-    id: str
+    id: str  # of the message
     envelope: Envelope
     value: bytes | None
     due_ms: int | None
-    begin_ms: int | None
+    begin_ms: int | None  # from here its lateness counts: the due time, or the acceptance if that was later
     is_dead: bool
 
     @property
@@ -249,13 +250,13 @@ class Delivery:
             options.own, options.out, options.dead, options.position_topic, self._topics.has
         )
         self._reported_error: KafkaError | None = None  # Kafka's permanent error for `_single_record`
-        # Why Kafka refused the earlier forms of the message at `_offset`, one reason for each form.
+        # The reasons why Kafka refused the earlier forms of the message at `_offset`, one for each form.
         self._refusal_reasons: list[str] = []
         self._refusals: dict[str, KnownRefusal] = {}  # by topic, so that the next record does not fail too
         self._filed_ids: set[str] = set()  # ids of messages in the file whose position is not committed yet
-        # the only record of the current transaction, if it has one record
+        # The record of the current transaction, if it has only one.
         self._single_record: OutgoingRecord | None = None
-        # the offset of the last message whose transaction failed with this record alone
+        # The offset of the last message whose transaction had no other record, and failed.
         self._failed_alone_offset = -1
 
     def _new_producer(self) -> Producer:
@@ -311,8 +312,9 @@ class Delivery:
     def run(self, stop: threading.Event) -> None:
         """Deliver until `stop` is set.
 
-        After KafkaException and Unavailable, the caller starts again with a new object. SetupError means that another
-        process has fenced this bridge, or that Timeball has come back with an older copy of its data folder.
+        Raises SetupError if another process has fenced this bridge, or if Timeball has an older copy of its data
+        folder. Also raises the errors in `bridge.RESTART_ERRORS`, after which the caller starts again with a new
+        object. An error of a transaction is not raised: the transaction is repeated.
         """
         failures, committed_ms = 0, self._clock.wall_ms()
         while not stop.is_set():
@@ -340,10 +342,10 @@ class Delivery:
     def _assess_failure(
         self, error: KafkaError, row_count: int, failures: int, stop: threading.Event
     ) -> bool:
-        """Decide how to go on after a failed transaction: in smaller batches, or in another form.
+        """Prepare the next attempt after a failed transaction: fewer messages, or another form of the only message.
 
-        `row_count` is the number of messages in the transaction, and `failures` the number of failed transactions in a
-        row. True if a record caused the failure, so that waiting does not help.
+        `row_count`: the number of messages in the transaction. `failures`: the number of failed transactions in a row.
+        Returns whether a record caused the failure, so that a pause would not help.
         """
         reported_error, self._reported_error = self._reported_error, None
         # The first failure without a permanent reason may be temporary, for example if a Kafka broker restarts.
@@ -364,7 +366,7 @@ class Delivery:
         return False
 
     def _can_commit(self, stop: threading.Event) -> bool:
-        """True if Kafka commits a transaction that only contains the position."""
+        """Check whether Kafka commits a transaction that only contains the position."""
         try:
             self._write([], self._offset, stop)
             return True
@@ -403,14 +405,19 @@ class Delivery:
     # ---- one transaction --------------------------------------------------------------------------------
 
     def _deliver(self, rows: pa.RecordBatch, stop: threading.Event) -> None:
-        """Write these messages in one transaction, each in its first form that is not known to be refused."""
+        """Write these messages in one transaction, each in its first form that no known refusal excludes.
+
+        Raises KafkaException. Then nothing was written, and `_offset` stays.
+        """
         names = ("unique_key", "body", "properties", "due_ms", "accepted_ms", "sys_flag")
         columns = [rows.column(name).to_pylist() for name in names]
         candidates, free_bytes = list[OutgoingRecord](), limits.PULL_BYTES_MAX
         for values in zip(*columns, strict=True):
             candidates.append(self._to_record(*values))
             free_bytes -= candidates[-1].size_bytes
-            if free_bytes < 0:  # as compressed bodies may have, which are decompressed one at a time
+            # Compressed bodies may exceed the bytes, because only their compressed size was limited. The messages after
+            # them wait for the next transaction.
+            if free_bytes < 0:
                 break
         self._topic_limits.refresh({record.envelope.topic for record in candidates})
         chosen = [self._choose_form(record) for record in candidates]
@@ -432,7 +439,7 @@ class Delivery:
         counts.late_ms = max(counts.late_ms, now_ms - earliest_ms)
 
     def _write(self, outgoing: list[OutgoingRecord], position: int, stop: threading.Event) -> None:
-        """Write records and the position after them in one transaction."""
+        """Write records and the position after them in one transaction. Raises KafkaException."""
         is_single = len(outgoing) == 1
         # The pull has used up a part of this pause, or all of it.
         if (remaining_s := END_MARKERS_S - (self._clock.monotonic_ns() - self._committed_ns) / 1e9) > 0:
@@ -506,7 +513,7 @@ class Delivery:
         """End a failed transaction, and create a new producer. Raises SetupError if fenced, and KafkaException."""
         cause = error.args[0]
         if cause.fatal() and cause.code() in FENCED_ERRORS:
-            # The bridge does not restart here: two bridges with one name would fence each other for ever.
+            # The bridge does not restart, because two bridges with one name would fence each other for ever.
             raise SetupError(
                 f"--name {self._options.name}: another bridge of this name has begun, or this one stood still for "
                 f"a minute ({cause.str()})"
@@ -554,9 +561,9 @@ class Delivery:
         accepted_ms: int | None,
         sys_flag: int | None,
     ) -> OutgoingRecord:
-        """Build the record of a message.
+        """Build the record of a message, from the values of its row.
 
-        It is a dead letter if the message is not from a record, or its topic is missing.
+        It is a dead letter if the message was not made of a record, or if its topic is missing or not allowed.
         """
         begin_ms = None if due_ms is None else max(due_ms, accepted_ms or 0)
         envelope, message_id = records.envelope_of(properties), unique_key or ""
@@ -578,9 +585,10 @@ class Delivery:
         return record if refusal is None else self._dead_letter(record, refusal)
 
     def _choose_form(self, record: OutgoingRecord) -> OutgoingRecord | None:
-        """Choose the first form of a message that is not known to be refused, and build its record.
+        """Choose the first form of a message that no known refusal excludes, and build its record.
 
-        Forms that Kafka has refused for this message are skipped. None if only the local file is left.
+        `record`: its first form. Forms that Kafka has refused for this message are skipped. Writes the message to the
+        local file if the form demands that. None if only the local file is left.
         """
         reasons, first_form = list(self._refusal_reasons), AS_DEAD_LETTER if record.is_dead else AS_IT_IS
         while (form := first_form + len(reasons)) < ONLY_IN_FILE:
@@ -619,7 +627,7 @@ class Delivery:
         return self._dead_letter(record._replace(value=value), f"{'; '.join(reasons)}; {VALUE_IN_FILE}")
 
     def _file_away(self, record: OutgoingRecord, reasons: list[str]) -> None:
-        """Append a message to the local file, unless the attempt of an earlier, failed transaction has done so."""
+        """Append a message to the local file, unless an earlier attempt did so, whose transaction failed."""
         if record.id in self._filed_ids:
             return
         location, envelope = self._source_location(record), record.envelope
@@ -639,7 +647,7 @@ class Delivery:
         return record._replace(envelope=envelope, is_dead=True)
 
     def _source_location(self, record: OutgoingRecord) -> RecordLocation:
-        """Find where the source of a record is: a record in Kafka, or else the message in Timeball."""
+        """Find the location of the record in Kafka of which a message was made, or else of the message in Timeball."""
         try:
             return RecordLocation.of(record.id)
         except ValueError:
@@ -674,7 +682,7 @@ def make_topics(options: BridgeOptions, existing: dict[str, int]) -> None:
     ]
     if not missing:
         return
-    # in a variable, because the answers are cancelled when the client is freed
+    # In a variable, because the answers are cancelled when the client is freed.
     admin = AdminClient(options.client_properties())
     for name, creation in admin.create_topics(missing).items():
         try:
@@ -712,7 +720,10 @@ def read_position(options: BridgeOptions) -> int | None:
 
 
 def _last_position(consumer: Consumer, start: TopicPartition) -> int | None:
-    """Read a partition from `start` to its end, and decode the position in the last record. None without a record."""
+    """Read a partition from `start` to its end, and decode the position in the last record. None without a record.
+
+    Raises KafkaException.
+    """
     consumer.assign([start])
     position = None
     while True:

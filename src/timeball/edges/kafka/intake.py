@@ -75,7 +75,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-Item = tuple[Record, BridgeMessage | None]  # a record, and the message made of it, if any
+# A record, and the message made of it. None: only its position is sent.
+Item = tuple[Record, BridgeMessage | None]
 # These errors concern every message of this bridge, so smaller batches would fail too.
 BRIDGE_WIDE_ERRORS = (Conflict, Unauthorized, Forbidden, NotFound)
 
@@ -89,23 +90,23 @@ _read_headers: Callable[[Message], records.Headers | None] = methodcaller("heade
 class PartitionEnd(NamedTuple):
     """The end of a partition, when the consumer reached it.
 
-    `after` is the offset after the last record, and `end` is the offset at which the partition ended. The offsets
-    between them belong to aborted transactions and to the markers at the ends of transactions.
+    The offsets from `after` to `end` belong to aborted transactions and to the markers at the ends of transactions.
     """
 
-    after: int
-    end: int
+    after: int  # the offset after the last record
+    end: int  # the offset at which the partition ended
 
 
 class Intake:
-    """Copies the records of one topic. Reads in the thread that calls `run`, and sends in another thread.
+    """Copies the records of one topic, once: after an error, a new object takes its place.
 
-    After an error it is replaced by a new object.
+    Reads in the thread that calls `run`, and sends in another thread.
     """
 
     def __init__(
         self, options: BridgeOptions, queue: BridgeQueue, source: Source, counts: Counts, clock: Clock
     ) -> None:
+        """`queue` cancels messages, `source` sends them with their positions. `counts` is changed here."""
         self._options, self._queue, self._source = options, queue, source
         self._counts, self._clock = counts, clock
         properties = options.client_properties(
@@ -131,9 +132,9 @@ class Intake:
         self._linger_s = LINGER_S  # for the next batch; depends on the due times of the previous one
 
     def run(self, stop: threading.Event) -> None:
-        """Copy records until `stop` is set.
+        """Copy records until `stop` is set. Raises SetupError, which needs an operator.
 
-        After Conflict, Unavailable and KafkaException, start again with a new object. SetupError needs an operator.
+        Also raises the errors in `bridge.RESTART_ERRORS`, after which the caller starts again with a new object.
         """
         try:
             self._assign_partitions()
@@ -208,7 +209,10 @@ class Intake:
         return max(log_position, int(low))
 
     def _poll_records(self) -> Iterator[Record]:
-        """Yield the next batch of records. Waits up to POLL_S for the first one, and then shortly for others."""
+        """Yield the next batch of records. Waits up to POLL_S for the first one, then `_linger_s` for others.
+
+        Raises KafkaException.
+        """
         first = self._consumer.poll(POLL_S)
         if first is None:
             return
@@ -226,7 +230,7 @@ class Intake:
                 raise KafkaException(error)
 
     def _to_record(self, message: Message) -> Record:
-        """Copy a message of Kafka's client to a Record. A record without a timestamp gets the current time."""
+        """Convert a message of Kafka's client to a Record. A record without a timestamp gets the current time."""
         timestamp_ms, fault = message.timestamp()[1], ""
         headers: records.Headers = []
         try:
@@ -241,7 +245,10 @@ class Intake:
     # ---- converting and sending -------------------------------------------------------------------------
 
     def _accept(self, batch: Sequence[Record], stop: threading.Event) -> None:
-        """Convert a batch while the earlier batch is being sent, then start to send it."""
+        """Convert a batch while the earlier batch is being sent, then start to send it.
+
+        Raises the earlier one's error.
+        """
         items = self._convert(batch)
         self._pending_send.result()
         self._pending_send = self._send_thread.submit(self._send_all, items, stop)
@@ -252,10 +259,10 @@ class Intake:
             self._send(batch, stop)
 
     def _convert(self, batch: Sequence[Record]) -> list[Item]:
-        """Convert records to messages, and cancel the messages that the records with the header `cancel` name.
+        """Convert records to messages, and cancel the messages of records with the header `cancel`.
 
-        A record whose message was cancelled by a later record of the batch has no message. The same is true of a
-        record that cancels.
+        A record that cancels has no message, and neither has a record that a later one of the batch cancels. Waits for
+        the earlier batch before it cancels (see the module docstring). Raises the errors of the cancel.
         """
         now_ms = self._clock.wall_ms()
         earliest_due_ms = now_ms + limits.DELAY_MS_MAX
@@ -288,7 +295,7 @@ class Intake:
         return items
 
     def _convert_record(self, record: Record, now_ms: int) -> BridgeMessage:
-        """Convert a record to a message. A record that causes an unexpected error becomes a dead letter."""
+        """Convert a record to a message, or to a dead letter. An unexpected error gives a dead letter, too."""
         try:
             return records.message_of(record, self._rules, now_ms)
         # A record may contain any bytes, and must not block the records after it.
@@ -299,7 +306,8 @@ class Intake:
     def _send(self, items: Sequence[Item], stop: threading.Event) -> None:
         """Send the messages of these records with the positions after them. Does nothing after a stop.
 
-        A message that Timeball refuses becomes a dead letter.
+        While Timeball accepts nothing more (OverLimit), the batch is repeated. A message that Timeball refuses becomes
+        a dead letter. Raises Unavailable and BRIDGE_WIDE_ERRORS.
         """
         # After a stop, an earlier batch may not have been sent. The position after this batch would skip its records.
         if stop.is_set():

@@ -69,6 +69,7 @@ class BridgeOptions:
     client: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise SetupError for invalid settings."""
         if not NAME.fullmatch(self.name):
             raise SetupError(f"--name {self.name}: 1 to 100 letters, digits, dots, dashes and underscores")
         if len(self.own) > TOPIC_CHARACTERS_MAX:
@@ -194,9 +195,9 @@ QUEUE = 0
 
 
 class BridgeQueue:
-    """Accesses the bridge's topic in Timeball. Thread safe.
+    """Accesses the bridge's topic in Timeball. Any thread may call it.
 
-    Each call is repeated while Timeball cannot be reached.
+    A call is repeated for a while if Timeball cannot be reached, then it raises Unavailable.
     """
 
     def __init__(self, operations: HttpCalls, columns: Calls, topic: str) -> None:
@@ -224,7 +225,7 @@ class BridgeQueue:
         return self._columns.rows(ticket)
 
     def cancel(self, keys: Sequence[str]) -> int:
-        """Cancel all pending messages with these keys. The result is the number of cancelled messages."""
+        """Cancel all pending messages with these keys. Returns the number of cancelled messages."""
         cancelled_count = 0
         for start in range(0, len(keys), limits.CANCELS_PER_REQUEST_MAX):
             chunk = [*keys[start : start + limits.CANCELS_PER_REQUEST_MAX]]

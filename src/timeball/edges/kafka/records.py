@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
 RENAMED_HEADERS = {"deliver-at": AT, "delay": AFTER}
 RESERVED_PREFIXES = ("deliver-", "timeball-")  # only Timeball's headers may begin like this
-# the headers of a dead letter, in the order of the values in `reason_headers`
+# The headers of a dead letter, in the order of the values in `reason_headers`.
 REASONS = ("timeball-reason", "timeball-topic", "timeball-partition", "timeball-offset")
 PROPERTY = "kafka"
 KEY_BYTES_MAX = 200  # up to this size, a Kafka key is used as it is, and above by its hash
 VALUE_BYTES_MAX = limits.BODY_BYTES_MAX
 REASON_CHARACTERS_MAX = 500
 VALUE_LEFT_OUT = "the value is left where it was"
-# the default name of a bridge's position topic (`--position-topic`)
+# The default name of a bridge's position topic (`--position-topic`).
 DEFAULT_POSITION_TOPIC = re.compile(r"timeball\..+\.position")
 
 Headers = list[tuple[str, bytes | None]]
@@ -76,10 +76,10 @@ class RecordLocation(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One record, as Kafka's client returns it. `timestamp_ms` is the timestamp of the record.
+    """One record, as Kafka's client returns it.
 
-    If `fault` is not empty, the client cannot read the headers, and `fault` is the reason. `headers` is empty then, but
-    the record is not one without headers: it may be a cancel.
+    If `fault` is not empty, the client could not read the headers, and `fault` is the reason. `headers` is empty then,
+    although the record may have headers, such as `cancel`.
     """
 
     topic: str
@@ -98,13 +98,10 @@ class Record(NamedTuple):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a record that are stored in a property of its message: all but the value.
+    """The parts of a record that are stored in a property of its message: all but the value."""
 
-    `topic` is the destination topic. `partition` None means that the key chooses a partition.
-    """
-
-    topic: str
-    partition: int | None
+    topic: str  # the destination
+    partition: int | None  # None: the key chooses a partition
     key: bytes | None
     headers: Headers
     is_null: bool = False  # the value is null, which differs from an empty value: a tombstone
@@ -156,7 +153,7 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(En
 
 
 def is_cancel(record: Record) -> bool:
-    """True if the record cancels the pending messages with its key."""
+    """Check whether the record cancels the pending messages with its key."""
     # A plain loop, because this runs for every record. For most records, a generator would cost as much as the rest.
     for name, _ in record.headers:  # noqa: SIM110
         if name == CANCEL:
@@ -181,7 +178,7 @@ def timeball_key(topic: str, key: bytes) -> str:
 
 
 def message_of(record: Record, rules: TopicRules, now_ms: int) -> BridgeMessage:
-    """Make the message of a record, or its dead letter if the record cannot be accepted."""
+    """Build the message of a record, or its dead letter if the record cannot be accepted."""
     try:
         _check_header_names(record.headers)
         due_ms = _due_ms(record, now_ms)
@@ -200,7 +197,7 @@ def message_of(record: Record, rules: TopicRules, now_ms: int) -> BridgeMessage:
 
 
 def dead_letter(record: Record, dead_letter_topic: str, reason: str) -> BridgeMessage:
-    """Make the dead letter of a record: a message that is due now, for the dead letter topic.
+    """Build the dead letter of a record: a message that is due now, for the dead letter topic.
 
     Its headers contain the reason and the location of the record. A value, or key and headers, that do not fit into a
     message are left out, and the reason says so. The record itself is still in Kafka.
@@ -231,7 +228,7 @@ def reason_headers(location: RecordLocation, reason: str) -> Headers:
 
 
 def size_bytes(message: BridgeMessage) -> int:
-    """Estimate the bytes that a message takes in a batch."""
+    """Estimate the number of bytes that a message takes in a batch."""
     return len(message.body) + len(message.properties) + len(message.keys or "") + len(message.id) + 64
 
 
@@ -314,7 +311,8 @@ def _destination(record: Record, rules: TopicRules) -> str:
 class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the file.
 
-    `topic`, `partition` and `offset` identify the record that was read. `to` is the topic it could not be written to.
+    `topic`, `partition` and `offset` identify the record that was read, `to` is the topic to which it was to be
+    written.
     """
 
     id: str
@@ -332,7 +330,7 @@ class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):
 class UndeliverableFile:
     """Appends lines to one file. The first line creates the file."""
 
-    # one lock per process, because both threads of its bridge write to the file and to `counts.filed`
+    # One lock per process, because both threads of its bridge write to the file and to `counts.filed`.
     _lock = threading.Lock()
 
     def __init__(self, path: Path, counts: Counts) -> None:
