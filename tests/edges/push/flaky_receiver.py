@@ -1,9 +1,10 @@
-"""A receiver that fails, hangs and may be killed at any time: a separate process that records its grants.
+"""A receiver that fails and hangs, and may be killed at any time: a separate process that records its requests.
 
     python -m tests.edges.push.flaky_receiver PORT RECORD SECRET FAILS HANGS
 
-Each line of the record is `time what attempt id`. `granted` is written before the answer, so a lost answer
-is a grant nevertheless. The id and the attempt decide whether a request fails or hangs, also after a restart.
+Each line of the record is `time outcome attempt id`. The outcome `granted` is written before the answer, so a request
+whose answer is lost counts as granted. The id and the attempt decide whether a request fails or hangs, also after a
+restart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A receiver of webhooks: a real HTTP server in separate threads, which answers as the test says."""
+"""A receiver of webhooks: a real HTTP server in separate threads, whose answers the test chooses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ class Reply(NamedTuple):
     status: int = 200
     headers: dict[str, str] = {}
     body: bytes = b""
-    instead: str = ""  # "hang" until the receiver stops, "reset", "close", "noise", "endless"
+    # In place of an answer: "hang" until the receiver stops, "reset" or "close" the connection, send "noise", or send
+    # an "endless" or a "stuck" (incomplete) body.
+    instead: str = ""
 
 
 Script = Callable[[Request], Reply]
 
 
 class Receiver:
-    """Stores the requests. `script` may be replaced at any time."""
+    """Stores the requests, and answers each with the result of `script`, which may be replaced at any time.
+
+    `most`: the largest number of requests at the same time.
+    """
 
     def __init__(self, script: Script | None = None, port: int = 0) -> None:
         self.requests: list[Request] = []

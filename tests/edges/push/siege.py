@@ -1,9 +1,9 @@
-"""Push under siege: many messages, a receiver that fails, hangs and dies twice, a broker that is killed twice.
+"""A push of many messages, with a receiver that fails, hangs and is killed twice, and a broker that is killed twice.
 
     python -m tests.edges.push.siege 100000
 
-At the end each message was granted or is a dead letter, and each further grant has a reason: an answer or an
-acknowledgement in transit when one of the two was killed.
+A *grant* is a request that the receiver has accepted. At the end each message was granted or is a dead letter. A second
+grant of a message has a reason: a kill of one of the two, while an answer or an acknowledgement was in transit.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TIMEOUT_S = 2
 IN_FLIGHT_MAX = 64
 TIMES_MAX, RETRY_MS = 5, 500
 SENT_AT_ONCE = 5_000
-DOWN_S = 3.0  # of a receiver that has died
-# Share of the messages granted when one of the two is killed.
+DOWN_S = 3.0  # time until a killed receiver starts again
+# The share of the messages that are granted when one of the two is killed.
 KILLS = [(0.15, "receiver"), (0.35, "broker"), (0.55, "receiver"), (0.75, "broker")]
-# A grant so shortly before a kill that its answer, or the broker's acknowledgement, may have been lost.
-ON_ITS_WAY_S = 5.0
+# Longest time from a grant to a kill by which its answer, or the broker's acknowledgement, may have been lost.
+IN_TRANSIT_S = 5.0
 
 
 @dataclass
@@ -69,15 +69,15 @@ class Record:
                 self.grants.setdefault(message_id, []).append(float(at))
 
     def open(self) -> set[str]:
-        """Messages without an outcome."""
+        """Return the messages without an outcome."""
         return self.sent - self.grants.keys() - set(self.dead)
 
     def duplicates(self) -> Counter[str]:
-        """Further grants, by the kill that explains them."""
+        """Count the second and later grants of messages, by the kill that explains them."""
         result: Counter[str] = Counter()
         for times in self.grants.values():
             for first in times[:-1]:
-                near = [who for at, who in self.kills if -0.5 <= at - first <= ON_ITS_WAY_S]
+                near = [who for at, who in self.kills if -0.5 <= at - first <= IN_TRANSIT_S]
                 result[near[0] if near else "unexplained"] += 1
         return result
 
@@ -89,11 +89,11 @@ class Record:
             *(f"never sent: {item}" for item in sorted(self.grants.keys() - self.sent)),
             *(f"dead twice: {item}" for item in sorted(dead_twice)),
             *([f"forged: {self.outcomes['forged']}"] if self.outcomes["forged"] else []),
-            *([f"sent twice for no reason: {n}"] if (n := self.duplicates()["unexplained"]) else []),
+            *([f"sent twice for no reason: {count}"] if (count := self.duplicates()["unexplained"]) else []),
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Figures for people."""
+        """Return figures for people."""
         granted_and_dead = len(set(self.dead) & self.grants.keys())
         return {
             "messages": len(self.sent), "granted": len(self.grants), "dead_letters": len(set(self.dead)),
@@ -174,17 +174,17 @@ class Siege:
             time.sleep(DOWN_S)
             self._listen()
 
-    def look(self) -> bool:
-        """Read the record and the dead letters. Return whether every message has an outcome, and none is in transit."""
+    def is_finished(self) -> bool:
+        """Read the record and the dead letters. Check whether every message has an outcome, and none is in transit."""
         self.record.read(self.path)
         with self.client() as client:
             self._read_dead(client)
-            # Until the leases from before the last kill have ended, something may come again.
+            # Until the leases from before the last kill have ended, messages may be sent again.
             last_kill = self.record.kills[-1][0] if self.record.kills else time.time()
             if self.record.open() or time.time() < last_kill + LEASE_SLACK_MS / 1_000 + 2 * TIMEOUT_S:
                 return False
-            on_its_way = ("timeball_push_in_flight", f'timeball_group_lag_messages{{group="{GROUP}"')
-            return not sum(value for name, value in self._metrics(client) if name.startswith(on_its_way))
+            in_transit = ("timeball_push_in_flight", f'timeball_group_lag_messages{{group="{GROUP}"')
+            return not sum(value for name, value in self._metrics(client) if name.startswith(in_transit))
 
     @staticmethod
     def _metrics(client: Client) -> Iterator[tuple[str, float]]:
@@ -196,6 +196,7 @@ class Siege:
                 yield name, float(value)
 
     def _read_dead(self, client: Client) -> None:
+        """Receive and acknowledge the new dead letters."""
         topic = quote(f"%DLQ%{GROUP}", safe="")
         while True:
             answer = client.receive(topic, group="undertaker", wait="0", max="1024")
@@ -213,20 +214,20 @@ class Siege:
                 item.end()
 
 
-def lay(folder: Path, messages: int) -> Record:
-    """Run a siege to its end and return its record."""
+def run_siege(folder: Path, messages: int) -> Record:
+    """Run a siege to its end, and return its record."""
     siege = Siege(folder)
     try:
         siege.begin(messages)
         began, kills = time.monotonic(), list(KILLS)
-        # After the last kill the leases of what was under way must end, and its attempts be made.
+        # The longest time without an outcome: after a kill, the leases of its requests must end.
         quiet_s = BOUND_S + (LEASE_SLACK_MS / 1_000 + TIMEOUT_S) * 2
-        granted, moved = -1, time.monotonic()
-        while not siege.look():
+        outcomes, changed_s = -1, time.monotonic()
+        while not siege.is_finished():
             now = len(siege.record.grants) + len(siege.record.dead)
-            if now != granted:
-                granted, moved = now, time.monotonic()
-            assert time.monotonic() - moved < quiet_s, siege.record.summary()
+            if now != outcomes:
+                outcomes, changed_s = now, time.monotonic()
+            assert time.monotonic() - changed_s < quiet_s, siege.record.summary()
             if kills and len(siege.record.grants) >= kills[0][0] * messages:
                 siege.kill(kills.pop(0)[1])
             time.sleep(0.2)
@@ -239,6 +240,6 @@ def lay(folder: Path, messages: int) -> Record:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        record = lay(Path(folder), int(sys.argv[1]))
+        record = run_siege(Path(folder), int(sys.argv[1]))
     print(json.dumps(record.summary(), indent=1))
     sys.exit("\n".join(record.faults()) or 0)

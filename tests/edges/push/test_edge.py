@@ -11,20 +11,20 @@ from standardwebhooks.webhooks import Webhook
 from tests.edges.http.client import Client, client_of
 from tests.edges.push.conftest import LOOPBACK
 from tests.edges.push.receiver import receiver_of
-from tests.edges.push.test_worker import send, settled, shown, subscribe
+from tests.edges.push.test_worker import send, shown, subscribe, wait_for_requests
 from tests.node_fixture import RunningNode, eventually, running_node
 
 
 def test_a_changed_url_applies_from_the_next_message_on(node: RunningNode, client: Client) -> None:
-    with receiver_of() as item, receiver_of() as other:
-        subscribe(client, "moves", item)
+    with receiver_of() as first, receiver_of() as second:
+        subscribe(client, "moves", first)
         send(client, "moves", 3)
-        eventually(lambda: len(item.requests) == 3, "the first receiver has them")
-        settled(node, client, "moves")
-        subscribe(client, "moves", other)
+        eventually(lambda: len(first.requests) == 3, "the first receiver has them")
+        wait_for_requests(node, client, "moves")
+        subscribe(client, "moves", second)
         send(client, "moves", 3)
-        eventually(lambda: len(other.requests) == 3, "the second one has the others")
-        assert len(item.requests) == 3
+        eventually(lambda: len(second.requests) == 3, "the second receiver has the others")
+        assert len(first.requests) == 3
 
 
 def test_a_paused_or_deleted_subscription_has_no_worker(node: RunningNode, client: Client) -> None:
@@ -35,7 +35,7 @@ def test_a_paused_or_deleted_subscription_has_no_worker(node: RunningNode, clien
         assert "pauses" not in node.node.edges.push._workers  # type: ignore[union-attr]
         client.ask("POST", "/v1/subscriptions/pauses/resume")
         eventually(lambda: len(receiver.requests) == 2, "they are sent")
-        settled(node, client, "pauses")
+        wait_for_requests(node, client, "pauses")
         client.ask("DELETE", "/v1/subscriptions/pauses")
         assert "pauses" not in node.node.edges.push._workers  # type: ignore[union-attr]
         assert "pauses" not in node.node.metrics.push
@@ -54,10 +54,10 @@ def test_each_request_is_signed_and_by_both_secrets_during_a_rotation(
         second = subscribe(client, "signed", receiver, rotate_secret=True)["secret"]
         send(client, "signed", 1)
         eventually(lambda: len(receiver.requests) == 2, "the second is sent")
-    item, both = receiver.requests
-    Webhook(first).verify(item.body, item.headers, json_parse=False)
+    before, during = receiver.requests  # the rotation
+    Webhook(first).verify(before.body, before.headers, json_parse=False)
     for secret in (first, second):
-        Webhook(secret).verify(both.body, both.headers, json_parse=False)
+        Webhook(secret).verify(during.body, during.headers, json_parse=False)
 
 
 def test_a_restart_continues_subscriptions_except_those_no_longer_allowed(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_restart_continues_subscriptions_except_those_no_longer_allowed(tmp_pa
         ):
             send(client, "stays", 2)
             eventually(lambda: len(receiver.requests) == 2, "it goes on")
-            settled(node, client, "stays")
+            wait_for_requests(node, client, "stays")
             assert shown(client, "halts")["state"] == "paused"
         with running_node(tmp_path / "data", http_port=0) as node, client_of(node) as client:
             send(client, "stays", 1)

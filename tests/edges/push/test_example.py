@@ -38,7 +38,7 @@ def test_the_receiver_of_the_page_accepts_only_signed_messages(
         )  # fmt: skip
         send(client, "shown", 3)
         delivered = node.node.metrics.push["shown"].outcomes
-        eventually(lambda: delivered.get("delivered") == 3, "it takes what is signed")
+        eventually(lambda: delivered.get("delivered") == 3, "it accepts the signed messages")
         stranger = http.client.HTTPConnection("127.0.0.1", port)
         forged = {"webhook-id": "x", "webhook-timestamp": "1", "webhook-signature": "v1,AAAA"}
         stranger.request("POST", "/", b"forged", forged)

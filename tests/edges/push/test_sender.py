@@ -23,13 +23,13 @@ from timeball.model.errors import InvalidMessage
 LOOPBACK = Allowed.parse("127.0.0.0/8,localhost")
 
 
-async def nobody(host: str, port: int) -> Sequence[str]:
-    raise AssertionError(f"{host} is an address: nothing to resolve")
+async def refuse_look_up(host: str, port: int) -> Sequence[str]:
+    raise AssertionError(f"{host} is an address, which needs no look-up")
 
 
 @asynccontextmanager
 async def sending(
-    url: str, allowed: Allowed = LOOPBACK, look_up: sender.LookUp = nobody, **options: Any
+    url: str, allowed: Allowed = LOOPBACK, look_up: sender.LookUp = refuse_look_up, **options: Any
 ) -> AsyncIterator[Receiver]:
     trust = options.pop("trust", None) or ssl.create_default_context()
     receiver = Receiver(url, allowed, look_up, trust, **{"connections": 4, "timeout_ms": 5_000, **options})
@@ -130,21 +130,21 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
         assert post(receiver.url).outcome == "delivered"
 
 
-# ---- where it may go --------------------------------------------------------------------------------------------
+# ---- allowed and forbidden addresses ----------------------------------------------------------------------------
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    asked: list[str] = []
+    looked_up: list[str] = []
 
     async def rebinding(host: str, port: int) -> Sequence[str]:
-        """First the address that passes the check, then the one that would not."""
-        asked.append(host)
-        return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
+        """Return an allowed address at the first look-up, and a forbidden one at later look-ups."""
+        looked_up.append(host)
+        return ["127.0.0.1"] if len(looked_up) == 1 else ["169.254.169.254"]
 
     with receiver_of() as receiver:
         url, allowed = f"http://a.example:{receiver.port}/", Allowed.parse("127.0.0.1")
         assert post(url, allowed=allowed, look_up=rebinding).outcome == "delivered"
-        assert asked == ["a.example"]
+        assert looked_up == ["a.example"], "one look-up for the check and the connection"
         answer = post(url, allowed=allowed, look_up=rebinding)
     assert answer.outcome == "forbidden_address" and "cloud metadata" in answer.detail
     assert len(receiver.requests) == 1

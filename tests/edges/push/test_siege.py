@@ -1,23 +1,25 @@
-"""Push under siege, small; `python -m tests.edges.push.siege 100000` is the large one."""
+"""A small run of the push under kills; `python -m tests.edges.push.siege 100000` is the large one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tests.edges.push.siege import Record, lay
+from tests.edges.push.siege import Record, run_siege
 
 
 @pytest.mark.slow
-def test_each_message_is_granted_or_dead_although_broker_and_receiver_are_killed(tmp_path: Path) -> None:
-    record = lay(tmp_path, 10_000)
+def test_after_kills_of_broker_and_receiver_each_message_is_delivered_or_a_dead_letter(
+    tmp_path: Path,
+) -> None:
+    record = run_siege(tmp_path, 10_000)
     assert record.faults() == []
     assert record.outcomes["failed"] and record.outcomes["hung"]
     assert len(record.kills) == 4
 
 
 def test_a_record_with_a_fault_is_noticed() -> None:
-    """Control: each fault that a push could have."""
+    """The control: `Record.faults` reports each fault that a push could have."""
 
     def record(**changes: object) -> Record:
         sound = {"sent": {"a", "b"}, "grants": {"a": [10.0]}, "dead": ["b"], "kills": [(12.0, "broker")]}

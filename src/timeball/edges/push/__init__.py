@@ -1,7 +1,7 @@
-"""The push edge: it sends a subscription's messages to the URL of their receiver by HTTP POST (docs/push.md).
+"""The push edge: it sends the messages of a subscription to the URL of its receiver by HTTP POST (docs/push.md).
 
 Receives: messages, like any consumer of a group, each with a lease.
 Keeps: per subscription, the requests under way, the receiver's successes and failures, and its connections.
-Hands on: a request for each message to the receiver, and its outcome to the engine, as an acknowledgement or a
-    failed attempt.
+Hands on: a request for each message to the receiver, and its outcome to the broker, as an acknowledgement or a failed
+    attempt.
 """

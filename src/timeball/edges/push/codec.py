@@ -1,9 +1,14 @@
 """Builds the request that delivers a message: its headers and its signature. Reads the header Retry-After.
 
-The scheme is Standard Webhooks 1.0. `webhook-id` identifies the message and is the same in each attempt. The signature
-is HMAC-SHA256 over id, timestamp and body, joined with dots. There is one signature for each valid secret. Characters
-that a header cannot contain are percent-encoded (%XX), and so are spaces, double quotes and percent signs, as in the
-HTTP binding of CloudEvents.
+The request follows Standard Webhooks 1.0:
+
+    webhook-id          identifies the message, the same in each attempt
+    webhook-timestamp   time of the attempt, in seconds since 1970
+    webhook-signature   "v1," and base64 of HMAC-SHA256 over id, timestamp and body, joined with dots. There is one for
+                        each valid secret, separated by spaces
+
+Characters that a header cannot contain are percent-encoded (%XX), and so are spaces, double quotes and percent signs,
+as in the HTTP binding of CloudEvents.
 
 The worker imports this module with the broker. The HTTP client (sender.py) is only imported for a first subscription.
 """
@@ -30,9 +35,9 @@ from timeball.monitoring.figures import Outcome
 # Common servers accept 8 KiB of headers in total. 2 KiB are left for other headers and for those that proxies add.
 PROPERTIES_CHARACTERS_MAX = 6 * 1024
 DEFAULT_CONTENT_TYPE = "application/octet-stream"
-# the printable ASCII characters that are not percent-encoded in values
+# The printable ASCII characters that are not percent-encoded in values.
 _SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '%"')
-# the characters that a header's name may contain besides letters, digits and %
+# The characters that a header's name may contain besides letters, digits and %.
 _SAFE_IN_NAMES = "!#$&'*+-.^_`|~"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # Properties that RocketMQ's clients and the broker add to a message. They are not sent as property headers: some have
@@ -54,19 +59,16 @@ class Delivery(NamedTuple):
     message_id: str  # the value of the header webhook-id
     body: bytes
     headers: Headers
-    attempt: int
+    attempt: int  # from 1
 
 
 class Answer(NamedTuple):
-    """The outcome of a request. `status` is 0 if no answer came, and `detail` is an explanation for people.
-
-    `retry_after_ms` is the pause that the receiver has requested, 0 for none.
-    """
+    """The outcome of a request."""
 
     outcome: Outcome
-    status: int = 0
-    detail: str = ""
-    retry_after_ms: int = 0
+    status: int = 0  # of the HTTP response, 0 without one
+    detail: str = ""  # an explanation for people
+    retry_after_ms: int = 0  # the pause that the receiver has requested, 0 for none
 
     @property
     def is_gone(self) -> bool:
@@ -75,7 +77,10 @@ class Answer(NamedTuple):
 
 
 def build_deliveries(rows: pa.RecordBatch, subscription: str, topic: str) -> Iterator[Delivery]:
-    """Build an attempt for each row (READ_SCHEMA) that a subscription has received from `topic` or its retry topic."""
+    """Build an attempt for each row (READ_SCHEMA) that a subscription has received from `topic` or its retry topic.
+
+    A compressed body is decompressed when its attempt is yielded.
+    """
     columns = [rows.column(column).to_pylist() for column in _COLUMNS]
     for row in zip(*columns, strict=True):
         (
@@ -153,7 +158,8 @@ def retry_after_ms(value: str | None, now_ms: int) -> int:
 def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yield a header `timeball-property-NAME` for each property. Attributes of a CloudEvent keep their names.
 
-    At most PROPERTIES_CHARACTERS_MAX characters are sent. A last header counts the omitted properties.
+    Properties that would exceed PROPERTIES_CHARACTERS_MAX characters together are omitted. A last header has their
+    number.
     """
     is_event, characters_left, omitted_count = "ce-specversion" in properties, PROPERTIES_CHARACTERS_MAX, 0
     for name, value in properties.items():
@@ -171,7 +177,7 @@ def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _derived_id(topic: str, body: bytes, keys: str | None, born_ms: int | None, born_host: str | None) -> str:
-    """Derive the id of a message that was sent without an id. Uses only content that is the same in each attempt."""
+    """Derive the id of a message that was sent without an id, from values that are the same in each attempt."""
     content = (topic.encode(), (keys or "").encode(), str(born_ms).encode(), str(born_host).encode(), body)
     return blake2b(b"\n".join(content), digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Sends requests to receivers over aiohttp. Protects the broker's network from their URLs.
+"""Sends requests to receivers over aiohttp, and refuses URLs that lead to forbidden addresses.
 
 Each receiver has its own pool of connections. A host name is resolved, forbidden addresses are removed from the result,
 and the connection goes to one of the remaining addresses. The name is not resolved again between check and connection,
@@ -27,14 +27,14 @@ from timeball.model.addresses import Allowed, Target, parse_address
 from timeball.model.errors import InvalidMessage
 
 ANSWER_BYTES_MAX = 64 * 1024  # an answer up to this size is read, so that its connection can be reused
-# Of one header line of an answer. A longer line hides the status, and an accepted message would be sent again. So this
-# limit is far above those of common servers.
+# The longest header line of an answer. With a longer line, aiohttp does not read the status, so that an accepted
+# message would be sent again. So this limit is far above those of common servers.
 HEADER_BYTES_MAX = 64 * 1024
 CONNECT_S_MAX = 10.0
 # Common servers close an idle connection after 5 s. The shorter time avoids a request on a connection that closes.
 IDLE_S = 4.0
-NAMES_KEPT_S = 10  # for which the checked addresses of a name are cached
-LOOK_UPS_MAX = 8  # a look-up at a name server that does not answer takes half a minute
+NAMES_KEPT_S = 10  # time for which the checked addresses of a name are cached
+LOOK_UPS_MAX = 8  # at the same time: a look-up at a name server that does not answer takes half a minute
 LARGE_BODY_BYTES = 256 * 1024  # larger bodies are sent in pieces
 
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -71,7 +71,10 @@ class _CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Look up the allowed addresses of the receiver's host. Raises ForbiddenAddress if there are none."""
+        """Look up the allowed addresses of the receiver's host, which is `host`. Raises OSError.
+
+        The OSError is ForbiddenAddress if no address is allowed.
+        """
         reasons, allowed = list[str](), list[ResolveResult]()
         for address_text in await self._look_up(self._name, port):
             address = parse_address(address_text)
@@ -107,6 +110,11 @@ class Receiver:
         connections: int,
         timeout_ms: int,
     ) -> None:
+        """Check the URL, and prepare the connections.
+
+        `connections`: at most so many at the same time. `timeout_ms`: of a whole request. Raises InvalidMessage and the
+        errors of `Allowed.check_url`.
+        """
         self._allowed = allowed
         self._target: Target = allowed.check_url(url)
         # The URL is used unchanged, because a normalized URL might have another host than the checked one.
@@ -135,7 +143,7 @@ class Receiver:
         )
 
     async def post(self, body: bytes, headers: Headers, now_ms: int) -> Answer:
-        """Send a message by POST. Network errors are outcomes, and are not raised."""
+        """Send a message by POST. Network errors are outcomes, and are not raised. `now_ms`: for Retry-After dates."""
         # A large body is sent in pieces, because a single write would block the event loop.
         data: Any = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
         try:
@@ -180,9 +188,10 @@ def _answer(response: aiohttp.ClientResponse, now_ms: int) -> Answer:
 
 
 async def _read_rest(response: aiohttp.ClientResponse) -> None:
-    """Read the body of an answer, so that the connection can be reused. Closes the connection if the body is too long.
+    """Read the body of an answer, so that its connection can be reused.
 
-    Errors are ignored, because the status has already decided the outcome.
+    Closes the connection if the body has more than ANSWER_BYTES_MAX, or after an error. Errors are not raised, because
+    the status has already decided the outcome.
     """
     bytes_left = ANSWER_BYTES_MAX
     try:
@@ -198,7 +207,7 @@ async def _read_rest(response: aiohttp.ClientResponse) -> None:
 
 
 def _is_forbidden(error: BaseException | None) -> bool:
-    """True if a ForbiddenAddress caused this error."""
+    """Check whether a ForbiddenAddress caused this error."""
     while error is not None:
         if isinstance(error, ForbiddenAddress):
             return True

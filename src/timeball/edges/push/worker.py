@@ -1,13 +1,13 @@
-"""The push edge and its workers: a worker delivers the messages of one subscription, within the limits of its pace.
+"""The push edge and its workers: a worker delivers the messages of one subscription, as fast as its `Pace` allows.
 
 The edge has a worker for each subscription that is not paused, and replaces it when the subscription changes. A worker
-receives messages as a member of the consumer group, sends them to the receiver, and settles each lease by the
-receiver's answer:
+receives messages as a member of the consumer group, sends them to the receiver, and ends each lease by the receiver's
+answer:
 
     2xx                            acknowledged
-    410                            given back without counting an attempt; the subscription is paused
+    410                            returned without counting an attempt. The subscription is paused
     anything else, or no answer    a failed attempt: the message is delivered again by the group's retry policy, or
-                                   later if the receiver requests that; after the last attempt it is a dead letter
+                                   later if the receiver requests that. After the last attempt it is a dead letter
 
 A lease lasts longer than a request may take plus LEASE_SLACK_MS for storing the outcome, so it is never extended.
 After a crash, leases end by themselves, and the messages are sent again.
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 BYTES_MAX = 64 * 1024 * 1024  # of the message bodies in memory, for all subscriptions together
-STOP_S = 5.0  # for requests under way when the broker stops
+STOP_S = 5.0  # longest wait for requests under way when the broker stops
 
 
 class _SenderLibrary(NamedTuple):
@@ -72,21 +72,19 @@ class _SenderLibrary(NamedTuple):
 
 
 class PushEdge:
-    """Starts and stops the workers of the subscriptions. Belongs to the broker's event loop.
-
-    `figures`, by subscription, is filled here and shown by the HTTP API and the metrics.
-    """
+    """Starts and stops the workers of the subscriptions. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, figures: dict[str, PushFigures]) -> None:
+        """`figures`: by subscription, changed here and read by the HTTP API and the metrics."""
         self._broker, self._figures = broker, figures
         self._allowed = Allowed.parse(broker.settings.push_allow)
         self._workers: dict[str, Worker] = {}  # by subscription
-        # tasks that finish the requests of replaced workers
+        # Tasks that finish the requests of replaced workers.
         self._ending_tasks: set[asyncio.Task[None]] = set()
         self._body_quota, self._filters = MemoryQuota(BYTES_MAX, limits.POP_BYTES_MAX), FilterCache()
-        # set once a subscription needs the sending library
+        # The import of the sending library. None until a subscription needs it.
         self._library_loading: asyncio.Future[_SenderLibrary] | None = None
-        # by subscription: the task that creates its worker, while it waits for the library
+        # By subscription: the task that creates its worker, while it waits for the library.
         self._start_tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -98,7 +96,7 @@ class PushEdge:
             self._replace_worker(name)
 
     async def close(self) -> None:
-        """Stop delivering. Requests have STOP_S to end, then their messages are given back to their groups."""
+        """Stop delivering. Requests have STOP_S to end. The messages of the others return to their groups."""
         for start_task in self._start_tasks.values():
             start_task.cancel()
         workers = list(self._workers.values())
@@ -119,11 +117,11 @@ class PushEdge:
 
     @property
     def is_busy(self) -> bool:
-        """True while a worker starts, or has something to do at the present time."""
+        """True while a worker starts or is busy (`Worker.is_busy`)."""
         return bool(self._start_tasks) or any(worker.is_busy for worker in self._workers.values())
 
     def wait_ms(self) -> int | None:
-        """Compute the time until a receiver gets its next request, if the limits of its rate allow none now."""
+        """Compute the time until the pace of a worker allows its next request. None if no worker waits for that."""
         waits_ms = [worker.wait_ms() for worker in self._workers.values()]
         return min((wait_ms for wait_ms in waits_ms if wait_ms is not None), default=None)
 
@@ -153,21 +151,21 @@ class PushEdge:
             self._start_tasks[name] = asyncio.create_task(self._start(name, subscription, figures))
 
     async def _start(self, name: str, subscription: PushSubscription, figures: PushFigures) -> None:
-        """Create and start the worker of a subscription, once the sending library is loaded."""
+        """Create and start the worker of a subscription, once the sending library is loaded. Errors are logged."""
         if self._library_loading is None:
             self._library_loading = asyncio.ensure_future(asyncio.to_thread(_SenderLibrary.load))
         loading = self._library_loading
         try:
             # Shielded, because other subscriptions wait for the same import.
             library = await asyncio.shield(loading)
-        except Exception as error:  # of any kind, such as a file of root certificates that cannot be read
+        except Exception as error:  # any error, such as a file of root certificates that cannot be read
             if self._library_loading is loading:
                 self._library_loading = None  # the next change of a subscription tries again
             figures.last_failure = f"{type(error).__name__}; the broker's log says more"
             logger.error("push not started subscription=%s reason=%s", name, error, exc_info=error)
             return
         finally:
-            # Another task may have replaced this one, which was cancelled then.
+            # If this task was cancelled, the entry belongs to the task that has replaced it.
             if self._start_tasks.get(name) is asyncio.current_task():
                 del self._start_tasks[name]
         try:
@@ -204,11 +202,11 @@ EMPTY_RECEIVE_PAUSE_S = 0.01
 
 
 class _PushRequest(NamedTuple):
-    """A message that is being sent. `size_bytes` counts towards the limit for bodies in memory."""
+    """A message that is being sent."""
 
     delivery: Delivery
     receipt: Receipt
-    size_bytes: int
+    size_bytes: int  # counted in the quota for bodies in memory
 
 
 class Worker:
@@ -224,6 +222,12 @@ class Worker:
         body_quota: MemoryQuota,
         filters: FilterCache,
     ) -> None:
+        """`name`: of the subscription. `receiver`, which the worker closes, sends its requests.
+
+        `figures` is changed here.
+
+        `body_quota` and `filters` are shared by all workers.
+        """
         self._name, self._subscription, self._broker = name, subscription, broker
         self._receiver, self._figures, self._body_quota = receiver, figures, body_quota
         self._filters, self._clock = filters, broker.clock.clock
@@ -252,6 +256,7 @@ class Worker:
         self._pace_changed.set()
 
     async def _idle(self, waiting: Awaitable[T]) -> T:
+        """Wait for `waiting`, and count as idle meanwhile."""
         self._is_idle = True
         try:
             return await waiting
@@ -264,9 +269,9 @@ class Worker:
             self._receive_task.cancel()
 
     async def end(self, wait_s: float | None) -> None:
-        """Wait for the requests to end, and cancel those that do not, which gives their messages back.
+        """Wait up to `wait_s` seconds (None: without limit) for the requests to end. Then cancel the others.
 
-        `wait_s` is the longest time to wait, in seconds. None means no limit.
+        The messages of cancelled requests return to the group. Call `halt` first.
         """
         if self._receive_task is not None:
             # The receive ends first: a cancelled receive gives back the messages that it has leased.
@@ -289,13 +294,13 @@ class Worker:
                 self._figures.last_failure = str(error)
                 logger.info("push waits subscription=%s reason=%s", self._name, error)
                 await self._idle(asyncio.sleep(RETRY_S))
-            except Exception as error:  # of any kind: it must end neither this subscription nor the broker
+            except Exception as error:  # any error: it must end neither this subscription nor the broker
                 self._figures.last_failure = f"{type(error).__name__}; the broker's log says more"
                 logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
                 await self._idle(asyncio.sleep(RETRY_S))
 
     async def _receive(self) -> None:
-        """Receive messages once, as many as may be sent now, and start their requests."""
+        """Wait for messages, receive as many as may be sent now, and start their requests. Raises TimeballError."""
         consuming, capacity = self._broker.consuming, await self._wait_for_capacity()
         try:
             request = self._receive_request(capacity)
@@ -319,7 +324,8 @@ class Worker:
             for delivery, receipt in zip(deliveries, received.receipts, strict=True):
                 self._begin_request(_PushRequest(delivery, receipt, len(delivery.body) + 1))
                 begun_count, free_bytes = begun_count + 1, free_bytes - len(delivery.body)
-                if free_bytes < 0:  # as compressed bodies may have, which are decompressed one at a time
+                # Compressed bodies may exceed the bytes, because only their compressed size was limited.
+                if free_bytes < 0:
                     consuming.return_unseen(received.receipts[begun_count:])
                     break
         finally:
@@ -329,7 +335,7 @@ class Worker:
             await self._idle(asyncio.sleep(EMPTY_RECEIVE_PAUSE_S))
 
     async def _wait_for_capacity(self) -> int:
-        """Wait until at least one request may begin. The result is the number of requests that may begin."""
+        """Wait until requests may begin. Returns the number of requests that may begin, at least one."""
         while not (capacity := self._pace.capacity()):
             self._pace_changed.clear()
             try:
@@ -349,7 +355,7 @@ class Worker:
         return ReceiveRequest(
             subscription.group,
             subscription.topic,
-            # In order, a queue hands out nothing while one of its messages is leased. So no two of them are under way.
+            # For an ordered group, a queue hands out nothing while one of its messages is leased.
             rows=1 if in_order else min(rows_max, ROWS_MAX),
             invisible_ms=subscription.timeout_ms + LEASE_SLACK_MS,
             wanted=self._filters.get(
@@ -371,7 +377,7 @@ class Worker:
         task.add_done_callback(self._request_tasks.discard)
 
     async def _deliver(self, request: _PushRequest) -> None:
-        """Send one message, and settle its lease by the outcome."""
+        """Send one message, and end its lease by the outcome. If the broker cannot, the lease ends by itself."""
         began_ns = self._clock.monotonic_ns()
         try:
             try:
@@ -392,12 +398,12 @@ class Worker:
             logger.warning("push outcome not kept subscription=%s reason=%s", self._name, error)
 
     async def _post(self, delivery: Delivery) -> Answer:
-        """Sign and send a request. An unexpected error is the outcome `failed`."""
+        """Sign and send a request. An unexpected error gives the outcome `failed`."""
         now_ms = self._clock.wall_ms()
         try:
             secrets = self._broker.tables.push_subscriptions.secrets(self._name, now_ms)
             return await self._receiver.post(delivery.body, signed_headers(delivery, secrets, now_ms), now_ms)
-        except Exception as error:  # of any kind: the message is settled like other failures
+        except Exception as error:  # any error: the message is handled as after other failures
             logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
             return Answer("failed", detail=type(error).__name__)
 
@@ -421,7 +427,7 @@ class Worker:
         self._pace_changed.set()
 
     async def _settle(self, request: _PushRequest, answer: Answer) -> None:
-        """Acknowledge a delivered message, or give it back (see the module docstring)."""
+        """Acknowledge a message, or return it to its group (see the module docstring). Raises TimeballError."""
         consuming = self._broker.consuming
         if answer.outcome == "delivered":
             if not all(await consuming.acknowledge([request.receipt])):
@@ -445,11 +451,14 @@ def _limited(retry_after_ms: int) -> int:
 
 
 # ---- the pace of a subscription's requests -------------------------------------------------------------------
-# in flight   a maximum of requests at the same time
-# rate        a token bucket that holds the tokens of BURST_S, so that a quiet hour is not followed by a burst
-# circuit     a circuit breaker. After FAILURES_MAX failures in a row it is open: one request at a time is sent, each
-#             after a pause that doubles, until one succeeds. So while a receiver is down, few messages lose an attempt
-# held        no request begins before a time that the receiver has requested (Retry-After)
+# A request may begin if all four conditions allow it:
+#
+# in flight   there are fewer than a maximum of requests at the same time
+# rate        a token bucket has a token. It has at most the tokens of BURST_S, so that no burst follows a quiet hour
+# circuit     the circuit breaker is closed. After FAILURES_MAX failures in a row it is open: one request at a time is
+#             sent, each after a pause that doubles, until one succeeds. So while a receiver is down, few messages lose
+#             an attempt
+# held        the time has come that the receiver has requested (Retry-After)
 
 FAILURES_MAX = 10  # in a row, until the circuit opens
 PAUSE_MS_MIN, PAUSE_MS_MAX = 1_000, 60_000
@@ -460,6 +469,7 @@ class Pace:
     """Decides when a subscription may begin requests. Belongs to the event loop. Uses the monotonic clock."""
 
     def __init__(self, clock: Clock, in_flight_max: int, rate_per_s: float | None) -> None:
+        """`rate_per_s` None: without a limit."""
         self._clock, self._in_flight_max, self._rate_per_s = clock, in_flight_max, rate_per_s
         self._burst = max(1.0, (rate_per_s or 0) * BURST_S)
         self._tokens, self._filled_ms = self._burst, self._now_ms()
@@ -474,7 +484,7 @@ class Pace:
         return self.failures >= FAILURES_MAX
 
     def held_ms(self) -> int:
-        """Compute for how many milliseconds Retry-After or the open circuit allow no request to begin."""
+        """Compute for how many ms Retry-After or the open circuit allow no request. 0 if they allow one now."""
         return max(0, max(self._held_until_ms, self._probe_at_ms) - self._now_ms())
 
     def capacity(self) -> int:
