@@ -1,4 +1,4 @@
-"""MemoryQuota: never more bytes than the total, a share left for the next address, and progress for everybody."""
+"""MemoryQuota: never more bytes than the total, a share left for the next address, and progress of each address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES_MAX = 120
 HALF_BYTES = UNREAD_BYTES_MAX // 2
 
 
-def test_one_address_alone_gets_half() -> None:
+def test_one_address_alone_gets_at_most_half_of_the_quota() -> None:
     quota = MemoryQuota(BYTES_MAX)
     quota.add("a", 50)
     assert quota.fits("a", 10) and not quota.fits("a", 11)

@@ -17,7 +17,7 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.http import answers_codec, codec
 
-TEXT = json.dumps({"order": 17, "text": "x" * 6_000})  # above 4 KiB, as of which Java's producer compresses
+TEXT = json.dumps({"order": 17, "text": "x" * 6_000})  # Java's producer compresses bodies from 4 KiB on
 COMPRESSED = zlib.compress(TEXT.encode())
 
 
@@ -30,10 +30,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 def send(node: RunningNode, topic: str, count: int = 1, body: bytes = COMPRESSED) -> None:
     with Wire.to(node) as wire:
         for number in range(count):
-            assert (
-                sent(wire, body, topic=topic, e=0, f=1, properties={"UNIQ_KEY": f"{topic}-{number}"}).code
-                == 0
-            )
+            properties = {"UNIQ_KEY": f"{topic}-{number}"}
+            assert sent(wire, body, topic=topic, e=0, f=1, properties=properties).code == 0  # f: sys_flag
 
 
 def receive(node: RunningNode, topic: str) -> list[dict[str, Any]]:
@@ -50,10 +48,8 @@ def test_http_answers_have_the_readable_body(node: RunningNode) -> None:
         [place] = client.ask("GET", "/v1/messages/answers-0").value["messages"]
         assert (place["body"], place["size_bytes"]) == (TEXT, len(TEXT))
         receipts = {"receipts": [message["receipt"]]}
-        assert (
-            client.ask("POST", "/v1/topics/answers/dead-letter", receipts, query={"group": "workers"}).status
-            == 200
-        )
+        query = {"group": "workers"}
+        assert client.ask("POST", "/v1/topics/answers/dead-letter", receipts, query=query).status == 200
         [letter] = client.ask("GET", "/v1/groups/workers/dead-letters").value["dead_letters"]
         assert (letter["body"], letter["size_bytes"]) == (TEXT, len(TEXT))
 
@@ -72,7 +68,7 @@ def test_python_clients_hand_out_the_readable_body_over_both_transports(node: Ru
         [browsed] = ball.browse("clients")
         [received] = ball.pull("clients", "workers")
         assert browsed.body == received.body == TEXT.encode()
-        # Columns are as the log has them, because they show the flag.
+        # Columns have the compressed body, because they also have the flag.
         columns = ball.browse_batch("clients", "columns").select(["body", "sys_flag"])
         assert columns.to_pylist() == [{"body": COMPRESSED, "sys_flag": 1}]
 
@@ -93,15 +89,15 @@ def test_an_answer_ends_when_its_decompressed_bodies_fill_it(
         assert len(messages) == expected_count
         seen += messages
     assert [message["id"] for message in seen] == [f"full-{number}" for number in range(5)]
-    # The others were given back unseen, so no attempt counts.
+    # The messages that did not fit returned to the queue without counting an attempt.
     assert {message["attempt"] for message in seen} == {1}
 
 
-def test_a_live_tail_goes_on_after_the_last_event_that_fitted(
+def test_a_live_tail_continues_after_the_last_event_of_a_full_answer(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers_codec, "EVENTS_BYTES_MAX", 2 * len(TEXT))
     send(node, "tail", 5)
     with tail(node, "tail", last="0") as events:
-        found = [event for _, event in zip(range(5), events.events(), strict=False)]
-    assert [event.id for event in found] == ["1", "2", "3", "4", "5"]
+        first_events = [event for _, event in zip(range(5), events.events(), strict=False)]
+    assert [event.id for event in first_events] == ["1", "2", "3", "4", "5"]

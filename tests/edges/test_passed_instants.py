@@ -1,4 +1,4 @@
-"""A send whose due time has passed on its way is a scheduled message, too: the verdict of a cancel is `released`."""
+"""A message whose due time has passed at its send is a scheduled message, too: a cancel gets the verdict `released`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def send_late(node: RunningNode, edge: str, topic: str) -> tuple[str, str]:
-    """Send a message whose due time has passed by this edge, and return its id and its recall handle."""
+    """Send a message whose due time has passed, over this edge. Return its id and its recall handle."""
     due_ms = node.broker.clock.now_ms() - LATE_MS
     if edge == "http":
         with node.client() as ball:
@@ -66,6 +66,6 @@ def test_a_cancel_after_the_due_time_is_answered_released(node: RunningNode, edg
 
 
 def test_a_message_that_was_for_now_is_no_scheduled_message(node: RunningNode) -> None:
-    """Control: a message without due time cannot be cancelled."""
+    """The control: a message without a due time cannot be cancelled."""
     with node.client() as ball:
         assert ball.cancel(ball.send("for-now", b"x").id).verdict == "not_found"

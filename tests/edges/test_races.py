@@ -42,9 +42,9 @@ class Race:
     def __init__(self, node: RunningNode, seed: int) -> None:
         self.node, self.recorder, self.rng = node, Recorder(), np.random.default_rng(seed)
         self._nap = threading.Event()
-        # Calls begin so much earlier than planned, because those of earlier rounds were late by that time (median).
+        # Calls begin earlier than planned by the median lateness of the calls of earlier rounds.
         self._lead_ms = 0
-        self._late_ms: list[int] = []
+        self._late_ms: list[int] = []  # of the calls of this round
 
     def now_ms(self) -> int:
         return self.node.broker.clock.now_ms()
@@ -159,6 +159,8 @@ def test_responses_agree_with_log_and_deliveries_in_each_strategy(tmp_path: Path
 def test_a_schedule_that_cancels_what_it_hands_out_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The control: without the decision of `Scheduler.cancel`, the recorder reports a fault."""
+
     def always_cancel(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 

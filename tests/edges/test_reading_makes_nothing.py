@@ -149,7 +149,7 @@ def test_a_command_that_reads_creates_no_topic(node: RunningNode, command: tuple
 
 
 def test_a_send_makes_it(tmp_path: Path) -> None:
-    """Control: the tests above would notice a created topic."""
+    """The control: a send creates the topic, which `topic_names` shows."""
     with running_node(tmp_path / "data") as node, node.client() as ball:
         assert topic_names(node) == set()
         ball.send(TYPO, "x")

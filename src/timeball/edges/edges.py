@@ -32,7 +32,7 @@ from timeball.monitoring.metrics import Metrics
 
 
 class Edges:
-    """Starts and closes all edges together. Belongs to the broker's event loop."""
+    """All edges of one broker, which start and close together. Belongs to the broker's event loop."""
 
     def __init__(
         self, broker: Broker, metrics: Metrics, status: Status, security: Security, codec: Codec | None = None
@@ -48,8 +48,8 @@ class Edges:
     async def start(self, recovering: RecoveryResponder) -> None:
         """Listen on all ports, and begin to push messages to URLs.
 
-        The HTTP edge takes over the socket of `recovering`, which has answered on it so far. If a port is taken, no
-        edge listens, and SetupError is raised.
+        The HTTP edge takes over the socket of `recovering`, which has answered on it so far. Raises SetupError if a
+        port is in use. No edge listens then.
         """
         try:
             for edge in (self.flight, self.remoting, self.grpc):
