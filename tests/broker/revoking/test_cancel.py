@@ -376,7 +376,7 @@ async def test_a_race_of_cancels_and_a_release_has_one_winner(
 
 
 def test_cancels_and_releases_both_win_some_races() -> None:
-    """The control: without this, the race above might always have the same winner."""
+    """Otherwise the race above might always have the same winner."""
     winners: set[str] = set()
 
     @on_node(InTurn)

@@ -520,7 +520,7 @@ def run_races() -> tuple[set[str], set[str]]:
 
 
 def test_moves_cancels_and_releases_all_win_some_races() -> None:
-    """The control: without this, the race above might always have the same winner."""
+    """Otherwise the race above might always have the same winner."""
     verdicts, kinds = run_races()
     assert verdicts == {"cancelled", "already_cancelled", "rescheduled", "released"}
     assert kinds == set()
