@@ -96,7 +96,7 @@ async def groups_of(*names: str, **settings: object) -> AsyncIterator[tuple[Neig
 def in_two_groups(
     test: Callable[[Neighbours, InGroup, InGroup], Awaitable[None]],
 ) -> Callable[[], None]:
-    """Decorate a coroutine: run it as a plain test with the groups g1 and g2."""
+    """Make a plain test of a coroutine, which gets the groups g1 and g2 after their neighbours."""
 
     def live() -> None:
         async def lived() -> None:

@@ -42,7 +42,7 @@ async def test_a_repeated_transfer_is_adopted_once(
 
 
 @in_two_groups
-async def test_the_limit_of_a_slot_refuses_no_transfer(
+async def test_the_limit_of_a_timer_slot_refuses_no_transfer(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     await one.restart(strategy="timer_wheel", timer_congest_num_each_slot=1)

@@ -44,18 +44,18 @@ admin = true
 """
 
 
-def words(verdicts: list[Verdict]) -> list[str]:
+def verdict_words(verdicts: list[Verdict]) -> list[str]:
     return [verdict.verdict for verdict in verdicts]
 
 
-async def drain(two: InGroup, heir: str = "g1") -> None:
-    """Give the command, and run the periodic drain until it finds no more messages."""
-    await two.broker.drain(heir)
+async def drain(drained: InGroup, heir_name: str = "g1") -> None:
+    """Start a drain of a group, and run the periodic drain until it finds no more messages."""
+    await drained.broker.drain(heir_name)
     for _ in range(5):
-        await two.broker.draining.hand_over()
-        if (told := await two.broker.drain(heir)).is_done:
+        await drained.broker.draining.hand_over()
+        if (progress := await drained.broker.drain(heir_name)).is_done:
             return
-    raise AssertionError(told)
+    raise AssertionError(progress)
 
 
 async def visible(*worlds: InGroup) -> Counter[str]:
@@ -63,130 +63,135 @@ async def visible(*worlds: InGroup) -> Counter[str]:
     return Counter([row.key for world in worlds for row in (await world.outcome()).rows])
 
 
-async def each_kind(two: InGroup) -> list[str]:
+async def each_kind(drained: InGroup) -> list[str]:
     """Messages in a file of the table, in the log, of a delay level, moved, and for other instants."""
-    keys = await two.send("orders", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
-    await two.compact()
-    await two.reschedule(keys[:1], 90 * 60_000)
-    keys += await two.send("orders", [HOUR_MS, HOUR_MS + 1, 5 * HOUR_MS], body_bytes=3_000)
-    keys += await two.send_levels("orders", [18])
+    keys = await drained.send("orders", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
+    await drained.compact()
+    await drained.reschedule(keys[:1], 90 * 60_000)
+    keys += await drained.send("orders", [HOUR_MS, HOUR_MS + 1, 5 * HOUR_MS], body_bytes=3_000)
+    keys += await drained.send_levels("orders", [18])
     return keys
 
 
 @in_two_groups
 async def test_all_pending_messages_are_handed_over_and_delivered_at_their_due_times(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    keys = await each_kind(two)
-    soon = await two.send("orders", [MARGIN_MS // 2])
-    before = {key: (await two.broker.find(key))[0] for key in keys}
-    await drain(two)
-    assert two.broker.pending_messages == 1 and one.broker.pending_messages == len(keys)
+    keys = await each_kind(drained)
+    soon = await drained.send("orders", [MARGIN_MS // 2])
+    before = {key: (await drained.broker.find(key))[0] for key in keys}
+    await drain(drained)
+    assert drained.broker.pending_messages == 1 and heir.broker.pending_messages == len(keys)
     for key in keys:
-        (place,) = await two.broker.find(key)
+        (place,) = await drained.broker.find(key)
         assert (place.state, place.due_ms) == ("waiting", before[key].due_ms)
         was, now = before[key].content, place.content
         assert was is not None and now is not None
         assert (now.body, now.tag, now.keys) == (was.body, was.tag, was.keys)
         assert not {"HANDED_TO", "REAL_TOPIC", "DELAY"} & now.properties.keys()
-    for world in (one, two):
+    for world in (heir, drained):
         await world.advance(6 * HOUR_MS)
-    assert await visible(one, two) == Counter([*keys, *soon])
-    assert {row.key for row in (await two.outcome()).rows} == set(soon)
-    due = {row.key: row.due_ms for row in (await one.outcome()).rows}
+    assert await visible(heir, drained) == Counter([*keys, *soon])
+    assert {row.key for row in (await drained.outcome()).rows} == set(soon)
+    due = {row.key: row.due_ms for row in (await heir.outcome()).rows}
     assert due == {key: place.due_ms for key, place in before.items()}
 
 
 @in_two_groups
-async def test_a_repeated_send_is_told_that_another_group_has_its_message(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_a_repeated_send_with_an_idempotency_key_reports_a_handed_message(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    client, rows = Client(two), batch(delay_ms=[HOUR_MS], unique_key=["once"])
+    client, rows = Client(drained), batch(delay_ms=[HOUR_MS], unique_key=["once"])
     assert await client.states("a", rows) == "created"
-    await drain(two)
-    assert await client.states("a", rows) == [("handed", two.clock.wall + HOUR_MS)]
+    await drain(drained)
+    assert await client.states("a", rows) == [("handed", drained.clock.wall + HOUR_MS)]
     # It may still wait there, so nothing is sent anew.
-    assert await client.states("a", rows, "again") == [("handed", two.clock.wall + HOUR_MS)]
-    assert one.broker.pending_messages == 1
+    assert await client.states("a", rows, "again") == [("handed", drained.clock.wall + HOUR_MS)]
+    assert heir.broker.pending_messages == 1
 
 
 @in_two_groups
-async def test_a_drained_group_accepts_nothing_and_its_queues_are_read(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_a_drained_group_refuses_sends_and_its_queues_stay_readable(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    await two.send("orders", [None, HOUR_MS])
-    await drain(two)
+    await drained.send("orders", [None, HOUR_MS])
+    await drain(drained)
     for delay_ms in (None, HOUR_MS):
         with pytest.raises(Forbidden, match="drained to g1"):
-            await two.send("orders", [delay_ms])
+            await drained.send("orders", [delay_ms])
     with pytest.raises(Forbidden):
-        await two.send("new", [None])
+        await drained.send("new", [None])
     with pytest.raises(Forbidden):
-        await two.broker.reserve(5)
+        await drained.broker.reserve(5)
     with pytest.raises(Conflict, match="id or key"):
-        await two.broker.change_campaign("spring", "plan", rows=5)
-    route = (await two.broker.answer(RouteHere(topic="orders"), ANONYMOUS)).route
+        await drained.broker.change_campaign("spring", "plan", rows=5)
+    route = (await drained.broker.answer(RouteHere(topic="orders"), ANONYMOUS)).route
     assert route is not None and (route.read_queues, route.write_queues) == (2, 0)
-    assert two.broker.policy.permission("orders", 6) == READ
-    assert two.broker.policy.permission("%RETRY%readers", 6) == 6, "its consumers hand messages back"
-    await two.consume()
-    assert len(two.observed.seen) == 1
-    await one.send("orders", [None])
+    assert drained.broker.policy.permission("orders", 6) == READ
+    assert drained.broker.policy.permission("%RETRY%readers", 6) == 6, "its consumers hand messages back"
+    await drained.consume()
+    assert len(drained.observed.seen) == 1
+    await heir.send("orders", [None])
 
 
 @in_two_groups
-async def test_a_cancel_finds_it_before_while_and_after(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_a_cancel_finds_a_message_before_during_and_after_its_transfer(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    before, moving, after, moved = await two.send("orders", [HOUR_MS, HOUR_MS, HOUR_MS, HOUR_MS])
-    assert words(await one.broker.cancel(ids=[before])) == ["cancelled"]
-    (number,) = {place.seq for place in await two.broker.find(after)}
-    await two.broker.drain("g1")
+    before, moving, after, moved = await drained.send("orders", [HOUR_MS, HOUR_MS, HOUR_MS, HOUR_MS])
+    assert verdict_words(await heir.broker.cancel(ids=[before])) == ["cancelled"]
+    (number,) = {place.seq for place in await drained.broker.find(after)}
+    await drained.broker.drain("g1")
     neighbours.silent.add("g1")
-    await two.broker.draining.hand_over()
-    assert "did not answer" in (await two.broker.drain("g1")).problem
+    await drained.broker.draining.hand_over()
+    assert "did not answer" in (await drained.broker.drain("g1")).problem
     neighbours.silent.clear()
     # Ended there and not here: it is on its way.
-    for world in (one, two):
-        assert words(await world.broker.cancel(ids=[before, moving])) == ["already_cancelled", "unavailable"]
-        assert words(await world.broker.reschedule(ids=[moving], delay_ms=5)) == ["unavailable"]
+    for world in (heir, drained):
+        assert verdict_words(await world.broker.cancel(ids=[before, moving])) == [
+            "already_cancelled",
+            "unavailable",
+        ]
+        assert verdict_words(await world.broker.reschedule(ids=[moving], delay_ms=5)) == ["unavailable"]
         with pytest.raises(Unavailable):
             await world.broker.find(moving)
         with pytest.raises(Unavailable):
             await world.broker.recall("orders", encode_handle("orders", "g2", 1, moving))
-    assert words(await two.broker.cancel(seqs=[number])) == ["unavailable"]
-    await two.broker.draining.hand_over()
-    for world in (one, two):
-        assert words(await world.broker.cancel(ids=[before, moving])) in (
+    assert verdict_words(await drained.broker.cancel(seqs=[number])) == ["unavailable"]
+    await drained.broker.draining.hand_over()
+    for world in (heir, drained):
+        assert verdict_words(await world.broker.cancel(ids=[before, moving])) in (
             ["already_cancelled", "cancelled"],
             ["already_cancelled", "already_cancelled"],
         )
-    assert words(await two.broker.cancel(seqs=[number])) == ["handed"]
-    assert words(await two.broker.reschedule(ids=[moved], delay_ms=2 * HOUR_MS)) == ["rescheduled"]
+    assert verdict_words(await drained.broker.cancel(seqs=[number])) == ["handed"]
+    assert verdict_words(await drained.broker.reschedule(ids=[moved], delay_ms=2 * HOUR_MS)) == [
+        "rescheduled"
+    ]
     handle = encode_handle("orders", "g2", 1, after)
-    for world in (two, one, two):
+    for world in (drained, heir, drained):
         assert await world.broker.recall("orders", handle) == after
-    for world in (one, two):
+    for world in (heir, drained):
         await world.advance(3 * HOUR_MS)
-    assert await visible(one, two) == Counter([moved])
+    assert await visible(heir, drained) == Counter([moved])
     with pytest.raises(RecallRefused, match="released"):
-        await two.broker.recall("orders", encode_handle("orders", "g2", 1, moved))
+        await drained.broker.recall("orders", encode_handle("orders", "g2", 1, moved))
 
 
 @in_two_groups
-async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_a_cancel_that_finds_the_message_in_neither_group_asks_again(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
     """The receiving group answered before the message arrived, and the source after the message had left."""
-    (key,) = await two.send("orders", [HOUR_MS])
-    await two.broker.drain("g1")
-    looked, ask, has_gone = one.broker._answer, one.broker.others.ask, asyncio.Event()
+    (key,) = await drained.send("orders", [HOUR_MS])
+    await drained.broker.drain("g1")
+    looked, ask, has_gone = heir.broker._answer, heir.broker.others.ask, asyncio.Event()
 
     async def answered_before_the_drain(*asked: object) -> object:
         answer = await looked(*asked)
         if not isinstance(asked[0], AdoptHere):
-            while one.broker.tables.drains.adopted("g2") is None or two.broker.tables.drains.out.rows:
-                await two.broker.draining.hand_over()
+            while heir.broker.tables.drains.adopted("g2") is None or drained.broker.tables.drains.out.rows:
+                await drained.broker.draining.hand_over()
             has_gone.set()
         return answer
 
@@ -194,81 +199,83 @@ async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
         await has_gone.wait()
         return await ask(*asked)
 
-    one.broker._answer, one.broker.others.ask = answered_before_the_drain, asked_behind_it
-    assert words(await one.broker.cancel(ids=[key])) == ["cancelled"]
+    heir.broker._answer, heir.broker.others.ask = answered_before_the_drain, asked_behind_it
+    assert verdict_words(await heir.broker.cancel(ids=[key])) == ["cancelled"]
 
 
 @in_two_groups
-async def test_a_message_that_is_postponed_during_a_drain_is_handed_over(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_a_message_that_is_rescheduled_during_a_drain_is_handed_over(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    (key,) = await two.send("orders", [MARGIN_MS // 2])
-    await drain(two)
-    assert words(await two.broker.reschedule(ids=[key], delay_ms=HOUR_MS)) == ["rescheduled"]
-    await drain(two)
-    assert (one.broker.pending_messages, two.broker.pending_messages) == (1, 0)
+    (key,) = await drained.send("orders", [MARGIN_MS // 2])
+    await drain(drained)
+    assert verdict_words(await drained.broker.reschedule(ids=[key], delay_ms=HOUR_MS)) == ["rescheduled"]
+    await drain(drained)
+    assert (heir.broker.pending_messages, drained.broker.pending_messages) == (1, 0)
 
 
 @in_two_groups
-async def test_an_invalid_drain_is_refused(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_an_invalid_drain_is_refused(neighbours: Neighbours, heir: InGroup, drained: InGroup) -> None:
     with pytest.raises(InvalidMessage):
-        await two.broker.drain("g2")
+        await drained.broker.drain("g2")
     with pytest.raises(NotFound, match="there are g1"):
-        await two.broker.drain("g3")
+        await drained.broker.drain("g3")
     neighbours.silent.add("g1")
     with pytest.raises(Unavailable):
-        await two.broker.drain("g1")
+        await drained.broker.drain("g1")
     neighbours.silent.clear()
-    assert not (await two.broker.drain("g1", dry_run=True)).is_done
-    await two.send("orders", [None])
-    await one.broker.drain("g2")
+    assert not (await drained.broker.drain("g1", dry_run=True)).is_done
+    await drained.send("orders", [None])
+    await heir.broker.drain("g2")
     with pytest.raises(Conflict, match="drained itself, to g2"):
-        await two.broker.drain("g1")
-    await two.send("orders", [None])
+        await drained.broker.drain("g1")
+    await drained.send("orders", [None])
 
 
 @in_two_groups
 async def test_a_group_with_an_active_selection_is_not_drained(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    keys = await two.send("orders", [HOUR_MS])
+    keys = await drained.send("orders", [HOUR_MS])
     wanted = SelectionFacts(seq=0, at_ms=0, topics=["orders"])
-    name = await two.broker.selections.select(wanted, ANONYMOUS)
+    name = await drained.broker.selections.select(wanted, ANONYMOUS)
     with pytest.raises(Conflict, match=f"selection {name} is active"):
-        await two.broker.drain("g1")
-    await two.broker.selections.undo(name, ANONYMOUS)
-    await drain(two)
-    assert one.broker.pending_messages == len(keys)
+        await drained.broker.drain("g1")
+    await drained.broker.selections.undo(name, ANONYMOUS)
+    await drain(drained)
+    assert heir.broker.pending_messages == len(keys)
     with pytest.raises(Conflict, match="drained"):
-        await two.broker.selections.select(wanted, ANONYMOUS)
+        await drained.broker.selections.select(wanted, ANONYMOUS)
 
 
 @in_two_groups
-async def test_a_held_campaign_is_not_handed_over(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
-    await two.campaign("spring", "orders", [HOUR_MS, 2 * HOUR_MS])
-    await two.pause("spring")
-    with pytest.raises(Conflict, match="spring is held"):
-        await two.broker.drain("g1")
-    await two.broker.change_campaign("spring", "resume")
-    await drain(two)
-    assert one.broker.pending_messages == 2
-    with pytest.raises(Conflict):
-        await two.broker.change_campaign("spring", "cancel")
-    with pytest.raises(Conflict):
-        await two.broker.cancel_ranges([(1, 1)])
-
-
-@in_two_groups
-async def test_many_and_large_messages_go_in_several_transfers(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_a_held_campaign_is_not_handed_over(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    keys = await two.send("orders", [HOUR_MS + at for at in range(300)])
-    large = await two.send("orders", [HOUR_MS] * 3, body_bytes=3 * 1024 * 1024)
-    await drain(two)
+    await drained.campaign("spring", "orders", [HOUR_MS, 2 * HOUR_MS])
+    await drained.pause("spring")
+    with pytest.raises(Conflict, match="spring is held"):
+        await drained.broker.drain("g1")
+    await drained.broker.change_campaign("spring", "resume")
+    await drain(drained)
+    assert heir.broker.pending_messages == 2
+    with pytest.raises(Conflict):
+        await drained.broker.change_campaign("spring", "cancel")
+    with pytest.raises(Conflict):
+        await drained.broker.cancel_ranges([(1, 1)])
+
+
+@in_two_groups
+async def test_many_or_large_messages_are_handed_over_in_several_transfers(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
+) -> None:
+    keys = await drained.send("orders", [HOUR_MS + at for at in range(300)])
+    large = await drained.send("orders", [HOUR_MS] * 3, body_bytes=3 * 1024 * 1024)
+    await drain(drained)
     sent = [q for _, q in neighbours.asked if isinstance(q, AdoptHere) and q.transfer]
     assert [question.transfer for question in sent] == list(range(1, len(sent) + 1))
     assert len(sent) >= 4, "a transfer is a request over HTTP"
-    assert one.broker.pending_messages == len(keys + large)
+    assert heir.broker.pending_messages == len(keys + large)
 
 
 # -- cut off ---------------------------------------------------------------------------------------------------
@@ -315,24 +322,24 @@ class Pair:
                 await world.abandon()
         self.files = {name: files.crash(survival="nothing") for name, files in self.files.items()}
 
-    async def begin(self, one: InGroup, two: InGroup) -> None:
+    async def begin(self, heir: InGroup, drained: InGroup) -> None:
         """Send, let it be durable, and drain."""
-        self.keys = await each_kind(two)
-        self.begun_at = {world.settings.group: world.files.calls for world in (one, two)}
-        await drain(two)
-        self.ended_at = {world.settings.group: world.files.calls for world in (one, two)}
+        self.keys = await each_kind(drained)
+        self.begun_at = {world.settings.group: world.files.calls for world in (heir, drained)}
+        await drain(drained)
+        self.ended_at = {world.settings.group: world.files.calls for world in (heir, drained)}
 
-    async def end(self, one: InGroup, two: InGroup) -> None:
+    async def end(self, heir: InGroup, drained: InGroup) -> None:
         """Repeat the command, cancel a message wherever it is, and let all become due."""
-        await drain(two)
-        assert two.broker.pending_messages == 0, "all are due in an hour or later"
+        await drain(drained)
+        assert drained.broker.pending_messages == 0, "all are due in an hour or later"
         chosen = self.keys[:1]
-        assert words(await two.broker.cancel(ids=chosen)) == ["cancelled"]
+        assert verdict_words(await drained.broker.cancel(ids=chosen)) == ["cancelled"]
         self.cancelled += chosen
-        for world in (one, two):
+        for world in (heir, drained):
             await world.advance(6 * HOUR_MS)
-        self.found = await visible(one, two)
-        for world in (one, two):
+        self.found = await visible(heir, drained)
+        for world in (heir, drained):
             await world.stop()
 
 
@@ -365,7 +372,9 @@ def small_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_transfers")
 @pytest.mark.parametrize("part", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 4))])
 @pytest.mark.parametrize("cut", ["g1", "g2"])
-def test_a_cut_at_any_call_of_either_disk_loses_and_doubles_nothing(cut: str, part: int) -> None:
+def test_a_power_cut_at_any_call_of_either_disk_neither_loses_nor_doubles_a_message(
+    cut: str, part: int
+) -> None:
     whole = life()
     assert not faults(whole)
     calls = range(whole.begun_at[cut] + 1, whole.ended_at[cut] + 1)
@@ -405,26 +414,26 @@ def test_a_group_that_forgets_a_transfer_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
     async def lived() -> None:
         async with groups_of("g1", "g2", retention_ms=1) as (neighbours, worlds):
-            one, two = worlds["g1"], worlds["g2"]
-            keys = await two.send("orders", [20 * HOUR_MS + at for at in range(10)], body_bytes=50_000)
-            await two.compact()
-            await two.broker.drain("g1")
+            heir, drained = worlds["g1"], worlds["g2"]
+            keys = await drained.send("orders", [20 * HOUR_MS + at for at in range(10)], body_bytes=50_000)
+            await drained.compact()
+            await drained.broker.drain("g1")
             neighbours.silent.add("g1")
-            await two.broker.draining.hand_over()
-            first_seq = two.broker.tables.drains.needed_seq
+            await drained.broker.draining.hand_over()
+            first_seq = drained.broker.tables.drains.needed_seq
             for _ in range(4):  # segments are a mebibyte
-                await two.broker.log.writer.flushed()
-                await two.broker.send_again(_filling())
-            two.clock.advance(10_000)
-            await two.let_go()
-            assert two.broker.log.reader.first_seq <= first_seq
-            assert Kind.CANCEL in _kinds(two, first_seq)
+                await drained.broker.log.writer.flushed()
+                await drained.broker.send_again(_filling())
+            drained.clock.advance(10_000)
+            await drained.let_go()
+            assert drained.broker.log.reader.first_seq <= first_seq
+            assert Kind.CANCEL in _kinds(drained, first_seq)
             neighbours.silent.clear()
-            await two.broker.draining.hand_over()
-            assert one.broker.pending_messages == len(keys)
-            await two.let_go()
-            assert two.broker.tables.drains.needed_seq is None
-            assert two.broker.log.reader.first_seq > first_seq
+            await drained.broker.draining.hand_over()
+            assert heir.broker.pending_messages == len(keys)
+            await drained.let_go()
+            assert drained.broker.tables.drains.needed_seq is None
+            assert drained.broker.log.reader.first_seq > first_seq
 
     run(lived())
 
@@ -438,71 +447,76 @@ def _kinds(world: InGroup, seq: int) -> set[int]:
     return set(rows.column("kind").to_pylist())
 
 
-def test_a_message_that_went_long_ago_is_not_said_to_wait_here() -> None:
+def test_a_message_handed_over_long_ago_is_not_reported_as_pending() -> None:
     """Its row in a file outlives the row of the log that ended it."""
 
     async def lived() -> None:
         async with groups_of("g1", "g2", retention_ms=1) as (_, worlds):
-            one, two = worlds["g1"], worlds["g2"]
-            (key, other) = await two.send("orders", [20 * HOUR_MS, 21 * HOUR_MS])
-            await two.compact()
-            await drain(two)
+            heir, drained = worlds["g1"], worlds["g2"]
+            (key, other) = await drained.send("orders", [20 * HOUR_MS, 21 * HOUR_MS])
+            await drained.compact()
+            await drain(drained)
             for _ in range(4):  # segments are a mebibyte
-                await two.broker.send_again(_filling())
-                await two.broker.log.writer.flushed()
-            two.clock.advance(10_000)
-            await two.let_go()
-            assert two.broker.log.reader.first_seq > 10, "the log has let go of the rows that say so"
-            for world in (one, two):
+                await drained.broker.send_again(_filling())
+                await drained.broker.log.writer.flushed()
+            drained.clock.advance(10_000)
+            await drained.let_go()
+            assert drained.broker.log.reader.first_seq > 10, (
+                "retention has removed the rows that ended the messages"
+            )
+            for world in (heir, drained):
                 assert [place.state for place in await world.broker.find(key)] == ["waiting"]
-                assert words(await world.broker.cancel(ids=[other])) in (["cancelled"], ["already_cancelled"])
-            assert await two.broker.recall("orders", encode_handle("orders", "g2", 1, key)) == key
-            assert words(await one.broker.cancel(ids=[key])) == ["already_cancelled"]
-            assert not one.broker.pending_messages
+                assert verdict_words(await world.broker.cancel(ids=[other])) in (
+                    ["cancelled"],
+                    ["already_cancelled"],
+                )
+            assert await drained.broker.recall("orders", encode_handle("orders", "g2", 1, key)) == key
+            assert verdict_words(await heir.broker.cancel(ids=[key])) == ["already_cancelled"]
+            assert not heir.broker.pending_messages
 
     run(lived())
 
 
-def test_a_group_is_drained_to_another_heir_where_the_first_one_fails() -> None:
+def test_a_drain_can_continue_to_another_heir_after_the_first_one_failed() -> None:
     async def lived() -> None:
         async with groups_of("g1", "g2", "g3") as (neighbours, worlds):
-            one, two, three = (worlds[name] for name in ("g1", "g2", "g3"))
-            (first, second) = await two.send("orders", [HOUR_MS, HOUR_MS])
-            await two.broker.drain("g1")
+            heir, drained, three = (worlds[name] for name in ("g1", "g2", "g3"))
+            (first, second) = await drained.send("orders", [HOUR_MS, HOUR_MS])
+            await drained.broker.drain("g1")
             neighbours.silent.add("g1")
-            await two.broker.draining.hand_over()
+            await drained.broker.draining.hand_over()
             with pytest.raises(Conflict, match="g1 has not confirmed"):
-                await two.broker.drain("g3")
+                await drained.broker.drain("g3")
             neighbours.silent.clear()
-            await drain(two)
-            await two.reschedule([first], 2 * HOUR_MS)
+            await drain(drained)
+            await drained.reschedule([first], 2 * HOUR_MS)
             await three.send("orders", [HOUR_MS])
-            await drain(two, "g3")
-            await drain(one, "g3")
+            await drain(drained, "g3")
+            await drain(heir, "g3")
             assert three.broker.pending_messages == 3
             # Through two hands: the first group still knows that it has given it away.
-            assert words(await two.broker.cancel(ids=[second])) == ["cancelled"]
+            assert verdict_words(await drained.broker.cancel(ids=[second])) == ["cancelled"]
             with pytest.raises(Conflict, match="drained itself, to g3"):
-                await two.broker.drain("g1")
+                await drained.broker.drain("g1")
 
     run(lived())
 
 
 @in_two_groups
-async def test_the_next_leader_goes_on_as_the_account_that_asked(
-    neighbours: Neighbours, one: InGroup, two: InGroup
+async def test_the_next_leader_continues_a_drain_with_the_requesting_account(
+    neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    access = two.access = Access(parse(ACCOUNTS, "access.toml"))
-    await two.send("orders", [HOUR_MS])
+    access = drained.access = Access(parse(ACCOUNTS, "access.toml"))
+    await drained.send("orders", [HOUR_MS])
     with pytest.raises(Forbidden, match="may not administer"):
-        await two.broker.drain("g1", caller=access.named("shop"))
-    await two.broker.drain("g1", caller=access.named("operator"))
-    await two.restart()
-    neighbours.brokers["g2"] = two.broker
+        await drained.broker.drain("g1", caller=access.named("shop"))
+    await drained.broker.drain("g1", caller=access.named("operator"))
+    await drained.restart()
+    neighbours.brokers["g2"] = drained.broker
     access.replace({})
-    await two.broker.draining.hand_over()
-    told = two.broker.draining._report_progress(two.broker.tables.drains.out)
-    assert "'operator' is not in the access file" in told.problem and told.moving == 1
+    await drained.broker.draining.hand_over()
+    progress = drained.broker.draining._report_progress(drained.broker.tables.drains.out)
+    assert "'operator' is not in the access file" in progress.problem and progress.moving == 1
     access.replace(parse(ACCOUNTS, "access.toml"))
-    await two.broker.draining.hand_over()
-    assert (one.broker.pending_messages, two.broker.tables.drains.out.account) == (1, "operator")
+    await drained.broker.draining.hand_over()
+    assert (heir.broker.pending_messages, drained.broker.tables.drains.out.account) == (1, "operator")

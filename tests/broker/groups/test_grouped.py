@@ -23,7 +23,7 @@ topics = { orders = "PUB", looked = "SUB" }
 """
 
 
-def words(verdicts: Sequence[Verdict]) -> list[str]:
+def verdict_words(verdicts: Sequence[Verdict]) -> list[str]:
     return [verdict.verdict for verdict in verdicts]
 
 
@@ -33,62 +33,64 @@ def shop() -> Principal:
 
 
 @in_two_groups
-async def test_messages_of_another_group_are_cancelled_moved_and_found(
+async def test_messages_of_another_group_can_be_cancelled_rescheduled_and_found(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     (key,) = await two.send("orders", [FAR_MS])
-    assert words(await one.broker.reschedule(ids=[key], delay_ms=2 * FAR_MS)) == ["rescheduled"]
+    assert verdict_words(await one.broker.reschedule(ids=[key], delay_ms=2 * FAR_MS)) == ["rescheduled"]
     (place,) = await one.broker.find(key)
     assert (place.state, place.due_ms) == ("waiting", two.clock.wall + 2 * FAR_MS)
-    assert words(await one.broker.cancel(ids=[key, "nothing"])) == ["cancelled", "not_found"]
-    assert words(await two.broker.cancel(ids=[key])) == ["already_cancelled"]
+    assert verdict_words(await one.broker.cancel(ids=[key, "nothing"])) == ["cancelled", "not_found"]
+    assert verdict_words(await two.broker.cancel(ids=[key])) == ["already_cancelled"]
     assert [group for group, _ in neighbours.asked] == ["g2", "g2", "g2", "g1"], (
         "asked once each, passed on by none"
     )
 
 
 @in_two_groups
-async def test_a_key_names_messages_of_all_groups(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_a_cancel_by_key_cancels_messages_in_all_groups(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
     for world in (one, two):
         await world.send("orders", [FAR_MS])
-    assert words(await one.broker.cancel(keys=["k00"])) == ["cancelled", "cancelled"]
+    assert verdict_words(await one.broker.cancel(keys=["k00"])) == ["cancelled", "cancelled"]
 
 
 @in_two_groups
-async def test_a_silent_group_makes_it_unavailable(
+async def test_the_verdict_is_unavailable_if_a_group_does_not_answer(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     (here,) = await one.send("orders", [FAR_MS])
     neighbours.silent.add("g2")
-    assert words(await one.broker.cancel(ids=[here, "nothing"])) == [
+    assert verdict_words(await one.broker.cancel(ids=[here, "nothing"])) == [
         "unavailable",
         "cancelled",
         "unavailable",
     ]
-    assert words(await one.broker.reschedule(ids=["nothing"], delay_ms=1)) == ["unavailable"]
+    assert verdict_words(await one.broker.reschedule(ids=["nothing"], delay_ms=1)) == ["unavailable"]
     assert [place.state for place in await one.broker.find(here)] == ["cancelled"]
     with pytest.raises(Unavailable):
         await one.broker.find("nothing")
     neighbours.silent.clear()
-    assert words(await one.broker.cancel(ids=[here, "nothing"])) == ["already_cancelled", "not_found"]
+    assert verdict_words(await one.broker.cancel(ids=[here, "nothing"])) == ["already_cancelled", "not_found"]
 
 
 @in_two_groups
-async def test_numbers_are_those_of_the_group_that_is_asked(
+async def test_a_cancel_by_number_applies_to_the_asked_group_only(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     await one.send("orders", [FAR_MS])
     await two.send("orders", [FAR_MS])
     (number,) = {place.seq for place in await one.broker.find("k00000")}
     neighbours.asked.clear()
-    assert words(await one.broker.cancel(seqs=[number])) == ["cancelled"]
-    assert words(await one.broker.reschedule(seqs=[number], delay_ms=1)) == ["already_cancelled"]
+    assert verdict_words(await one.broker.cancel(seqs=[number])) == ["cancelled"]
+    assert verdict_words(await one.broker.reschedule(seqs=[number], delay_ms=1)) == ["already_cancelled"]
     assert neighbours.asked == []
-    assert words(await two.broker.cancel(seqs=[number])) == ["cancelled"]
+    assert verdict_words(await two.broker.cancel(seqs=[number])) == ["cancelled"]
 
 
 @in_two_groups
-async def test_before_the_groups_are_known_nothing_is_said_and_nothing_done(
+async def test_a_cancel_before_the_groups_are_known_is_unavailable_and_changes_nothing(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     (key,) = await one.send("orders", [FAR_MS])
@@ -96,11 +98,13 @@ async def test_before_the_groups_are_known_nothing_is_said_and_nothing_done(
     with pytest.raises(Unavailable):
         await one.broker.cancel(ids=[key])
     neighbours.are_known = True
-    assert words(await one.broker.cancel(ids=[key])) == ["cancelled"]
+    assert verdict_words(await one.broker.cancel(ids=[key])) == ["cancelled"]
 
 
 @in_two_groups
-async def test_a_request_that_is_wrong_is_refused(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_a_reschedule_in_all_groups_with_an_invalid_delay_is_refused(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
     with pytest.raises(InvalidDelay):
         await one.broker.reschedule(ids=["x"], delay_ms=-1)
 
@@ -141,15 +145,17 @@ async def test_a_handle_of_no_group_is_refused_as_by_a_broker_alone(
 
 
 @in_two_groups
-async def test_each_group_asks_whether_the_caller_may(
+async def test_each_group_checks_the_permission_of_the_caller(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     (mine,) = await two.send("orders", [FAR_MS])
     two.keys = 1_000
     (others,) = await two.send("secrets", [FAR_MS])
     verdicts = await one.broker.cancel(ids=[mine, others], caller=shop())
-    assert words(verdicts) == ["cancelled", "not_found"], "what the account may not cancel is not there"
-    assert words(await one.broker.cancel(ids=[others])) == ["cancelled"]
+    assert verdict_words(verdicts) == ["cancelled", "not_found"], (
+        "what the account may not cancel is not there"
+    )
+    assert verdict_words(await one.broker.cancel(ids=[others])) == ["cancelled"]
     assert (await two.broker.answer(FindHere(id=others), shop())).places == []
     refused = await two.broker.answer(RouteHere(topic="secrets"), shop())
     assert refused.refusal is not None and refused.refusal.code == "forbidden"
@@ -174,9 +180,9 @@ def test_the_only_group_of_a_cluster_answers_as_a_broker_alone() -> None:
         async with groups_of("g1") as (neighbours, worlds):
             (key,) = await worlds["g1"].send("orders", [FAR_MS])
             verdicts = await worlds["g1"].broker.cancel(ids=[key, key])
-            assert words(verdicts) == ["cancelled", "already_cancelled"]
+            assert verdict_words(verdicts) == ["cancelled", "already_cancelled"]
             answer = await worlds["g1"].broker.answer(CancelHere(ids=[key]), shop())
-            assert words(answer.verdicts) == ["already_cancelled"]
+            assert verdict_words(answer.verdicts) == ["already_cancelled"]
             assert neighbours.asked == []
 
     run(life())

@@ -75,12 +75,12 @@ HAND_OVER_EVERY_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page of pending messages, from log and files, and the position where the next page begins."""
+    """A page of pending messages, from log and files."""
 
-    walk: TableWalk
+    walk: TableWalk  # reads the messages of `filed`
     logged: Logged
     filed: Filed
-    upto: PagePosition
+    upto: PagePosition  # where the next page begins
 
 
 class Draining:
@@ -114,7 +114,7 @@ class Draining:
         self._account, self._group = account, settings.group
         self._codes = TopicCodes()
         self._tail = LogTail(log.reader, self._codes)
-        self._rows_at_once = ROWS_FIRST
+        self._rows_at_once = ROWS_FIRST  # rows of the next read, adapted to the size of the messages
         self._hand_over_lock = asyncio.Lock()  # one transfer at a time
         self._is_done = False  # True if the last call of `hand_over` found no messages
         self._problem = ""
@@ -125,21 +125,23 @@ class Draining:
     async def drain(self, heir: str, caller: Caller, *, dry_run: bool = False) -> Drained:
         """Start to hand over all pending messages to `heir`, and report the progress. May be repeated.
 
-        Raises Forbidden, NotFound, InvalidMessage, Conflict, and Unavailable while the heir does not answer.
+        `dry_run`: only check whether it would start. Raises Forbidden, NotFound, InvalidMessage, Conflict, and
+        Unavailable while the heir does not answer.
         """
         facts = self._tables.drains.out
         self._policy.allow(caller, Verb.ADMIN)
         if facts is not None and (facts.heir, facts.account) == (heir, caller.name):
             return self._report_progress(facts)  # a repeated request: the META row is in the log already
         self._check_heir(heir)
-        # The start time identifies a drain, so a drain to another heir needs a later time.
-        since_ms = facts.since_ms if facts is not None and facts.heir == heir else self._clock.now_ms()
-        if facts is not None and since_ms <= facts.since_ms and facts.heir != heir:
-            since_ms = facts.since_ms + 1  # the clock was set back
+        # The start time identifies a drain, so a drain to another heir needs a later time, even after the clock was set
+        # back.
+        since_ms = self._clock.now_ms()
+        if facts is not None:
+            since_ms = facts.since_ms if facts.heir == heir else max(since_ms, facts.since_ms + 1)
         # Ask the heir before any change here: a group that is closed but cannot hand over messages would be useless.
         answer = await self._others.ask(heir, AdoptHere(source=self._group, since_ms=since_ms), caller)
         _raise_refusal(answer, heir)
-        current_facts = self._tables.drains.out
+        current_facts = self._tables.drains.out  # read again, because it may have changed meanwhile
         if current_facts is not None and current_facts.heir == heir:
             # Only the account changes. The previous one may have been deleted.
             new_facts = msgspec.structs.replace(current_facts, account=caller.name)
@@ -199,6 +201,7 @@ class Draining:
             self._is_done = False
 
     def _report_progress(self, facts: DrainFacts) -> Drained:
+        """Build the report of a drain for users."""
         return Drained(
             group=self._group, heir=facts.heir, since_ms=facts.since_ms, moved=facts.moved_rows,
             moving=facts.rows, waiting=self._pending_messages(), is_done=self._is_done, problem=self._problem,
@@ -207,9 +210,9 @@ class Draining:
     # -- the periodic task ---------------------------------------------------------------------------------------
 
     async def hand_over(self) -> None:
-        """Hand over all messages that are pending now, if this group is drained.
+        """Hand over all messages that are pending now, if this group is drained. Called by maintenance.py periodically.
 
-        Called by maintenance.py periodically.
+        Temporary errors are logged, and `drain` shows them as `problem`.
         """
         if self._tables.drains.out is None:
             return
@@ -250,9 +253,11 @@ class Draining:
 
     @property
     def _is_compactor(self) -> bool:
+        """True unless an external compactor has a lease."""
         return self._clock.elapsed_ms() >= self._mover.external_compactor_until_ms
 
     def _read_page(self, snapshot: Snapshot, from_position: PagePosition) -> _Page:
+        """Read the pending messages from a position on, up to PAGE_ROWS from log and from files (background thread)."""
         shown = Shown(self._codes, None, lambda topic: True)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
         in_log, log_upto = self._tail.after(snapshot, from_position, LAST_POSITION, PAGE_ROWS)
@@ -265,9 +270,9 @@ class Draining:
     async def _hand_over_all(
         self, messages: Logged | Filed, read: Callable[[Logged | Filed], pa.RecordBatch]
     ) -> int:
-        """Hand over messages in transfers of bounded size.
+        """Hand over messages in transfers of bounded size. Returns the number that was handed over.
 
-        `read` reads their complete rows. Returns the number moved.
+        `read` reads the complete rows of some messages (background thread).
         """
         index = moved_rows = 0
         while index < len(messages):
@@ -286,9 +291,9 @@ class Draining:
         return rows_in_log(self._log.reader, messages, _without_level)
 
     async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:
-        """Hand over the messages that are still pending, in one transfer.
+        """Hand over those of these messages that are still pending, in one transfer.
 
-        Returns their number after the heir has adopted them.
+        Returns their number, after the heir has adopted them. Messages that are due within MARGIN_MS are left out.
         """
         async with self._gate.passing():  # excludes the resume of a campaign, which changes due times
             self._log.writer.check_admission()
@@ -333,7 +338,10 @@ class Draining:
         return rows
 
     async def _send(self, rows: pa.RecordBatch) -> None:
-        """Send the current transfer, and record that the heir has adopted it."""
+        """Send the rows of the current transfer to the heir, and record that it has adopted them.
+
+        Raises the error with which the heir refuses them, and Unavailable if it does not answer.
+        """
         facts = self._tables.drains.out
         assert facts is not None and facts.rows == rows.num_rows
         question = AdoptHere(
@@ -353,7 +361,7 @@ class Draining:
 
 
 def _raise_refusal(answer: GroupAnswer | None, heir: str) -> None:
-    """Raise the error in the answer of the heir, or Unavailable if there is no answer."""
+    """Raise the error that the answer of the heir contains, if any, or Unavailable if there is no answer."""
     if answer is None:
         raise Unavailable(f"group {heir} did not answer")
     if answer.refusal is not None:
@@ -442,14 +450,14 @@ class DrainReceiver:
         await self._writer.flushed()
 
     def _append(self, question: AdoptHere, rows_before: int) -> None:
+        """Append the messages of a transfer with its META row. `rows_before`: in earlier transfers of that group."""
         self._writer.check_admission()
         now_ms = self._clock.now_ms()
         scheduled_rows = build_adopted_rows(
             decode_sent(question.rows), now_ms=now_ms, host=self._settings.host
         )
-        self._appender.make_topics(
-            scheduled_rows
-        )  # the topics' own META rows must precede the rows that use them
+        # The META rows of the topics must precede the rows that use them.
+        self._appender.make_topics(scheduled_rows)
         # A limit of the backlog is for sends. The other group has accepted these messages.
         rows = self._appender.prepare_accepted(scheduled_rows, now_ms)
         facts = AdoptedFacts(

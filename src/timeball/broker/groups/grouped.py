@@ -132,6 +132,7 @@ class GroupedBroker(Broker):
     ) -> list[MessagePlace]:
         """Find the messages with this id in all groups, and where they are. See Broker.find."""
         question = FindHere(id=message_id, topic=topic)
+        # Ask at most twice: if all states were `handed`, the heir may have answered before it had the message.
         for is_last in (False, True):
             group_places = await self._ask_all_groups(question, caller, lambda answer: answer.places)
             not_handed = [
@@ -139,8 +140,7 @@ class GroupedBroker(Broker):
                 for answer in group_places
             ]
             places = merge_places(not_handed)
-            # All states were `handed`: the heir may have answered before it had the message. Ask once more.
-            if places or is_last or not_handed == group_places:
+            if places or is_last or not_handed == group_places:  # the last: no state was `handed`
                 break
         return limit_contents(places)
 
@@ -165,6 +165,7 @@ class GroupedBroker(Broker):
         return named.unique_key
 
     async def _recall(self, topic: str, handle: str, group: str, caller: Caller) -> str:
+        """Cancel the message of a handle in the group that created it. Returns the message's id."""
         if group == self.settings.broker_name or group not in self.others.names():
             return await super().recall(topic, handle, caller)
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
@@ -177,7 +178,10 @@ class GroupedBroker(Broker):
     async def routes(
         self, topic: str, caller: Caller = ANONYMOUS, consumer_group: str | None = None
     ) -> dict[str, GroupRoute | None]:
-        """Find the other groups that have a topic, and its queues there. None for a group that does not answer."""
+        """Find the other groups that have a topic, and its queues there, by the group's name.
+
+        None for a group that does not answer or refuses. A group without the topic is left out.
+        """
         names, question = self.others.names(), RouteHere(topic=topic, consumer_group=consumer_group)
         answers = await asyncio.gather(*(self.others.ask(name, question, caller, ROUTE_S) for name in names))
         routes: dict[str, GroupRoute | None] = {}
@@ -192,7 +196,8 @@ class GroupedBroker(Broker):
     async def _settle_in_all_groups(
         self, question: CancelHere | RescheduleHere, caller: Caller
     ) -> list[Verdict]:
-        # Ask twice: after a verdict `handed`, the heir may have the messages by now.
+        """Ask all groups to cancel or reschedule messages, and merge their verdicts."""
+        # Ask again after a verdict `handed`, because the heir may have the message by now.
         for _ in range(2):
             group_verdicts = await self._ask_all_groups(question, caller, lambda answer: answer.verdicts)
             if len(group_verdicts) == 1 and group_verdicts[0] is not None:
@@ -209,7 +214,10 @@ class GroupedBroker(Broker):
     async def _ask_all_groups(
         self, question: AnyQuestion, caller: Caller, read: Callable[[GroupAnswer], T]
     ) -> list[T | None]:
-        """Ask this group and all others. A result is None if a group does not answer. Raises the first refusal."""
+        """Ask this group and all others at the same time. `read` reads a result from each answer.
+
+        A result is None if the group does not answer. Raises the first refusal or error.
+        """
         requests: list[Coroutine[Any, Any, GroupAnswer | None]] = [
             self.others.ask(name, question, caller) for name in self.others.names()
         ]
@@ -248,16 +256,19 @@ class GroupedBroker(Broker):
         *,
         only: Selected | None = None,
     ) -> RangesCancelled:
-        """Cancel the pending messages in a bulk job's ranges of numbers. See Broker.cancel_ranges."""
+        """Cancel the pending messages in a bulk job's ranges. Raises Conflict in a drained group.
+
+        See Broker.cancel_ranges.
+        """
         self.draining.check_numbers()
         return await super().cancel_ranges(ranges, reason, caller, only=only)
 
     async def change_campaign(
-        self, campaign: str, change: CampaignChange, *, caller: Caller = ANONYMOUS, **wanted: Any
+        self, campaign: str, change: CampaignChange, *, caller: Caller = ANONYMOUS, **options: Any
     ) -> Campaign:
-        """Plan, pause, resume or cancel a campaign. See Broker.change_campaign."""
+        """Plan, pause, resume or cancel a campaign. Raises Conflict in a drained group. See Broker.change_campaign."""
         self.draining.check_numbers()
-        return await super().change_campaign(campaign, change, caller=caller, **wanted)
+        return await super().change_campaign(campaign, change, caller=caller, **options)
 
     def _mark_handed_verdicts(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
         """Change the verdict of messages that were handed over to `handed`, or to `unavailable` while they move."""
@@ -298,6 +309,7 @@ class GroupedBroker(Broker):
         return GroupAnswer(refusal=refusal)
 
     async def _answer(self, question: AnyQuestion, caller: Caller) -> GroupAnswer:
+        """Answer a question from this group's log alone. Raises the errors of the operation."""
         match question:
             case CancelHere(ids=ids, keys=keys, topic=topic):
                 verdicts = await super().cancel(ids=ids, keys=keys, topic=topic, caller=caller)
@@ -320,6 +332,7 @@ class GroupedBroker(Broker):
                 return GroupAnswer()
 
     def _route(self, question: RouteHere, caller: Caller) -> GroupRoute | None:
+        """Build the route of a topic in this group, for a producer or for a consumer group. None without the topic."""
         verb = Verb.LOOK if question.consumer_group is None else Verb.RECEIVE
         self.policy.allow(caller, verb, topic=question.topic, group=question.consumer_group)
         topic = self.tables.topics.find_topic(question.topic)
@@ -336,9 +349,9 @@ class GroupedBroker(Broker):
 
 
 def _unwrap(answer: GroupAnswer, read: Callable[[GroupAnswer], T]) -> T | None:
-    """Apply `read` to a group's answer.
+    """Read a result from a group's answer. Raises the refusal that the answer contains.
 
-    None if the group cannot serve now. Raises the refusal that the answer contains.
+    None if the refusal means that the group cannot serve now.
     """
     refusal = answer.refusal
     if refusal is None:
