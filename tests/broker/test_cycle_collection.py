@@ -84,7 +84,7 @@ def test_a_collection_visits_few_objects_whatever_the_state_holds(cycles: CycleC
     assert visited_objects() > len(state)
 
 
-def test_young_cycles_are_collected(cycles: CycleCollection) -> None:
+def test_cycles_among_young_objects_are_collected(cycles: CycleCollection) -> None:
     rings = [weakref.ref(Ring()) for _ in range(10)]
     state = make_state(4 * YOUNG_OBJECTS)
     assert not any(ring() for ring in rings) and state
@@ -105,7 +105,7 @@ def test_an_idle_process_collects_frozen_garbage(cycles: CycleCollection, proces
 @pytest.mark.parametrize(
     ("share", "next_due_in_ms"), [(0.5, None), (0.01, 0), (0.01, 500)], ids=["busy", "due", "soon due"]
 )
-def test_no_full_collection_while_messages_would_wait(
+def test_no_full_collection_begins_shortly_before_a_message_is_due(
     cycles: CycleCollection, process: Process, share: float, next_due_in_ms: int | None
 ) -> None:
     ring = freeze_ring()
@@ -119,9 +119,7 @@ def test_no_full_collection_while_messages_would_wait(
 
 
 @pytest.mark.usefixtures("few")
-def test_a_busy_process_collects_before_garbage_can_fill_the_memory(
-    cycles: CycleCollection, process: Process
-) -> None:
+def test_a_busy_process_collects_after_the_largest_growth(cycles: CycleCollection, process: Process) -> None:
     ring = freeze_ring()
     state = make_state(150_000)
     process.run(10, share=1)
@@ -130,7 +128,7 @@ def test_a_busy_process_collects_before_garbage_can_fill_the_memory(
 
 
 @pytest.mark.usefixtures("few")
-def test_growth_counts_from_the_smallest_size(process: Process) -> None:
+def test_growth_is_measured_from_the_smallest_number_of_blocks(process: Process) -> None:
     state = make_state(200_000)
     cycles = CycleCollection(lambda: process.cpu_ns, lambda: process.now_ns)
     cycles.start()
@@ -147,9 +145,7 @@ def test_growth_counts_from_the_smallest_size(process: Process) -> None:
     assert state
 
 
-def test_a_process_that_has_not_started_it_is_left_alone(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_start_nothing_is_collected(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     before = gc.get_threshold()
     collection = CycleCollection(lambda: process.cpu_ns, lambda: process.now_ns)
     calls = list[str]()

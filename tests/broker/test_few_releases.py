@@ -97,7 +97,7 @@ async def released(
 
 @settings(max_examples=30)
 @given(SCHEDULED_ROWS)
-def test_rows_and_columns_are_written_alike(values: list[dict[str, Any]]) -> None:
+def test_releases_as_values_write_the_same_rows_as_columns(values: list[dict[str, Any]]) -> None:
     scheduled_rows = scheduled_of(values)
     by_rows, by_columns = (run(released(scheduled_rows, by_rows=way)) for way in (True, False))
     assert by_rows == by_columns
@@ -105,7 +105,7 @@ def test_rows_and_columns_are_written_alike(values: list[dict[str, Any]]) -> Non
 
 @settings(max_examples=30)
 @given(SCHEDULED_ROWS)
-def test_scheduled_messages_that_come_as_values_are_released_as_columns_are(
+def test_a_release_of_values_equals_a_release_of_columns(
     values: list[dict[str, Any]],
 ) -> None:
     scheduled_rows = scheduled_of([row | {"kind": int(Kind.SCHEDULED)} for row in values])

@@ -45,7 +45,7 @@ async def fill_a_segment(world: World) -> None:
     await world.send("filler", [None] * 12, BODY_BYTES)
 
 
-async def delivered(world: World) -> list[str]:
+async def delivered_keys(world: World) -> list[str]:
     rows = (await world.outcome()).rows
     return sorted(row.key for row in rows if row.place.topic != "filler")
 
@@ -55,7 +55,9 @@ async def delivered(world: World) -> list[str]:
 
 @kept_by
 @on_node(compact_rows=1)
-async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule: str) -> None:
+async def test_a_strategy_with_own_files_stores_scheduled_messages_and_nothing_is_compacted(
+    world: World, schedule: str
+) -> None:
     await begin(world, schedule)
     await world.send("a", [None, 500, HOUR_MS])
     status = world.broker.status()
@@ -70,13 +72,15 @@ async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule
 
 @kept_by
 @on_node()
-async def test_files_of_a_bulk_job_wait_beside(world: World, schedule: str) -> None:
+async def test_files_of_a_bulk_job_are_released_beside_the_strategys_own_messages(
+    world: World, schedule: str
+) -> None:
     await begin(world, schedule)
     sent = await world.send("a", [40 * SECOND_MS])
     bulk = await world.bulk("a", [20 * SECOND_MS, 50 * SECOND_MS], 1)
     await world.cancel([bulk[1]])
     await move_on(world, 1)
-    assert await delivered(world) == sorted([sent[0], bulk[0]])
+    assert await delivered_keys(world) == sorted([sent[0], bulk[0]])
     assert check(world.observed, await world.outcome()) == []
 
 
@@ -85,7 +89,7 @@ async def test_files_of_a_bulk_job_wait_beside(world: World, schedule: str) -> N
 
 @kept_by
 @on_node()
-async def test_old_segments_go_though_a_scheduled_message_of_theirs_still_waits(
+async def test_old_segments_are_removed_although_one_of_their_messages_is_pending(
     world: World, schedule: str
 ) -> None:
     await begin(world, schedule)
@@ -106,12 +110,12 @@ async def test_old_segments_go_though_a_scheduled_message_of_theirs_still_waits(
     assert (await world.broker.cancel(seqs=[seq]))[0].verdict == "already_cancelled"
     await world.restart()
     await move_on(world, 4)
-    assert await delivered(world) == [keys[1]]
+    assert await delivered_keys(world) == [keys[1]]
 
 
 @kept_by
 @on_node()
-async def test_retention_leaves_what_a_scheduled_message_lies_in(world: World, schedule: str) -> None:
+async def test_retention_keeps_the_segments_of_pending_messages(world: World, schedule: str) -> None:
     await begin(world, schedule)
     await world.send("a", [30 * SECOND_MS])
     await fill_a_segment(world)
@@ -131,7 +135,7 @@ async def test_retention_leaves_what_a_scheduled_message_lies_in(world: World, s
 
 @pytest.mark.parametrize("cancels", [False, True])
 @on_node()
-async def test_a_cascade_holds_no_row_of_a_scheduled_message_that_went_elsewhere(
+async def test_retention_removes_rows_of_cancelled_and_rescheduled_messages_of_a_cascade(
     world: World, cancels: bool
 ) -> None:
     """A MOVED row has the whole message, and one that is cancelled needs none."""
@@ -154,14 +158,14 @@ async def test_a_cascade_holds_no_row_of_a_scheduled_message_that_went_elsewhere
     await world.restart()
     await world.advance(11 * HOUR_MS)
     await world.consume()
-    assert await delivered(world) == sorted(later if cancels else [*keys, *later])
+    assert await delivered_keys(world) == sorted(later if cancels else [*keys, *later])
 
 
 # ---- flow control -------------------------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_a_slot_takes_no_more_than_it_may(world: World) -> None:
+async def test_a_send_to_a_full_timer_slot_is_refused(world: World) -> None:
     await begin(world, "timer_wheel", timer_congest_num_each_slot=3)
     at_ms = world.clock.wall // 1_000 * 1_000 + 30 * SECOND_MS
     await world.broker.send(batch(3, due_ms=[at_ms, at_ms + 1, at_ms + 999]))
@@ -178,7 +182,7 @@ async def test_a_slot_takes_no_more_than_it_may(world: World) -> None:
 
 
 @on_node()
-async def test_only_scheduled_messages_are_dressed_and_only_while_they_wait(world: World) -> None:
+async def test_only_pending_messages_have_the_property_of_a_cascade(world: World) -> None:
     await begin(world, "level_cascade")
     await world.broker.send(
         batch(
@@ -204,7 +208,9 @@ async def test_only_scheduled_messages_are_dressed_and_only_while_they_wait(worl
 @pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
 @kept_by
 @on_node()
-async def test_another_takes_over_what_waits_and_what_is_late(world: World, schedule: str, heir: str) -> None:
+async def test_another_strategy_releases_pending_and_overdue_messages_after_a_restart(
+    world: World, schedule: str, heir: str
+) -> None:
     await begin(world, schedule)
     keys = await world.send("a", [5 * SECOND_MS, 50 * SECOND_MS, 5 * MINUTE_MS, HOUR_MS, 5 * MINUTE_MS])
     await move_on(world, 2)
@@ -215,13 +221,13 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
     await world.start()
     await world.restart(strategy=heir)
     await world.settled()
-    assert await delivered(world) == sorted([*keys[:2], *late])
+    assert await delivered_keys(world) == sorted([*keys[:2], *late])
     await world.cancel([keys[3]])
     await move_on(world, 4)
     await world.restart()
     await world.advance(2 * HOUR_MS)
     await world.consume()
-    assert await delivered(world) == sorted([*keys[:3], *late])
+    assert await delivered_keys(world) == sorted([*keys[:3], *late])
     assert check(world.observed, await world.outcome()) == []
     if schedule == "timer_wheel" and heir == "hour_log":
         assert world.broker.status()["watermark"] > 1, "what had been moved was compacted"
@@ -230,7 +236,7 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
 @pytest.mark.parametrize("compacts", [False, True])
 @pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
 @on_node()
-async def test_a_cascades_property_reaches_no_consumer(world: World, heir: str, compacts: bool) -> None:
+async def test_the_property_of_a_cascade_is_not_delivered(world: World, heir: str, compacts: bool) -> None:
     """Its TIMING-LIST is in the rows of the log, and in the files that compaction writes from them."""
     await begin(world, "level_cascade")
     for delay_ms in (11_100, 5 * MINUTE_MS + 17 * SECOND_MS):
@@ -252,7 +258,7 @@ async def test_a_cascades_property_reaches_no_consumer(world: World, heir: str, 
 # ---- what comes while a backlog is opened ------------------------------------------------------------------
 
 
-async def settle(world: World) -> list[str]:
+async def delivered_after_settling(world: World) -> list[str]:
     """Let everything become due, and return the keys that were delivered, also after a restart."""
     for _ in range(3):
         await asyncio.sleep(0)
@@ -264,7 +270,7 @@ async def settle(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
-def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: str) -> None:
+def test_a_message_that_is_sent_when_a_slot_begins_to_open_is_released(strategy: str) -> None:
     """An earlier version lost it: the mark passed it, because the bound of the opening was read before it arrived."""
 
     async def main() -> None:
@@ -272,9 +278,8 @@ def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: s
         await world.start()
         far = await world.send("t", [HOUR_MS])
         scheduler, busy = world.broker.scheduling.scheduler, threading.Event()
-        world.clock.advance(
-            HOUR_MS - scheduler._ahead_ms // 2 - 1
-        )  # the backlog is opened a millisecond later
+        # The backlog is opened a millisecond later.
+        world.clock.advance(HOUR_MS - scheduler._ahead_ms // 2 - 1)
         await asyncio.sleep(0)
         add = scheduler.add
 
@@ -286,20 +291,19 @@ def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: s
         scheduler.add = add_behind_a_tick
         world.clock.advance(1)
         assert world.node is not None
-        world.node._threads[1].submit(
-            busy.wait, BOUND_S
-        )  # the reader thread is busy, and the opening waits for it
+        # The reader thread is busy, and the opening waits for it.
+        world.node._threads[1].submit(busy.wait, BOUND_S)
         near = await world.send("late", [3])
         world.clock.advance(1_500)
         world.broker.ticker.tick()
         busy.set()
-        assert await settle(world) == sorted(far + near)
+        assert await delivered_after_settling(world) == sorted(far + near)
         await world.stop()
 
     run(main())
 
 
-def test_a_scheduled_message_that_comes_between_two_slices_of_an_opening_is_kept(
+def test_a_message_that_is_sent_between_two_slices_of_an_opening_slot_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is in the last slice. In an earlier version, the mark passed it after the first slice."""
@@ -329,7 +333,7 @@ def test_a_scheduled_message_that_comes_between_two_slices_of_an_opening_is_kept
         async with asyncio.timeout(BOUND_S):
             while scheduler._openings:
                 await asyncio.sleep(0)
-        assert await settle(world) == sorted(far + near)
+        assert await delivered_after_settling(world) == sorted(far + near)
         assert len(slices) > 3
         await world.stop()
 

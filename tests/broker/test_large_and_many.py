@@ -33,7 +33,7 @@ def largest() -> dict[str, list[object]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_node()
-async def test_the_largest_message_holds_up_none_behind_it(world: World, strategy: str) -> None:
+async def test_the_largest_message_delays_no_later_message(world: World, strategy: str) -> None:
     await world.restart(strategy=strategy)
     due_ms = world.clock.wall + WAIT_MS
     await world.broker.send(batch(1, topic=[TOPIC], due_ms=[due_ms], **largest()))
@@ -49,9 +49,7 @@ async def test_the_largest_message_holds_up_none_behind_it(world: World, strateg
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_node()
-async def test_very_many_of_one_instant_come_without_another_look_at_the_clock(
-    world: World, strategy: str
-) -> None:
+async def test_all_messages_of_one_due_time_are_released_in_one_tick(world: World, strategy: str) -> None:
     await world.restart(strategy=strategy)
     due_ms = world.clock.wall + WAIT_MS
     bodies = [b"%d" % number for number in range(MANY)]

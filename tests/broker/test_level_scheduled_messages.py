@@ -17,7 +17,7 @@ from timeball.node.node import Node
 from timeball.schedule.loaded import LoadBounds
 
 
-def levels(*wanted: int, **columns: Any) -> pa.RecordBatch:
+def batch_of_levels(*wanted: int, **columns: Any) -> pa.RecordBatch:
     return batch(len(wanted), delay_level=list(wanted), **columns)
 
 
@@ -30,8 +30,8 @@ async def rows_of(world: World, topic: str) -> list[dict[str, Any]]:
 
 
 @on_node()
-async def test_a_level_is_waited_for_to_the_millisecond(world: World) -> None:
-    accepted = await world.broker.send(levels(3, queue_id=[1], tag=["t"], properties=["TAGS\x01t"]))
+async def test_a_message_with_a_delay_level_is_released_exactly_after_its_delay(world: World) -> None:
+    accepted = await world.broker.send(batch_of_levels(3, queue_id=[1], tag=["t"], properties=["TAGS\x01t"]))
     [kept] = accepted.kept.to_pylist()
     stands = (kept["kind"], kept["topic"], kept["queue_id"], kept["queue_offset"])
     assert stands == (Kind.SCHEDULED, SCHEDULE_TOPIC, 2, 0)
@@ -55,7 +55,7 @@ async def test_a_level_is_waited_for_to_the_millisecond(world: World) -> None:
 
 
 @on_node()
-async def test_all_sorts_of_rows_in_one_batch(world: World) -> None:
+async def test_a_batch_may_mix_immediate_delayed_and_level_messages(world: World) -> None:
     sent = batch(
         4, topic=["a", "b", "c", "a"], delay_level=[0, 1, None, 99],
         due_ms=[None, None, world.clock.wall + 500, None],
@@ -76,7 +76,7 @@ async def test_all_sorts_of_rows_in_one_batch(world: World) -> None:
 
 @pytest.mark.parametrize("stopped", ["stop", "cut"])
 @on_node()
-async def test_a_restart_forgets_and_repeats_nothing(world: World, stopped: str) -> None:
+async def test_a_restart_neither_loses_nor_repeats_level_messages(world: World, stopped: str) -> None:
     keys = [key for level in (1, 3, 5, 3, 14) for key in await world.send_levels("a", [level] * 3)]
     await world.checkpoint()
     keys += await world.send_levels("a", [1, 3, 5])
@@ -84,9 +84,9 @@ async def test_a_restart_forgets_and_repeats_nothing(world: World, stopped: str)
     await world.advance(SECOND_MS)
     for wait_ms in (9 * SECOND_MS, 50 * SECOND_MS, 600 * SECOND_MS):
         if stopped == "cut":
-            left = World(world.files.crash(survival="nothing"), world.clock, world.observed)
+            after_cut = World(world.files.crash(survival="nothing"), world.clock, world.observed)
             await world.abandon()
-            world.files, world.node = left.files, None
+            world.files, world.node = after_cut.files, None
             await world.start()
         else:
             await world.restart()
@@ -97,41 +97,49 @@ async def test_a_restart_forgets_and_repeats_nothing(world: World, stopped: str)
 
 
 @on_node()
-async def test_refusals(world: World) -> None:
+async def test_invalid_level_messages_are_refused(world: World) -> None:
     with pytest.raises(InvalidDelay, match="negative"):
-        await world.broker.send(levels(1, -1))
+        await world.broker.send(batch_of_levels(1, -1))
     with pytest.raises(InvalidDelay, match="both"):
-        await world.broker.send(levels(1, due_ms=[world.clock.wall]))
+        await world.broker.send(batch_of_levels(1, due_ms=[world.clock.wall]))
     with pytest.raises(Forbidden, match="is forbidden"):
         await world.broker.send(batch(topic=[SCHEDULE_TOPIC]))
     with pytest.raises(InvalidMessage, match="properties of row 1"):
-        await world.broker.send(levels(1, 1, properties=["", "P\x01" + "x" * 32_750 + "\x02"]))
+        await world.broker.send(batch_of_levels(1, 1, properties=["", "P\x01" + "x" * 32_750 + "\x02"]))
     assert SCHEDULE_TOPIC not in world.broker.topics() or world.broker.queues(SCHEDULE_TOPIC)[0] == (0, 0)
 
 
-def test_a_bad_table_is_refused_before_anything_starts() -> None:
+def test_an_invalid_table_of_levels_is_refused_at_the_start() -> None:
     with pytest.raises(SetupError, match="--delay-levels"):
         Node(Settings(delay_levels="1s  5s"))
 
 
-async def verdicts(world: World, **named: Any) -> list[tuple[str, int | None]]:
+async def cancel_verdicts(world: World, **named: Any) -> list[tuple[str, int | None]]:
     return [(found.verdict, found.seq) for found in await world.broker.cancel(**named)]
 
 
 @on_node()
-async def test_a_cancel_reaches_what_waits_for_a_level(world: World) -> None:
-    sent = levels(3, 14, 3, 1, unique_key=["u0", "u1", "u2", "u3"], keys=["one", "two one", None, None])
+async def test_a_message_with_a_delay_level_can_be_cancelled(world: World) -> None:
+    sent = batch_of_levels(
+        3, 14, 3, 1, unique_key=["u0", "u1", "u2", "u3"], keys=["one", "two one", None, None]
+    )
     first = (await world.broker.send(sent)).first_seq
-    assert await verdicts(world, ids=["u0"]) == [("cancelled", first)]
-    assert await verdicts(world, keys=["one"]) == [("cancelled", first + 1), ("already_cancelled", first)]
-    assert await verdicts(world, seqs=[first + 2, first + 2]) == [
+    assert await cancel_verdicts(world, ids=["u0"]) == [("cancelled", first)]
+    assert await cancel_verdicts(world, keys=["one"]) == [
+        ("cancelled", first + 1),
+        ("already_cancelled", first),
+    ]
+    assert await cancel_verdicts(world, seqs=[first + 2, first + 2]) == [
         ("cancelled", first + 2), ("already_cancelled", first + 2),
     ]  # fmt: skip
     await world.advance(SECOND_MS)
-    assert await verdicts(world, ids=["u3", "nobody"]) == [("released", first + 3), ("not_found", None)]
+    assert await cancel_verdicts(world, ids=["u3", "nobody"]) == [
+        ("released", first + 3),
+        ("not_found", None),
+    ]
     await world.checkpoint()
     await world.restart()
-    assert await verdicts(world, ids=["u0", "u1", "u2", "u3"]) == [
+    assert await cancel_verdicts(world, ids=["u0", "u1", "u2", "u3"]) == [
         *[("already_cancelled", first + n) for n in range(3)], ("released", first + 3),
     ]  # fmt: skip
     await world.advance(600 * SECOND_MS)
@@ -141,20 +149,20 @@ async def test_a_cancel_reaches_what_waits_for_a_level(world: World) -> None:
 
 
 @on_node()
-async def test_a_cancel_without_an_id_is_remembered_until_the_instant(world: World) -> None:
-    first = (await world.broker.send(levels(3, 3))).first_seq
-    assert await verdicts(world, seqs=[first]) == [("cancelled", first)]
-    assert await verdicts(world, seqs=[first]) == [("already_cancelled", first)]
+async def test_a_cancel_of_a_level_message_without_an_id_holds_until_its_due_time(world: World) -> None:
+    first = (await world.broker.send(batch_of_levels(3, 3))).first_seq
+    assert await cancel_verdicts(world, seqs=[first]) == [("cancelled", first)]
+    assert await cancel_verdicts(world, seqs=[first]) == [("already_cancelled", first)]
     await world.advance(10 * SECOND_MS)
-    assert await verdicts(world, seqs=[first + 1]) == [("released", first + 1)]
+    assert await cancel_verdicts(world, seqs=[first + 1]) == [("released", first + 1)]
 
 
 @on_node()
-async def test_a_clock_set_back_makes_nobody_wait_for_the_step(world: World) -> None:
-    await world.broker.send(levels(1, 3, 14, unique_key=["a", "b", "c"]))
+async def test_a_clock_that_is_set_back_does_not_prolong_delay_levels(world: World) -> None:
+    await world.broker.send(batch_of_levels(1, 3, 14, unique_key=["a", "b", "c"]))
     await world.advance(5 * SECOND_MS)
     world.clock.step_wall(-DAY_MS)
-    await world.broker.send(levels(3, unique_key=["after"]))
+    await world.broker.send(batch_of_levels(3, unique_key=["after"]))
     await world.advance(5 * SECOND_MS - 1)
     assert len(await rows_of(world, "orders")) == 1
     await world.advance(1)
@@ -176,35 +184,35 @@ async def test_a_clock_set_back_makes_nobody_wait_for_the_step(world: World) -> 
 
 
 @on_node(failing=True)
-async def test_a_release_that_fails_is_tried_again_and_loses_nothing(world: World) -> None:
+async def test_level_messages_whose_release_failed_are_released_after_a_restart(world: World) -> None:
     keys = await world.send_levels("orders", [1, 1, 1])
     await world.checkpoint()
     world.files.fail_at(world.files.calls + 1, DiskFailed("no"))
     with pytest.raises(DiskFailed):
         await world.advance(SECOND_MS)
-    left = World(world.files.crash(survival="nothing"), world.clock)
+    after_cut = World(world.files.crash(survival="nothing"), world.clock)
     await world.abandon()
-    world.files, world.node = left.files, None
+    world.files, world.node = after_cut.files, None
     await world.start()
     await world.advance(0)
     assert sorted(row["unique_key"] for row in await rows_of(world, "orders")) == keys
 
 
 @on_node(auto_create_topics=False)
-async def test_a_topic_must_be_there_when_the_message_comes(world: World) -> None:
+async def test_a_level_message_to_a_missing_topic_is_refused(world: World) -> None:
     with pytest.raises(NotFound):
-        await world.broker.send(levels(1))
+        await world.broker.send(batch_of_levels(1))
     assert SCHEDULE_TOPIC not in world.broker.topics()
     await world.create_topic("orders", 2)
-    await world.broker.send(levels(1))
+    await world.broker.send(batch_of_levels(1))
     await world.restart()
     await world.advance(SECOND_MS)
     assert len(await rows_of(world, "orders")) == 1
 
 
 @on_node(delay_levels="2s 1h")
-async def test_another_table(world: World) -> None:
-    kept = (await world.broker.send(levels(1, 2, 3))).kept
+async def test_a_configured_table_of_delay_levels_is_used(world: World) -> None:
+    kept = (await world.broker.send(batch_of_levels(1, 2, 3))).kept
     assert kept.column("queue_id").to_pylist() == [0, 1, 1]
     assert len(world.broker.queues(SCHEDULE_TOPIC)) == 18
     await world.advance(2 * SECOND_MS)
@@ -212,7 +220,7 @@ async def test_another_table(world: World) -> None:
 
 
 @on_node()
-async def test_retention_leaves_what_somebody_waits_for(world: World) -> None:
+async def test_retention_keeps_the_rows_of_pending_level_messages(world: World) -> None:
     world = World(world.files.crash(survival="everything"), world.clock, retention_ms=1)
     await world.start()
     await world.send_levels("orders", [5], 500_000)
@@ -235,7 +243,7 @@ async def test_retention_leaves_what_somebody_waits_for(world: World) -> None:
 
 
 @on_node(load_bounds=LoadBounds(gather_bytes=1 << 20))
-async def test_large_bodies_wait_on_disk_though_they_are_due_soon(world: World) -> None:
+async def test_large_bodies_of_level_messages_are_not_held_in_memory(world: World) -> None:
     for _ in range(3):
         await world.send_levels("orders", [2] * 10, 100_000)
     assert world.broker.status()["levels"]["waiting_rows"] == 30

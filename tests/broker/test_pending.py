@@ -23,7 +23,7 @@ from timeball.table import layout
 STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are beside each of them
 
 
-async def every(world: World, rows: int = 7, **wanted: Any) -> list[PendingMessage]:
+async def list_all_pages(world: World, rows: int = 7, **wanted: Any) -> list[PendingMessage]:
     """Return all pages, each from the end of the page before."""
     found, after = [], None
     while True:
@@ -51,13 +51,13 @@ def expected(world: World, topic: str | None = None) -> list[tuple[int, str]]:
     )  # fmt: skip
 
 
-def told(messages: list[PendingMessage]) -> list[tuple[int, str]]:
+def due_times_and_keys(messages: list[PendingMessage]) -> list[tuple[int, str]]:
     keys = [(one.due_ms, one.unique_key or "") for one in messages]
     assert [one.due_ms for one in messages] == sorted(one.due_ms for one in messages)
     return sorted(keys)
 
 
-async def many(world: World) -> list[str]:
+async def send_many(world: World) -> list[str]:
     """Messages near and far, of levels, cancelled, moved, moved again, and delivered."""
     rng = np.random.default_rng(7)
     delays = [int(ms) for ms in rng.integers(2 * SECOND_MS, 50 * HOUR_MS, 60)]
@@ -72,44 +72,44 @@ async def many(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_says_what_waits(strategy: str) -> None:
+def test_every_strategy_lists_its_pending_messages(strategy: str) -> None:
     @on_node(strategy=strategy)
     async def told_as_it_is(world: World) -> None:
-        keys = await many(world)
-        assert told(await every(world)) == expected(world)
+        keys = await send_many(world)
+        assert due_times_and_keys(await list_all_pages(world)) == expected(world)
         await world.advance(HOUR_MS // 2)
-        assert told(await every(world)) == expected(world)
+        assert due_times_and_keys(await list_all_pages(world)) == expected(world)
         await world.bulk("a", [HOUR_MS, 2 * HOUR_MS, 100 * HOUR_MS], 1)
         await world.cancel([keys[30]])
-        assert told(await every(world)) == expected(world)
+        assert due_times_and_keys(await list_all_pages(world)) == expected(world)
         await world.restart()
-        assert told(await every(world)) == expected(world)
-        assert told(await every(world, topic="b")) == expected(world, "b")
+        assert due_times_and_keys(await list_all_pages(world)) == expected(world)
+        assert due_times_and_keys(await list_all_pages(world, topic="b")) == expected(world, "b")
         await world.advance(60 * HOUR_MS)
-        assert told(await every(world)) == expected(world)
+        assert due_times_and_keys(await list_all_pages(world)) == expected(world)
 
     told_as_it_is()
 
 
 @on_node()
 async def test_messages_in_files_and_log_are_reported_once(world: World) -> None:
-    keys = await many(world)
-    await every(world)  # rows that the log keeps must not be listed again when files have them
+    keys = await send_many(world)
+    await list_all_pages(world)  # rows that the log keeps must not be listed again when files have them
     await world.compact()
-    assert told(await every(world)) == expected(world)
+    assert due_times_and_keys(await list_all_pages(world)) == expected(world)
     await world.reschedule(keys[40:45], 4 * HOUR_MS)
     await world.cancel(keys[45:50])
     await world.send("a", [HOUR_MS, 5 * HOUR_MS])
-    assert told(await every(world, rows=3)) == expected(world)
+    assert due_times_and_keys(await list_all_pages(world, rows=3)) == expected(world)
     await world.compact()
     await world.advance(2 * HOUR_MS)
     await world.merge()
-    assert told(await every(world)) == expected(world)
+    assert due_times_and_keys(await list_all_pages(world)) == expected(world)
 
 
 @pytest.mark.parametrize("is_compacted", [False, True])
 @on_node()
-async def test_a_thousand_of_one_instant_are_paged_through(
+async def test_a_thousand_messages_with_one_due_time_are_listed_in_pages(
     world: World, monkeypatch: pytest.MonkeyPatch, is_compacted: bool
 ) -> None:
     monkeypatch.setattr(layout, "ROW_GROUP_ROWS", 64)
@@ -118,21 +118,21 @@ async def test_a_thousand_of_one_instant_are_paged_through(
     await world.send("b", [HOUR_MS + 1] * 300)
     if is_compacted:
         await world.compact()
-    assert told(await every(world, rows=90)) == expected(world)
-    assert told(await every(world, rows=90, topic="b")) == expected(world, "b")
+    assert due_times_and_keys(await list_all_pages(world, rows=90)) == expected(world)
+    assert due_times_and_keys(await list_all_pages(world, rows=90, topic="b")) == expected(world, "b")
 
 
 @on_node()
-async def test_a_log_with_more_than_may_be_held_is_read_again(
+async def test_a_tail_larger_than_the_cache_is_read_again_for_each_page(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.broker.listing._tail = snapshot.LogTail(world.broker.log.reader, world.broker.listing._codes, 50)
     await world.send("a", [HOUR_MS + (i * 37) % 211 for i in range(300)])
-    assert told(await every(world, rows=20)) == expected(world)
+    assert due_times_and_keys(await list_all_pages(world, rows=20)) == expected(world)
 
 
 @on_node()
-async def test_fields_of_a_message(world: World) -> None:
+async def test_a_listed_message_has_all_fields(world: World) -> None:
     columns = {"unique_key": ["one"], "keys": ["order-1 vip"], "tag": ["paid"], "body": [b"x" * 300]}
     first = (await world.broker.send(batch(delay_ms=[HOUR_MS], **columns))).first_seq
     due_ms = world.clock.wall + HOUR_MS
@@ -149,36 +149,36 @@ async def test_fields_of_a_message(world: World) -> None:
 
 
 @on_node()
-async def test_a_window_holds_its_beginning_and_not_its_end(world: World) -> None:
+async def test_a_window_includes_its_begin_and_excludes_its_end(world: World) -> None:
     keys = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
     now_ms = world.clock.wall
-    found = await every(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS)
+    found = await list_all_pages(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS)
     assert [one.unique_key for one in found] == keys[:2]
     await world.compact()
-    assert await every(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS) == found
+    assert await list_all_pages(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS) == found
 
 
 @on_node()
-async def test_a_key_is_paged_too(world: World) -> None:
+async def test_messages_with_a_key_are_listed_in_pages(world: World) -> None:
     await world.send("a", [HOUR_MS * (1 + i % 3) for i in range(20)])
     await world.compact()
     await world.send("a", [HOUR_MS] * 5)
-    assert told(await every(world, rows=4, key="every")) == expected(world)
-    assert await every(world, key="none") == []
+    assert due_times_and_keys(await list_all_pages(world, rows=4, key="every")) == expected(world)
+    assert await list_all_pages(world, key="none") == []
 
 
 @on_node()
-async def test_a_message_of_a_campaign_names_it_and_one_that_is_held_waits(world: World) -> None:
+async def test_a_listed_message_names_its_campaign_and_whether_it_is_held(world: World) -> None:
     await world.campaign("sale", "a", [HOUR_MS, 2 * HOUR_MS])
     await world.send("a", [HOUR_MS])
-    assert [one.campaign for one in await every(world)] == ["sale", None, "sale"]
+    assert [one.campaign for one in await list_all_pages(world)] == ["sale", None, "sale"]
     await world.pause("sale")
     await world.advance(90 * 60 * SECOND_MS)
-    assert [one.campaign for one in await every(world)] == ["sale", "sale"]
+    assert [one.campaign for one in await list_all_pages(world)] == ["sale", "sale"]
 
 
 @on_node()
-async def test_topics_that_the_caller_may_not_look_at_are_not_there(world: World) -> None:
+async def test_messages_of_topics_that_the_caller_may_not_look_at_are_not_listed(world: World) -> None:
     await world.send("a", [HOUR_MS])
     await world.send("b", [HOUR_MS])
     caller = principal(topics={"a": "SUB"})
@@ -192,7 +192,7 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_there(world: World
 
 
 @on_node()
-async def test_a_page_has_a_bound(world: World) -> None:
+async def test_a_page_beyond_the_limit_is_refused(world: World) -> None:
     for rows in (0, 1_001):
         with pytest.raises(OutOfRange, match="1 to 1000"):
             await world.broker.listing.page(PageRequest(rows))
@@ -227,10 +227,10 @@ async def check_counts(world: World) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_counts_what_is_due(strategy: str) -> None:
+def test_every_strategy_counts_its_pending_messages_by_bucket(strategy: str) -> None:
     @on_node(strategy=strategy)
     async def counted_as_it_is(world: World) -> None:
-        keys = await many(world)
+        keys = await send_many(world)
         await check_counts(world)
         await world.advance(HOUR_MS // 2)
         await world.bulk("a", [HOUR_MS, 2 * HOUR_MS, 100 * HOUR_MS], 1)
@@ -242,9 +242,11 @@ def test_every_strategy_counts_what_is_due(strategy: str) -> None:
 
 
 @on_node()
-async def test_counts_of_files_of_the_log_and_of_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counts_include_messages_in_files_and_in_the_log(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layout, "ROW_GROUP_ROWS", 8)
-    keys = await many(world)
+    keys = await send_many(world)
     await world.send("c", [HOUR_MS + i for i in range(40)])  # groups of one topic and one bucket
     await world.compact()
     await check_counts(world)
@@ -257,7 +259,7 @@ async def test_counts_of_files_of_the_log_and_of_both(world: World, monkeypatch:
 
 
 @on_node()
-async def test_dashboards_share_a_count(world: World) -> None:
+async def test_forecasts_of_nearly_equal_windows_share_one_count(world: World) -> None:
     await world.send("a", [HOUR_MS])
     forecast, now_ms = world.broker.forecast, world.clock.wall
     found = await asyncio.gather(
@@ -275,7 +277,7 @@ async def test_dashboards_share_a_count(world: World) -> None:
 
 
 @on_node()
-async def test_held_messages_are_not_due(world: World) -> None:
+async def test_held_messages_are_not_counted_as_due(world: World) -> None:
     await world.campaign("sale", "a", [HOUR_MS, 2 * HOUR_MS])
     await world.send("a", [HOUR_MS])
     await world.pause("sale")
@@ -296,7 +298,7 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: Wor
 
 
 @on_node()
-async def test_a_forecast_of_no_or_too_many_buckets_is_refused(world: World) -> None:
+async def test_a_forecast_with_no_or_too_many_buckets_is_refused(world: World) -> None:
     now_ms = world.clock.wall
     # A window that begins within a second touches one bucket more.
     for to_ms in (now_ms - HOUR_MS, now_ms + 10_002 * SECOND_MS):
@@ -315,7 +317,7 @@ async def test_a_forecast_of_too_many_pairs_of_topic_and_bucket_is_refused(
 
 
 @on_node()
-async def test_a_topic_that_does_not_exist_is_an_error(world: World) -> None:
+async def test_a_list_or_forecast_of_a_missing_topic_is_refused(world: World) -> None:
     await world.send("orders", [HOUR_MS])
     for read_out in (
         world.broker.listing.page(PageRequest(10, topic="oders")),

@@ -50,7 +50,7 @@ def visible(world: World, topic: str = "orders") -> int:
     ids=["instant", "level"],
 )
 @on_node()
-async def test_a_scheduled_message_is_kept_though_its_topic_takes_nothing_any_more(
+async def test_an_accepted_message_is_delivered_although_its_topic_was_closed_to_writers(
     world: World, change: object, delay: dict[str, object]
 ) -> None:
     await world.broker.send(batch(1, **delay))
@@ -64,7 +64,7 @@ async def test_a_scheduled_message_is_kept_though_its_topic_takes_nothing_any_mo
 
 @pytest.mark.parametrize("change", [close_to_writers, delete])
 @on_node()
-async def test_a_transaction_ends_as_its_producer_says_though_its_topic_is_closed(
+async def test_a_transaction_can_be_committed_although_its_topic_was_closed(
     world: World, change: object
 ) -> None:
     half, durable = world.broker.prepare_nowait(batch(1, properties=["PGROUP\x01p\x02"]))
@@ -75,7 +75,7 @@ async def test_a_transaction_ends_as_its_producer_says_though_its_topic_is_close
 
 
 @on_node()
-async def test_a_batch_makes_no_topic_unless_all_of_them_may_be_sent_to(world: World) -> None:
+async def test_a_batch_with_a_refused_topic_creates_no_topic(world: World) -> None:
     await world.broker.create_topic("orders")
     close_to_writers(world)
     before = world.broker.topics()
@@ -87,7 +87,7 @@ async def test_a_batch_makes_no_topic_unless_all_of_them_may_be_sent_to(world: W
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "..", "é", "a\n", "x" * 128])
 @on_node()
-async def test_a_topic_has_a_name_that_stock_clients_know(world: World, name: str) -> None:
+async def test_a_topic_name_that_rocketmqs_clients_refuse_is_refused(world: World, name: str) -> None:
     with pytest.raises(InvalidName, match="topic"):
         await world.broker.send(batch(2, topic=["orders", name]))
 
@@ -114,7 +114,7 @@ async def test_topic_changes_take_effect_at_once(world: World) -> None:
 
 
 @on_node(queues_per_topic=4)
-async def test_a_new_topic_has_as_many_queues_as_its_producer_wants_and_no_more_than_are_usual(
+async def test_a_new_topic_has_the_requested_queues_up_to_the_default_number(
     world: World,
 ) -> None:
     policy, topics = world.broker.policy, world.broker.tables.topics
@@ -124,7 +124,7 @@ async def test_a_new_topic_has_as_many_queues_as_its_producer_wants_and_no_more_
 
 
 @on_node(auto_create_topics=False)
-async def test_a_retry_topic_is_made_for_its_group_and_for_no_other(world: World) -> None:
+async def test_a_retry_topic_is_created_only_for_an_existing_group(world: World) -> None:
     world.broker.tables.groups.update(SubscriptionGroup("g", retry_queue_nums=3))
     await world.broker.send(batch(1, topic=["%RETRY%g"]))
     assert len(world.broker.queues("%RETRY%g")) == 3
@@ -133,7 +133,7 @@ async def test_a_retry_topic_is_made_for_its_group_and_for_no_other(world: World
 
 
 @on_node()
-async def test_a_group_may_be_switched_off_and_may_be_kept_from_broadcasting(world: World) -> None:
+async def test_a_group_that_is_switched_off_or_may_not_broadcast_is_refused(world: World) -> None:
     policy, groups = world.broker.policy, world.broker.tables.groups
     assert policy.joined("g", ANONYMOUS, broadcasting=True) == SubscriptionGroup("g")
     groups.update(SubscriptionGroup("g", consume_broadcast_enable=False))
@@ -154,7 +154,7 @@ async def test_a_group_may_be_switched_off_and_may_be_kept_from_broadcasting(wor
 
 
 @on_node()
-async def test_the_brokers_own_topics_are_not_made_by_operators(world: World) -> None:
+async def test_operators_cannot_create_the_brokers_own_topics(world: World) -> None:
     for name in ("RMQ_SYS_TRANS_HALF_TOPIC", "rmq_sys_anything", "TBW102"):
         with pytest.raises(InvalidName, match="conflict with system topic"):
             await world.broker.create_topic(name)
@@ -163,7 +163,7 @@ async def test_the_brokers_own_topics_are_not_made_by_operators(world: World) ->
 
 
 @on_node()
-async def test_queues_that_nobody_may_use_are_not_counted(world: World) -> None:
+async def test_queues_of_a_topic_without_the_permission_are_not_counted(world: World) -> None:
     configure = world.broker.tables.topics.configure
     shown = {
         perm: (queues_to_read(topic), world.broker.policy.queues_to_write(topic))
@@ -187,7 +187,7 @@ ASKS = re.compile(
 )
 
 
-def test_no_edge_asks_by_itself() -> None:
+def test_no_edge_checks_permissions_of_topics_itself() -> None:
     edges = Path(timeball.__file__).parent / "edges"
     found = [
         f"{path.relative_to(edges)}:{number}: {line.strip()}"
@@ -245,7 +245,7 @@ async def test_a_request_that_names_too_many_new_topics_is_refused_whole(world: 
     assert len(world.broker.topics()) == len(wanted)
 
 
-def test_new_topics_are_bounded_in_a_second_and_come_again() -> None:
+def test_new_topics_per_second_are_limited_and_the_limit_recovers() -> None:
     topics, new, clock = quota()
     for first in range(0, limits.NEW_TOPICS_BURST, 100):
         make(topics, new, names(first, 100))
@@ -260,7 +260,7 @@ def test_new_topics_are_bounded_in_a_second_and_come_again() -> None:
     make(topics, new, ["another"])
 
 
-def test_each_account_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_account_has_its_own_limit_of_new_topics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NEW_TOPICS_PER_ACCOUNT_MAX", 3)
     topics, new, _ = quota()
     make(topics, new, names(0, 3), "anna")
@@ -273,14 +273,14 @@ def test_each_account_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @on_node()
-async def test_who_made_a_topic_is_known_after_a_restart(world: World) -> None:
+async def test_the_creator_of_a_topic_is_known_after_a_restart(world: World) -> None:
     await world.broker.send(messages(names(0, 3)), caller("anna"))
     await world.broker.send(messages(["mine"]))
     await world.restart()
     assert world.broker.tables.topics.made_by == {"anna": 3, "": 1}
 
 
-def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
+def test_without_free_descriptors_sends_are_accepted_and_the_next_start_succeeds(tmp_path: Path) -> None:
     """New topics, a checkpoint and the next segment wait. Accepted messages are kept, and the next start succeeds."""
 
     async def live() -> None:

@@ -26,7 +26,7 @@ async def queue(world: World, topic: str, queue_id: int = 0) -> pa.RecordBatch:
 
 
 @on_node()
-async def test_a_batch_of_both_sorts_is_taken_in_its_order(world: World) -> None:
+async def test_a_batch_of_immediate_and_scheduled_messages_is_accepted_in_its_order(world: World) -> None:
     first = await world.broker.send(batch(3, body=[b"0", b"1", b"2"], delay_ms=[None, SECOND_MS, None]))
     second = await world.broker.send(batch(1))
     assert (first.first_seq, first.rows, first.store_ms) == (2, 3, world.clock.wall)
@@ -38,7 +38,7 @@ async def test_a_batch_of_both_sorts_is_taken_in_its_order(world: World) -> None
 
 
 @on_node()
-async def test_a_batch_is_refused_whole(world: World) -> None:
+async def test_a_batch_with_one_invalid_message_is_refused_as_a_whole(world: World) -> None:
     with pytest.raises(InvalidDelay):
         await world.broker.send(batch(3, topic=["a", "b", "c"], delay_ms=[None, 5, -1]))
     assert world.broker.status()["log"]["next_seq"] == 1
@@ -47,7 +47,7 @@ async def test_a_batch_is_refused_whole(world: World) -> None:
 
 
 @on_node(auto_create_topics=False)
-async def test_a_topic_that_nobody_made_is_refused_before_a_row_is_kept(world: World) -> None:
+async def test_a_send_to_a_missing_topic_is_refused_and_appends_no_row(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     for delay_ms in (None, SECOND_MS):
         with pytest.raises(NotFound, match="'other'"):
@@ -59,7 +59,7 @@ async def test_a_topic_that_nobody_made_is_refused_before_a_row_is_kept(world: W
 
 
 @on_node()
-async def test_a_batch_that_unfolds_beyond_a_frame_uses_up_no_offsets(world: World) -> None:
+async def test_a_refused_batch_larger_than_a_frame_uses_no_offsets(world: World) -> None:
     """Otherwise the next message would follow a gap, which no restart could explain."""
     body = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array([bytes(1_000)]))
     sent = pa.RecordBatch.from_pydict({"topic": ["orders"] * 300, "body": body})
@@ -77,7 +77,7 @@ async def test_a_batch_that_unfolds_beyond_a_frame_uses_up_no_offsets(world: Wor
 
 
 @on_node()
-async def test_sends_that_overlap_are_in_the_log_in_the_order_of_the_calls(world: World) -> None:
+async def test_concurrent_sends_are_in_the_log_in_the_order_of_the_calls(world: World) -> None:
     answers = await asyncio.gather(*(world.broker.send(batch(2, body=[b"%d" % i] * 2)) for i in range(20)))
     assert [answer.first_seq for answer in answers] == list(range(2, 42, 2))
     bodies = [body for part in world.broker.read_log(2, 42) for body in column(part, "body")]
@@ -96,7 +96,7 @@ async def test_sends_that_overlap_are_in_the_log_in_the_order_of_the_calls(world
     )
 )
 @on_node()
-async def test_whatever_is_sent_comes_once_and_not_before_its_instant(
+async def test_each_message_is_released_once_and_not_before_its_due_time(
     world: World, steps: list[list[int | None] | int | str]
 ) -> None:
     for step in steps:
@@ -112,7 +112,7 @@ async def test_whatever_is_sent_comes_once_and_not_before_its_instant(
 
 
 @on_node()
-async def test_unwritten_bytes_are_bounded(world: World) -> None:
+async def test_sends_beyond_the_limit_of_unwritten_bytes_are_refused(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", 1)
         waiting = asyncio.ensure_future(world.broker.send(batch(1)))
@@ -127,7 +127,7 @@ async def test_unwritten_bytes_are_bounded(world: World) -> None:
 
 
 @on_node()
-async def test_offsets_are_stored_for_topics_that_exist_and_up_to_their_end(world: World) -> None:
+async def test_offsets_of_missing_topics_and_beyond_the_end_are_refused(world: World) -> None:
     with pytest.raises(NotFound, match="'orders' does not exist"):
         await world.broker.commit_offsets("g", "orders", {0: 0})
     await world.broker.send(batch(3, queue_id=pa.array([0, 0, 1], pa.int32())))
@@ -139,7 +139,7 @@ async def test_offsets_are_stored_for_topics_that_exist_and_up_to_their_end(worl
 
 
 @on_node()
-async def test_a_queue_is_read_again_after_a_restart(world: World) -> None:
+async def test_a_queue_has_the_same_rows_after_a_restart(world: World) -> None:
     await world.broker.send(batch(5, queue_id=pa.array([0] * 5, pa.int32())))
     before = await queue(world, "orders")
     await world.restart()
@@ -150,7 +150,7 @@ async def test_a_queue_is_read_again_after_a_restart(world: World) -> None:
 
 
 @on_node()
-async def test_the_log_is_read_by_range_and_kind(world: World) -> None:
+async def test_read_log_returns_the_rows_of_a_range_and_of_the_requested_kinds(world: World) -> None:
     await world.broker.send(batch(4, delay_ms=[None, SECOND_MS, None, SECOND_MS]))
     await world.advance(SECOND_MS)
 
@@ -166,7 +166,7 @@ async def test_the_log_is_read_by_range_and_kind(world: World) -> None:
 
 
 @on_node()
-async def test_topics_are_made_wider_and_survive(world: World) -> None:
+async def test_create_topic_adds_queues_which_survive_a_crash(world: World) -> None:
     for queues in (1, 3, 2):
         await world.broker.create_topic("made", queues)
     await world.broker.create_topic("plain")
@@ -174,17 +174,17 @@ async def test_topics_are_made_wider_and_survive(world: World) -> None:
     for queues in (0, -1, limits.QUEUES_PER_TOPIC_MAX + 1):
         with pytest.raises(OutOfRange, match="between 1 and"):
             await world.broker.create_topic("made", queues)
-    left = World(image, world.clock)
-    await left.start()
-    assert left.broker.topics() == {"made": {"queues": 3}, "plain": {"queues": 2}}
-    await left.stop()
+    after_cut = World(image, world.clock)
+    await after_cut.start()
+    assert after_cut.broker.topics() == {"made": {"queues": 3}, "plain": {"queues": 2}}
+    await after_cut.stop()
 
 
 # ---- status -------------------------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_figures_add_up(world: World) -> None:
+async def test_the_status_counts_rows_and_pending_messages(world: World) -> None:
     await world.broker.send(
         batch(5, unique_key=list("abcde"), delay_ms=[None, 500, 30 * SECOND_MS, HOUR_MS, HOUR_MS])
     )

@@ -83,7 +83,9 @@ def test_selected_messages_are_released_at_their_new_times(
     assert time.now_ms == begin_ms + 8 * HOUR_MS
 
 
-def test_an_activity_of_an_edge_is_a_deadline_and_is_waited_for(node: RunningNode, time: VirtualTime) -> None:
+def test_a_step_stops_at_the_deadline_of_an_activity_and_waits_for_its_work(
+    node: RunningNode, time: VirtualTime
+) -> None:
     class Activity:
         """Has work in five seconds, which takes three steps."""
 
@@ -125,7 +127,9 @@ def test_an_acknowledged_lease_is_no_deadline(node: RunningNode, time: VirtualTi
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_strategy_is_late_or_early(strategy: StrategyName, tmp_path: Path) -> None:
+def test_with_a_manual_clock_every_strategy_releases_exactly_at_the_due_time(
+    strategy: StrategyName, tmp_path: Path
+) -> None:
     afters = [f"{days}d" for days in (1, 2, 9, 40)] + ["1s", "3s", "7s", "20s", "1h"]
     with running_node(tmp_path / "data", ManualClock(), strategy=strategy) as node:
         time = node.broker.virtual_time
@@ -153,6 +157,6 @@ def test_a_target_out_of_range_moves_nothing(node: RunningNode, time: VirtualTim
     assert time.now_ms == before_ms
 
 
-def test_the_systems_clock_has_no_virtual_time(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_broker_with_the_system_clock_has_no_virtual_time(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running_node(tmp_path_factory.mktemp("system") / "data") as node:
         assert node.broker.virtual_time is None

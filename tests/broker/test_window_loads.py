@@ -28,7 +28,7 @@ def busiest_to_mean(due_ms: list[int] | Int64Array, first_s: int, seconds: int) 
     return float(loads.max() / loads.mean())
 
 
-async def chosen(world: World, count: int, window: DeliveryWindow) -> list[int]:
+async def choose_due_times(world: World, count: int, window: DeliveryWindow) -> list[int]:
     found: list[int] = await world.broker.window_loads.choose([window] * count)
     assert all(window.begin_ms <= due_ms <= window.end_ms for due_ms in found)
     return found
@@ -41,21 +41,21 @@ def window_of(world: World, after_s: int = 100, seconds: int = WINDOW_S) -> Deli
 
 @on_node()
 async def test_a_level_window_has_no_busy_second(world: World) -> None:
-    await fill(world, 50_000)
+    await fill_seconds(world, 50_000)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @on_node()
 async def test_a_level_window_of_many_messages_has_no_busy_second(world: World) -> None:
-    await fill(world, rounds(1_000_000, 10_000_000))
+    await fill_seconds(world, rounds(1_000_000, 10_000_000))
 
 
-async def fill(world: World, messages: int) -> None:
+async def fill_seconds(world: World, messages: int) -> None:
     window = window_of(world, seconds=600)
     first_s, loads = window.begin_ms // SECOND_MS, np.zeros(600, np.int64)
     for _ in range(messages // 10_000):
-        found = np.asarray(await chosen(world, 10_000, window))
+        found = np.asarray(await choose_due_times(world, 10_000, window))
         loads += np.bincount(found // SECOND_MS - first_s, minlength=600)
     assert loads.max() <= 1.05 * messages / 600
     assert len(np.unique(found)) > 5_000  # spread over the milliseconds, too
@@ -67,28 +67,32 @@ async def test_a_level_window_fills_the_gaps_beside_pending_messages(world: Worl
     first_s = window.begin_ms // SECOND_MS
     before = [(first_s + second) * SECOND_MS for second in range(0, WINDOW_S, 3) for _ in range(20)]
     await world.broker.send(batch(len(before), due_ms=before))
-    found = await chosen(world, 800, window)
+    found = await choose_due_times(world, 800, window)
     assert busiest_to_mean(before + found, first_s, WINDOW_S) == 1.0
     # Counted again, from log and table: the choices of before are among the pending messages now.
     await world.broker.send(batch(len(found), due_ms=found))
     await world.compact()
     await world.restart()
-    more = await chosen(world, 1_200, window)
+    more = await choose_due_times(world, 1_200, window)
     assert busiest_to_mean(before + found + more, first_s, WINDOW_S) == 1.0
 
 
 @on_node()
-async def test_windows_that_overlap_share_their_seconds(world: World) -> None:
+async def test_overlapping_windows_share_the_load_of_their_seconds(world: World) -> None:
     one, other = window_of(world, 100), window_of(world, 110, WINDOW_S * 3)
-    found = [*await chosen(world, 300, one), *await chosen(world, 900, other), *await chosen(world, 300, one)]
+    found = [
+        *await choose_due_times(world, 300, one),
+        *await choose_due_times(world, 900, other),
+        *await choose_due_times(world, 300, one),
+    ]
     loads = np.bincount(np.asarray(found) // SECOND_MS - one.begin_ms // SECOND_MS)
     assert loads.max() <= 12
 
 
 @on_node()
-async def test_sends_at_once_count_once(world: World) -> None:
+async def test_concurrent_sends_with_a_window_count_the_pending_messages_once(world: World) -> None:
     window = window_of(world)
-    found = await asyncio.gather(*(chosen(world, 60, window) for _ in range(5)))
+    found = await asyncio.gather(*(choose_due_times(world, 60, window) for _ in range(5)))
     assert (
         busiest_to_mean([due_ms for part in found for due_ms in part], window.begin_ms // SECOND_MS, WINDOW_S)
         == 1.0
@@ -97,16 +101,16 @@ async def test_sends_at_once_count_once(world: World) -> None:
 
 
 @on_node()
-async def test_short_past_and_long_windows(world: World) -> None:
+async def test_windows_that_are_short_or_past_or_long_get_valid_due_times(world: World) -> None:
     now_ms = world.clock.wall
     for begin_ms, end_ms in ((now_ms + 100_500, now_ms + 100_900), (now_ms + 5_000, now_ms + 5_000)):
-        await chosen(world, 3, DeliveryWindow(begin_ms, end_ms))
+        await choose_due_times(world, 3, DeliveryWindow(begin_ms, end_ms))
     past = DeliveryWindow(now_ms - 10_000, now_ms - 5_000)
     assert await world.broker.window_loads.choose([past]) == [past.end_ms]
     begun = DeliveryWindow(now_ms - 10_000, now_ms + 10_000)
-    assert min(await chosen(world, 100, begun)) >= now_ms
+    assert min(await choose_due_times(world, 100, begun)) >= now_ms
     with pytest.raises(InvalidDelay, match="use the spread even"):
-        await chosen(
+        await choose_due_times(
             world, 1, DeliveryWindow(now_ms, now_ms + limits.FORECAST_BUCKETS_MAX * SECOND_MS + 2_000)
         )
 
@@ -120,7 +124,7 @@ async def test_a_choice_that_counts_nothing_is_noticed(world: World, monkeypatch
 
     window = window_of(world)
     monkeypatch.setattr(window_loads.WindowLoads, "_find_range", count_none)
-    found = await chosen(world, 600, window)
+    found = await choose_due_times(world, 600, window)
     assert busiest_to_mean(found, window.begin_ms // SECOND_MS, WINDOW_S) > 1.05
 
 

@@ -129,22 +129,30 @@ async def check_update(world: World, use: Use, *, is_compacted: bool) -> None:
 
 
 @on_node()
-async def test_messages_of_the_log_and_schedules_move_at_the_next_start(world: World, use: Use) -> None:
+async def test_a_zone_update_moves_messages_of_the_log_and_schedules_at_the_next_start(
+    world: World, use: Use
+) -> None:
     await check_update(world, use, is_compacted=False)
 
 
 @on_node()
-async def test_messages_of_the_table_and_schedules_move_at_the_next_start(world: World, use: Use) -> None:
+async def test_a_zone_update_moves_messages_of_the_table_and_schedules_at_the_next_start(
+    world: World, use: Use
+) -> None:
     await check_update(world, use, is_compacted=True)
 
 
 @on_node(**SETTINGS["timer_wheel"])
-async def test_messages_of_the_wheel_and_schedules_move_at_the_next_start(world: World, use: Use) -> None:
+async def test_a_zone_update_moves_messages_of_the_wheel_and_schedules_at_the_next_start(
+    world: World, use: Use
+) -> None:
     await check_update(world, use, is_compacted=False)
 
 
 @on_node()
-async def test_a_message_that_came_due_while_the_broker_was_away_is_not_early(world: World, use: Use) -> None:
+async def test_a_message_that_became_due_during_the_stop_is_not_released_early_by_a_zone_update(
+    world: World, use: Use
+) -> None:
     use("old", NEW)
     due_ms = await send(world, "moving", at_nine(world, 2), MOVING)
     await world.stop()
@@ -160,7 +168,7 @@ async def test_a_message_that_came_due_while_the_broker_was_away_is_not_early(wo
 
 
 @on_node()
-async def test_an_occurrence_takes_place_once_although_its_zone_changes_on_the_same_day(
+async def test_an_occurrence_is_released_once_although_its_zone_changes_on_the_same_day(
     world: World, use: Use
 ) -> None:
     use("old", NEW)
@@ -177,7 +185,7 @@ async def test_an_occurrence_takes_place_once_although_its_zone_changes_on_the_s
 
 
 @on_node()
-async def test_an_update_without_a_change_reads_no_message(
+async def test_a_new_tzdata_without_changed_zones_reads_no_message(
     world: World, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use("old", OLD)
@@ -191,7 +199,7 @@ async def test_an_update_without_a_change_reads_no_message(
 
 
 @on_node()
-async def test_an_update_that_was_interrupted_is_continued(
+async def test_an_interrupted_zone_update_is_continued_at_the_next_start(
     world: World, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use("old", OLD)
@@ -213,7 +221,7 @@ async def test_an_update_that_was_interrupted_is_continued(
 
 
 @on_node()
-async def test_a_reschedule_ends_the_local_time(world: World, use: Use) -> None:
+async def test_a_message_that_was_rescheduled_is_not_moved_by_a_zone_update(world: World, use: Use) -> None:
     use("old", OLD)
     due_ms = await send(world, "moving", at_nine(world, 40), MOVING)
     await world.broker.reschedule(ids=["moving"], due_ms=due_ms + SECOND_MS)
@@ -225,7 +233,7 @@ async def test_a_reschedule_ends_the_local_time(world: World, use: Use) -> None:
 @pytest.mark.parametrize("where", ["", "a = 'b'"])
 @pytest.mark.parametrize("is_compacted", [False, True])
 @on_node()
-async def test_a_message_of_a_selection_does_not_move(
+async def test_a_message_of_a_selection_is_not_moved_by_a_zone_update(
     world: World, use: Use, where: str, is_compacted: bool
 ) -> None:
     use("old", OLD)
@@ -248,7 +256,7 @@ async def test_a_message_of_a_selection_does_not_move(
 
 
 @on_node()
-async def test_an_occurrence_of_a_selection_ends_and_its_schedule_goes_on(world: World, use: Use) -> None:
+async def test_a_zone_update_moves_the_next_occurrence_after_a_cancelled_one(world: World, use: Use) -> None:
     use("old", OLD)
     due_ms = await daily(world, "tick", MOVING)
     wanted = SelectionFacts(seq=0, at_ms=0)
@@ -305,7 +313,7 @@ def update_with_a_cut(use: Use, call: int | None) -> tuple[CutFiles, ManualClock
     return files, clock, wanted, files.calls - calls
 
 
-def test_the_power_goes_at_each_call_of_an_update(use: Use) -> None:
+def test_a_power_cut_at_any_disk_call_of_a_zone_update_loses_no_message(use: Use) -> None:
     *_, calls = update_with_a_cut(use, None)
     assert calls > 5
     for call in range(1, calls + 1):

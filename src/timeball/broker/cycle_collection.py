@@ -77,7 +77,8 @@ class CycleCollection:
         if self._thresholds is None:
             return False
         blocks = sys.getallocatedblocks()
-        self._blocks = min(self._blocks, blocks)  # else garbage could take the place of freed state unnoticed
+        # The minimum: otherwise garbage as large as the state that was freed meanwhile would not count as growth.
+        self._blocks = min(self._blocks, blocks)
         grown_blocks = blocks - self._blocks
         is_idle = cpu_ns - previous_cpu_ns < _IDLE_CPU_SHARE * (now_ns - previous_ns) and (
             next_due_in_ms is None or next_due_in_ms > _FREE_MS
@@ -105,5 +106,6 @@ CYCLES = CycleCollection()
 
 
 def _freeze_survivors(phase: str, info: dict[str, Any]) -> None:
+    """Freeze all objects after a collection of the second generation (a callback of `gc`)."""
     if phase == "stop" and info["generation"] == 1:
         gc.freeze()

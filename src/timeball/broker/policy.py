@@ -56,7 +56,7 @@ class Policy:
 
     @staticmethod
     def allow_somewhere(caller: Caller, verb: Verb) -> None:
-        """Raise Forbidden or Unauthorized if the caller may not do this for any topic."""
+        """Raise Forbidden or Unauthorized unless the caller may do this for at least one topic."""
         if caller is not ANONYMOUS:
             caller.check_on_any_topic(verb)
 
@@ -66,10 +66,10 @@ class Policy:
         return caller is ANONYMOUS or caller.may(verb, topic=topic, group=group)
 
     def cancellable(self, caller: Caller) -> Callable[[str], bool] | None:
-        """Build a filter for the topics whose scheduled messages the caller may cancel or move. None: all topics.
+        """Build the check whether the caller may cancel or move scheduled messages of a topic. None: of all topics.
 
         A request to cancel names messages, so their topics are known only after the look-up. The look-up hides messages
-        of other topics from this caller.
+        of other topics from this caller. Raises Forbidden if the caller may not look up messages at all.
         """
         self.allow(caller, Verb.LOOK)
         if self.allows(caller, Verb.ADMIN):
@@ -77,7 +77,7 @@ class Policy:
         return lambda topic: caller.may(Verb.CANCEL, topic=topic)
 
     def visible(self, caller: Caller) -> Callable[[str], bool] | None:
-        """Build a filter for the topics whose scheduled messages the caller may see. None: all topics."""
+        """Build the check whether the caller may see scheduled messages of a topic. None: of all topics."""
         return None if self.allows(caller, Verb.ADMIN) else lambda topic: caller.may(Verb.LOOK, topic=topic)
 
     # -- sending ---------------------------------------------------------------------------------------------
@@ -130,13 +130,16 @@ class Policy:
             self._topics.ensure(name, self._new_topic_queues(name, queues), made_by=caller.name)
 
     def returning(self, name: str, queues: int = 1) -> Topic:
-        """Find or create the retry or dead letter topic to which a client returns a message. Raises Forbidden."""
+        """Find or create the retry or dead letter topic to which a client returns a message.
+
+        Raises Forbidden if the topic is closed to writers, and InvalidName, OverLimit.
+        """
         topic = self._topics.ensure(name, max(1, queues))
         _check_writable(topic)
         return topic
 
     def _find_destination(self, name: str) -> Topic | None:
-        """Check a topic and find it, without the cache of `destination`. None if the first message would create it."""
+        """Check a topic and find it, without the cache of `destination`. Returns and raises as `destination`."""
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
         # Reserved names are forbidden even if such a topic exists, because only the broker writes to it.
         reason = rules.forbidden(name)
@@ -164,6 +167,7 @@ class Policy:
             raise self._not_found(name)
 
     def _not_found(self, name: str) -> NotFound:
+        """Build the error for a missing topic, with advice on how to create it."""
         hint = "; create it, or start with --auto-create-topics"
         if self._settings.auto_create_topics:
             hint = "; its first message makes it"
@@ -173,6 +177,7 @@ class Policy:
         return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{hint}")
 
     def _new_topic_queues(self, name: str, requested: int | None) -> int:
+        """Compute the number of queues of a topic that is created. `requested`: by the client."""
         if name.startswith(RETRY_PREFIX):
             # The group's configuration determines the queues of its retry topic.
             return max(1, self._groups.get(name.removeprefix(RETRY_PREFIX)).retry_queue_nums)
@@ -194,10 +199,7 @@ class Policy:
     # -- consuming -------------------------------------------------------------------------------------------
 
     def readable(self, name: str, caller: Caller, verb: Verb = Verb.RECEIVE) -> Topic:
-        """Find a topic, and check that the caller may read it or do `verb`.
-
-        Creates none. Raises NotFound, Forbidden.
-        """
+        """Find a topic for a reader. Checks that the caller has the permission `verb`. Raises NotFound, Forbidden."""
         self.allow(caller, verb, topic=name)
         topic = self._topics.find_topic(name)
         if topic is None:
@@ -241,7 +243,7 @@ class Policy:
     # -- routes, and topics as operators manage them ------------------------------------------------------------
 
     def permission(self, topic: str, perm: int) -> int:
-        """Compute a topic's permission as routes show it: without WRITE while new messages are refused."""
+        """Compute a topic's permission bits as routes show them: without WRITE while new messages are refused."""
         return perm & ~WRITE if self.closed and not topic.startswith((RETRY_PREFIX, DLQ_PREFIX)) else perm
 
     def queues_to_write(self, topic: Topic) -> int:
@@ -290,7 +292,7 @@ class Policy:
 
         Raises InvalidName, Forbidden and OverLimit.
         """
-        # A set, because a name that is given twice is only one new topic.
+        # A set, because a name that occurs twice is only one new topic.
         for name in (distinct_names := set(names)):
             self.check_managed(name, caller)
         self._new_topics.admit(distinct_names, caller.name)
@@ -302,6 +304,7 @@ def queues_to_read(topic: Topic) -> int:
 
 
 def _check_writable(topic: Topic) -> None:
+    """Raise Forbidden if an operator has closed a topic to writers."""
     if not topic.perm & WRITE:
         raise Forbidden(
             f"topic {topic.name!r} is not to be written to: its permission is {topic.perm}, give it 2 or 6"
@@ -333,6 +336,7 @@ class NewTopics:
             self._admit(count, account)
 
     def _admit(self, count: int, account: str) -> None:
+        """Count new topics of an account. Raises OverLimit beyond one of the three limits."""
         if count > limits.NEW_TOPICS_PER_REQUEST_MAX:
             raise OverLimit(
                 f"{count} new topics in one request; at most {limits.NEW_TOPICS_PER_REQUEST_MAX}: "

@@ -89,6 +89,7 @@ class VirtualTime:
         return self._clock.now_ms()
 
     def _on_released(self, rows: pa.RecordBatch, _now_ms: int) -> None:
+        """Add released messages to the result of the current step, without redeliveries."""
         # As values: with one row, which is usual, each call of pyarrow.compute costs more.
         is_new = [not topic.startswith(RETRY_PREFIX) for topic in rows.column("topic").to_pylist()]
         if not all(is_new):
@@ -128,12 +129,12 @@ class VirtualTime:
             return Step(reached_ms, self._released.copy(), reached_ms == target_ms)
 
     def _lease_end_ms(self) -> int | None:
-        """Find the earliest end of a lease."""
+        """Find the earliest end of a lease (ms since 1970). None without leases."""
         elapsed_ms = self._consuming.next_lease_end_ms
         return None if elapsed_ms is None else self._clock.as_wall(elapsed_ms)
 
     def _activity_ms(self) -> int | None:
-        """Find the earliest time at which an edge has work."""
+        """Find the earliest time at which an edge has work (ms since 1970). None if none waits for the clock."""
         waits_ms = [wait_ms for each in self.activities if (wait_ms := each.wait_ms()) is not None]
         return self.now_ms + min(waits_ms) if waits_ms else None
 
@@ -152,6 +153,7 @@ class VirtualTime:
                 await asyncio.sleep(_PAUSE_S)
 
     def _is_busy(self) -> bool:
+        """Check whether something is left to do at the present time."""
         # Work that is ahead of the next deadline, such as loading bodies, must end too, so that each run is the same.
         return (
             _earliest(self._scheduler.next_due_ms(), self._lease_end_ms(), self._activity_ms()) <= self.now_ms
