@@ -17,8 +17,6 @@ SAID = re.compile(r'(#|""").*\bcontrols?\b', re.IGNORECASE)
 # Tests that are named like controls, and why they are none.
 NO_CONTROLS = {
     "tests/io/test_security.py::test_status_counts_refused_requests": "a feature of the broker",
-    "tests/broker/consuming/test_redelivery.py::test_the_clock_set_forward_is_noticed_without_being_told": "a clock",
-    "tests/broker/test_transacting.py::test_nobody_sees_a_half": "a rule of transactions",
     "tests/spark/source/test_log_reader.py::test_a_query_sees_every_row_once_over_a_restart": "a stream",
     "tests/spark/source/test_queue_reader.py::test_a_query_sees_every_row_once_over_a_restart": "a stream",
 }

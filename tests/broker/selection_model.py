@@ -71,6 +71,10 @@ ACTIONS: list[dict[str, Any]] = [
     {"action": "move", "to_topic": "b"},
     {"action": "move", "to_topic": "c"},
 ]
+# Indexes of ACTIONS.
+SHIFT_LATER, PAUSE, RESUME, RELEASE = 1, 5, 6, 7
+# Indexes of `conditions`.
+TOPIC_A, ALL, REGION_EU, DUE_LATER = 0, 1, 2, 5
 
 
 def conditions(base_ms: int) -> list[tuple[dict[str, Any], Meets]]:
@@ -338,7 +342,7 @@ class Model:
             visible = [m for m in self.messages.values() if m.state == "visible"]
             assert delivered == sorted((m.key, m.delivered_to) for m in visible)
             assert all(self.view(m).is_held for m in self.pending())
-            await self.select(1, 6)
+            await self.select(ALL, RESUME)
             await self.advance(SECOND_MS)
         assert not self.listed()
 

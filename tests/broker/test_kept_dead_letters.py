@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.broker.consuming.subscriber import AGAIN, DEAD, GROUP, bodies, engine, in_queue, receive, send
-from tests.broker.consuming.test_dead_letters import kill, shown
+from tests.broker.consuming.test_dead_letters import list_dead_letters, make_dead_letters
 from tests.broker.on_node import on_node
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {"retention_ms": HOUR_MS, "unread_retention_ms": 0}
 TEXTS = [b"%d" % number for number in range(7)]
 
 
-async def let_go(world: World, after_ms: int = 2 * HOUR_MS) -> None:
+async def apply_retention(world: World, after_ms: int = 2 * HOUR_MS) -> None:
     """Fill segments, wait, and remove the old ones."""
     for _ in range(3):
         await world.send("filler", [None] * 6, 100_000)
@@ -35,7 +35,7 @@ async def let_go(world: World, after_ms: int = 2 * HOUR_MS) -> None:
     await world.let_go()
 
 
-async def crashed(world: World, *, keeps_caches: bool = True) -> None:
+async def crash_and_start(world: World, *, keeps_caches: bool = True) -> None:
     """Cut the power, and start the node on the durable state."""
     files = world.files.crash(survival="nothing")
     await world.abandon()
@@ -48,117 +48,119 @@ async def crashed(world: World, *, keeps_caches: bool = True) -> None:
     await world.start()
 
 
-async def lost(world: World) -> int:
+async def count_expired(world: World) -> int:
     found: int = (await world.broker.groups.one(GROUP, ANONYMOUS)).expired_dead_letters
     return found
 
 
 @on_node(**SETTINGS)
-async def test_they_stay_when_the_log_lets_their_messages_go(world: World) -> None:
-    await kill(world, TEXTS)
-    before = await shown(world)
+async def test_dead_letters_stay_when_retention_removes_their_rows(world: World) -> None:
+    await make_dead_letters(world, TEXTS)
+    before = await list_dead_letters(world)
     for _ in range(3):
         first_seq = world.broker.log.reader.first_seq
-        await let_go(world)
+        await apply_retention(world)
         assert world.broker.log.reader.first_seq > first_seq
         assert world.broker.queues(DEAD)[0][0] > 0, "RocketMQ's tools see those of the retention time"
         # Handles, bodies and the time of death are as they were.
-        assert await shown(world) == before
-    assert world.broker.dead_letters.count(GROUP) == len(TEXTS) and await lost(world) == 0
+        assert await list_dead_letters(world) == before
+    assert world.broker.dead_letters.count(GROUP) == len(TEXTS) and await count_expired(world) == 0
     page = await world.broker.dead_letters.page(GROUP, 3, None, ANONYMOUS)
     rest = await world.broker.dead_letters.page(GROUP, 9, page.next_page, ANONYMOUS)
     assert page.dead_letters + rest.dead_letters == before
 
 
 @on_node(**SETTINGS)
-async def test_they_stay_if_their_topic_has_a_limit(world: World) -> None:
+async def test_dead_letters_of_a_topic_with_a_rate_limit_stay(world: World) -> None:
     await world.broker.create_topic(DEAD, 1, max_per_second=1)
-    await kill(world, TEXTS)
-    before = await shown(world)
+    await make_dead_letters(world, TEXTS)
+    before = await list_dead_letters(world)
     assert world.broker.dead_letters.count(GROUP) == len(TEXTS) == len(before)
-    await let_go(world)
+    await apply_retention(world)
     assert world.broker.queues(DEAD)[0][0] == len(TEXTS), "their rows were removed"
-    assert await shown(world) == before and await lost(world) == 0
+    assert await list_dead_letters(world) == before and await count_expired(world) == 0
 
 
 @pytest.mark.parametrize("keeps_caches", [True, False])
 @on_node(**SETTINGS)
-async def test_they_outlive_crashes_and_lost_caches(world: World, keeps_caches: bool) -> None:
-    await kill(world, TEXTS)
-    before = await shown(world)
-    await let_go(world)
-    await crashed(world, keeps_caches=keeps_caches)
-    assert await shown(world) == before
-    await let_go(world)
-    await crashed(world, keeps_caches=keeps_caches)
-    assert await shown(world) == before
+async def test_repeated_dead_letters_survive_crashes_and_lost_caches(
+    world: World, keeps_caches: bool
+) -> None:
+    await make_dead_letters(world, TEXTS)
+    before = await list_dead_letters(world)
+    await apply_retention(world)
+    await crash_and_start(world, keeps_caches=keeps_caches)
+    assert await list_dead_letters(world) == before
+    await apply_retention(world)
+    await crash_and_start(world, keeps_caches=keeps_caches)
+    assert await list_dead_letters(world) == before
     await world.restart()
-    assert await shown(world) == before
+    assert await list_dead_letters(world) == before
 
 
 @on_node(**SETTINGS)
-async def test_they_are_sent_again_and_deleted_as_others_are(world: World) -> None:
-    await kill(world, TEXTS)
-    await let_go(world)
-    await kill(world, [b"new"])
-    letters = await shown(world)
+async def test_repeated_dead_letters_can_be_resent_and_deleted(world: World) -> None:
+    await make_dead_letters(world, TEXTS)
+    await apply_retention(world)
+    await make_dead_letters(world, [b"new"])
+    letters = await list_dead_letters(world)
     chosen = [letters[1].dead_letter, letters[2].dead_letter]
     resolved = await world.broker.dead_letters.resend(GROUP, [*chosen, "0-9999"], ANONYMOUS)
     assert (resolved.rows, resolved.found) == (2, [True, True, False])
     assert sorted(bodies(await receive(world))) == sorted([letters[1].body, letters[2].body])
     again = await world.broker.dead_letters.resend(GROUP, chosen, ANONYMOUS)
     assert again.rows == 0
-    left = [one for one in letters if one.dead_letter not in chosen]
-    assert await shown(world) == left
-    await crashed(world, keeps_caches=False)
-    await let_go(world)
-    assert await shown(world) == left
-    assert (await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)).rows == len(left)
-    await let_go(world)
-    assert await shown(world) == [] and await lost(world) == 0
+    remaining = [one for one in letters if one.dead_letter not in chosen]
+    assert await list_dead_letters(world) == remaining
+    await crash_and_start(world, keeps_caches=False)
+    await apply_retention(world)
+    assert await list_dead_letters(world) == remaining
+    assert (await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)).rows == len(remaining)
+    await apply_retention(world)
+    assert await list_dead_letters(world) == [] and await count_expired(world) == 0
 
 
 @on_node(**SETTINGS, dead_letter_retention_ms=DAY_MS)
-async def test_after_their_own_retention_they_go_and_are_counted(
+async def test_dead_letters_expire_after_their_own_retention_and_are_counted(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await kill(world, TEXTS)
-    await let_go(world)
+    await make_dead_letters(world, TEXTS)
+    await apply_retention(world)
     logging.disable(logging.NOTSET)
-    await let_go(world, DAY_MS)
-    assert await shown(world) == [] and await lost(world) == len(TEXTS)
+    await apply_retention(world, DAY_MS)
+    assert await list_dead_letters(world) == [] and await count_expired(world) == len(TEXTS)
     assert "dead letters expired group=g rows=" in caplog.text
     assert world.node is not None
     text = (await world.node.metrics.text(ANONYMOUS)).decode()
     assert 'timeball_expired_dead_letters_total{group="g"} 7.0' in text
-    await crashed(world)
-    await let_go(world)
-    assert await lost(world) == len(TEXTS)
+    await crash_and_start(world)
+    await apply_retention(world)
+    assert await count_expired(world) == len(TEXTS)
 
 
 @on_node(**SETTINGS, dead_letter_retention_ms=1)
-async def test_those_in_their_queue_are_counted_once(world: World) -> None:
+async def test_expired_dead_letters_that_are_still_in_their_queue_are_counted_once(world: World) -> None:
     """The power goes between the count and the removal."""
-    await kill(world, TEXTS)
+    await make_dead_letters(world, TEXTS)
     await world.send("filler", [None] * 6, 100_000)
     world.clock.advance(2 * HOUR_MS)
     await world.broker.dead_letters.repeat(world.broker.log.reader.next_seq)
-    await crashed(world)
-    assert await lost(world) == len(TEXTS)
-    await let_go(world)
-    assert await shown(world) == [] and await lost(world) == len(TEXTS)
+    await crash_and_start(world)
+    assert await count_expired(world) == len(TEXTS)
+    await apply_retention(world)
+    assert await list_dead_letters(world) == [] and await count_expired(world) == len(TEXTS)
 
 
 @on_node(**SETTINGS, dead_letter_retention_ms=0)
-async def test_without_a_limit_they_stay(world: World) -> None:
-    await kill(world, TEXTS)
-    await let_go(world)
-    await let_go(world, 3_000 * DAY_MS)
-    assert len(await shown(world)) == len(TEXTS)
+async def test_dead_letters_without_a_retention_limit_stay(world: World) -> None:
+    await make_dead_letters(world, TEXTS)
+    await apply_retention(world)
+    await apply_retention(world, 3_000 * DAY_MS)
+    assert len(await list_dead_letters(world)) == len(TEXTS)
 
 
 @on_node(**SETTINGS, kept_bytes=250_000)
-async def test_the_oldest_go_first_when_they_take_too_much_of_the_disk(
+async def test_the_oldest_dead_letters_expire_first_when_they_exceed_kept_bytes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "DEAD_LETTERS_REPEATED_AT_ONCE", 1)
@@ -166,30 +168,34 @@ async def test_the_oldest_go_first_when_they_take_too_much_of_the_disk(
         await send(world, [text * 100_000])
         (receipt,) = (await receive(world)).receipts
         assert await engine(world).dead_letter(receipt)
-        await let_go(world)
-    assert {one.body[:1] for one in await shown(world)} == {b"b", b"c"} and await lost(world) == 1
+        await apply_retention(world)
+    assert {one.body[:1] for one in await list_dead_letters(world)} == {b"b", b"c"} and await count_expired(
+        world
+    ) == 1
     # A move to a new row in progress is no reason to remove it.
-    await let_go(world)
-    assert {one.body[:1] for one in await shown(world)} == {b"b", b"c"} and await lost(world) == 1
+    await apply_retention(world)
+    assert {one.body[:1] for one in await list_dead_letters(world)} == {b"b", b"c"} and await count_expired(
+        world
+    ) == 1
 
 
 @on_node(**SETTINGS)
-async def test_they_go_with_their_topic_and_are_counted(world: World) -> None:
-    await kill(world, TEXTS)
-    await let_go(world)
-    await kill(world, [b"new"])
+async def test_repeated_dead_letters_of_a_deleted_topic_are_removed_and_counted(world: World) -> None:
+    await make_dead_letters(world, TEXTS)
+    await apply_retention(world)
+    await make_dead_letters(world, [b"new"])
     deleted = await world.broker.administration.delete_topic(DEAD, ANONYMOUS)
-    assert (deleted.unread, deleted.dead_letters) == (0, 8) and await lost(world) == 8
-    await kill(world, [b"later"])
-    assert [one.body for one in await shown(world)] == [b"later"]
+    assert (deleted.unread, deleted.dead_letters) == (0, 8) and await count_expired(world) == 8
+    await make_dead_letters(world, [b"later"])
+    assert [one.body for one in await list_dead_letters(world)] == [b"later"]
 
 
 @on_node(**SETTINGS)
-async def test_a_look_at_the_message_says_that_it_is_dead(world: World) -> None:
-    await kill(world, TEXTS)
-    await let_go(world)
-    await kill(world, [b"new"])
-    (letter,) = [one for one in await shown(world) if one.body == b"3"]
+async def test_a_message_with_a_repeated_dead_letter_has_the_state_dead(world: World) -> None:
+    await make_dead_letters(world, TEXTS)
+    await apply_retention(world)
+    await make_dead_letters(world, [b"new"])
+    (letter,) = [one for one in await list_dead_letters(world) if one.body == b"3"]
     places = await world.broker.find(letter.id)
     assert [place.state for place in places] in ([], ["expired"]), "a repeated dead letter is no message"
     (verdict,) = await world.broker.cancel(ids=[letter.id])
@@ -198,26 +204,26 @@ async def test_a_look_at_the_message_says_that_it_is_dead(world: World) -> None:
     assert world.broker.pending_messages == 0, "and no scheduled message"
 
 
-def left_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
+def dead_letters_after_cut(call: int | None, seed: int) -> tuple[int, list[bytes]]:
     """Cut the power at a call in two passes of retention, and restart. Return calls made, and the remaining letters."""
     files, clock = CutFiles(crash_at=call), ManualClock()
     world = World(files, clock, **SETTINGS)
 
     async def live() -> None:
         await world.start()
-        await kill(world, TEXTS[:3])
-        first, *_ = await shown(world)
+        await make_dead_letters(world, TEXTS[:3])
+        first, *_ = await list_dead_letters(world)
         await world.broker.dead_letters.delete(GROUP, [first.dead_letter], ANONYMOUS)
-        await let_go(world)
-        await let_go(world)
+        await apply_retention(world)
+        await apply_retention(world)
 
     async def look(image: CrashFiles) -> list[bytes]:
         second = World(image, clock, **SETTINGS)
         await second.start()
         try:
-            found = [one.body for one in await shown(second)]
-            await let_go(second)
-            assert [one.body for one in await shown(second)] == found
+            found = [one.body for one in await list_dead_letters(second)]
+            await apply_retention(second)
+            assert [one.body for one in await list_dead_letters(second)] == found
             # Each is sent again once, wherever its row lies.
             await second.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
             assert sorted(await in_queue(second, AGAIN)) == sorted(found)
@@ -231,8 +237,8 @@ def left_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
 
 
 @pytest.mark.slow
-def test_a_power_cut_in_retention_loses_none() -> None:
-    calls, found = left_after(None, 1)
+def test_a_power_cut_during_retention_loses_no_dead_letter() -> None:
+    calls, found = dead_letters_after_cut(None, 1)
     assert len(found) == 2
     for call in sorted({*np.random.default_rng(2).integers(calls // 2, calls, 40).tolist()}):
-        assert len(left_after(call, call)[1]) == 2, f"cut at call {call} of {calls}"
+        assert len(dead_letters_after_cut(call, call)[1]) == 2, f"cut at call {call} of {calls}"

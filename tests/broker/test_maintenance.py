@@ -25,14 +25,16 @@ from timeball.table.layout import FOLDER, KEYS_FOLDER
 from timeball.table.merging import FILES_MIN
 
 
-async def left_after_a_cut(world: World) -> World:
+async def start_after_cut(world: World) -> World:
     """A second node on the durable state, beside the running one."""
-    left = World(world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms)
-    await left.start()
-    return left
+    after_cut = World(
+        world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms
+    )
+    await after_cut.start()
+    return after_cut
 
 
-def full(world: World) -> None:
+def fill_the_disk(world: World) -> None:
     """From here on, every operation that takes space fails."""
     world.files.fail_at(world.files.calls + 1, OverLimit("disk full"), forever=True)
 
@@ -41,7 +43,7 @@ def full(world: World) -> None:
 
 
 @on_node()
-async def test_a_checkpoint_is_written_when_something_has_happened(world: World) -> None:
+async def test_a_checkpoint_is_written_only_after_a_change(world: World) -> None:
     await world.checkpoint()
     calls = world.files.calls
     await world.checkpoint()
@@ -54,7 +56,7 @@ async def test_a_checkpoint_is_written_when_something_has_happened(world: World)
 
 
 @on_node()
-async def test_a_snapshot_is_written_when_much_log_has_come(
+async def test_a_snapshot_is_written_when_the_log_has_grown_enough(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "SNAPSHOT_BYTES", 100_000)
@@ -87,7 +89,7 @@ async def test_a_snapshot_that_fits_no_frame_does_not_prevent_the_checkpoint(
 
 
 @on_node()
-async def test_where_the_log_may_begin_never_goes_back(world: World) -> None:
+async def test_log_from_seq_never_decreases(world: World) -> None:
     """Another replica may have removed rows before the last snapshot, and refuses a replica that asks for more."""
     await world.send("a", [None] * 9)
     for known, expected in ((6, 6), (1, 1)):
@@ -97,16 +99,16 @@ async def test_where_the_log_may_begin_never_goes_back(world: World) -> None:
 
 
 @on_node()
-async def test_offsets_are_saved_when_they_have_changed(world: World) -> None:
+async def test_offsets_are_saved_only_after_a_change(world: World) -> None:
     await world.send("a", [None])
     await world.consume()
     await world.save_offsets()
     calls = world.files.calls
     await world.save_offsets()
     assert world.files.calls == calls
-    left = await left_after_a_cut(world)
-    assert left.broker.offsets(GROUP, "a")[0] == 1
-    await left.stop()
+    after_cut = await start_after_cut(world)
+    assert after_cut.broker.offsets(GROUP, "a")[0] == 1
+    await after_cut.stop()
 
 
 @on_node()
@@ -116,9 +118,9 @@ async def test_a_stop_saves_offsets_and_a_checkpoint(world: World) -> None:
     await world.stop()
     saved = checkpoint.load(world.files)
     assert saved is not None and saved.facts.seq == 5
-    left = await left_after_a_cut(world)
-    assert left.broker.offsets(GROUP, "a")[0] == 1
-    await left.stop()
+    after_cut = await start_after_cut(world)
+    assert after_cut.broker.offsets(GROUP, "a")[0] == 1
+    await after_cut.stop()
     await world.start()
 
 
@@ -126,7 +128,7 @@ async def test_a_stop_saves_offsets_and_a_checkpoint(world: World) -> None:
 async def test_a_stop_succeeds_with_a_full_disk(world: World) -> None:
     await world.send("a", [None, FAR_MS])
     await world.consume()
-    full(world)
+    fill_the_disk(world)
     world.broker.log.writer.next_segment.disk_full_error = OverLimit("full")
     await world.stop()
     world.files.heal()
@@ -139,26 +141,26 @@ async def test_a_full_disk_refuses_only_the_checkpoint(world: World) -> None:
     """State is written to the current segment, which has reserved space for it."""
     await world.send("a", [None] * 4)
     await world.consume()
-    full(world)
+    fill_the_disk(world)
     await world.broker.create_topic("made", 3)
     await world.save_offsets()
     with pytest.raises(OverLimit):
         await world.checkpoint()
     world.files.heal()
     await world.checkpoint()
-    left = await left_after_a_cut(world)
-    assert left.broker.topics()["made"] == {"queues": 3}
-    assert left.broker.offsets(GROUP, "a") == world.broker.offsets(GROUP, "a") != {}
-    assert [row.place for row in (await left.outcome()).rows] == [
+    after_cut = await start_after_cut(world)
+    assert after_cut.broker.topics()["made"] == {"queues": 3}
+    assert after_cut.broker.offsets(GROUP, "a") == world.broker.offsets(GROUP, "a") != {}
+    assert [row.place for row in (await after_cut.outcome()).rows] == [
         row.place for row in (await world.outcome()).rows
     ]
-    await left.stop()
+    await after_cut.stop()
 
 
 # ---- duties -------------------------------------------------------------------------------------------------
 
 
-async def repeated(world: World, *errors: BaseException) -> int:
+async def count_repetitions(world: World, *errors: BaseException) -> int:
     """Run a duty that raises these errors, every millisecond, until it has worked twice. Return its number of calls."""
     calls, done = 0, asyncio.Event()
 
@@ -182,14 +184,14 @@ async def repeated(world: World, *errors: BaseException) -> int:
 
 @on_node()
 async def test_a_duty_refused_by_a_full_disk_is_tried_again(world: World) -> None:
-    assert await repeated(world, OverLimit("full"), OverLimit("full")) == 4
+    assert await count_repetitions(world, OverLimit("full"), OverLimit("full")) == 4
     assert world.failure is None
 
 
 @pytest.mark.parametrize("error", [DiskFailed("gone"), ValueError("a mistake of ours")])
 @on_node(failing=True)
-async def test_any_other_failure_stops_the_broker_and_is_told(world: World, error: Exception) -> None:
-    assert await repeated(world, error) == 1
+async def test_a_duty_with_an_unexpected_error_stops_the_broker(world: World, error: Exception) -> None:
+    assert await count_repetitions(world, error) == 1
     assert world.failure is error
 
 
@@ -198,7 +200,7 @@ async def test_any_other_failure_stops_the_broker_and_is_told(world: World, erro
 EAGER = {"compact_rows": 200, "compact_interval_ms": 60_000}  # after the interval 2 rows are enough
 
 
-async def moved(world: World) -> int:
+async def rows_after_compaction_check(world: World) -> int:
     """Rows in the table after a look."""
     assert world.node is not None
     await world.node.maintenance.compact_if_worth()
@@ -206,37 +208,37 @@ async def moved(world: World) -> int:
 
 
 @on_node(**EAGER)
-async def test_the_tail_is_moved_when_it_is_long_or_has_waited(world: World) -> None:
+async def test_the_tail_is_compacted_when_it_is_long_or_after_an_interval(world: World) -> None:
     await world.send("a", [HOUR_MS] * 199)
-    assert await moved(world) == 0
+    assert await rows_after_compaction_check(world) == 0
     await world.send("a", [HOUR_MS])
-    assert await moved(world) == 200
+    assert await rows_after_compaction_check(world) == 200
     await world.send("a", [HOUR_MS])
     world.clock.advance(60_000)
-    assert await moved(world) == 200, "a single row is not worth a file"
+    assert await rows_after_compaction_check(world) == 200, "a single row is not worth a file"
     await world.send("a", [HOUR_MS])
-    assert await moved(world) == 202
+    assert await rows_after_compaction_check(world) == 202
     await world.send("a", [HOUR_MS] * 199)
-    assert await moved(world) == 202, "the interval begins anew"
+    assert await rows_after_compaction_check(world) == 202, "the interval begins anew"
 
 
 @on_node(**EAGER)
-async def test_whoever_holds_the_lease_moves_the_tail(world: World) -> None:
+async def test_the_broker_does_not_compact_while_another_compactor_has_a_lease(world: World) -> None:
     await world.send("a", [HOUR_MS] * 200)
     world.broker.compactor_lease(10_000)
-    assert await moved(world) == 0
+    assert await rows_after_compaction_check(world) == 0
     world.clock.advance(10_000)
-    assert await moved(world) == 200
+    assert await rows_after_compaction_check(world) == 200
 
 
 @on_node(compact_rows=0, compact_interval_ms=1)
-async def test_a_broker_told_not_to_compact_leaves_tail_and_files(world: World) -> None:
+async def test_with_compact_rows_0_the_broker_neither_compacts_nor_merges(world: World) -> None:
     for epoch in range(FILES_MIN):
         await world.bulk("a", [HOUR_MS], epoch + 1)
     files = world.broker.status()["schedule"]["table_files"]
     await world.send("a", [HOUR_MS] * 200)
     world.clock.advance(60_000)
-    assert await moved(world) == FILES_MIN
+    assert await rows_after_compaction_check(world) == FILES_MIN
     assert world.broker.status()["schedule"]["table_files"] == files
     await world.merge()
     assert world.broker.status()["schedule"]["table_files"] < files, "there was something to merge"
@@ -251,7 +253,7 @@ async def test_a_compactor_lease_ends_within_an_hour(world: World) -> None:
 # ---- letting go ---------------------------------------------------------------------------------------------
 
 
-async def fill(world: World, rows: int = 24) -> None:
+async def fill_segments(world: World, rows: int = 24) -> None:
     """Segments hold about ten of these."""
     for _ in range(rows // 6):
         await world.send("filler", [None] * 6, 100_000)
@@ -259,8 +261,8 @@ async def fill(world: World, rows: int = 24) -> None:
 
 
 @on_node(retention_ms=HOUR_MS)
-async def test_segments_go_when_they_are_old_and_not_before(world: World) -> None:
-    await fill(world)
+async def test_segments_are_removed_only_after_the_retention(world: World) -> None:
+    await fill_segments(world)
     await world.checkpoint()
     await world.let_go()
     assert world.broker.log.reader.first_seq == 1
@@ -275,7 +277,7 @@ async def test_segments_go_when_they_are_old_and_not_before(world: World) -> Non
 
 
 @on_node(retention_ms=2 * MINUTE_MS, segment_bytes=4 * MIB)
-async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> None:
+async def test_a_log_smaller_than_a_segment_is_removed_by_age(world: World) -> None:
     """Fifty minutes of little traffic, which a single segment would keep for months."""
     kept = []
     for minute in range(50):
@@ -333,7 +335,7 @@ async def test_a_clock_that_was_ahead_for_two_seconds_does_not_stop_retention(
     assert segment.first_append_ms == segment.newest_append_ms > world.clock.wall + DAY_MS
     for hour in range(4):
         if is_used:
-            await fill(world)
+            await fill_segments(world)
         if hour == 1:
             await world.restart()
         await world.checkpoint()
@@ -356,7 +358,7 @@ async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
             monkeypatch.setattr(module, "SEAL_ENTRIES", 1)
         assert world.node is not None
         await world.node.maintenance.seal_queues()
-    await fill(world)
+    await fill_segments(world)
     await world.checkpoint()
     world.clock.advance(HOUR_MS)
     queues = [queue.index for queue in world.broker.tables.topics.find_topic("a").queues]
@@ -379,20 +381,20 @@ async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
 
 
 @on_node(retention_ms=1)
-async def test_a_scheduled_message_in_the_tail_does_not_keep_segments_for_ever(world: World) -> None:
+async def test_a_pending_message_in_a_short_tail_does_not_keep_old_segments(world: World) -> None:
     """Its tail is too small for a compaction. It is moved because it prevents the removal of segments."""
     key = (await world.send("a", [DAY_MS]))[0]
-    await fill(world)
+    await fill_segments(world)
     await world.let_go()
     assert world.broker.log.reader.first_seq > 1
-    left = await left_after_a_cut(world)
-    await left.advance(DAY_MS)
-    assert [row.key for row in (await left.outcome()).rows if row.place.topic == "a"] == [key]
-    await left.stop()
+    after_cut = await start_after_cut(world)
+    await after_cut.advance(DAY_MS)
+    assert [row.key for row in (await after_cut.outcome()).rows if row.place.topic == "a"] == [key]
+    await after_cut.stop()
 
 
 @on_node()
-async def test_files_whose_scheduled_messages_are_all_settled_leave_the_table(world: World) -> None:
+async def test_data_files_with_only_settled_messages_are_removed_from_the_table(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maintenance, "BEHIND_FILES_MIN", 2)
         for minutes in (1, 2, 300):
@@ -421,7 +423,7 @@ def _spoken_of(world: World) -> set[str]:
 
 
 @on_node()
-async def test_a_compaction_writes_the_keys_of_its_files(world: World) -> None:
+async def test_a_compaction_indexes_the_keys_of_its_files(world: World) -> None:
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
     live = {entry.path for entry in world.broker.scheduling.hour_log.pending.live.entries}
@@ -430,7 +432,7 @@ async def test_a_compaction_writes_the_keys_of_its_files(world: World) -> None:
 
 
 @on_node()
-async def test_new_data_files_get_their_keys_before_the_first_cancel(world: World) -> None:
+async def test_the_keys_of_new_data_files_are_indexed_before_the_first_cancel(world: World) -> None:
     """Files of a writer that wrote no keys."""
     assert world.node is not None
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
@@ -445,7 +447,7 @@ async def test_new_data_files_get_their_keys_before_the_first_cancel(world: Worl
 
 
 @on_node()
-async def test_one_damaged_data_file_does_not_keep_the_others_from_it(
+async def test_a_damaged_data_file_does_not_prevent_the_index_of_the_others(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert world.node is not None
@@ -464,7 +466,7 @@ async def test_one_damaged_data_file_does_not_keep_the_others_from_it(
 
 
 @on_node(retention_ms=HOUR_MS)
-async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> None:
+async def test_files_removed_from_the_table_are_deleted_with_the_log_retention(world: World) -> None:
     assert world.node is not None
     for _ in range(FILES_MIN):
         await world.send("a", [FAR_MS])

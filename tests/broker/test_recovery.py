@@ -23,15 +23,15 @@ from timeball.table.catalog import DELTA_LOG
 from timeball.table.layout import KEYS_FOLDER
 
 
-def life(*names: str) -> Scenario:
+def build_scenario(*names: str) -> Scenario:
     """Several scenarios in a row. The first step of each is a start."""
     return [step for name in names for step in SCENARIOS[name][1:]]
 
 
-LIFE = life("compact", "bulk")
+LIFE = build_scenario("compact", "bulk")
 
 
-async def lived(world: World, scenario: Scenario) -> list[bytes]:
+async def live_through(world: World, scenario: Scenario) -> list[bytes]:
     """Run a scenario. Return every checkpoint that was the newest at the end of a step, oldest first."""
     seen: list[bytes] = []
     for step in scenario:
@@ -46,44 +46,44 @@ async def lived(world: World, scenario: Scenario) -> list[bytes]:
 
 async def state(world: World, files: CrashFiles) -> dict[str, Any]:
     """Start on these files: the broker's state, and all later deliveries."""
-    left = World(files, replace(world.clock), deepcopy(world.observed))
-    await left.start()
-    await left.settled()
-    ledger, hour_log = left.broker.attach_state, left.broker.scheduling.hour_log
-    known = {
+    restarted = World(files, replace(world.clock), deepcopy(world.observed))
+    await restarted.start()
+    await restarted.settled()
+    ledger, hour_log = restarted.broker.attach_state, restarted.broker.scheduling.hour_log
+    observed_state = {
         "watermark": ledger.watermark, "epochs": ledger.epochs, "jobs": ledger.jobs, "reserved": ledger.reserved,
-        "queues": {topic: left.broker.queues(topic) for topic in left.broker.topics()},
+        "queues": {topic: restarted.broker.queues(topic) for topic in restarted.broker.topics()},
         "files": sorted(entry.path for entry in hour_log.pending.live_entries()),
-        "waiting": left.broker.status()["schedule"]["tail_rows"],
-        "tick": left.broker.scheduling.outcomes.cursor,
-        "waiting messages": left.broker.pending_messages,
+        "waiting": restarted.broker.status()["schedule"]["tail_rows"],
+        "tick": restarted.broker.scheduling.outcomes.cursor,
+        "waiting messages": restarted.broker.pending_messages,
     }  # fmt: skip
-    await left.advance(AFTER_MS)
-    await left.consume()
-    outcome = await left.outcome()
-    assert check(left.observed, outcome) == []
-    known["waiting in the end"] = left.broker.pending_messages
-    known["rows"] = [(row.place, row.key) for row in outcome.rows]
-    await left.stop()
-    await left.abandon()
-    return known
+    await restarted.advance(AFTER_MS)
+    await restarted.consume()
+    outcome = await restarted.outcome()
+    assert check(restarted.observed, outcome) == []
+    observed_state["waiting in the end"] = restarted.broker.pending_messages
+    observed_state["rows"] = [(row.place, row.key) for row in outcome.rows]
+    await restarted.stop()
+    await restarted.abandon()
+    return observed_state
 
 
-def copy_of(world: World) -> CrashFiles:
+def copy_of_files(world: World) -> CrashFiles:
     return world.files.crash(survival="everything")
 
 
 @pytest.mark.parametrize("names", [("compact", "bulk"), ("compact", "late"), ("plain",)])
 @on_node()
-async def test_any_checkpoint_that_ever_was_gives_the_same_state(
+async def test_a_start_from_any_earlier_checkpoint_gives_the_same_state(
     world: World, names: tuple[str, ...]
 ) -> None:
     """Also a checkpoint from before compactions, bulk attaches and removals."""
-    saved = await lived(world, life(*names))
+    saved = await live_through(world, build_scenario(*names))
     assert len(saved) > 1
-    expected = await state(world, copy_of(world))
+    expected = await state(world, copy_of_files(world))
     for data in saved:
-        files = copy_of(world)
+        files = copy_of_files(world)
         files.replace(checkpoint.NAME, data)
         assert await state(world, files) == expected
 
@@ -91,11 +91,11 @@ async def test_any_checkpoint_that_ever_was_gives_the_same_state(
 @on_node()
 async def test_a_checkpoint_that_has_forgotten_what_is_settled_is_noticed(world: World) -> None:
     """The control of the test above."""
-    await lived(world, LIFE)
-    files = copy_of(world)
-    known = checkpoint.load(files)
-    assert known is not None
-    facts = msgspec.structs.replace(known.facts, settled_before_ms=-(1 << 62))
+    await live_through(world, LIFE)
+    files = copy_of_files(world)
+    saved = checkpoint.load(files)
+    assert saved is not None
+    facts = msgspec.structs.replace(saved.facts, settled_before_ms=-(1 << 62))
     none = np.empty(0, np.int64)
     checkpoint.save(files, checkpoint.encode(checkpoint.Checkpoint(facts, none, none)))
     with pytest.raises(AssertionError, match="doubled"):
@@ -111,9 +111,9 @@ def remove(files: CrashFiles, folder: str) -> None:
 @on_node()
 async def test_deleted_caches_are_rebuilt(world: World, lost: str) -> None:
     """Everything but the log and the data files, and the checkpoint, which confirms the others."""
-    await lived(world, LIFE)
-    expected = await state(world, copy_of(world))
-    files = copy_of(world)
+    await live_through(world, LIFE)
+    expected = await state(world, copy_of_files(world))
+    files = copy_of_files(world)
     if lost != "rotten checkpoint":
         files.remove(checkpoint.NAME)
     else:
@@ -130,7 +130,7 @@ async def test_deleted_caches_are_rebuilt(world: World, lost: str) -> None:
 
 
 @on_node(retention_ms=1)
-async def test_the_delta_log_may_be_lost_although_retention_has_let_its_rows_go(world: World) -> None:
+async def test_a_lost_delta_log_is_rebuilt_although_retention_has_removed_its_rows(world: World) -> None:
     """An earlier version lost 100 pending messages without an error: the checkpoint lists the live files."""
     for _ in range(4):
         await world.send("a", [None, SECOND_MS, HOUR_MS, 2 * HOUR_MS], 100_000)
@@ -153,14 +153,16 @@ async def test_the_delta_log_may_be_lost_although_retention_has_let_its_rows_go(
     "gone", ["log/0000000001.log", "log/0000000002.log", "log/0000000003.log", "pending/bucket="]
 )
 @on_node()
-async def test_a_file_of_truth_that_is_gone_is_refused_by_name(world: World, gone: str) -> None:
+async def test_a_start_without_a_segment_or_data_file_is_refused_and_names_it(
+    world: World, gone: str
+) -> None:
     for _ in range(5):
         await world.send("a", [None, None, SECOND_MS, HOUR_MS], 100_000)
         await world.consume()
     await world.compact()
     await world.send("a", [HOUR_MS] * 3, 100_000)
     await world.stop()
-    files = copy_of(world)
+    files = copy_of_files(world)
     if gone.startswith("pending/"):
         folder = f"pending/{next(n for n in files.list_dir('pending') if n.startswith('bucket='))}"
         gone = f"{folder}/{files.list_dir(folder)[0]}"
@@ -171,7 +173,7 @@ async def test_a_file_of_truth_that_is_gone_is_refused_by_name(world: World, gon
 
 
 @on_node(retention_ms=1)
-async def test_without_checkpoint_and_without_the_log_s_beginning_a_snapshot_knows_what_is_settled(
+async def test_a_start_from_a_snapshot_knows_the_settled_messages_of_removed_rows(
     world: World,
 ) -> None:
     for _ in range(4):
@@ -183,16 +185,16 @@ async def test_without_checkpoint_and_without_the_log_s_beginning_a_snapshot_kno
     await world.let_go()
     assert world.broker.log.reader.first_seq > 1
     await world.stop()
-    expected = await state(world, copy_of(world))
-    files = copy_of(world)
+    expected = await state(world, copy_of_files(world))
+    files = copy_of_files(world)
     files.remove(checkpoint.NAME)
     assert await state(world, files) == expected
-    stale = copy_of(world)
-    known = checkpoint.load(stale)
-    assert known is not None
-    facts = msgspec.structs.replace(known.facts, log_from_seq=1, meta={}, watermark=1)
+    stale = copy_of_files(world)
+    saved = checkpoint.load(stale)
+    assert saved is not None
+    facts = msgspec.structs.replace(saved.facts, log_from_seq=1, meta={}, watermark=1)
     checkpoint.save(
-        stale, checkpoint.encode(checkpoint.Checkpoint(facts, known.settled_due, known.settled_seq))
+        stale, checkpoint.encode(checkpoint.Checkpoint(facts, saved.settled_due, saved.settled_seq))
     )
     assert await state(world, stale) == expected, "one of before retention is not believed"
     await world.start()

@@ -59,7 +59,7 @@ def halves_in_log(world: World) -> list[dict[str, Any]]:
     return [row for row in log(world, Kind.SCHEDULED) if row["due_ms"] is None]
 
 
-def due(world: World) -> list[int]:
+def due_checks(world: World) -> list[int]:
     """Numbers of all half messages whose check is due now."""
     found = []
     while (half := world.broker.transactions.take_due(world.clock.wall)) is not None:
@@ -67,17 +67,19 @@ def due(world: World) -> list[int]:
     return found
 
 
-async def left_after_a_cut(world: World) -> World:
-    left = World(world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms)
-    await left.start()
-    return left
+async def start_after_cut(world: World) -> World:
+    after_cut = World(
+        world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms
+    )
+    await after_cut.start()
+    return after_cut
 
 
 # ---- ending -----------------------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_nobody_sees_a_half(world: World) -> None:
+async def test_a_half_message_is_invisible(world: World) -> None:
     seq = await prepare(world, 2)
     assert [(row["kind"], row["topic"], row["queue_offset"]) for row in halves_in_log(world)] == [
         (Kind.SCHEDULED, "orders", None)
@@ -156,10 +158,10 @@ def test_a_half_message_committed_with_a_delay_keeps_its_number(
             await world.start()
         assert world.broker.transactions.open() == []
         kept, cancelled, moved = halves
-        told = await world.broker.cancel(ids=["A1"])
-        told += await world.broker.cancel(seqs=[cancelled])
-        told += await world.broker.reschedule(seqs=[moved], delay_ms=2 * HOUR_MS)
-        assert [(one.verdict, one.seq) for one in told] == [
+        answers = await world.broker.cancel(ids=["A1"])
+        answers += await world.broker.cancel(seqs=[cancelled])
+        answers += await world.broker.reschedule(seqs=[moved], delay_ms=2 * HOUR_MS)
+        assert [(one.verdict, one.seq) for one in answers] == [
             ("cancelled", cancelled), ("already_cancelled", cancelled), ("rescheduled", moved),
         ]  # fmt: skip
         for seq in halves:  # the producer asks again
@@ -168,8 +170,8 @@ def test_a_half_message_committed_with_a_delay_keeps_its_number(
         assert await visible(world) == ["A0"]
         await world.advance(HOUR_MS)
         assert await visible(world) == ["A0", "A2"]
-        told = [v for n in halves for v in await world.broker.cancel(seqs=[n])]
-        assert [one.verdict for one in told] == ["released", "already_cancelled", "released"]
+        answers = [v for n in halves for v in await world.broker.cancel(seqs=[n])]
+        assert [one.verdict for one in answers] == ["released", "already_cancelled", "released"]
         ends = [(row["source_seq"], row["kind"]) for row in log(world, Kind.RELEASE, Kind.CANCEL)]
         assert sorted(ends) == [(kept, Kind.RELEASE), (cancelled, Kind.CANCEL), (moved, Kind.RELEASE)]
 
@@ -228,7 +230,7 @@ async def test_a_refused_commit_leaves_the_half_message_open(world: World) -> No
 
 
 @on_node()
-async def test_commits_that_come_together_share_an_append_and_not_their_mistakes(world: World) -> None:
+async def test_concurrent_commits_share_an_append_and_one_error_refuses_no_other(world: World) -> None:
     first = await prepare(world, 4)
     commits = world.broker.log.writer.statistics.commits
 
@@ -256,7 +258,7 @@ async def test_commits_that_come_together_share_an_append_and_not_their_mistakes
 
 
 @on_node()
-async def test_a_caller_who_goes_away_leaves_nothing_half_done(world: World) -> None:
+async def test_a_commit_completes_although_its_caller_is_cancelled(world: World) -> None:
     seq = await prepare(world)
     task = asyncio.ensure_future(commit(world, seq))
     await asyncio.sleep(0)
@@ -285,16 +287,16 @@ async def test_too_many_open_half_messages_raise_over_limit(
 
 
 @on_node()
-async def test_asked_first_after_six_seconds_and_then_each_half_minute(world: World) -> None:
+async def test_the_first_check_is_after_6_s_and_each_further_one_after_30_s(world: World) -> None:
     seq = await prepare(world)
     world.clock.advance(FIRST_MS - 1)
-    assert due(world) == []
+    assert due_checks(world) == []
     world.clock.advance(1)
-    assert due(world) == [seq] and due(world) == []
+    assert due_checks(world) == [seq] and due_checks(world) == []
     world.clock.advance(EACH_MS - 1)
-    assert due(world) == []
+    assert due_checks(world) == []
     world.clock.advance(1)
-    assert due(world) == [seq]
+    assert due_checks(world) == [seq]
 
 
 @pytest.mark.parametrize(
@@ -303,29 +305,29 @@ async def test_asked_first_after_six_seconds_and_then_each_half_minute(world: Wo
     + [(text, FIRST_MS) for text in ("-1", "", "x", "9" * 10, "٣")],
 )
 @on_node()
-async def test_a_producer_may_want_to_be_asked_at_another_time(
+async def test_the_immunity_time_of_a_half_message_delays_its_first_check(
     world: World, text: str, first_ms: int
 ) -> None:
     seq = await prepare(world, more={"CHECK_IMMUNITY_TIME_IN_SECONDS": text})
     if first_ms:
         world.clock.advance(first_ms - 1)
-        assert due(world) == []
+        assert due_checks(world) == []
         world.clock.advance(1)
-    assert due(world) == [seq]
+    assert due_checks(world) == [seq]
 
 
 @on_node()
-async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
+async def test_ended_half_messages_are_not_checked(world: World) -> None:
     first = await prepare(world, 3)
     kept = first + 2
     await commit(world, first)
     await roll_back(world, first + 1)
     world.clock.advance(FIRST_MS)
-    assert due(world) == [kept]
+    assert due_checks(world) == [kept]
 
 
 @on_node()
-async def test_ended_half_messages_are_not_kept_until_their_check(
+async def test_the_heap_of_checks_is_swept_of_ended_half_messages(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transacting, "SWEEP_ENTRIES_MIN", 3)
@@ -334,16 +336,16 @@ async def test_ended_half_messages_are_not_kept_until_their_check(
         await roll_back(world, await prepare(world, more={"CHECK_IMMUNITY_TIME_IN_SECONDS": "86400"}))
     assert len(world.broker.transactions._due) <= 3 + 2 * 2
     world.clock.advance(FIRST_MS)
-    assert due(world) == [staying]
+    assert due_checks(world) == [staying]
 
 
 @on_node()
-async def test_nobody_is_asked_about_what_is_just_ending(world: World) -> None:
+async def test_a_half_message_whose_end_is_under_way_is_not_checked(world: World) -> None:
     seq = await prepare(world)
     world.clock.advance(FIRST_MS)
     ending = asyncio.ensure_future(commit(world, seq))
     await asyncio.sleep(0)
-    assert world.broker.transactions.open() == [(seq, 0)] and due(world) == []
+    assert world.broker.transactions.open() == [(seq, 0)] and due_checks(world) == []
     assert await ending is Outcome.COMMITTED
 
 
@@ -353,20 +355,18 @@ async def test_a_postponed_check_is_not_due_before_its_time(world: World) -> Non
     world.clock.advance(FIRST_MS)
     half = world.broker.transactions.take_due(world.clock.wall)
     world.broker.transactions.postpone(half, world.clock.wall + 1)
-    assert due(world) == []
+    assert due_checks(world) == []
     world.clock.advance(1)
-    assert due(world) == [seq]
+    assert due_checks(world) == [seq]
     world.clock.advance(EACH_MS - 1)
-    assert due(world) == []  # when it would have been without
+    assert due_checks(world) == []  # when it would have been without
     world.clock.advance(1)
-    assert due(world) == [seq]
+    assert due_checks(world) == [seq]
 
 
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, 30 * 24 * HOUR_MS])
 @on_node()
-async def test_checks_come_when_their_time_has_passed_however_the_clock_is_set(
-    world: World, step_ms: int
-) -> None:
+async def test_checks_follow_elapsed_time_when_the_wall_clock_is_set(world: World, step_ms: int) -> None:
     first, clock = await prepare(world), world.broker.clock
     world.clock.step_wall(step_ms)
     clock.now_ms()
@@ -383,14 +383,14 @@ async def test_checks_come_when_their_time_has_passed_however_the_clock_is_set(
 
 
 @on_node()
-async def test_checks_come_again_behind_a_restart_with_the_clock_set_back(world: World) -> None:
+async def test_checks_continue_after_a_restart_with_the_clock_set_back(world: World) -> None:
     seq = await prepare(world)
     await world.stop()
     world.clock.step_wall(-HOUR_MS)
     await world.start()
-    assert due(world) == []
+    assert due_checks(world) == []
     world.clock.advance(FIRST_MS)
-    assert due(world) == [seq]
+    assert due_checks(world) == [seq]
 
 
 @on_node()
@@ -404,7 +404,9 @@ async def test_a_half_message_is_given_up_after_fifteen_checks_or_the_retention_
 
 
 @on_node()
-async def test_discarding_rolls_back_and_logs(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_discard_rolls_back_a_half_message_and_logs_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     seq = await prepare(world)
     world.clock.advance(FIRST_MS)
     half = world.broker.transactions.take_due(world.clock.wall)
@@ -438,84 +440,86 @@ async def test_open_half_messages_survive_a_restart(world: World, saved: tuple[i
     await roll_back(world, first + 2)
     await commit(world, first + 3, delay_ms=HOUR_MS)
     await save(2)
-    left = await left_after_a_cut(world)
+    after_cut = await start_after_cut(world)
     checks = 1 if saved and saved[-1] else 0
-    assert left.broker.transactions.open() == [(first, checks)]
-    assert await commit(left, first + 1) is Outcome.COMMITTED
-    assert await commit(left, first + 2) is Outcome.ROLLED_BACK
-    left.clock.advance(FIRST_MS)
-    assert due(left) == [first]
-    assert await commit(left, first) is Outcome.COMMITTED
-    await left.advance(HOUR_MS)
-    assert await visible(left) == ["A0", "A1", "A3", "k00000"]
-    await left.stop()
+    assert after_cut.broker.transactions.open() == [(first, checks)]
+    assert await commit(after_cut, first + 1) is Outcome.COMMITTED
+    assert await commit(after_cut, first + 2) is Outcome.ROLLED_BACK
+    after_cut.clock.advance(FIRST_MS)
+    assert due_checks(after_cut) == [first]
+    assert await commit(after_cut, first) is Outcome.COMMITTED
+    await after_cut.advance(HOUR_MS)
+    assert await visible(after_cut) == ["A0", "A1", "A3", "k00000"]
+    await after_cut.stop()
 
 
 @on_node()
 async def test_a_late_check_is_due_at_the_start(world: World) -> None:
     seq = await prepare(world)
-    left = await left_after_a_cut(world)
-    left.clock.advance(24 * HOUR_MS)
-    assert due(left) == [seq] and due(left) == []
-    await left.stop()
+    after_cut = await start_after_cut(world)
+    after_cut.clock.advance(24 * HOUR_MS)
+    assert due_checks(after_cut) == [seq] and due_checks(after_cut) == []
+    await after_cut.stop()
 
 
-async def twice(world: World, told: list[str], delay: dict[str, int]) -> None:
-    """A transaction that is committed and one that is rolled back. `told`: the answers."""
+async def send_two_halves(world: World, answers: list[str], delay: dict[str, int]) -> None:
+    """A transaction that is committed and one that is rolled back. `answers`: the answers."""
     await world.start()
     first = await prepare(world, 2)
-    told.append("prepared")
+    answers.append("prepared")
     await world.checkpoint()
     assert await commit(world, first, **delay) is Outcome.COMMITTED
-    told.append("committed")
+    answers.append("committed")
     await world.checkpoint()
     assert await roll_back(world, first + 1) is Outcome.ROLLED_BACK
-    told.append("rolled back")
+    answers.append("rolled back")
     await world.stop()
 
 
-def lived(crash_at: int | None, delay: dict[str, int]) -> tuple[World, list[str]]:
-    files, told = CutFiles(crash_at=crash_at), []  # type: ignore[var-annotated]
+def live_until_cut(crash_at: int | None, delay: dict[str, int]) -> tuple[World, list[str]]:
+    files, answers = CutFiles(crash_at=crash_at), []  # type: ignore[var-annotated]
     world = World(files, ManualClock())
-    run(until_cut(world, files, lambda: twice(world, told, delay)))
-    return world, told
+    run(until_cut(world, files, lambda: send_two_halves(world, answers, delay)))
+    return world, answers
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "delay", [{}, {"delay_ms": 5_000}, {"delay_level": 2}], ids=["now", "later", "level"]
 )
-def test_at_whichever_call_the_power_goes_it_is_ended_once(step: int, delay: dict[str, int]) -> None:
-    whole, told = lived(None, delay)
-    assert told == ["prepared", "committed", "rolled back"]
+def test_a_power_cut_at_any_disk_call_ends_a_half_message_at_most_once(
+    step: int, delay: dict[str, int]
+) -> None:
+    whole, answers = live_until_cut(None, delay)
+    assert answers == ["prepared", "committed", "rolled back"]
     begun = 0
     for crash_at in range(1, whole.files.calls + 1, step):
-        world, told = lived(crash_at, delay)
+        world, answers = live_until_cut(crash_at, delay)
         for survival in ("nothing", "everything"):
-            left = World(world.files.crash(survival=survival), world.clock)
-            begun += run(ended_once(left, told, delay))
+            after_cut = World(world.files.crash(survival=survival), world.clock)
+            begun += run(count_ended(after_cut, answers, delay))
     assert begun > 20 // step  # otherwise the cuts came before there was anything to lose
 
 
-async def ended_once(left: World, told: list[str], delay: dict[str, int]) -> int:
-    await left.start()
-    found = {row["unique_key"]: row["seq"] for row in halves_in_log(left)}
-    assert not told or len(found) == 2
-    still = [seq for seq, _ in left.broker.transactions.open()]
+async def count_ended(after_cut: World, answers: list[str], delay: dict[str, int]) -> int:
+    await after_cut.start()
+    found = {row["unique_key"]: row["seq"] for row in halves_in_log(after_cut)}
+    assert not answers or len(found) == 2
+    still = [seq for seq, _ in after_cut.broker.transactions.open()]
     if found:
-        assert ("committed" in told) <= (found["A0"] not in still)
-        assert ("rolled back" in told) <= (found["A1"] not in still)
-        assert await commit(left, found["A0"], **delay) is Outcome.COMMITTED
-        assert await roll_back(left, found["A1"]) is Outcome.ROLLED_BACK
+        assert ("committed" in answers) <= (found["A0"] not in still)
+        assert ("rolled back" in answers) <= (found["A1"] not in still)
+        assert await commit(after_cut, found["A0"], **delay) is Outcome.COMMITTED
+        assert await roll_back(after_cut, found["A1"]) is Outcome.ROLLED_BACK
     if delay:
-        await left.advance(5_000)
-    assert await visible(left) == ["A0"] * bool(found)
-    released = log(left, Kind.RELEASE)
+        await after_cut.advance(5_000)
+    assert await visible(after_cut) == ["A0"] * bool(found)
+    released = log(after_cut, Kind.RELEASE)
     assert [row["source_seq"] for row in released] == [found[key] for key in ("A0",) if found]
     assert all(row["store_ms"] >= (row["due_ms"] or 0) for row in released)
-    assert len(log(left, Kind.CANCEL)) == bool(found)
-    await left.stop()
-    await left.abandon()
+    assert len(log(after_cut, Kind.CANCEL)) == bool(found)
+    await after_cut.stop()
+    await after_cut.abandon()
     return len(found)
 
 
@@ -523,7 +527,7 @@ async def ended_once(left: World, told: list[str], delay: dict[str, int]) -> int
 
 
 @on_node(retention_ms=HOUR_MS)
-async def test_retention_keeps_an_open_half_and_lets_it_go_when_it_has_ended(world: World) -> None:
+async def test_retention_keeps_the_row_of_a_half_message_until_it_has_ended(world: World) -> None:
     seq = await prepare(world)
     for _ in range(3):  # segments of 1 MiB
         await world.broker.send(batch(8, body=[bytes(100_000)] * 8))
@@ -532,9 +536,9 @@ async def test_retention_keeps_an_open_half_and_lets_it_go_when_it_has_ended(wor
     await world.checkpoint()
     await world.let_go()
     assert world.broker.log.reader.first_seq == 1
-    left = await left_after_a_cut(world)
-    assert left.broker.transactions.open() == [(seq, 0)]
-    await left.stop()
+    after_cut = await start_after_cut(world)
+    assert after_cut.broker.transactions.open() == [(seq, 0)]
+    await after_cut.stop()
     assert await commit(world, seq) is Outcome.COMMITTED
     await world.checkpoint()
     await world.let_go()
@@ -543,7 +547,7 @@ async def test_retention_keeps_an_open_half_and_lets_it_go_when_it_has_ended(wor
 
 
 @on_node()
-async def test_a_checkpoint_has_halves_only_while_a_half_message_is_open(world: World) -> None:
+async def test_a_checkpoint_lists_only_open_half_messages(world: World) -> None:
     await world.send("a", [None])
     await world.checkpoint()
     saved = checkpoint.load(world.files)

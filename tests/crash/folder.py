@@ -198,7 +198,7 @@ def known(world: World) -> Look:
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
         "modes": world.broker.tables.request_modes.get("a", POPS),
         "secret": world.broker.tables.receipt_secret.get() if world.broker.tables.receipt_secret.is_made else None,
-        "held": [held(queue, broker.clock) for queue in broker.consuming.leases.all() if not queue.idle],
+        "held": [held(queue, broker.clock) for queue in broker.consuming.leases.all() if not queue.is_idle],
         "redeliveries": broker.redeliveries.counts(),
         "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),

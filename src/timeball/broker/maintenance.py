@@ -60,7 +60,7 @@ REMOVE_JOB_ID = "broker-behind"
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The columns of a state in parts, as in log/checkpoint.py. None of them is joined on the event loop."""
+    """The columns of a state, in parts, for `checkpoint.encoded_pieces`. No parts are joined on the event loop."""
 
     settled: Sequence[Pairs]
     moved: Iterator[Int64Array]
@@ -155,6 +155,7 @@ class Maintenance:
                     logger.warning("not saved at the stop duty=%s reason=%s", duty.__name__, error)
 
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
+        """Run a duty after each interval, until cancelled. Errors that may be temporary are logged."""
         # Without an object store, Unavailable means that this node no longer leads its group. That must stop the
         # broker, so it is not among the errors that are tried again.
         retried_errors: tuple[type[Exception], ...] = (
@@ -196,8 +197,8 @@ class Maintenance:
 
     async def checkpoint(self) -> None:
         """Save the state of the caches in a checkpoint, after syncing all files that it depends on."""
-        # An attach to an object store that does not answer holds the lock below. No checkpoint may be saved before it
-        # has ended, so do not wait for the lock.
+        # An attach to an object store that does not answer holds the lock below for long. No checkpoint may be saved
+        # before the attach has ended, so do not wait for the lock.
         if self._pending_table.cache is not None and self._broker.mover.has_unfinished_attach:
             return
         if (
@@ -211,8 +212,7 @@ class Maintenance:
         # Under the lock, because between the steps of an attach the state is inconsistent.
         async with self._broker.mover.lock:
             seq, log_from_seq = self._log.reader.next_seq, self._log_from_seq
-            # Either there is nothing new to save, or an attach is half done and a checkpoint would hide it from
-            # recovery.
+            # Either nothing has changed, or an attach is half done. A checkpoint would hide its row from recovery.
             if (seq, log_from_seq) == self._saved_seqs or self._broker.mover.has_unfinished_attach:
                 return
             settled = self._scheduling.scheduler.settled()
@@ -230,7 +230,7 @@ class Maintenance:
             queues, complete = self._tables.topics.indexes.flush(seq), self._completer()
             columns = self._columns(settled)
 
-            def write() -> None:
+            def write() -> None:  # in the reader thread
                 queues.write()
                 for folder, files in unsynced:
                     for file in files:
@@ -277,7 +277,7 @@ class Maintenance:
             return True
 
     async def _encoded(self, facts: Callable[[], Facts], columns: _Columns) -> bytes:
-        """Encode a state in the reader thread, where releases have their turn between two pieces."""
+        """Encode a state in the reader thread, piece by piece, so that reads for releases are not delayed for long."""
         reader, moved = self._threads.reader, list[Int64Array]()
         while (part := await in_thread(reader, next, columns.moved, None)) is not None:
             moved.append(part)
@@ -292,7 +292,7 @@ class Maintenance:
     def _facts(self, seq: int, settled: Settled) -> Facts:
         """Collect the state after the rows below `seq`.
 
-        The caller adds the strategy's state. `_completer` adds the rest.
+        The caller adds the strategy's state, and `_completer` the lengths of the queues and the META values.
         """
         return Facts(
             seq=seq,
@@ -320,7 +320,7 @@ class Maintenance:
         )
 
     def _completer(self) -> Callable[[Facts, Lengths], Facts]:
-        """Prepare the facts that may be large, as of now. Any thread may call the result."""
+        """Copy the META values as of now. The result adds them, and the lengths of the queues, to facts. Any thread."""
         meta = self._tables.meta.copied()
         return lambda facts, queues: msgspec.structs.replace(facts, queues=queues, meta=meta())
 
@@ -349,7 +349,7 @@ class Maintenance:
         self._tables.idempotency_keys.drop(before_ms, self._scheduling.outcomes.moved.last_due_ms)
 
     async def index_keys(self) -> None:
-        """Index the keys of new data files, and merge runs of keys."""
+        """Index the keys of new data files, and merge the index's runs of keys."""
         live = self._scheduling.hour_log.pending.live
         if live is self._indexed_files:
             return
@@ -399,7 +399,8 @@ class Maintenance:
         """Remove log segments that are older than the retention, and data files whose messages are all settled."""
         is_quiet = self._log.writer.next_seq == self._quiet_seq
         has_ended = await self._end_old_segment(is_quiet=is_quiet)
-        await self._remove_expired()
+        if await self._remove_segments():
+            await self._remove_files()
         if is_quiet or has_ended:
             self._quiet_seq = self._log.writer.next_seq
 
@@ -425,12 +426,8 @@ class Maintenance:
         is_recent = now_ms - retention_ms < current.newest_append_ms <= now_ms
         return not is_quiet and not is_recent and await self.snapshot()
 
-    async def _remove_expired(self) -> None:
-        if await self._remove_segments():
-            await self._remove_files()
-
     async def _remove_segments(self) -> bool:
-        """Remove old segments that no reader needs. False if the snapshot before it cannot be written now."""
+        """Remove old segments that no reader needs. False if the necessary snapshot cannot be written now."""
         oldest = self._log.reader.segments.all[0]
         if (
             self._scheduling.compacts

@@ -73,7 +73,8 @@ def newest_starting_point(
 ) -> cp.Checkpoint:
     """Choose the checkpoint if the log has the rows that it needs, else the last snapshot, else an empty state.
 
-    The log may lack rows that the result needs. `starting_point` refuses that.
+    `to_seq`: the end of the committed rows, None for all rows. The log may lack rows that the result needs.
+    `starting_point` refuses that.
     """
     if checkpoint is not None and not lacks_rows(checkpoint, segments):
         return checkpoint
@@ -124,7 +125,8 @@ def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resume
 # Small frames are joined up to this number of rows. Larger ones are applied as they are, without copying a body. With
 # batches of 8,192 rows, a row takes half as long again: malloc returns their memory to the system after each batch.
 BATCH_ROWS = 1_024
-# Fold after this number of new rows, or after a quarter of the kept rows if that is more. So each row moves O(1) times.
+# Fold (remove replaced and settled rows from memory) after this number of new rows, or after a quarter of the rows in
+# memory if that is more. So each row is copied O(1) times.
 FOLD_ROWS = 65_536
 
 
@@ -154,8 +156,8 @@ class Applying:
 
     A committed snapshot contains the state of all rows before it (log/checkpoint.py). When its row is applied, the
     snapshot becomes the starting point, and the settled pairs that it covers are dropped. So memory holds the pending
-    messages, and the pairs settled since the last snapshot. A snapshot covers the rows up to the number where it was
-    taken. The rows from there to its own row are applied again.
+    messages, and the pairs (due time, number) settled since the last snapshot. A snapshot covers the rows up to the
+    number where it was taken. The rows from there to its own row are applied again.
     """
 
     def __init__(
@@ -188,8 +190,8 @@ class Applying:
         return self._replayed.files
 
     @property
-    def kept_rows(self) -> int:
-        """The number of pending messages in the tail, settled pairs and moves in memory."""
+    def memory_rows(self) -> int:
+        """The number of pending messages of the tail, settled pairs, moves and wake-ups in memory."""
         return len(self._tail) + len(self._replayed)
 
     def read_tail(self) -> None:
@@ -209,17 +211,17 @@ class Applying:
             # Retention has removed rows since the last step. Consumers must not be offered them.
             self._first_seq = self.reader.first_seq
             self.tables.topics.forget(self._first_seq)
-        # The threshold grows with the number of kept rows: a tail of ten million rows must not be folded for every
+        # The threshold grows with the number of rows in memory: a tail of ten million rows must not be folded for every
         # thousand new ones.
         unfolded_rows = self._tail.unfolded_rows + self._replayed.unfolded_rows
-        if unfolded_rows >= max(FOLD_ROWS, self.kept_rows // 4):
+        if unfolded_rows >= max(FOLD_ROWS, self.memory_rows // 4):
             self._fold()
 
     def finish(self, catalog: Catalog, now_ms: int) -> Recovered:
         """Check the data files, and build the state that a broker starts with.
 
-        Call it once, and do not call `apply` after. Raises Corrupt if a data file is missing. The table's Delta log is
-        a cache, which `bring_up` updates later.
+        Call it once, after all rows are applied, and do not call `apply` afterwards. Raises Corrupt if a data file is
+        missing. The table's Delta log is a cache, which `Recovered.bring_up` updates later.
         """
         assert self.applied_seq == self.reader.next_seq, "rows that are not applied would be forgotten"
         replayed, attach_state = self._replayed, self.ledger
@@ -230,6 +232,7 @@ class Applying:
         try:
             # A missing data file must stop the start before anything is changed.
             catalog.check_data(files)
+        # The object store does not answer: check later, before the Delta log is updated.
         except Unavailable as error:
             logger.warning("pending table is behind the log reason=%s", error)
             steps.insert(0, partial(catalog.check_data, files))
@@ -268,6 +271,7 @@ class Applying:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _apply(self, rows: pa.RecordBatch) -> None:
+        """Apply READ_SCHEMA rows, which follow all rows applied before."""
         kinds = rows.column("kind").to_numpy()
         present = kinds_in(kinds)
         meta_rows = rows.filter(pa.array(kinds == Kind.META)) if Kind.META in present else None
@@ -312,6 +316,7 @@ class Applying:
         self._tail.fold(self._replayed.settled(), self._from_seq())
 
     def _from_seq(self) -> int:
+        """Find the first row whose message may be pending in the tail."""
         # Messages below the watermark are in the table. Messages in rows that retention removed were settled.
         return max(self.ledger.watermark, self.reader.first_seq)
 
@@ -397,7 +402,7 @@ class TailScheduled:
         tail = locations.latest_locations([Waiting(*self._columns.columns())], from_seq)
         is_pending = (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
         cancelled_count = len(settled.seq) - settled.released
-        # Numbers are never reused, so the due times need not be compared.
+        # Numbers are never reused, so the due times need not be compared. Each part is sorted by number.
         for seq in (settled.seq[:cancelled_count], settled.seq[cancelled_count:]):
             _clear_settled(tail.seq, seq, is_pending)
         return tail if is_pending.all() else tail.part(is_pending)
@@ -416,6 +421,7 @@ class TailScheduled:
         return total
 
     def _count(self, waiting: Waiting) -> None:
+        """Count the messages that were accepted in these rows, by block."""
         blocks = _accepted_numbers(waiting) // COUNT_BLOCK
         if len(blocks):
             # Numbers ascend within the rows of one call, so the blocks ascend too. Usually there is only one.
@@ -441,13 +447,16 @@ def _clear_settled(tail: Int64Array, settled: Int64Array, is_pending: npt.NDArra
     is_pending[index[tail[index] == settled]] = False
 
 
-# ---- the rest: attaches, settled pairs, moves, redeliveries, half messages -----------------------------------
+# ---- all other state: attaches, settled pairs, moves, redeliveries, half messages ----------------------------
 # Rows are applied in log order from the starting point's number on, in any number of steps: the same rows give the same
 # facts.
 #
-#     settled(p)  =  p is named by a release or cancel record from the starting point on, or by its list,
-#                    or p is covered by its mark: below settled_before_seq, due before settled_before_ms,
-#                    and not of a bulk attach that came later than the mark
+# A message p is settled if one of these is true:
+#
+#     a release or cancel row from the starting point on names p
+#     the list of settled pairs in the starting point contains p
+#     the mark of the starting point covers p: its number is below settled_before_seq, it is due before
+#     settled_before_ms, and it does not belong to a bulk attach that came later than the mark
 
 _NAMES = ("seq", "kind", "due_ms", "source_seq", "version_seq", "from_due_ms")
 _SETTLING = frozenset({Kind.RELEASE, Kind.CANCEL})
@@ -465,9 +474,8 @@ class Replayed:
         self._settled = GrowingColumns(3)
         is_released = np.arange(len(start.settled_seq)) >= len(start.settled_seq) - facts.settled_released
         self._settled.add(start.settled_due, start.settled_seq, is_released)
-        self._moved = GrowingColumns(
-            4
-        )  # columns: due_ms, number, version, until_ms, as in schedule/outcomes.py
+        # Columns: due_ms, number, version, until_ms, as in schedule/outcomes.py.
+        self._moved = GrowingColumns(4)
         self._moved.add(*start.moved)
         self._woken = GrowingColumns(4)
         self._woken.add(*start.woken)
@@ -488,7 +496,7 @@ class Replayed:
 
     @property
     def unfolded_rows(self) -> int:
-        """The number of settled pairs and moves that were added since the last fold."""
+        """The number of settled pairs, moves and wake-ups that were added since the last fold."""
         return len(self) - self._folded_rows
 
     def apply(self, rows: pa.RecordBatch) -> None:
@@ -523,13 +531,13 @@ class Replayed:
 
     def _replay_ends(self, ends: pa.RecordBatch) -> None:
         """Apply RELEASE and CANCEL rows of messages with a due time."""
-        due_ms, original_due = ends.column("due_ms").to_numpy(), ends.column("from_due_ms")
+        due_ms, from_due = ends.column("due_ms").to_numpy(), ends.column("from_due_ms")
         # After a step of the clock a message may be released at another time than its due time. Then the RELEASE row
         # contains both times, and `from_due_ms` is the due time.
         original_due_ms = due_ms
-        if original_due.null_count < len(original_due):
-            original_due_ms = original_due.fill_null(0).to_numpy()
-            original_due_ms = np.where(np.asarray(original_due.is_valid()), original_due_ms, due_ms)
+        if from_due.null_count < len(from_due):
+            from_due_ms = from_due.fill_null(0).to_numpy()
+            original_due_ms = np.where(np.asarray(from_due.is_valid()), from_due_ms, due_ms)
         is_release = ends.column("kind").to_numpy() == Kind.RELEASE
         self._settle(original_due_ms, locations.versions(ends), is_release)
         self.cursor = self.cursor.after(due_ms[is_release])
@@ -537,25 +545,29 @@ class Replayed:
     def _replay_moves(self, rows: pa.RecordBatch) -> None:
         """Apply MOVED rows.
 
-        Rows with `from_due_ms` change the due time, and each of them settles the previous version.
+        Rows with `from_due_ms` change the due time, and each of them settles the previous version. Other MOVED rows
+        repeat a message.
         """
         moves = rows.filter(rows.column("from_due_ms").is_valid())
-        columns = [moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")]
-        # Keep every version: a request may name a message by any due time that it had.
-        self._moved.add(*columns)
-        due_ms, _, version, from_due_ms = columns
-        index, base_ms, base = bases_in(moves.column("properties"))
+        due_ms, number, version, from_due_ms = (
+            moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")
+        )
+        # Every version, because a request may name a message by any due time that it had.
+        self._moved.add(due_ms, number, version, from_due_ms)
+        index, base_ms, base_version = bases_in(moves.column("properties"))
         # The first due time of a half message is no wake-up, even if its sender has set the property BASE.
-        if len(index := index[is_woken := from_due_ms[index] != NO_DUE_TIME_MS]):
-            self._woken.add(version[index], base_ms[is_woken], base[is_woken], due_ms[index])
-        self._settle(columns[3], locations.versions(moves), np.zeros(moves.num_rows, np.bool_))
-        # A move ends one version (subtracted in `_settle`) and begins another one. A half message has no previous
-        # version, and `count_new` does not count it.
+        is_woken = from_due_ms[index] != NO_DUE_TIME_MS
+        index = index[is_woken]
+        if len(index):
+            self._woken.add(version[index], base_ms[is_woken], base_version[is_woken], due_ms[index])
+        self._settle(from_due_ms, locations.versions(moves), np.zeros(moves.num_rows, np.bool_))
+        # A move begins a version. `_settle` subtracts the previous version, which a half message does not have:
+        # `count_new` ignores it.
         self.waiting_rows += moves.num_rows
 
     def _settle(self, due_ms: Int64Array, seq: Int64Array, is_release: npt.NDArray[np.bool_]) -> None:
         """Add settled pairs, and subtract from `waiting_rows` those that were pending."""
-        # Keep the pair even if the mark covers it, because the mark applies only to rows below the starting point.
+        # Added even if the mark covers the pair, because the mark applies only to rows below the starting point.
         self._settled.add(due_ms, seq, is_release)
         self.waiting_rows -= self._baseline.count_new(due_ms, seq)
 
@@ -596,7 +608,7 @@ class Replayed:
         self._folded_rows = len(self)
 
     def woken(self) -> tuple[Int64Array, ...]:
-        """Build the columns of the wake-ups that may be pending by the mark, each once, by version."""
+        """Build the columns of the wake-ups that the mark does not show as settled, each once, sorted by version."""
         columns, mark = np.stack(self._woken.columns()), self._baseline.mark
         # After the clock was set back, a wake-up may be due before the mark and still be pending.
         columns = columns[:, (columns[3] >= mark.before_ms) | mark.may_wait(columns[0])]
@@ -621,7 +633,7 @@ class Replayed:
         )
 
     def moved(self) -> Int64Array:
-        """Build the columns of the moved messages by number, as in schedule/outcomes.py. Call `fold` before."""
+        """Build the columns of the moved messages, sorted by number, as in schedule/outcomes.py. Call `fold` before."""
         return np.stack(self._moved.columns())
 
 
@@ -634,8 +646,8 @@ def kinds_in(kinds: npt.NDArray[np.int8]) -> set[int]:
 class _Baseline:
     """The messages that a starting point already counts as settled.
 
-    A later row may settle such a message again: a decision takes effect in memory at once, and its row may become
-    durable after the starting point was saved.
+    A later row may settle one of these messages again: a decision takes effect in memory at once, and its row may
+    become durable after the starting point was saved.
     """
 
     mark: Settled
@@ -644,6 +656,7 @@ class _Baseline:
 
     @classmethod
     def of(cls, start: Checkpoint) -> _Baseline:
+        """Read the baseline from a starting point."""
         facts, holds = start.facts, Holds()
         # Campaigns come from the starting point, not from the tables, which may already contain later rows.
         for name, campaign in _decode_campaigns(facts).items():
@@ -654,7 +667,7 @@ class _Baseline:
         return cls(mark, np.sort(start.settled_seq), holds)
 
     def count_new(self, due_ms: Int64Array, seq: Int64Array) -> int:
-        """Count the pairs that the starting point does not count as settled."""
+        """Count the pairs that the starting point does not count as settled. Half messages are not counted."""
         if (is_half := due_ms == NO_DUE_TIME_MS).any():
             due_ms, seq = due_ms[~is_half], seq[~is_half]
         is_settled = (due_ms < self.mark.before_ms) & ~self.mark.may_wait(seq)
@@ -666,6 +679,7 @@ class _Baseline:
 
 
 def _decode_campaigns(facts: Facts) -> dict[str, CampaignFacts]:
+    """Decode the campaigns of a starting point, by id."""
     return {
         key.removeprefix("campaign/"): msgspec.json.decode(value, type=CampaignFacts)
         for key, value in facts.meta.items()

@@ -118,7 +118,7 @@ class Broker:
         `on_failure` stops the broker: it is called when memory may be ahead of the files. `traces` is None if tracing
         is off. `file_replication` is None for a broker without replicas. `confirm_lead` is called after a look-up has
         read the state, and before its answer. `scheduled_since_watermark` is the number of scheduled messages in the
-        log since the watermark, `halves` are the open half messages of transactions.
+        tail of the log, `halves` are the open half messages of transactions.
         """
         self.settings, self.files, self.clock, self.threads = settings, files, clock, threads
         self.log, self.tables, self.redeliveries, self.attach_state = log, tables, redeliveries, attach_state
@@ -144,6 +144,7 @@ class Broker:
     def _build_schedule(
         self, scheduled_since_watermark: int, file_replication: FileReplication | None
     ) -> None:
+        """Build the parts that append rows, change the pending table, and release due messages."""
         settings, clock, scheduler = self.settings, self.clock, self.scheduling.scheduler
         self.mover = TableChanges(
             scheduled_since_watermark=scheduled_since_watermark, settings=settings, files=self.files, clock=clock,
@@ -177,6 +178,7 @@ class Broker:
         )  # fmt: skip
 
     def _build_sends(self, halves: Iterable[Half]) -> None:
+        """Build the parts that accept sends and transactions. Needs the look-ups of `_build_queries`."""
         settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
         # Half messages have their own ingress: they become scheduled messages without a due time, so they cannot share
         # a batch with sends.
@@ -205,6 +207,7 @@ class Broker:
         )  # fmt: skip
 
     def _build_queries(self) -> None:
+        """Build the look-ups and views of pending messages, and the bulk operations on them."""
         clock, log, file_keys = self.clock, self.log, self.pending_table.file_keys
         self.look_ups = LookUps(
             gate=self.gate, writer=log.writer, reader=log.reader, key_index=log.key_index,
@@ -249,6 +252,7 @@ class Broker:
         )  # fmt: skip
 
     def _build_consuming(self) -> None:
+        """Build the parts for consumers, for administrators, and for a manual clock."""
         settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
         self.push = PushChanges(
             self.policy, settings=settings, clock=clock, writer=log.writer,
@@ -305,7 +309,10 @@ class Broker:
     # -- producing ---------------------------------------------------------------------------------------
 
     async def send(self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS) -> Accepted:
-        """Accept a batch of SEND_COLUMNS as a whole or not at all. Durable on return."""
+        """Accept a batch of SEND_COLUMNS as a whole or not at all. Durable on return.
+
+        Raises RequestError, OverLimit.
+        """
         accepted, durable = self.appender.send(batch, caller)
         await durable
         return accepted
@@ -321,9 +328,10 @@ class Broker:
     def prepare_nowait(
         self, sends: ParsedSends, caller: Caller = ANONYMOUS
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """Append half messages. They are hidden until `transactions.end` commits them.
+        """Append half messages. They are hidden until `transactions.end` commits them, when their delays begin.
 
-        The future is done when they are durable. Their delays begin at the commit. Raises the errors of a send.
+        Returns a future that is done when they are durable. Raises the errors of a send, and OverLimit if too many half
+        messages are open.
         """
         rows, _, now_ms = self.appender.admit(transacting.half_batch(as_columns(sends)))
         self.policy.admit(codes_of(rows.column("topic"))[1], caller)
@@ -333,7 +341,10 @@ class Broker:
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _publish(self, batch: pa.RecordBatch, halves: pa.RecordBatch) -> asyncio.Future[int]:
-        """Append the rows that commit these half messages. `batch` contains their messages in the same order."""
+        """Append the rows that commit these half messages (READ_SCHEMA). `batch`: their messages (SEND_COLUMNS).
+
+        Both have the same order. The future is done when the rows are durable.
+        """
         rows, level, now_ms = self.appender.admit(batch)
         rows = transacting.ending_rows(rows, halves)
         # No permission check here: the policy has checked these topics when the half messages arrived.
@@ -358,9 +369,10 @@ class Broker:
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Cancel these messages, as far as they are pending. Returns one final verdict each (revoking/cancel.py).
+        """Cancel these messages, as far as they are pending. Returns their final verdicts (revoking/cancel.py).
 
-        `topic` limits the request to messages of this topic, because producers of different topics may use the same id.
+        `ids`, `keys` and `seqs` each name messages. `topic` limits the request to messages of this topic, because
+        producers of different topics may use the same id.
         """
         # The look-up hides messages that the caller may not cancel: their verdict is `not_found`, which reveals
         # nothing.
@@ -374,7 +386,10 @@ class Broker:
         )
 
     async def _end_selected(self, numbers: Sequence[int], caller: Caller) -> None:
-        """Cancel for good those of these messages that selections have cancelled. No other one is pending."""
+        """Append CANCEL rows for those of these messages that selections have cancelled.
+
+        None of the other messages is pending, so none of them is cancelled. Durable on return.
+        """
         if self.tables.selections.selected.is_empty:
             return
         for begin in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
@@ -382,6 +397,7 @@ class Broker:
             await settle(self.look_ups, names, self._cancel_for(caller), ends_selected=True)
 
     def _cancel_for(self, caller: Caller) -> Act:
+        """Build the function that decides about the messages of a cancel, for this caller."""
         return partial(
             cancel, self.appender, by=caller.name, clock=self.clock, redeliveries=self.redeliveries,
             scheduler=self.scheduling.scheduler, successors=self.successors, rates=self.rates,
@@ -398,9 +414,9 @@ class Broker:
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Change the due time of these messages, as far as they are pending. Returns one verdict each.
+        """Change the due time of these messages, as far as they are pending, to `due_ms` or by `delay_ms` from now.
 
-        See revoking/reschedule.py.
+        Returns their verdicts. See revoking/reschedule.py.
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         return await reschedule(
@@ -410,9 +426,9 @@ class Broker:
         )  # fmt: skip
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
-        """Cancel the message of a recall handle.
+        """Cancel the message of a recall handle. Returns its id.
 
-        Returns the id of the message. For the errors see revoking/cancel.py.
+        Raises Forbidden, and the errors of `recall` in revoking/cancel.py.
         """
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         return await recall(
@@ -435,6 +451,7 @@ class Broker:
         )  # fmt: skip
 
     def _group_places(self, may: Callable[[str], bool]) -> GroupPlaces:
+        """Build the search for states of messages in groups. `may`: whether the caller may consume as a group."""
         return GroupPlaces(
             self.consuming.leases, may, clock=self.clock, offsets=self.tables.offsets,
             redeliveries=self.redeliveries,
@@ -467,7 +484,7 @@ class Broker:
             )  # fmt: skip
         finally:
             self._range_cancels -= 1
-            self.tables.selections.recount()
+            self.tables.selections.forget_counts()
 
     # -- campaigns ---------------------------------------------------------------------------------------
 
@@ -506,10 +523,10 @@ class Broker:
     async def pull(
         self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int, caller: Caller = ANONYMOUS
     ) -> pa.RecordBatch:
-        """Read up to `rows` visible rows, from the given offsets of the queues on. Waits up to `wait_ms` for a row.
+        """Read up to `rows` visible rows (READ_SCHEMA), from an offset of each queue in `offsets` on.
 
-        If the topic is missing and its first message would create it, the call waits for that message. It then returns
-        no rows, and the client asks again.
+        Waits up to `wait_ms` for a row. If the topic is missing and its first message would create it, the call waits
+        for that message. It then returns no rows, and the client asks again. Raises NotFound, Forbidden, OutOfRange.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         # The loop's clock is monotonic: a change of the wall clock must not prolong a poll.
@@ -544,9 +561,13 @@ class Broker:
         caller: Caller = ANONYMOUS,
         placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Read rows of the log [from_seq, to_seq), without secret values (see LogReader.coalesced). Any thread."""
+        """Read rows of the log [from_seq, to_seq), without secret values. For the parameters see LogReader.coalesced.
+
+        Any thread. Raises Forbidden.
+        """
         self.policy.allow(caller, Verb.ADMIN)
-        kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
+        kinds = None if kinds is None else set(kinds)
+        names = columns or READ_SCHEMA.names
         # Only the bodies of META rows contain secrets. A read without bodies or without META rows has nothing to hide.
         if "body" not in names or (kinds is not None and Kind.META not in kinds):
             return self.log.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns, placed)
@@ -563,9 +584,9 @@ class Broker:
     def topics(
         self, caller: Caller = ANONYMOUS, share: Iterable[Topic] | None = None
     ) -> dict[str, dict[str, int]]:
-        """List the topics that the caller may see, with their numbers of queues.
+        """List the topics that the caller may see, by name, each with its number of queues as {"queues": number}.
 
-        `share`: only of these topics. A caller on the event loop asks in shares (registry/rates.py).
+        `share`: only these topics. A caller on the event loop asks in shares (registry/rates.py).
         """
         self.policy.allow(caller, Verb.LOOK)
         return {
@@ -584,8 +605,8 @@ class Broker:
     ) -> None:
         """Create a topic, or add queues to it. Durable on return. Raises OutOfRange, and the errors of the policy.
 
-        `on_pending`: the rule of sends with a unique key that name none. `max_per_second`: the limit of messages that
-        become visible in a second, 0 for no limit. None leaves each.
+        `on_pending`: the topic's rule for sends with a unique key that name no rule. `max_per_second`: how many
+        messages may become visible in a second, 0 for no limit. None leaves the present value.
         """
         if max_per_second is not None and not 0 <= max_per_second <= limits.TOPIC_RATE_MAX:
             raise OutOfRange(f"max_per_second {max_per_second}: 0 (no limit) to {limits.TOPIC_RATE_MAX}")
@@ -601,7 +622,7 @@ class Broker:
         await self.log.writer.flushed()
 
     def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
-        """List the offsets that each queue of a topic holds: (min_offset, max_offset). Raises NotFound."""
+        """List the offsets [min_offset, max_offset) of each queue of a topic. Raises NotFound."""
         self.policy.allow(caller, Verb.LOOK, topic=topic)
         queues = self.tables.topics.get(topic).queues
         return {
@@ -622,7 +643,7 @@ class Broker:
     async def offsets_at(self, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> dict[int, int]:
         """Find the offset of the first message stored at or after `at_ms` (ms since 1970), in each queue.
 
-        END stands for the end of the queue.
+        `at_ms` END (time_parsing.py) finds the ends of the queues. Raises NotFound.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         offsets = {}
@@ -646,14 +667,14 @@ class Broker:
         # Another member may have stored offsets during the look-up, and may have read messages since.
         if not self.tables.offsets.get(group, topic):
             await self.commit_offsets(group, topic, offsets, caller)
-            self.consuming.leases.begun.add((group, topic))
+            self.consuming.leases.new_units.add((group, topic))
 
     async def commit_offsets(
         self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS
     ) -> None:
-        """Store a group's offsets. Durable within about a second.
+        """Store a group's offsets in a topic, by queue. Durable within about a second.
 
-        Raises OutOfRange for an offset beyond its queue's end.
+        Raises OutOfRange for an offset beyond its queue's end, NotFound, Forbidden, and OverLimit for a new group.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
@@ -664,7 +685,7 @@ class Broker:
         self.waiters.wake([lease_ends(group, topic)])
 
     async def _count_pending(self, topic: str) -> int | None:
-        """Count the pending messages of a topic, without those of paused campaigns. None if counting costs too much."""
+        """Count the pending messages of a topic, without those of paused campaigns. None if there are too many."""
         if not self.pending_messages:
             return 0
         now_ms = self.clock.now_ms()
@@ -757,7 +778,7 @@ class Broker:
         }
 
     def schedule_statistics(self) -> dict[str, int]:
-        """Collect the counts of the scheduler, of the pending table, and of the strategy."""
+        """Collect the counts of the scheduler, of the pending table, and of the strategy (`Settings.strategy`)."""
         counts = self.scheduling.scheduler.statistics() | self.scheduling.hour_log.statistics()
         if not self.scheduling.compacts:
             stored = self.scheduling.backlog.statistics()

@@ -123,9 +123,9 @@ class TransactionChecks:
             reason = self._transactions.reason_to_give_up(half, now_ms)
             if reason is not None:
                 rollbacks.append(self._transactions.discard(half, reason))
-            # Limited by bytes as well as by number, because each check pushes a whole message.
+            # Each check pushes a whole message, so the bytes of a round are limited, too. Then this half message is due
+            # again at once, and the next round asks about it.
             elif size_bytes >= BYTES_PER_LOOK:
-                # The bytes of this round are used up. This half message is due again at once, for the next round.
                 self._transactions.postpone(half, now_ms)
                 break
             else:
@@ -159,7 +159,8 @@ class TransactionChecks:
 
 GROUP = "PGROUP"  # RocketMQ's property with the group of producers that may be asked
 IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's property: seconds before the first check
-LIFE_MS_MIN = limits.HOUR_MS  # fifteen checks take eight minutes; only tests have a retention of minutes
+# A half message is not too old before this time, so that all checks fit in: fifteen checks take eight minutes.
+LIFE_MS_MIN = limits.HOUR_MS
 
 # Bits of RocketMQ's sysFlag: 4 a half message, 8 committed, 12 rolled back.
 TRANSACTION_BITS, COMMITTED_BIT = 12, 8
@@ -173,7 +174,9 @@ COMMITS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 102
 # The heap of check times is swept when it has more stale entries than this (ended or postponed half messages).
 SWEEP_ENTRIES_MIN = 1_024
 
+# Appends a batch of committed messages (SEND_COLUMNS). The second argument are their half messages (READ_SCHEMA).
 Publish = Callable[[pa.RecordBatch, pa.RecordBatch], Awaitable[int]]
+# Computes the delay columns of SEND_COLUMNS from the properties of a half message.
 Delay = Callable[[dict[str, str]], Mapping[str, int]]
 
 
@@ -200,19 +203,19 @@ class Half:
     begun_ms: int = 0  # time of its arrival, by the same clock
 
     def count_from(self, begun_ms: int) -> None:
-        """Set the time of arrival, and move the next check by the same difference."""
+        """Set the time of arrival, and move the next check with it: before, it was computed from the store time."""
         self.begun_ms, self.check_ms = begun_ms, self.check_ms + begun_ms - self.store_ms
 
 
 def at_once(properties: dict[str, str]) -> Mapping[str, int]:
-    """Compute no delay columns: the message is visible at the commit."""
+    """Compute no delay columns, so that the message is visible at the commit."""
     return {}
 
 
 class Transactions:
     """The open half messages. Belongs to the event loop.
 
-    `publish` appends a batch of committed messages. Its second argument are their half messages in the same order.
+    `halves` are those that recovery has found.
     """
 
     def __init__(
@@ -263,6 +266,7 @@ class Transactions:
         return appended
 
     def _on_prepared(self, rows: pa.RecordBatch) -> None:
+        """Open the half messages of these rows, which are durable."""
         self._rows_being_prepared -= rows.num_rows
         elapsed_minus_wall_ms = self._clock.elapsed_ms() - self._clock.now_ms()
         for half in _read_halves(rows):
@@ -322,6 +326,7 @@ class Transactions:
         return await self._finish(half, asyncio.ensure_future(self._roll_back(half)))
 
     async def _finish(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
+        """Wait for the end of a half message that has begun, and let later requests wait for it, too."""
         self._ending[half.seq] = ending
         ending.add_done_callback(lambda _: self._ending.pop(half.seq, None))
         # Shielded, so that a half message also ends if the caller disconnects.
@@ -348,6 +353,7 @@ class Transactions:
         return outcomes
 
     async def _roll_back(self, half: Half, reason: str = "") -> Outcome:
+        """Append the CANCEL row of a half message. Durable on return."""
         # The row has the id, so that a later end of the same half message finds it (`_find_outcome`).
         row = build_rows(
             1,
@@ -371,9 +377,9 @@ class Transactions:
         while self._due and self._due[0][0] <= now_ms:
             check_ms, seq = heapq.heappop(self._due)
             half = self._open.get(seq)
-            # `postpone` leaves the old entry in the heap, so skip entries with another time than `check_ms`.
+            # A stale entry: the half message has ended, or `postpone` has added an entry with a later time.
             if half is None or half.check_ms != check_ms:
-                continue  # it has ended or was postponed
+                continue
             # Before the return: if the caller fails to ask, the half message must still be in the heap.
             self.postpone(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
             if seq not in self._ending:
@@ -424,9 +430,9 @@ def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert the rows of `ending_rows` that are due later to MOVED rows, after `Appender.prepare`.
+    """Convert the SCHEDULED rows of `ending_rows` to MOVED rows, after `Appender.prepare`.
 
-    Their scheduled messages keep the numbers of the half messages.
+    So their scheduled messages have the numbers of the half messages. The other rows are releases.
     """
     is_later = rows.column("kind").to_numpy() == Kind.SCHEDULED
     from_ms = pa.array(np.full(len(is_later), NO_DUE_TIME_MS, dtype=np.int64), mask=~is_later)
@@ -435,7 +441,10 @@ def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def first_versions(rows: pa.RecordBatch, first_seq: int) -> list[tuple[int, int, int, int]]:
-    """List the MOVED rows among rows with numbers from `first_seq` on, in the form of schedule/outcomes.py."""
+    """List the MOVED rows among rows with numbers from `first_seq` on, as schedule/outcomes.py needs them.
+
+    Returns (due_ms, number of the message, version, from_due_ms) for each.
+    """
     move_indexes = np.flatnonzero(rows.column("kind").to_numpy() == Kind.MOVED)
     names = ("due_ms", "source_seq", "from_due_ms")
     due_ms, numbers, from_ms = (rows.column(name).take(pa.array(move_indexes)).to_pylist() for name in names)
@@ -443,12 +452,13 @@ def first_versions(rows: pa.RecordBatch, first_seq: int) -> list[tuple[int, int,
 
 
 def _with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
+    """Replace a column of LOG_SCHEMA rows."""
     index = LOG_SCHEMA.get_field_index(name)
     return rows.set_column(index, LOG_SCHEMA.field(index), values)
 
 
 def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list[Half]:
-    """Read these open half messages at a start. `checks` contains the numbers of their checks so far. Blocking."""
+    """Read these open half messages at a start. `checks`: how often each was checked so far, by number. Blocking."""
     halves: list[Half] = []
     for begin in range(0, len(seqs), _LOAD_ROWS):
         halves += _read_halves(reader.read_rows(seqs[begin : begin + _LOAD_ROWS]))
@@ -458,6 +468,7 @@ def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list
 
 
 def _read_halves(rows: pa.RecordBatch) -> list[Half]:
+    """Build the half messages of these READ_SCHEMA rows. `check_ms` follows the store time."""
     halves = []
     for row in rows.select(["seq", "topic", "unique_key", "properties", "store_ms"]).to_pylist():
         properties = decode_properties(row["properties"] or "")
@@ -476,6 +487,7 @@ def _read_halves(rows: pa.RecordBatch) -> list[Half]:
 
 
 def _immunity_ms(properties: dict[str, str]) -> int:
+    """Read the time before the first check from the properties of a half message."""
     text = properties.get(IMMUNITY, "")
     # The text comes from a client. If it is no number with at most nine digits, the default applies.
     if not text.isascii() or not text.isdigit() or len(text) > 9:
@@ -484,7 +496,7 @@ def _immunity_ms(properties: dict[str, str]) -> int:
 
 
 def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
-    """Build the batch that publishes committed half messages, with their delays."""
+    """Build the SEND_COLUMNS batch that publishes these half messages. `delays`: the delay columns of each."""
     # RocketMQ's consumers see in these bits that the message was committed.
     sys_flag = rows.column("sys_flag").fill_null(0).to_numpy() & ~TRANSACTION_BITS | COMMITTED_BIT
     columns = {name: rows.column(name) for name in _KEPT}
@@ -495,7 +507,7 @@ def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> p
 
 
 def _find_outcome(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
-    """Find the outcome of a half message that is not open (reader thread)."""
+    """Find the outcome of a half message that is not open (reader thread). NOT_FOUND if it is not of this group."""
     # Not in the log: retention has removed the row, or it was never sent. This cannot be distinguished.
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND

@@ -52,7 +52,7 @@ def test_an_invalid_topic_in_a_request_creates_no_topic(bad: TopicChange) -> Non
 
 
 @on_node()
-async def test_a_topic_is_ordered_or_not(world: World) -> None:
+async def test_set_order_marks_a_topic_as_ordered(world: World) -> None:
     await world.broker.create_topic("a")
     for order in (True, False):
         await world.broker.administration.set_order("a", ANONYMOUS, order=order)
@@ -91,7 +91,7 @@ ACCOUNT = (
 
 
 @on_node()
-async def test_only_an_operator_changes_anything(world: World) -> None:
+async def test_changes_without_the_admin_permission_are_refused(world: World) -> None:
     shop = Access(parse(ACCOUNT, "access.toml")).authenticate(
         {"authorization": "Bearer shop:secret of shop"}, 0
     )

@@ -60,7 +60,7 @@ async def without_caches(world: World) -> None:
 
 
 @on_node()
-async def test_a_campaign_from_its_plan_to_its_end(world: World) -> None:
+async def test_a_campaign_is_planned_running_and_finished_in_turn(world: World) -> None:
     change = world.broker.change_campaign
     with pytest.raises(NotFound, match="no campaign 'spring'"):
         await change("spring", "pause")
@@ -81,7 +81,7 @@ async def test_a_campaign_from_its_plan_to_its_end(world: World) -> None:
 
 
 @on_node()
-async def test_a_plan_names_the_groups_of_all_its_parts_for_good(world: World) -> None:
+async def test_a_repeated_plan_keeps_the_groups_of_the_first_one(world: World) -> None:
     change = world.broker.change_campaign
     assert (await change("spring", "plan", rows=1, groups=["g1", "g2"])).groups == ["g1", "g2"]
     assert (await change("spring", "plan", rows=1, groups=["g1"])).groups == ["g1", "g2"]
@@ -92,7 +92,7 @@ async def test_a_plan_names_the_groups_of_all_its_parts_for_good(world: World) -
 
 
 @on_node()
-async def test_a_pause_holds_what_waits_wherever_it_is_and_a_resume_gives_it_back(world: World) -> None:
+async def test_a_pause_holds_pending_messages_in_each_place_and_a_resume_releases_them(world: World) -> None:
     keys = await world.campaign("spring", "a", [SECOND_MS, 2 * SECOND_MS, MINUTE_MS, HOUR_MS, 40 * DAY_MS])
     others = await world.bulk("a", [2 * SECOND_MS, HOUR_MS], 1)
     numbers = numbers_of(world)
@@ -111,7 +111,7 @@ async def test_a_pause_holds_what_waits_wherever_it_is_and_a_resume_gives_it_bac
 
 
 @on_node()
-async def test_a_shift_moves_all_of_it_by_the_length_of_the_pause(world: World) -> None:
+async def test_a_resume_with_a_shift_delays_all_messages_by_the_length_of_the_pause(world: World) -> None:
     keys = await world.campaign("spring", "a", [MINUTE_MS, 2 * HOUR_MS])
     await world.broker.change_campaign("spring", "pause")
     await world.advance(HOUR_MS)
@@ -127,7 +127,7 @@ async def test_a_shift_moves_all_of_it_by_the_length_of_the_pause(world: World) 
 
 
 @on_node()
-async def test_held_messages_can_be_cancelled_and_moved(world: World) -> None:
+async def test_held_messages_can_be_cancelled_and_rescheduled(world: World) -> None:
     keys = await world.campaign("spring", "a", [SECOND_MS] * 2 + [HOUR_MS] * 4)
     await world.broker.change_campaign("spring", "pause")
     await world.advance(2 * HOUR_MS)
@@ -142,7 +142,7 @@ async def test_held_messages_can_be_cancelled_and_moved(world: World) -> None:
 
 
 @on_node()
-async def test_a_cancel_ends_what_is_held_and_is_definite(world: World) -> None:
+async def test_a_cancel_of_a_paused_campaign_cancels_its_held_messages_for_good(world: World) -> None:
     keys = await world.campaign("spring", "a", [SECOND_MS, MINUTE_MS, FAR_MS])
     await world.advance(SECOND_MS)
     await world.broker.change_campaign("spring", "pause")
@@ -160,7 +160,7 @@ async def test_a_cancel_ends_what_is_held_and_is_definite(world: World) -> None:
 
 
 @on_node()
-async def test_a_cancel_counts_what_it_has_ended_also_after_a_restart(world: World) -> None:
+async def test_the_count_of_a_cancelled_campaign_survives_a_restart(world: World) -> None:
     """Messages that were settled one by one before are not counted by the cancel."""
     keys = await world.campaign("spring", "a", [SECOND_MS, HOUR_MS, HOUR_MS])
     await said(world, ids=keys[1:2])
@@ -173,7 +173,7 @@ async def test_a_cancel_counts_what_it_has_ended_also_after_a_restart(world: Wor
         assert (done.count, done.cancelled) == (count, 2)
 
 
-def cut_amid_a_cancel(call: int) -> World:
+def world_after_cut_in_cancel(call: int) -> World:
     """The disk after a power cut at this call of a cancel. The campaign has three files."""
     files, clock = CutFiles(), ManualClock()
     world = World(files, clock)
@@ -188,7 +188,9 @@ def cut_amid_a_cancel(call: int) -> World:
     return World(files.crash(survival="everything"), clock, world.observed)
 
 
-def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancel_that_was_interrupted_by_a_kill_is_finished_after_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Only a repeated command finished the cancel. Until then, its scheduled messages were released."""
     monkeypatch.setattr(maintenance, "CANCELS_INTERVAL_MS", 200)
     found = set()
@@ -211,12 +213,12 @@ def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pyt
             await world.abandon()
 
     for call in (1, 4, 20):
-        run(after(cut_amid_a_cancel(call)))
+        run(after(world_after_cut_in_cancel(call)))
     assert found == {True, False}  # whether messages of the campaign remain
 
 
 @on_node()
-async def test_a_cancel_that_cannot_be_finished_is_tried_again_and_stops_nothing(
+async def test_a_cancel_that_fails_is_tried_again_and_does_not_stop_the_broker(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.campaign("spring", "a", [MINUTE_MS])
@@ -247,7 +249,7 @@ async def test_a_campaign_cancelled_before_its_attach_is_never_attached(world: W
 
 
 @on_node()
-async def test_those_that_are_over_give_way_to_new_ones(
+async def test_at_the_limit_campaigns_that_are_over_are_deleted_for_new_ones(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 2)
@@ -261,7 +263,7 @@ async def test_those_that_are_over_give_way_to_new_ones(
 
 
 @on_node()
-async def test_an_id_that_gave_way_is_refused_and_not_answered_as_planned(
+async def test_a_plan_with_the_id_of_a_deleted_campaign_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The campaign was planned, and the attach of its new rows was answered as repeated: the rows were lost."""
@@ -282,7 +284,7 @@ async def test_an_id_that_gave_way_is_refused_and_not_answered_as_planned(
 
 
 @on_node(compact_rows=1_000_000)
-async def test_files_are_merged_and_let_go_without_what_is_held(world: World) -> None:
+async def test_merging_and_removing_files_excludes_files_with_held_messages(world: World) -> None:
     """A merge and the removal of settled rows leave held rows in their files."""
     keys = await world.campaign("spring", "a", [MINUTE_MS, 2 * MINUTE_MS])
     for epoch in range(FILES_MIN):
@@ -316,7 +318,9 @@ def behind_the_files(
 
 
 @on_node()
-async def test_a_single_cancel_amid_a_resume_is_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_of_one_message_during_a_resume_stays_in_effect(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pause arrives while the files are written. It applies at the new due time all the same."""
     keys = await world.campaign("spring", "a", [MINUTE_MS] * 3)
     await world.broker.change_campaign("spring", "pause")
@@ -377,7 +381,7 @@ async def test_messages_due_during_a_pause_or_resume_are_not_late(
     assert world.broker.lateness.max_ms == 0
 
 
-async def in_files(world: World, count: int) -> list[str]:
+async def send_in_files(world: World, count: int) -> list[str]:
     """A paused campaign with `count` files, all due in one hour."""
     first, keys = await world.broker.reserve(count), world.fresh_keys(count)
     now_ms = world.clock.wall
@@ -395,12 +399,12 @@ def data_files(world: World) -> set[str]:
 
 
 @on_node()
-async def test_a_campaign_in_many_files_is_resumed_in_few(
+async def test_a_resume_writes_few_files_for_a_campaign_in_many(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume wrote one file for each held file, and was then refused. More than 5,000 could never be resumed."""
     monkeypatch.setattr(limits, "ATTACH_FILES_MAX", 12)
-    keys = await in_files(world, 12)
+    keys = await send_in_files(world, 12)
     await world.advance(10 * MINUTE_MS)
     for shift in (True, False):
         assert (await world.broker.change_campaign("spring", "resume", shift=shift)).count == 12
@@ -474,7 +478,7 @@ async def test_a_resume_that_fails_leaves_no_file_behind(
 
 
 @on_node()
-async def test_an_attach_that_is_not_planned_is_no_campaign(world: World) -> None:
+async def test_an_attach_without_a_plan_creates_no_campaign(world: World) -> None:
     await world.bulk("a", [HOUR_MS], 0, "nameless")
     assert world.broker.campaigns() == []
 
@@ -521,7 +525,7 @@ class Model:
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 5)), min_size=1, max_size=14),
     st.lists(st.sampled_from([SECOND_MS, MINUTE_MS, 3 * MINUTE_MS, HOUR_MS]), min_size=2, max_size=6),
 )
-def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
+def test_each_message_is_released_once_at_its_due_time_through_pauses_and_crashes(
     steps: list[tuple[str, int]], delays_ms: list[int]
 ) -> None:
     @on_node()
@@ -531,9 +535,8 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
         numbers = dict(zip(keys, numbers_of(world), strict=True))
         due_ms = [start_ms + delay_ms for delay_ms in sorted(delays_ms)]
         model = Model(dict(zip(keys, due_ms, strict=True)))
-        others = Model(
-            dict(zip(await world.bulk("a", delays_ms, 1), due_ms, strict=True))
-        )  # in the same files after a rewrite
+        # In the same files after a rewrite.
+        others = Model(dict(zip(await world.bulk("a", delays_ms, 1), due_ms, strict=True)))
         for step, number in steps:
             now_ms = world.clock.wall
             if step == "pause":
@@ -553,7 +556,7 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
             elif step == "advance":
                 await world.advance([SECOND_MS, 10 * SECOND_MS, MINUTE_MS, HOUR_MS, 500, 0][number])
             elif step == "rewrite":
-                await merged(world, number)
+                await merge_files(world, number)
             elif step == "restart":
                 await world.restart()
                 await world.settled()
@@ -565,8 +568,8 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
             for each in (model, others):
                 each.pass_to(world.clock.wall)
             assert await delivered(world) == sorted(model.out | others.out), step
-            left = set(keys) - model.out - model.ended | others.due_ms.keys() - others.out
-            assert world.broker.pending_messages == len(left), step
+            remaining = set(keys) - model.out - model.ended | others.due_ms.keys() - others.out
+            assert world.broker.pending_messages == len(remaining), step
         if model.paused_ms is not None:
             await world.resume("spring", model.resume(world.clock.wall, shift=True), shift=True)
         await world.advance(DAY_MS)
@@ -575,7 +578,7 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
     live()
 
 
-async def merged(world: World, epoch: int) -> None:
+async def merge_files(world: World, epoch: int) -> None:
     """Rewrite all files of the table, as the broker does when there are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("timeball.table.merging.FILES_MIN", 1)

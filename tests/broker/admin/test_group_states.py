@@ -46,29 +46,30 @@ async def with_many_groups(world: World) -> LoopTurns:
     return turns
 
 
-async def scraped(world: World) -> int:
+async def scrape_metrics(world: World) -> int:
     assert world.node is not None
     text = (await world.node.metrics.text(ANONYMOUS)).decode()
     assert 'timeball_group_lag_messages{group="(others)",topic="(others)"}' in text
     return MANY
 
 
-async def paged(world: World) -> int:
+async def count_paged(world: World) -> int:
     page = await world.broker.groups.page(limits.LISTED_ROWS_MAX, None, ANONYMOUS)
     assert page.next_page == page.groups[-1].group == f"g{limits.LISTED_ROWS_MAX - 1:04d}"
     return len(page.groups)
 
 
-async def found(world: World) -> int:
+async def find_message(world: World) -> int:
     (place,) = await world.broker.find("named")
     return len(place.groups)
 
 
 @pytest.mark.parametrize(
-    ("read_out", "groups"), [(scraped, MANY), (paged, limits.LISTED_ROWS_MAX), (found, MANY)]
+    ("read_out", "groups"),
+    [(scrape_metrics, MANY), (count_paged, limits.LISTED_ROWS_MAX), (find_message, MANY)],
 )
 @on_node()
-async def test_few_groups_are_looked_at_in_one_turn_of_the_loop(
+async def test_queries_over_many_groups_examine_few_groups_per_turn_of_the_loop(
     world: World, read_out: Callable[[World], Coroutine[Any, Any, int]], groups: int
 ) -> None:
     turns = await with_many_groups(world)
@@ -102,7 +103,7 @@ async def test_pages_list_each_group_exactly_once(world: World) -> None:
         await world.broker.groups.page(limits.LISTED_ROWS_MAX + 1, None, ANONYMOUS)
 
 
-def held(world: World) -> Counts:
+def in_flight_counts(world: World) -> Counts:
     counts = Counts()
     add_in_flight(counts, world.broker.consuming.leases.all())
     return counts
@@ -112,43 +113,43 @@ def held(world: World) -> Counts:
 async def test_leased_messages_are_in_flight_until_their_answer(world: World) -> None:
     await send(world, [b"%d" % number for number in range(10)])
     received = await receive(world, 4)
-    assert held(world) == await world.broker.groups.in_flight() == {(GROUP, TOPIC): 4}
+    assert in_flight_counts(world) == await world.broker.groups.in_flight() == {(GROUP, TOPIC): 4}
     assert world.broker.consuming.acknowledge_now(received.receipts) == [True] * 4
     state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert (state.lag, state.in_flight) == (6, 0)
 
 
 @on_node()
-async def test_each_answer_changes_how_many_are_in_flight_and_a_restart_does_not(world: World) -> None:
+async def test_the_number_in_flight_changes_with_each_answer_and_not_with_a_restart(world: World) -> None:
     await send(world, [b"%d" % number for number in range(10)])
     received = await receive(world, 6)
     engine, receipts = world.broker.consuming, received.receipts
-    assert held(world) == {(GROUP, TOPIC): 6}
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 6}
     await engine.acknowledge(receipts[:1])
     await engine.nack(receipts[1], 5_000)
     assert await engine.dead_letter(receipts[2])
     await engine.change_invisible_time(receipts[3], 120_000)
-    assert held(world) == {(GROUP, TOPIC): 3}
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 3}
     await world.advance(61_000)
     await settled(world)
-    assert held(world) == {(GROUP, TOPIC): 1}
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 1}
     again = await receive(world, 10)
     answered = [bodies(received)[number] for number in (0, 2, 3)]
     assert sorted([*bodies(again), *answered]) == [b"%d" % number for number in range(10)]
-    assert held(world) == {(GROUP, TOPIC): 8}, "a message that comes again counts for its topic"
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 8}, "a message that comes again counts for its topic"
     await world.restart()
-    assert held(world) == {(GROUP, TOPIC): 8}
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 8}
 
 
 @on_node()
-async def test_in_order_what_is_given_back_is_not_in_flight(world: World) -> None:
+async def test_an_ordered_message_that_was_given_back_is_not_in_flight(world: World) -> None:
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await send(world, [b"a"])
     (receipt,) = (await receive(world, 1, in_order=True)).receipts
-    assert held(world) == {(GROUP, TOPIC): 1}
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 1}
     assert await world.broker.consuming.nack(receipt, 5_000, "not yet") == receipt
-    assert held(world) == {}
+    assert in_flight_counts(world) == {}
     await world.restart()
-    assert held(world) == {}
+    assert in_flight_counts(world) == {}
     assert await world.broker.consuming.change_invisible_time(receipt, 5_000) == receipt
-    assert held(world) == {(GROUP, TOPIC): 1}, "its consumer has changed its mind"
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 1}, "its consumer has changed its mind"

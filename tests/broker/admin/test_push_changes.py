@@ -21,7 +21,7 @@ def principal(**fields: Any) -> Principal:
 
 
 @on_node()
-async def test_an_acknowledged_subscription_survives_a_crash(world: World) -> None:
+async def test_a_subscription_its_pause_and_its_secret_survive_a_crash(world: World) -> None:
     put = await world.broker.push.put("a", subscription(), ANONYMOUS)
     assert put.is_new and put.secret is not None
     await world.broker.push.pause("a", ANONYMOUS)
@@ -36,7 +36,7 @@ async def test_an_acknowledged_subscription_survives_a_crash(world: World) -> No
 
 
 @on_node()
-async def test_no_reader_of_the_log_is_shown_a_secret(world: World) -> None:
+async def test_the_secret_of_a_subscription_is_hidden_from_readers_of_the_log(world: World) -> None:
     await world.broker.push.put("a", subscription(), ANONYMOUS)
     await world.broker.push.put("a", subscription(), ANONYMOUS, rotates=True)
     secrets = world.broker.tables.push_subscriptions.secrets("a", 0)
@@ -61,21 +61,21 @@ async def test_a_change_keeps_the_pause_and_the_secret(world: World) -> None:
 
 
 @on_node()
-async def test_the_watcher_is_told_of_each_change(world: World) -> None:
-    told: list[str] = []
+async def test_the_watcher_gets_the_name_of_each_changed_subscription(world: World) -> None:
+    changed_names: list[str] = []
     push = world.broker.push
-    push.watch(told.append)
+    push.watch(changed_names.append)
     await push.put("a", subscription(), ANONYMOUS)
     await push.pause("a", ANONYMOUS)
     await push.resume("a", ANONYMOUS)
     await push.delete("a", ANONYMOUS)
-    assert told == ["a"] * 4
+    assert changed_names == ["a"] * 4
     with pytest.raises(NotFound):
         await push.delete("a", ANONYMOUS)
 
 
 @on_node()
-async def test_a_refused_change_changes_nothing(world: World) -> None:
+async def test_a_subscription_with_an_invalid_url_or_filter_is_refused(world: World) -> None:
     push = world.broker.push
     for error, wrong in (
         (InvalidMessage, {"url": "http://127.0.0.1/"}),
@@ -89,12 +89,14 @@ async def test_a_refused_change_changes_nothing(world: World) -> None:
 
 
 @on_node(push_allow="127.0.0.0/8")
-async def test_an_address_that_the_operator_lets_pass(world: World) -> None:
+async def test_a_subscription_to_an_allowed_private_address_is_accepted(world: World) -> None:
     await world.broker.push.put("a", subscription(url="http://127.0.0.1:25/"), ANONYMOUS)
 
 
 @on_node()
-async def test_subscriptions_of_one_group_have_one_filter(world: World) -> None:
+async def test_a_second_subscription_of_a_group_and_topic_with_another_filter_is_refused(
+    world: World,
+) -> None:
     push = world.broker.push
     await push.put("a", subscription(filter="x || y"), ANONYMOUS)
     await push.put("b", subscription(filter="x || y"), ANONYMOUS)
@@ -107,7 +109,7 @@ async def test_subscriptions_of_one_group_have_one_filter(world: World) -> None:
 
 
 @on_node()
-async def test_an_administrator_changes_and_who_may_look_sees(world: World) -> None:
+async def test_only_administrators_change_subscriptions_and_callers_with_look_see_them(world: World) -> None:
     push, admin = world.broker.push, principal(admin=True)
     reader = principal(topics={"orders": "SUB"}, groups={"hooks": "SUB"})
     await push.put("a", subscription(), admin)

@@ -185,7 +185,7 @@ async def test_the_number_and_the_bytes_of_schedules_are_limited(
 
 
 @on_node()
-async def test_a_rescheduled_occurrence_stands_for_its_time_in_a_new_schedule(world: World) -> None:
+async def test_a_new_schedule_skips_a_time_whose_rescheduled_occurrence_is_pending(world: World) -> None:
     await put(world)
     moved_ms, minute_ms = progress(world).due_ms, 60 * SECOND_MS
     later_ms = moved_ms + 7 * minute_ms
@@ -205,7 +205,7 @@ async def test_a_rescheduled_occurrence_stands_for_its_time_in_a_new_schedule(wo
 
 
 @on_node()
-async def test_its_own_occurrence_does_not_stand_in_the_way_of_a_replaced_schedule(world: World) -> None:
+async def test_a_replaced_schedule_may_take_the_time_of_its_own_occurrence(world: World) -> None:
     await put(world)
     due_ms = progress(world).due_ms
     for rule in ({"every": "20m"}, {"every": "5m"}, {"every": "10m"}):
@@ -215,7 +215,7 @@ async def test_its_own_occurrence_does_not_stand_in_the_way_of_a_replaced_schedu
 
 
 @on_node(delay_ms_max=HOUR_MS)
-async def test_the_bound_of_delays_is_for_messages_and_not_for_schedules(world: World) -> None:
+async def test_an_occurrence_may_be_due_later_than_the_longest_delay_of_a_send(world: World) -> None:
     await world.broker.schedules.put(NAME, facts_of({"every": "1d"}), ANONYMOUS)
     await world.advance(24 * HOUR_MS)
     assert len(await released(world)) == 1 and world.broker.pending_messages == 1
@@ -388,7 +388,7 @@ async def test_changes_while_an_occurrence_is_being_written(world: World) -> Non
 
 
 @on_node()
-async def test_pages_of_schedules(world: World) -> None:
+async def test_pages_list_each_visible_schedule_once_in_order(world: World) -> None:
     for number in range(7):
         await put(world, f"s{number}", topic="even" if number % 2 == 0 else "odd")
     schedules = world.broker.schedules
@@ -445,7 +445,7 @@ async def test_a_preview_stores_nothing(world: World) -> None:
 
 
 @on_node()
-async def test_the_history_has_what_became_of_the_last_times(world: World) -> None:
+async def test_the_history_shows_the_states_of_the_last_occurrences(world: World) -> None:
     await put(world)
     await world.advance(EVERY_MS)
     await world.broker.cancel(ids=[id_of(progress(world).due_ms)])
@@ -492,7 +492,7 @@ async def test_the_history_has_rare_times(world: World, rule: dict[str, Any], ye
 
 
 @on_node()
-async def test_the_history_has_messages_of_former_topics(world: World) -> None:
+async def test_the_history_includes_messages_in_earlier_topics_of_the_schedule(world: World) -> None:
     await put(world)
     await world.advance(EVERY_MS)
     await world.broker.cancel(ids=[id_of(progress(world).due_ms)])

@@ -13,7 +13,22 @@ from hypothesis import strategies as st
 from tests.broker.admin.test_campaign_changes import without_caches
 from tests.broker.admin.test_push_changes import principal
 from tests.broker.on_node import on_node
-from tests.broker.selection_model import ACTIONS, DELAYS_MS, HOUR_MS, MINUTE_MS, SECOND_MS, Model, conditions
+from tests.broker.selection_model import (
+    ACTIONS,
+    ALL,
+    DELAYS_MS,
+    DUE_LATER,
+    HOUR_MS,
+    MINUTE_MS,
+    PAUSE,
+    REGION_EU,
+    RELEASE,
+    SECOND_MS,
+    SHIFT_LATER,
+    TOPIC_A,
+    Model,
+    conditions,
+)
 from tests.crash.world import World
 
 from timeball.broker.admin.selection_changes import SelectionChanges
@@ -141,7 +156,7 @@ def test_a_page_that_does_not_know_selections_is_noticed(monkeypatch: pytest.Mon
     @on_node()
     async def disagrees(world: World) -> None:
         with pytest.raises(AssertionError):
-            await follow(Model(world), [("send", "a", [(4, 1)]), ("select", 1)])
+            await follow(Model(world), [("send", "a", [(4, 1)]), ("select", ALL)])
 
     disagrees()
 
@@ -151,10 +166,10 @@ def test_a_wake_up_without_its_base_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
     @on_node()
     async def disagrees(world: World) -> None:
-        shift, release = ACTIONS.index({"action": "shift", "shift_ms": 2 * HOUR_MS}), 7
-        steps = [("send", "a", [(2, 1)]), ("select", 0, shift), ("advance", HOUR_MS), ("undo", 0)]
+        shift = ("select", TOPIC_A, SHIFT_LATER)
+        steps = [("send", "a", [(2, 1)]), shift, ("advance", HOUR_MS), ("undo", 0)]
         with pytest.raises(AssertionError):
-            await follow(Model(world), [*steps, ("select", 0, release)])
+            await follow(Model(world), [*steps, ("select", TOPIC_A, RELEASE)])
 
     disagrees()
 
@@ -163,7 +178,7 @@ def test_a_wake_up_without_its_base_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_messages_are_covered_in_each_place(strategy: str) -> None:
+def test_a_selection_covers_messages_in_each_place(strategy: str) -> None:
     @on_node(strategy=strategy)
     async def are_covered(world: World) -> None:
         model = Model(world)
@@ -173,8 +188,8 @@ def test_messages_are_covered_in_each_place(strategy: str) -> None:
         await model.send("a", shapes)
         await model.bulk("b", shapes)
         await model.check()
-        await model.select(2)
-        await model.select(5)
+        await model.select(REGION_EU)
+        await model.select(DUE_LATER)
         await model.check()
         await model.advance(MINUTE_MS)
         await model.undo(0)
@@ -204,7 +219,9 @@ def page_request(**wanted: Any) -> Any:
 
 
 @on_node()
-async def test_one_row_is_written_and_the_messages_end_when_they_are_due(world: World) -> None:
+async def test_a_cancel_selection_writes_one_row_and_its_messages_end_at_their_due_times(
+    world: World,
+) -> None:
     keys = await world.send("a", [MINUTE_MS] * 3 + [HOUR_MS])
     end = world.broker.log.writer.next_seq
     name = await select(world, topics=["a"])
@@ -249,7 +266,7 @@ async def test_a_redelivery_is_not_covered(world: World) -> None:
 
 
 @on_node()
-async def test_a_selected_occurrence_ends_and_its_schedule_goes_on(world: World) -> None:
+async def test_a_cancelled_occurrence_ends_and_its_schedule_continues(world: World) -> None:
     from tests.broker.recurring.schedule_lives import NAME, TOPIC, facts_of, progress
 
     await world.broker.schedules.put(NAME, facts_of(), ANONYMOUS)
@@ -263,7 +280,7 @@ async def test_a_selected_occurrence_ends_and_its_schedule_goes_on(world: World)
 
 
 @on_node()
-async def test_a_count_that_could_be_reused_is_made_again(
+async def test_a_cached_forecast_is_not_reused_after_a_selection_or_its_undo(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forecast, "FRESH_S", 3_600.0)
@@ -287,9 +304,9 @@ def test_each_operation_changes_messages_in_each_place_through_crashes(strategy:
         await model.compact()
         await model.send("a", shapes)
         if ACTIONS[action]["action"] == "resume":
-            await model.select(0, 5)
+            await model.select(TOPIC_A, PAUSE)
             await model.advance(MINUTE_MS)
-        await model.select(0, action)
+        await model.select(TOPIC_A, action)
         await model.check()
         await without_caches(world)
         await model.advance(0)
@@ -345,7 +362,7 @@ async def test_resumed_messages_come_in_the_order_of_their_due_times(world: Worl
 
 
 @on_node()
-async def test_an_occurrence_that_is_held_leaves_its_schedule(world: World) -> None:
+async def test_a_held_occurrence_is_replaced_by_the_next_one_of_its_schedule(world: World) -> None:
     from tests.broker.recurring.schedule_lives import NAME, TOPIC, facts_of, progress
 
     await world.broker.schedules.put(NAME, facts_of(), ANONYMOUS)
@@ -376,7 +393,7 @@ async def test_an_occurrence_that_is_released_early_is_followed_by_the_next_one(
 
 
 @on_node()
-async def test_many_occurrences_are_released_early_a_few_at_a_time(
+async def test_many_early_occurrences_are_released_in_small_batches(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.broker.recurring.schedule_lives import TOPIC, facts_of
@@ -482,7 +499,7 @@ async def test_the_rights_for_the_present_topic_find_a_moved_message(world: Worl
 
 
 @on_node()
-async def test_an_operation_has_the_arguments_of_its_action(world: World) -> None:
+async def test_a_selection_with_arguments_of_another_action_is_refused(world: World) -> None:
     invalid: list[dict[str, Any]] = [
         {"action": "shift"}, {"action": "pause", "shift_ms": 1}, {"action": "move"}, {"to_topic": "b"},
     ]  # fmt: skip
@@ -498,7 +515,7 @@ async def test_an_operation_has_the_arguments_of_its_action(world: World) -> Non
 
 
 @on_node(delay_ms_max=10 * HOUR_MS)
-async def test_active_shifts_are_bounded_together(world: World) -> None:
+async def test_the_sum_of_active_shifts_is_limited(world: World) -> None:
     (key,) = await world.send("a", [10 * HOUR_MS])
     first = await select(world, topics=["a"], action="shift", shift_ms=6 * HOUR_MS)
     await select(world, topics=["a"], action="shift", shift_ms=-HOUR_MS)
@@ -556,7 +573,7 @@ def test_an_accepted_selection_and_its_undo_survive_a_crash(strategy: str) -> No
     async def survive(world: World) -> None:
         model = Model(world)
         await model.send("a", [(2, 1), (4, 1), (5, 2)])
-        for step in (lambda: model.select(2), lambda: model.select(1), lambda: model.undo(0)):
+        for step in (lambda: model.select(REGION_EU), lambda: model.select(ALL), lambda: model.undo(0)):
             await step()
             files = world.files.crash(survival="nothing")
             await world.abandon()
@@ -585,7 +602,7 @@ def test_an_answer_before_the_row_is_on_disk_is_noticed(monkeypatch: pytest.Monk
     async def forgets(world: World) -> None:
         model = Model(world)
         await model.send("a", [(4, 1)])
-        await model.select(1)
+        await model.select(ALL)
         files = world.files.crash(survival="nothing")
         await world.abandon()
         world.files = files
@@ -621,7 +638,7 @@ async def test_selections_that_are_over_make_room_for_new_ones(
 
 
 @on_node()
-async def test_only_who_may_cancel_all_topics_of_a_selection_may_make_see_and_undo_it(world: World) -> None:
+async def test_a_selection_needs_the_cancel_permission_for_all_of_its_topics(world: World) -> None:
     selections = world.broker.selections
     sender, admin = principal(topics={"a": "PUB"}), principal(admin=True)
     facts = SelectionFacts(seq=0, at_ms=0, topics=["a"])
@@ -654,7 +671,7 @@ async def test_invalid_selections_change_nothing(world: World) -> None:
 
 
 @on_node()
-async def test_changes_wait_for_requests_under_way_and_are_refused_beside_long_ones(world: World) -> None:
+async def test_a_selection_waits_for_short_requests_and_is_refused_beside_long_ones(world: World) -> None:
     broker = world.broker
     name = await select(world, topics=["a"])
     async with broker.gate.passing():
@@ -677,19 +694,22 @@ async def undo(world: World, name: str) -> bool:
 
 
 @on_node()
-async def test_a_count_that_fails_is_tried_again_or_given_up(
+async def test_a_count_is_retried_after_unavailable_and_not_after_a_damaged_file(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.send("a", [MINUTE_MS])
     name, selections = await select(world, topics=["a"]), world.broker.selections
-    survey, failures = selections._survey, [Unavailable("rows were removed"), Corrupt("a file is damaged")]
+    survey, failures = (
+        selections._count_messages,
+        [Unavailable("rows were removed"), Corrupt("a file is damaged")],
+    )
 
     async def fail(*arguments: Any) -> Any:
         if failures:
             raise failures.pop(0)
         return await survey(*arguments)
 
-    monkeypatch.setattr(selections, "_survey", fail)
+    monkeypatch.setattr(selections, "_count_messages", fail)
     for _ in range(4):
         await selections.count()
     assert not failures and selections.get(name, ANONYMOUS).count is None
@@ -699,7 +719,7 @@ async def test_a_count_that_fails_is_tried_again_or_given_up(
 
 
 @on_node()
-async def test_a_page_after_an_undo_has_messages_that_were_woken_early(world: World) -> None:
+async def test_a_page_after_an_undo_contains_messages_with_early_wake_ups(world: World) -> None:
     (key,) = await world.send("a", [HOUR_MS + 50 * SECOND_MS])
     name = await select(world, topics=["a"], action="shift", shift_ms=-HOUR_MS)
     await world.wake()

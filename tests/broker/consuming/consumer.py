@@ -41,7 +41,7 @@ async def pass_time(world: World, ms: int) -> None:
     now_ms = world.clock.wall
 
     def all_back() -> bool:
-        held = [one for w in engine(world).leases.all() for one in w.in_flight.values()]
+        held = [one for queue in engine(world).leases.all() for one in queue.in_flight.values()]
         return all(one.deadline_ms > now_ms for one in held)
 
     await world.until(all_back, "all whose time is over has come back")

@@ -51,7 +51,7 @@ async def test_an_acknowledgement_counts_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("save_ms", [0, 50])
-def test_many_consumers_share_a_commit(save_ms: int) -> None:
+def test_acknowledgements_of_many_consumers_share_a_few_commits(save_ms: int) -> None:
     @on_node(ack_save_ms=save_ms)
     async def life(world: World) -> None:
         await send(world, [b"%d" % i for i in range(200)])
@@ -67,7 +67,7 @@ def test_many_consumers_share_a_commit(save_ms: int) -> None:
 
 
 @on_node()
-async def test_a_receipt_stays_valid_when_its_time_is_changed(world: World) -> None:
+async def test_a_change_of_the_invisible_time_keeps_the_receipt_valid(world: World) -> None:
     await send(world, [b"a", b"b"])
     one, other = (await receive(world)).receipts
     for ms in (10_000, 3 * MINUTE_MS, 20_000, 3 * MINUTE_MS):
@@ -84,7 +84,9 @@ async def test_a_receipt_stays_valid_when_its_time_is_changed(world: World) -> N
 
 @pytest.mark.parametrize("cached", [False, True])
 @on_node()
-async def test_a_receipt_stays_valid_through_changes_and_starts(world: World, cached: bool) -> None:
+async def test_a_receipt_with_a_changed_invisible_time_stays_valid_after_a_restart(
+    world: World, cached: bool
+) -> None:
     """Its lease is restored from a checkpoint, or from the log alone."""
     await send(world, [b"a", b"b"])
     received = await receive(world)
@@ -105,7 +107,7 @@ async def test_a_receipt_stays_valid_through_changes_and_starts(world: World, ca
 
 
 @on_node()
-async def test_more_and_less_time_and_the_message_comes_once(world: World) -> None:
+async def test_a_message_comes_back_once_when_its_changed_invisible_time_ends(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world)
     for receipt, ms in zip(received.receipts, (2 * MINUTE_MS, 0), strict=True):
@@ -122,7 +124,7 @@ async def test_more_and_less_time_and_the_message_comes_once(world: World) -> No
 
 
 @on_node()
-async def test_a_change_without_counting_is_no_attempt(world: World) -> None:
+async def test_a_lease_that_is_changed_without_counting_is_no_attempt(world: World) -> None:
     try_at_most(world, 1)
     await send(world, [b"a"])
     for counts, attempt in ((False, 1), (False, 1), (True, 1)):
@@ -143,7 +145,9 @@ async def test_a_change_without_counting_is_no_attempt(world: World) -> None:
 
 
 @on_node()
-async def test_without_time_and_count_a_message_is_next_and_nothing_is_written(world: World) -> None:
+async def test_a_change_to_zero_without_counting_returns_the_message_next_and_writes_no_row(
+    world: World,
+) -> None:
     await send(world, [b"a"])
     (receipt,) = (await receive(world)).receipts
     assert await engine(world).change_invisible_time(receipt, 0, counts=False) == receipt
@@ -167,7 +171,7 @@ async def test_a_dead_letter_is_written_at_once_and_only_once(world: World) -> N
 
 
 @on_node()
-async def test_when_the_attempts_are_used_up_a_nack_writes_the_dead_letter_at_once(world: World) -> None:
+async def test_a_nack_of_the_last_attempt_writes_the_dead_letter_at_once(world: World) -> None:
     try_at_most(world, 0)
     await send(world, [b"a"])
     (receipt,) = (await receive(world)).receipts
@@ -220,7 +224,7 @@ ANSWERS: dict[str, Callable[[World, Receipt], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("verb", ["acknowledge", "change", "dead letter"])
 @on_node(InTurn, ack_save_ms=0)
-async def test_an_answer_at_any_turn_of_a_change_is_accepted(world: World, verb: str) -> None:
+async def test_an_answer_during_a_change_of_the_invisible_time_is_accepted(world: World, verb: str) -> None:
     """A change of the same receipt is being written: the acknowledgement counts."""
     turns, last = 0, False
     while not last:
@@ -244,7 +248,9 @@ async def test_an_answer_at_any_turn_of_a_change_is_accepted(world: World, verb:
 
 @pytest.mark.parametrize("verb", list(ANSWERS))
 @on_node(InTurn)
-async def test_of_an_answer_at_any_turn_of_a_nack_and_the_nack_one_counts(world: World, verb: str) -> None:
+async def test_either_a_nack_or_an_answer_during_it_is_accepted_unless_it_is_a_change(
+    world: World, verb: str
+) -> None:
     turns, last, nacked = 0, False, 0
     while not last:
         turns += 1
@@ -271,7 +277,7 @@ async def test_of_an_answer_at_any_turn_of_a_nack_and_the_nack_one_counts(world:
 
 
 @on_node(InTurn)
-async def test_of_a_batch_that_a_full_disk_cuts_each_message_is_written_once(
+async def test_dead_letters_refused_by_a_full_disk_are_written_once_when_they_are_requested_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two dead letters are written in two chunks, and the disk is full before the second one."""
@@ -295,7 +301,9 @@ async def test_of_a_batch_that_a_full_disk_cuts_each_message_is_written_once(
 
 
 @on_node()
-async def test_messages_of_a_lost_consumer_come_again_by_policy(world: World) -> None:
+async def test_messages_of_a_disconnected_consumer_return_after_the_delays_of_the_retry_policy(
+    world: World,
+) -> None:
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1, 2, 7_000, 9_000]))
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
     await send(world, [b"a"])
@@ -309,7 +317,7 @@ async def test_messages_of_a_lost_consumer_come_again_by_policy(world: World) ->
 
 
 @on_node()
-async def test_a_receipt_that_names_no_lease_is_not_valid(world: World) -> None:
+async def test_a_receipt_of_another_position_topic_or_time_is_not_valid(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await receive(world)).receipts
     for change in ({"pop_ms": 5}, {"offset": 7}, {"queue_id": 9}, {"topic": AGAIN}):
@@ -321,7 +329,7 @@ async def test_a_receipt_that_names_no_lease_is_not_valid(world: World) -> None:
 
 
 @on_node(ack_save_ms=0)
-async def test_a_broker_that_was_killed_remembers_every_answer(world: World) -> None:
+async def test_with_ack_save_ms_0_every_answer_stays_in_effect_after_a_power_cut(world: World) -> None:
     await send(world, [b"a", b"b", b"c", b"d"])
     received = await receive(world)
     one, two, three, four = received.receipts
@@ -337,7 +345,7 @@ async def test_a_broker_that_was_killed_remembers_every_answer(world: World) -> 
 
 
 @on_node()
-async def test_a_broker_that_was_killed_remembers_each_message_that_was_given_back(world: World) -> None:
+async def test_a_nack_or_dead_letter_stays_in_effect_after_a_power_cut(world: World) -> None:
     """The leases follow in the log after 50 ms. But these answers wait for the disk."""
     await send(world, [b"a", b"b", b"c"])
     received = await receive(world)

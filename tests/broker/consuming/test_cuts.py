@@ -43,7 +43,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PART_POSITIONS", PART)
 
 
-class Told:
+class Known:
     """The answers that clients received while the power was on."""
 
     def __init__(self, files: CutFiles, save_ms: int) -> None:
@@ -61,26 +61,26 @@ class Told:
             into.update(found)
 
 
-async def work(world: World, told: Told) -> None:
+async def work(world: World, known: Known) -> None:
     verbs = engine(world)
     await send(world, SENT)
-    told.note(told.sent, SENT)
+    known.note(known.sent, SENT)
 
     async def take(rows: int) -> Received:
         received = await receive(world, rows, invisible_ms=LONG_MS)
-        told.note(told.in_flight, bodies(received))
+        known.note(known.in_flight, bodies(received))
         return received
 
     async def answer(received: Received) -> None:
         found, receipts = bodies(received), received.receipts
-        told.ack_asked.update(found[:1])
+        known.ack_asked.update(found[:1])
         if await verbs.acknowledge(receipts[:1]) == [True]:
-            told.note(told.acked, found[:1])
-        told.dead_asked.update(found[1:2])
+            known.note(known.acked, found[:1])
+        known.dead_asked.update(found[1:2])
         if await verbs.dead_letter(receipts[1]):
-            told.note(told.dead, found[1:2])
+            known.note(known.dead, found[1:2])
         if await verbs.change_invisible_time(receipts[2], 2 * LONG_MS) is not None:
-            told.note(told.in_flight, found[2:3])
+            known.note(known.in_flight, found[2:3])
         await verbs.nack(receipts[3], LONG_MS)
 
     first = await take(4)
@@ -92,40 +92,40 @@ async def work(world: World, told: Told) -> None:
     await world.checkpoint()
 
 
-def live(crash_at: int | None = None, save_ms: int = 0) -> tuple[CutFiles, Told]:
+def live(crash_at: int | None = None, save_ms: int = 0) -> tuple[CutFiles, Known]:
     files, clock = CutFiles(crash_at=crash_at), ManualClock()
-    world, told = World(files, clock, ack_save_ms=save_ms), Told(files, save_ms)
+    world, known = World(files, clock, ack_save_ms=save_ms), Known(files, save_ms)
 
     async def steps() -> None:
         await world.start()
         try_at_most(world, 5)
-        await work(world, told)
+        await work(world, known)
         await world.stop()
 
     run(until_cut(world, files, steps))
-    return files, told
+    return files, known
 
 
-async def look(image: CrashFiles, told: Told) -> None:
+async def check_after_restart(image: CrashFiles, known: Known) -> None:
     """Start on the surviving disk, and receive all messages, now and after all leases have ended."""
     world = World(image, ManualClock())
     await world.start()
     try:
         if TOPIC not in world.broker.topics():
-            assert not told.sent, "lost"
+            assert not known.sent, "lost"
             return
         try_at_most(world, 5)
         fresh = bodies(await receive(world, 32, invisible_ms=LONG_MS))
-        if not told.save_ms:
-            assert not told.in_flight & set(fresh), "in two hands"
+        if not known.save_ms:
+            assert not known.in_flight & set(fresh), "in two hands"
         await pass_time(world, 3 * LONG_MS)
         late = bodies(await receive(world, 32, invisible_ms=LONG_MS))
         dead = await in_queue(world, DEAD)
         assert max(Counter([*late, *dead]).values(), default=0) <= 1, "twice"
-        if not told.save_ms:
-            assert not told.acked & {*late, *dead}, "acknowledged and comes again"
-        assert told.dead <= set(dead) <= told.dead_asked, "a dead letter is lost, or nobody's"
-        assert told.sent - told.ack_asked <= {*late, *dead}, "lost"
+        if not known.save_ms:
+            assert not known.acked & {*late, *dead}, "acknowledged and comes again"
+        assert known.dead <= set(dead) <= known.dead_asked, "a dead letter is lost, or nobody's"
+        assert known.sent - known.ack_asked <= {*late, *dead}, "lost"
         # Each acknowledged message is gone or comes again.
         assert set(fresh) <= set(late) and set(late) == set(await in_queue(world, AGAIN))
         await world.stop()
@@ -138,17 +138,17 @@ SURVIVALS: list[Survival] = ["nothing", "everything", "random"]
 
 @pytest.mark.parametrize("save_ms", [0, 50])
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_power_goes_at_every_call(step: int, save_ms: int) -> None:
-    files, told = live(save_ms=save_ms)
-    assert len(told.acked) == len(told.dead) == 3 and len(told.in_flight) == 12, (
+def test_a_power_cut_at_any_disk_call_loses_no_message_and_no_durable_answer(step: int, save_ms: int) -> None:
+    files, known = live(save_ms=save_ms)
+    assert len(known.acked) == len(known.dead) == 3 and len(known.in_flight) == 12, (
         "the whole of it was lived through"
     )
     calls = files.calls
     assert calls > 20
     for call in range(1, calls + 1, step):
-        files, told = live(call, save_ms)
+        files, known = live(call, save_ms)
         for survival in SURVIVALS:
-            run(look(files.crash(call, survival), told))
+            run(check_after_restart(files.crash(call, survival), known))
 
 
 def test_a_look_would_notice_leases_that_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +157,9 @@ def test_a_look_would_notice_leases_that_are_not_restored(monkeypatch: pytest.Mo
     monkeypatch.setattr(consuming_engine, "restored_queues", lambda *_: ([], {}))
 
     def noticed(call: int) -> bool:
-        files, told = live(call)
+        files, known = live(call)
         try:
-            run(look(files.crash(call, "everything"), told))
+            run(check_after_restart(files.crash(call, "everything"), known))
         except AssertionError as error:
             return str(error).startswith("in two hands")
         return False
@@ -172,10 +172,10 @@ def test_a_look_would_notice_answers_that_are_not_saved() -> None:
     calls = live(save_ms=1_000)[0].calls
     found = set()
     for call in range(1, calls + 1):
-        files, told = live(call, 1_000)
-        told.save_ms = 0
+        files, known = live(call, 1_000)
+        known.save_ms = 0
         try:
-            run(look(files.crash(call, "nothing"), told))
+            run(check_after_restart(files.crash(call, "nothing"), known))
         except AssertionError as error:
             found.add(str(error).partition("\n")[0])
     assert found == {"in two hands", "acknowledged and comes again"}

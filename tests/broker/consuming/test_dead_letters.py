@@ -38,25 +38,25 @@ from timeball.model.message import encode_properties
 from timeball.model.send_options import expiry_properties, unique_key, with_unique_key
 
 
-async def kill(world: World, texts: list[bytes], **columns: Any) -> None:
+async def make_dead_letters(world: World, texts: list[bytes], **columns: Any) -> None:
     """Send these messages, and let the group give them up."""
     await send(world, texts, unique_key=[f"id-{text.decode()}" for text in texts], **columns)
-    left = set(texts)
-    while left:
+    remaining = set(texts)
+    while remaining:
         received = await receive(world)
         for receipt in received.receipts:
             assert await engine(world).dead_letter(receipt)
-        left -= set(bodies(received))
+        remaining -= set(bodies(received))
 
 
-async def shown(world: World, rows: int = 100) -> list[DeadLetterRow]:
+async def list_dead_letters(world: World, rows: int = 100) -> list[DeadLetterRow]:
     page = await world.broker.dead_letters.page(GROUP, rows, None, ANONYMOUS)
     return page.dead_letters
 
 
 @on_node()
 async def test_dead_letters_are_listed_in_pages(world: World) -> None:
-    await kill(world, [b"%d" % number for number in range(7)])
+    await make_dead_letters(world, [b"%d" % number for number in range(7)])
     found: list[DeadLetterRow] = []
     after: str | None = None
     while True:
@@ -76,7 +76,7 @@ async def test_dead_letters_are_listed_in_pages(world: World) -> None:
 
 
 @on_node()
-async def test_an_unknown_group_raises_group_not_found(world: World) -> None:
+async def test_dead_letters_of_an_unknown_group_raise_group_not_found(world: World) -> None:
     letters = world.broker.dead_letters
     for verb in (
         letters.page("ohter", 3, None, ANONYMOUS),
@@ -89,15 +89,15 @@ async def test_an_unknown_group_raises_group_not_found(world: World) -> None:
 
 @on_node()
 async def test_a_resend_delivers_once_and_only_to_its_group(world: World) -> None:
-    await kill(world, [b"a", b"b"])
-    first, second = await shown(world)
+    await make_dead_letters(world, [b"a", b"b"])
+    first, second = await list_dead_letters(world)
     resolved = await world.broker.dead_letters.resend(GROUP, [first.dead_letter, "0-99"], ANONYMOUS)
     assert (resolved.rows, resolved.found) == (1, [True, False])
     received = await receive(world)
     assert (bodies(received), attempts(received)) == ([first.body], [1])
     assert await in_queue(world, AGAIN) == [first.body]
     assert len(await in_queue(world, TOPIC)) == 2
-    assert await shown(world) == [second]
+    assert await list_dead_letters(world) == [second]
     again = await world.broker.dead_letters.resend(GROUP, [first.dead_letter], ANONYMOUS)
     assert (again.rows, again.found) == (0, [False])
     # RocketMQ's tools see all there ever were.
@@ -107,21 +107,21 @@ async def test_a_resend_delivers_once_and_only_to_its_group(world: World) -> Non
 @on_node()
 async def test_a_resent_message_can_become_a_dead_letter_again(world: World) -> None:
     try_at_most(world, 0)
-    await kill(world, [b"a"])
+    await make_dead_letters(world, [b"a"])
     for _ in range(3):
-        (letter,) = await shown(world)
+        (letter,) = await list_dead_letters(world)
         await world.broker.dead_letters.resend(GROUP, [letter.dead_letter], ANONYMOUS)
-        assert await shown(world) == []
+        assert await list_dead_letters(world) == []
         (receipt,) = (await receive(world)).receipts
         assert await engine(world).dead_letter(receipt)
     assert world.broker.dead_letters.count(GROUP) == 1
 
 
 @on_node()
-async def test_a_resend_takes_those_that_meet_a_condition(world: World) -> None:
+async def test_a_resend_with_a_condition_resends_only_the_dead_letters_that_meet_it(world: World) -> None:
     regions = ["eu", "us", "eu", "us", "eu"]
     properties = [encode_properties({"region": region, "topic": "false"}) for region in regions]
-    await kill(world, [b"%d" % number for number in range(5)], properties=properties)
+    await make_dead_letters(world, [b"%d" % number for number in range(5)], properties=properties)
     letters = world.broker.dead_letters
     for where, found in (("region = 'asia'", 0), ("topic = 'false'", 0), ("died_ms > 9e18", 0)):
         assert (await letters.resend(GROUP, None, ANONYMOUS, where=where)).rows == found
@@ -130,7 +130,7 @@ async def test_a_resend_takes_those_that_meet_a_condition(world: World) -> None:
     where = f"region = 'eu' AND topic = '{TOPIC}' AND attempts < 9"
     assert (await letters.resend(GROUP, None, ANONYMOUS, Pace(), where)).rows == 3
     assert sorted(bodies(await receive(world))) == [b"0", b"2", b"4"]
-    rest = await shown(world)
+    rest = await list_dead_letters(world)
     assert [letter.body for letter in rest] == [b"1", b"3"]
     # With handles, both must agree.
     handles = [letter.dead_letter for letter in rest]
@@ -140,9 +140,11 @@ async def test_a_resend_takes_those_that_meet_a_condition(world: World) -> None:
 
 
 @on_node()
-async def test_a_condition_has_a_pace_of_its_own(world: World) -> None:
+async def test_the_rate_of_a_resend_with_a_condition_counts_only_the_messages_that_it_resends(
+    world: World,
+) -> None:
     properties = [encode_properties({"odd": str(number % 2)}) for number in range(6)]
-    await kill(world, [b"%d" % number for number in range(6)], properties=properties)
+    await make_dead_letters(world, [b"%d" % number for number in range(6)], properties=properties)
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000, 1.0), "odd = '1'")
     found = []
     for _ in range(8):
@@ -153,7 +155,7 @@ async def test_a_condition_has_a_pace_of_its_own(world: World) -> None:
 
 @on_node()
 async def test_a_resend_for_an_orderly_group_goes_to_the_original_topic(world: World) -> None:
-    await kill(world, [b"a"])
+    await make_dead_letters(world, [b"a"])
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     assert (await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)).rows == 1
     assert await in_queue(world, TOPIC) == [b"a", b"a"]
@@ -162,33 +164,33 @@ async def test_a_resend_for_an_orderly_group_goes_to_the_original_topic(world: W
 @on_node()
 async def test_deleted_dead_letters_stay_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letters, "RESENT_AT_ONCE", 2)
-    await kill(world, [b"%d" % number for number in range(5)])
+    await make_dead_letters(world, [b"%d" % number for number in range(5)])
     deleted = await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
     assert (deleted.rows, deleted.found) == (5, [])
     files = world.files.crash(survival="nothing")
     await world.abandon()
     world.files = files
     await world.start()
-    assert await shown(world) == []
-    await kill(world, [b"new"])
-    assert [one.body for one in await shown(world)] == [b"new"]
+    assert await list_dead_letters(world) == []
+    await make_dead_letters(world, [b"new"])
+    assert [one.body for one in await list_dead_letters(world)] == [b"new"]
 
 
 @on_node()
 async def test_deleting_the_topic_forgets_its_dead_letters(world: World) -> None:
-    await kill(world, [b"a"])
+    await make_dead_letters(world, [b"a"])
     await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
     await world.broker.administration.delete_topic(DEAD, ANONYMOUS)
-    await kill(world, [b"b"])
-    assert [one.body for one in await shown(world)] == [b"b"]
+    await make_dead_letters(world, [b"b"])
+    assert [one.body for one in await list_dead_letters(world)] == [b"b"]
 
 
 @on_node()
-async def test_a_long_body_is_cut_and_a_handle_is_checked(world: World) -> None:
+async def test_a_long_body_of_a_dead_letter_is_cut_in_the_list(world: World) -> None:
     await send(world, [b"x" * (limits.SHOWN_BODY_BYTES_MAX + 1)])
     (receipt,) = (await receive(world)).receipts
     await engine(world).dead_letter(receipt)
-    (letter,) = await shown(world)
+    (letter,) = await list_dead_letters(world)
     assert len(letter.body) == limits.SHOWN_BODY_BYTES_MAX == letter.size_bytes - 1
     for wrong in ("", "0", "0-", "-1", "a-b", "٣-1", "0-" + "9" * 40):
         with pytest.raises(InvalidMessage, match="dead letter"):
@@ -205,8 +207,8 @@ def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
 
     async def live() -> None:
         await world.start()
-        await kill(world, [b"a", b"b"])
-        first, _ = await shown(world)
+        await make_dead_letters(world, [b"a", b"b"])
+        first, _ = await list_dead_letters(world)
         await world.broker.dead_letters.resend(GROUP, [first.dead_letter], ANONYMOUS)
         await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
 
@@ -229,7 +231,7 @@ def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
     return files.calls, run(repeat(files.crash(seed, "random")))
 
 
-def test_after_a_power_cut_each_is_sent_again_once() -> None:
+def test_a_power_cut_during_a_resend_leaves_one_copy_for_each_dead_letter() -> None:
     calls, found = copies_after(None, 1)
     assert sorted(found) == [b"a", b"b"]
     last = np.arange(max(1, calls - 12), calls + 1)
@@ -267,7 +269,7 @@ async def test_a_dead_letter_shows_its_nack_reason(world: World) -> None:
     assert await engine(world).nack(by_body[b"b"], 1_000, "no stock")
     assert await engine(world).dead_letter(by_body[b"c"])
     await world.advance(2_000)
-    assert {(one.body, one.reason) for one in await shown(world)} == {
+    assert {(one.body, one.reason) for one in await list_dead_letters(world)} == {
         (b"a", "no such order"), (b"b", "no stock"), (b"c", None),
     }  # fmt: skip
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
@@ -276,9 +278,11 @@ async def test_a_dead_letter_shows_its_nack_reason(world: World) -> None:
 
 
 @on_node()
-async def test_a_resend_has_a_rate_and_a_delay(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resend_with_a_rate_and_a_delay_delivers_one_message_after_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dead_letters, "RESENT_AT_ONCE", 2)
-    await kill(world, [b"%d" % number for number in range(5)])
+    await make_dead_letters(world, [b"%d" % number for number in range(5)])
     resolved = await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(10_000, 2.0))
     assert resolved.rows == 5 and world.broker.dead_letters.count(GROUP) == 0
     assert not (await receive(world)).receipts
@@ -291,8 +295,10 @@ async def test_a_resend_has_a_rate_and_a_delay(world: World, monkeypatch: pytest
 
 
 @on_node()
-async def test_a_resend_with_a_delay_alone_comes_at_once_later(world: World) -> None:
-    await kill(world, [b"a", b"b"])
+async def test_a_resend_with_a_delay_alone_delivers_all_messages_together_after_the_delay(
+    world: World,
+) -> None:
+    await make_dead_letters(world, [b"a", b"b"])
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000))
     assert not (await receive(world)).receipts
     await world.advance(1_000)
@@ -304,7 +310,7 @@ async def test_a_resend_with_a_delay_alone_comes_at_once_later(world: World) -> 
 async def test_a_resent_message_with_a_delay_does_not_expire(world: World, is_orderly: bool) -> None:
     expires_ms = world.clock.wall + 3_600_000
     properties = encode_properties(expiry_properties(expires_ms, None, None))
-    await kill(world, [b"a"], properties=[properties])
+    await make_dead_letters(world, [b"a"], properties=[properties])
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=is_orderly))
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(2 * 3_600_000))
     await world.advance(2 * 3_600_000)
@@ -312,9 +318,9 @@ async def test_a_resent_message_with_a_delay_does_not_expire(world: World, is_or
 
 
 @on_node()
-async def test_a_send_with_the_unique_key_of_a_resent_message_does_not_end_it(world: World) -> None:
+async def test_a_cancel_by_the_unique_key_of_a_resent_message_does_not_end_it(world: World) -> None:
     unique = unique_key("a", "replace")
-    await kill(world, [b"a"], keys=[with_unique_key("k", unique)])
+    await make_dead_letters(world, [b"a"], keys=[with_unique_key("k", unique)])
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000))
     found = await world.broker.cancel(keys=[unique.key], topic=TOPIC)
@@ -327,6 +333,6 @@ async def test_a_send_with_the_unique_key_of_a_resent_message_does_not_end_it(wo
 @pytest.mark.parametrize(
     "pace", [Pace(-1), Pace(limits.DELAY_MS_MAX + 1), Pace(0, 0.0), Pace(0, -1.0), Pace(0, 1e9)]
 )
-def test_a_pace_is_limited(pace: Pace) -> None:
+def test_a_pace_outside_its_limits_is_refused(pace: Pace) -> None:
     with pytest.raises(OutOfRange):
         pace.check()

@@ -38,7 +38,7 @@ MESSAGES = [Kind.MESSAGE, Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL, Kind.MOVED]
 
 
 @on_node()
-async def test_a_lease_is_in_memory_and_the_offset_stands_before_it(world: World) -> None:
+async def test_a_receive_appends_no_message_row_and_does_not_advance_the_offset(world: World) -> None:
     await send(world, [b"a", b"b"], tag=["x", None], keys=["k", None])
     received = await receive(world, invisible_ms=5_000)
     assert sorted(bodies(received)) == [b"a", b"b"] and attempts(received) == [1, 1]
@@ -53,7 +53,7 @@ async def test_a_lease_is_in_memory_and_the_offset_stands_before_it(world: World
 
 
 @on_node(ack_save_ms=0)
-async def test_an_answer_may_wait_until_its_leases_are_durable(world: World) -> None:
+async def test_with_ack_save_ms_0_the_leases_are_durable_before_the_answer(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world)
     log, rows = world.broker.log, world.broker.tables.leases.values
@@ -63,7 +63,7 @@ async def test_an_answer_may_wait_until_its_leases_are_durable(world: World) -> 
 
 
 @on_node()
-async def test_a_receipt_of_before_a_move_of_the_group_is_void_in_the_same_millisecond(world: World) -> None:
+async def test_a_receipt_is_void_after_its_group_was_moved_back_in_the_same_millisecond(world: World) -> None:
     await send(world, [b"a", b"b"])
     first = await receive(world)
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 1, 1: 1})
@@ -76,7 +76,7 @@ async def test_a_receipt_of_before_a_move_of_the_group_is_void_in_the_same_milli
 
 
 @on_node()
-async def test_a_receipt_of_before_a_nack_is_void_in_the_same_millisecond(world: World) -> None:
+async def test_a_receipt_is_void_after_a_nack_and_a_new_receive_in_the_same_millisecond(world: World) -> None:
     await send(world, [b"a"])
     first = await receive(world)
     assert await engine(world).nack(first.receipts[0], 0, "", counts=False)
@@ -104,7 +104,7 @@ async def test_an_unacknowledged_message_is_redelivered_once_and_counted(world: 
 
 
 @on_node()
-async def test_after_the_last_attempt_a_message_is_a_dead_letter(world: World) -> None:
+async def test_a_message_whose_last_attempt_ends_unacknowledged_becomes_a_dead_letter(world: World) -> None:
     try_at_most(world, 1)
     await send(world, [b"a"])
     for attempt in (1, 2):
@@ -146,7 +146,7 @@ async def test_a_receive_without_messages_returns_after_its_wait_time(world: Wor
 
 
 @on_node()
-async def test_many_at_once_get_each_message_once(world: World) -> None:
+async def test_concurrent_receives_get_each_message_once(world: World) -> None:
     await send(world, [b"%d" % i for i in range(60)])
     received = await asyncio.gather(*(receive(world, 7) for _ in range(12)))
     got = [body for one in received for body in bodies(one)]
@@ -156,7 +156,7 @@ async def test_many_at_once_get_each_message_once(world: World) -> None:
 
 
 @on_node()
-async def test_a_filter_is_asked_once_and_not_of_what_comes_again(world: World) -> None:
+async def test_a_message_that_comes_back_is_handed_out_whatever_the_filter_is(world: World) -> None:
     await send(world, [b"a", b"b", b"c", b"d"], tag=["x", "y", "x", "y"])
     wanted = compile_filter("y")
     assert sorted(bodies(await receive(world, wanted=wanted))) == [b"b", b"d"]
@@ -167,7 +167,7 @@ async def test_a_filter_is_asked_once_and_not_of_what_comes_again(world: World) 
 
 
 @on_node(InTurn, ack_save_ms=0)
-async def test_a_consumer_that_goes_away_at_any_turn_leaves_nothing_behind_and_loses_no_attempt(
+async def test_a_receive_that_is_cancelled_at_any_turn_leaves_no_lease_and_counts_no_attempt(
     world: World,
 ) -> None:
     """While its group begins, its rows are read, or its lease is written."""
@@ -191,7 +191,7 @@ async def test_a_consumer_that_goes_away_at_any_turn_leaves_nothing_behind_and_l
 
 
 @on_node()
-async def test_when_the_rows_cannot_be_read_the_positions_come_back(
+async def test_positions_whose_rows_cannot_be_read_are_leased_again_without_an_attempt(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await send(world, [b"a"])
@@ -208,7 +208,7 @@ async def test_when_the_rows_cannot_be_read_the_positions_come_back(
 
 
 @on_node()
-async def test_while_the_disk_is_full_messages_are_handed_out_and_acknowledged(world: World) -> None:
+async def test_a_full_disk_does_not_prevent_receives_and_acknowledgements(world: World) -> None:
     """A lease needs no free position before it is answered."""
     await send(world, [b"a", b"b"])
     await acknowledge(world, await receive(world, 1))
@@ -233,7 +233,9 @@ async def test_invalid_receive_requests_are_refused(world: World) -> None:
 
 
 @on_node()
-async def test_in_order_a_message_that_has_used_up_its_attempts_is_a_dead_letter(world: World) -> None:
+async def test_an_ordered_message_without_attempts_left_becomes_a_dead_letter_and_the_next_one_follows(
+    world: World,
+) -> None:
     try_at_most(world, 1)
     await send(world, [b"a", b"b"], queue_id=pa.array([0, 0], pa.int32()))
     for attempt in (1, 2):
@@ -242,7 +244,7 @@ async def test_in_order_a_message_that_has_used_up_its_attempts_is_a_dead_letter
         assert await engine(world).change_invisible_time(received.receipts[0], 0) == received.receipts[0]
         world.broker.consuming.wake()
         await world.until(
-            lambda: not any(w.in_flight for w in world.broker.consuming.leases.all()), "it is back"
+            lambda: not any(queue.in_flight for queue in world.broker.consuming.leases.all()), "it is back"
         )
     received = await receive(world, 1, in_order=True)
     assert (bodies(received), attempts(received)) == ([b"b"], [1])
@@ -251,7 +253,7 @@ async def test_in_order_a_message_that_has_used_up_its_attempts_is_a_dead_letter
 
 
 @on_node()
-async def test_in_order_the_verbs_are_the_same(world: World) -> None:
+async def test_an_ordered_message_can_become_a_dead_letter_or_be_given_back(world: World) -> None:
     await send(world, [b"a"])
     received = await receive(world, in_order=True)
     assert await engine(world).dead_letter(received.receipts[0])
@@ -263,7 +265,9 @@ async def test_in_order_the_verbs_are_the_same(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_that_two_groups_want_is_each_ones_own(world: World) -> None:
+async def test_an_acknowledgement_of_one_group_does_not_end_the_message_for_another_group(
+    world: World,
+) -> None:
     await send(world, [b"a"])
     mine = await receive(world)
     theirs = await engine(world).receive(
@@ -279,7 +283,7 @@ async def test_a_message_that_two_groups_want_is_each_ones_own(world: World) -> 
 
 
 @on_node()
-async def test_a_producer_who_takes_its_message_back_does_not_take_it_from_a_consumer(world: World) -> None:
+async def test_a_cancel_of_a_leased_message_is_refused_and_its_receipt_stays_valid(world: World) -> None:
     await send(world, [b"now"], unique_key=["u1"], keys=["k"])
     later = pa.array([1_000], pa.int64())
     await send(world, [b"later"], unique_key=["u2"], keys=["k"], delay_ms=later)
@@ -297,7 +301,9 @@ async def test_a_producer_who_takes_its_message_back_does_not_take_it_from_a_con
 
 
 @on_node()
-async def test_who_names_the_retry_topic_finds_what_waits_for_it(world: World) -> None:
+async def test_a_cancel_that_names_the_retry_topic_cancels_a_message_that_waits_for_its_redelivery(
+    world: World,
+) -> None:
     await send(world, [b"a"], unique_key=["u1"])
     received = await receive(world)
     verdicts = await world.broker.cancel(ids=["u1"], topic=AGAIN)
@@ -336,7 +342,9 @@ async def test_consumers_with_sql_get_each_match_once(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_skipped_is_never_leased(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_the_sql_filter_skips_are_not_leased(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     properties = [encode_properties({"n": str(n)}) for n in range(500)]
     await send(world, [b"%d" % n for n in range(500)], properties=properties)
     leased = []
@@ -352,7 +360,7 @@ async def test_what_is_skipped_is_never_leased(world: World, monkeypatch: pytest
 
 
 @on_node()
-async def test_the_offset_follows_what_is_skipped(world: World) -> None:
+async def test_the_stored_offset_passes_messages_that_the_sql_filter_skips(world: World) -> None:
     """Otherwise the group would read the messages again after a restart, and count them as its lag."""
     properties = [encode_properties({"n": str(n)}) for n in range(50)]
     await send(world, [b"%d" % n for n in range(50)], properties=properties)
@@ -381,7 +389,7 @@ async def test_a_topic_deleted_during_a_skip_leaves_no_offset(
 
 
 @on_node()
-async def test_an_offset_that_is_moved_during_a_skip_stays(
+async def test_an_offset_that_is_committed_during_a_skip_is_not_overwritten(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = [encode_properties({"n": str(n)}) for n in range(50)]

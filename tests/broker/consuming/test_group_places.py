@@ -30,7 +30,9 @@ async def place(world: World, message_id: str = ID) -> GroupPlace | None:
 
 
 @on_node()
-async def test_the_state_follows_delivery_and_acknowledgement(world: World) -> None:
+async def test_the_state_of_a_message_is_leased_waiting_and_done_in_turn_also_after_restarts(
+    world: World,
+) -> None:
     await send(world, [b"a"], unique_key=[ID])
     assert await place(world) is None, "no group yet"
     received = await receive(world)
@@ -55,7 +57,7 @@ async def test_the_state_follows_delivery_and_acknowledgement(world: World) -> N
 
 
 @on_node()
-async def test_a_lease_that_ends_unanswered_and_one_that_is_longer(world: World) -> None:
+async def test_a_lease_without_an_answer_has_the_state_waiting_after_its_prolonged_end(world: World) -> None:
     await send(world, [b"a"], unique_key=[ID])
     received = await receive(world)
     (receipt,) = received.receipts
@@ -82,7 +84,7 @@ async def test_a_dead_letter_has_the_state_dead(world: World) -> None:
 
 
 @on_node()
-async def test_a_group_that_reads_by_offset_and_one_that_has_not_come_so_far(world: World) -> None:
+async def test_the_state_in_a_group_without_leases_follows_its_stored_offset(world: World) -> None:
     await send(world, [b"a"], unique_key=[ID])
     (found,) = await world.broker.find(ID)
     assert found.queue_id is not None

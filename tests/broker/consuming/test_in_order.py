@@ -24,7 +24,7 @@ from timeball.model.message import decode_properties
 
 
 @on_node()
-async def test_in_order_a_queue_gives_nothing_while_any_of_it_is_in_hand(world: World) -> None:
+async def test_an_ordered_queue_hands_out_nothing_while_one_of_its_messages_is_leased(world: World) -> None:
     await send_in_order(world)
     popped = await pop(world, 2, in_order=True)
     assert bodies(popped) == [b"0", b"1"] and popped.times == [0, 0]
@@ -38,7 +38,9 @@ async def test_in_order_a_queue_gives_nothing_while_any_of_it_is_in_hand(world: 
 
 
 @on_node()
-async def test_in_order_what_comes_back_is_the_next_counted_and_under_a_new_receipt(world: World) -> None:
+async def test_an_ordered_message_that_comes_back_is_next_with_a_count_and_a_new_receipt(
+    world: World,
+) -> None:
     await send_in_order(world)
     popped = await pop(world, 2, in_order=True)
     engine(world).acknowledge_now(popped.receipts[:1])
@@ -51,7 +53,7 @@ async def test_in_order_what_comes_back_is_the_next_counted_and_under_a_new_rece
 
 
 @on_node()
-async def test_in_order_more_time_keeps_the_receipt(world: World) -> None:
+async def test_a_longer_lease_of_an_ordered_message_keeps_its_receipt(world: World) -> None:
     await send_in_order(world, 1)
     (receipt,) = (await pop(world, in_order=True)).receipts
     assert await engine(world).change_invisible_time(receipt, 2 * MINUTE_MS) == receipt
@@ -62,7 +64,9 @@ async def test_in_order_more_time_keeps_the_receipt(world: World) -> None:
 
 
 @on_node()
-async def test_in_order_the_same_attempt_is_answered_again(world: World) -> None:
+async def test_a_repeated_attempt_id_of_an_ordered_group_gets_the_same_messages_with_new_receipts(
+    world: World,
+) -> None:
     await send_in_order(world)
     first = await pop(world, 2, in_order=True, attempt_id="x")
     assert not (await pop(world, 2, in_order=True, attempt_id="y")).rows.num_rows
@@ -73,7 +77,9 @@ async def test_in_order_the_same_attempt_is_answered_again(world: World) -> None
 
 
 @on_node()
-async def test_in_order_the_next_delivery_shows_why_it_was_given_back(world: World) -> None:
+async def test_the_next_delivery_and_the_dead_letter_of_an_ordered_message_show_the_nack_reason(
+    world: World,
+) -> None:
     await send_in_order(world, 1)
     (receipt,) = (await pop(world, in_order=True, counts_times=True)).receipts
     assert await engine(world).nack(receipt, 1_000, "no\nstock") == receipt

@@ -34,7 +34,7 @@ class Reader(Caller):
         raise Forbidden("only a reader")
 
 
-async def limit(world: World, number: int) -> None:
+async def set_limit(world: World, number: int) -> None:
     await world.broker.administration.limit_keys(GROUP, number, ANONYMOUS)
 
 
@@ -65,7 +65,7 @@ async def keep_the_limit(world: World, keys: list[str], number: int, seed: int) 
 
 
 async def _keep_the_limit(world: World, keys: list[str], number: int, chance: random.Random) -> None:
-    await limit(world, number)
+    await set_limit(world, number)
     await send(world, list(keys))
     held: list[tuple[str, int, Any]] = []  # (key, number, receipt)
     done: dict[str, list[int]] = {key: [] for key in keys}
@@ -113,7 +113,9 @@ KEYS = st.lists(st.sampled_from("abc"), min_size=1, max_size=40)
 
 @given(keys=KEYS, number=st.integers(1, 3), seed=st.integers(0, 1_000))
 @settings(max_examples=25, deadline=None)
-def test_a_key_has_at_most_its_limit_and_keeps_its_order(keys: list[str], number: int, seed: int) -> None:
+def test_a_group_holds_no_more_messages_of_a_key_than_its_limit_and_in_order(
+    keys: list[str], number: int, seed: int
+) -> None:
     on_node()(keep_the_limit)(keys, number, seed)
 
 
@@ -127,15 +129,15 @@ def test_a_read_that_overtakes_an_earlier_one_is_noticed(monkeypatch: pytest.Mon
     async def at_once(turn: key_limits.Turn) -> bool:
         return True
 
-    monkeypatch.setattr(key_limits.Turn, "comes", at_once)
+    monkeypatch.setattr(key_limits.Turn, "wait", at_once)
     with pytest.raises(AssertionError, match="out of order"):
         for seed in range(100):
             on_node()(keep_the_limit)(["a", "b"] * 10, 1, seed)
 
 
 @on_node()
-async def test_other_keys_go_on_and_the_end_of_a_lease_frees_the_place(world: World) -> None:
-    await limit(world, 2)
+async def test_other_keys_are_handed_out_and_the_end_of_a_lease_frees_its_slot(world: World) -> None:
+    await set_limit(world, 2)
     await send(world, ["a"] * 50 + ["b"], queues=1)
     first = await pop(world)
     assert keys_of(first) == ["a", "a"] and bodies(first) == [b"0", b"1"]
@@ -155,8 +157,8 @@ async def test_other_keys_go_on_and_the_end_of_a_lease_frees_the_place(world: Wo
 
 
 @on_node()
-async def test_what_has_no_limit(world: World) -> None:
-    await limit(world, 1)
+async def test_messages_without_a_key_or_with_only_a_unique_key_have_no_limit(world: World) -> None:
+    await set_limit(world, 1)
     await send(world, [None] * 3 + ["unique:x"] * 3 + ["unique:x k", "unique:y k", "k j"], queues=1)
     assert bodies(await pop(world)) == [b"0", b"1", b"2", b"3", b"4", b"5", b"6"]
     held = [lease.key for queue in engine(world).leases.all() for lease in queue.in_flight.values()]
@@ -164,11 +166,11 @@ async def test_what_has_no_limit(world: World) -> None:
 
 
 @pytest.mark.parametrize("way", ["stop", "kill"])
-def test_a_restart_keeps_places_and_order(way: str) -> None:
+def test_a_restart_keeps_the_slots_and_the_order_of_a_key(way: str) -> None:
     async def main() -> None:
         world = World(CrashFiles(), ManualClock())
         await world.start()
-        await limit(world, 1)
+        await set_limit(world, 1)
         await send(world, ["a", "a", "b", "a", "b"])
         first = await pop(world)
         assert bodies(first) == [b"0", b"2"]
@@ -193,16 +195,16 @@ def test_a_restart_keeps_places_and_order(way: str) -> None:
 
 
 @on_node()
-async def test_a_filter_leaves_no_place_taken(world: World) -> None:
-    await limit(world, 1)
+async def test_a_message_that_the_filter_excludes_takes_no_slot(world: World) -> None:
+    await set_limit(world, 1)
     await send(world, ["a", "a", "a"], queues=1, tag=["x", "y", "x"])
     received = await pop(world, wanted=compile_filter("TAGS = 'y'", "SQL92"))
     assert bodies(received) == [b"1"]
 
 
 @on_node()
-async def test_the_parked_messages_of_a_group_are_bounded(world: World) -> None:
-    await limit(world, 1)
+async def test_a_group_leases_nothing_new_while_too_many_messages_are_parked(world: World) -> None:
+    await set_limit(world, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "PARKED_PER_GROUP_MAX", 10)
         await send(world, ["a"] * 100 + ["b"], queues=1)
@@ -219,8 +221,8 @@ async def test_the_parked_messages_of_a_group_are_bounded(world: World) -> None:
 
 
 @on_node()
-async def test_a_moved_offset_and_retention_free_the_places(world: World) -> None:
-    await limit(world, 1)
+async def test_a_moved_offset_and_removed_rows_free_their_slots(world: World) -> None:
+    await set_limit(world, 1)
     await send(world, ["a"] * 5, queues=1)
     await pop(world)
     (queue,) = [queue for queue in engine(world).leases.all() if queue.parked]
@@ -231,10 +233,10 @@ async def test_a_moved_offset_and_retention_free_the_places(world: World) -> Non
 
 
 @pytest.mark.parametrize("what", ["group", "topic"])
-def test_a_deleted_group_or_topic_leaves_nothing(what: str) -> None:
+def test_a_deleted_group_or_topic_leaves_no_slots(what: str) -> None:
     @on_node()
     async def leaves_nothing(world: World) -> None:
-        await limit(world, 1)
+        await set_limit(world, 1)
         await send(world, ["a", "a", "b"])
         assert bodies(await pop(world)) == [b"0", b"2"]
         assert list(engine(world)._key_limits._groups) == [GROUP]
@@ -252,13 +254,15 @@ def test_a_deleted_group_or_topic_leaves_nothing(what: str) -> None:
 
 
 @on_node()
-async def test_the_limit_is_set_by_administrators_and_kept_by_the_group(world: World) -> None:
-    await limit(world, 7)
+async def test_only_administrators_set_the_limit_of_a_key_which_is_an_attribute_of_the_group(
+    world: World,
+) -> None:
+    await set_limit(world, 7)
     assert world.broker.tables.groups.get(GROUP).attributes == {MAX_PER_KEY: "7"}
     assert (await world.broker.groups.one(GROUP, ANONYMOUS)).max_per_key == 7
     with pytest.raises(OutOfRange):
-        await limit(world, 10_001)
+        await set_limit(world, 10_001)
     with pytest.raises(Forbidden):
         await world.broker.administration.limit_keys(GROUP, 1, Reader())
-    await limit(world, 0)
+    await set_limit(world, 0)
     assert world.broker.tables.groups.get(GROUP).attributes == {}

@@ -126,7 +126,7 @@ def held(ball: Timeball) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_answers_stay_in_effect(tmp_path: Path) -> None:
+def test_after_each_kill_no_message_is_lost_or_handed_out_twice(tmp_path: Path) -> None:
     known, sent = Known(), {f"m{n}" for n in range(1_500)}
     server, ready = serve(tmp_path / "data")
     try:

@@ -144,7 +144,7 @@ async def test_parts_without_open_positions_are_deleted_except_the_last(
 
 
 @on_node(ack_save_ms=1_000)
-async def test_the_row_of_the_former_last_part_is_deleted_when_it_is_done(
+async def test_the_row_of_a_part_that_was_the_last_one_is_deleted_when_all_its_positions_are_done(
     world: World, small_parts: None
 ) -> None:
     await send_to_one_queue(world, 12)
@@ -165,7 +165,7 @@ async def test_the_row_of_the_former_last_part_is_deleted_when_it_is_done(
 
 
 @on_node(ack_save_ms=1_000)
-async def test_rows_of_a_forgotten_queue_are_deleted_with_the_offset_that_moved(
+async def test_the_rows_of_a_queue_are_deleted_in_the_frame_of_its_moved_offset(
     world: World, small_parts: None
 ) -> None:
     await send_to_one_queue(world, 10)
@@ -186,7 +186,7 @@ async def test_rows_of_a_forgotten_queue_are_deleted_with_the_offset_that_moved(
 
 
 @on_node(ack_save_ms=1_000)
-async def test_rows_of_a_forgotten_queue_that_begins_again_are_written_anew_or_deleted(
+async def test_the_rows_of_a_queue_with_a_moved_offset_are_replaced_by_its_new_leases(
     world: World, small_parts: None
 ) -> None:
     await send_to_one_queue(world, 10)
@@ -204,7 +204,7 @@ async def test_rows_of_a_forgotten_queue_that_begins_again_are_written_anew_or_d
 
 
 @on_node(ack_save_ms=1_000)
-async def test_idle_queues_that_make_room_leave_no_rows(
+async def test_idle_queues_that_are_dropped_at_the_limit_leave_no_rows(
     world: World, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await send_to_one_queue(world, 3)
@@ -247,7 +247,7 @@ async def test_a_save_joins_a_commit_of_releases_after_half_of_its_time(world: W
 
 
 @on_node(ack_save_ms=1)
-async def test_changes_are_saved_by_themselves(world: World) -> None:
+async def test_changes_are_saved_by_the_timer(world: World) -> None:
     await send_to_one_queue(world, 3)
     received = await receive(world)
     table = world.broker.tables.leases.values
@@ -283,7 +283,9 @@ async def test_many_queues_are_saved_in_slices(world: World, monkeypatch: pytest
 
 
 @on_node(ack_save_ms=1)
-async def test_while_the_disk_is_full_the_leases_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_are_saved_when_the_disk_is_no_longer_full(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease_saver, "AGAIN_MS", 1)
     await send_to_one_queue(world, 3)
     await receive(world, 1)
@@ -313,7 +315,7 @@ async def test_an_error_of_the_timer_stops_the_broker(world: World, monkeypatch:
         raise ValueError("broken")
 
     monkeypatch.setattr(lease_saver.LeaseSaver, "_parts_of", broken)
-    engine(world).leases.begun.clear()
+    engine(world).leases.new_units.clear()
     with pytest.raises(ValueError, match="broken"):
         await receive(world)
         await world.until(lambda: False, "the node stops")
@@ -324,7 +326,7 @@ async def test_an_error_of_the_timer_stops_the_broker(world: World, monkeypatch:
 
 @pytest.mark.parametrize("verb", ["dead letter", "nack", "nack later", "expiry"])
 @on_node(InTurn, ack_save_ms=1_000)
-async def test_after_a_crash_a_message_that_went_back_is_there_once(
+async def test_a_message_that_was_returned_before_a_power_cut_exists_once(
     world: World, small_parts: None, verb: str
 ) -> None:
     """Its position is in a part that was saved before, and that is not the last one."""
@@ -352,7 +354,7 @@ async def test_after_a_crash_a_message_that_went_back_is_there_once(
 # ---- what a start makes of it ----------------------------------------------------------------------------------
 
 
-def state(queue: QueueLeases) -> dict[str, object]:
+def state_of(queue: QueueLeases) -> dict[str, object]:
     return {
         name: getattr(queue, name)
         for name in (
@@ -362,7 +364,7 @@ def state(queue: QueueLeases) -> dict[str, object]:
     }  # fmt: skip
 
 
-def restored(world: World) -> list[QueueLeases]:
+def restore_queues(world: World) -> list[QueueLeases]:
     tables = world.broker.tables
     queues, orphaned_parts = restored_queues(
         tables.leases,
@@ -375,15 +377,15 @@ def restored(world: World) -> list[QueueLeases]:
     return queues
 
 
-def agrees(world: World) -> None:
+def check_rows_agree(world: World) -> None:
     """The rows agree with the queues, and no row is without content."""
     now = {(queue.topic, queue.queue_id): queue for queue in engine(world).leases.all()}
-    found = {(queue.topic, queue.queue_id): queue for queue in restored(world)}
+    found = {(queue.topic, queue.queue_id): queue for queue in restore_queues(world)}
     for key, queue in now.items():
         if key not in found:
-            assert queue.idle and queue.next_offset == queue.stored_offset, key
+            assert queue.is_idle and queue.next_offset == queue.stored_offset, key
             continue
-        assert state(found[key]) == state(queue), key
+        assert state_of(found[key]) == state_of(queue), key
         last = (queue.next_offset - 1) // PART
         used = {offset // PART for offset in (*queue.in_flight, *queue.returned, *queue.acked_ahead)}
         assert queue.saved_parts <= used | {last}, key
@@ -399,7 +401,7 @@ STEPS = st.tuples(
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEPS, max_size=25))
 @example([("receive", 11), ("save", 0), ("ack", 1), ("nack", 1), ("save", 0), ("receive", 9), ("ack", 20)])
-def test_a_start_makes_the_same_queue_of_the_rows(steps: list[tuple[str, int]]) -> None:
+def test_a_start_restores_the_same_leases_from_the_saved_rows(steps: list[tuple[str, int]]) -> None:
     @on_node(InTurn, ack_save_ms=1_000)
     async def life(world: World) -> None:
         await send_to_one_queue(world, 40)
@@ -411,7 +413,7 @@ def test_a_start_makes_the_same_queue_of_the_rows(steps: list[tuple[str, int]]) 
                 held += [one for one in got.receipts if one.topic == TOPIC]
             elif step == "save":
                 await save(world)
-                agrees(world)
+                check_rows_agree(world)
             elif receipt is None:
                 continue
             elif step == "change":
@@ -428,7 +430,7 @@ def test_a_start_makes_the_same_queue_of_the_rows(steps: list[tuple[str, int]]) 
                     await engine(world).change_invisible_time(receipt, 1)
                     await pass_time(world, 1)
         await save(world)
-        agrees(world)
+        check_rows_agree(world)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leases, "PART_POSITIONS", PART)
@@ -465,16 +467,15 @@ MOVES = st.tuples(
         ("cut", GROUP, 0, 0),
     ]
 )
-def test_a_start_never_takes_a_moved_offset_with_the_leases_of_before(
+def test_a_start_after_a_power_cut_never_combines_a_moved_offset_with_older_leases(
     steps: list[tuple[str, str, int, int]],
 ) -> None:
     @on_node(InTurn, ack_save_ms=1_000)
     async def life(world: World) -> None:
         await send(world, [b"%02d" % i for i in range(24)])
         held: dict[tuple[str, int], list[Receipt]] = {}
-        moved: dict[
-            tuple[str, int], tuple[int, int]
-        ] = {}  # where to, and when, since the group last received
+        # Where to, and when, since the group last received.
+        moved: dict[tuple[str, int], tuple[int, int]] = {}
         for step, group, queue_id, n in [*steps, ("cut", GROUP, 0, 0)]:
             key = group, queue_id
             if step == "receive":

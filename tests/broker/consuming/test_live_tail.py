@@ -36,7 +36,7 @@ async def begin(world: World, tags: str = "", offsets: list[int] | None = None) 
 
 
 @on_node()
-async def test_a_tail_shows_what_comes_after_it_began(world: World) -> None:
+async def test_a_tail_shows_only_messages_that_become_visible_after_its_begin(world: World) -> None:
     await world.broker.send(batch(unique_key=["before"]))
     at = await begin(world)
     assert await read(world, at, wait_s=0) is None
@@ -53,7 +53,7 @@ async def test_a_tail_shows_what_comes_after_it_began(world: World) -> None:
 
 @on_node()
 async def test_a_tail_continues_at_its_position(world: World) -> None:
-    at = await begin_of_new(world)
+    at = await create_topic_and_begin(world)
     await world.broker.send(batch(600, unique_key=[f"k{i:03d}" for i in range(600)]))
     seen: list[str] = []
     while (found := await read(world, at, wait_s=0)) is not None:
@@ -62,21 +62,20 @@ async def test_a_tail_continues_at_its_position(world: World) -> None:
     assert sorted(seen) == [f"k{i:03d}" for i in range(600)]
     assert await begin(world, offsets=list(at)) == at
     assert await begin(world, offsets=[10**9] * 5) == at  # beyond the end, of a topic that was made anew
-    again = await read(
-        world, await begin(world, offsets=[]), wait_s=0
-    )  # queues that the position does not know
+    # Queues that the position does not know.
+    again = await read(world, await begin(world, offsets=[]), wait_s=0)
     assert again is not None
     assert len(again[0].split()) > 1
 
 
-async def begin_of_new(world: World) -> Offsets:
+async def create_topic_and_begin(world: World) -> Offsets:
     await world.broker.create_topic("orders", 2)
     return await begin(world)
 
 
 @on_node()
 async def test_a_tail_skips_messages_that_the_filter_excludes(world: World) -> None:
-    at = await begin_of_new(world)
+    at = await create_topic_and_begin(world)
     await world.broker.send(batch(4, unique_key=["a", "b", "c", "d"], tag=["x", "y", "x", None]))
     found = await read(world, at, "x || z")
     assert found is not None
@@ -87,8 +86,8 @@ async def test_a_tail_skips_messages_that_the_filter_excludes(world: World) -> N
 
 
 @on_node()
-async def test_a_thousand_tails_cost_one_read(world: World) -> None:
-    at = await begin_of_new(world)
+async def test_a_thousand_tails_at_one_position_share_one_read(world: World) -> None:
+    at = await create_topic_and_begin(world)
     tails = [asyncio.ensure_future(read(world, at)) for _ in range(1_000)]
     await asyncio.sleep(0)
     tails[0].cancel()
@@ -101,7 +100,7 @@ async def test_a_thousand_tails_cost_one_read(world: World) -> None:
 
 @on_node()
 async def test_a_tail_ends_when_its_topic_or_permission_is_removed(world: World) -> None:
-    at = await begin_of_new(world)
+    at = await create_topic_and_begin(world)
     may = principal(topics={"orders": "SUB"})
     for caller in (principal(topics={"orders": "PUB"}), principal(topics={"news": "SUB"})):
         with pytest.raises(Forbidden):

@@ -330,7 +330,7 @@ class Life:
 @example([("send", 3), ("receive", 3), ("clock back", 1_300), ("ack", 0), ("restart", 0)])
 # The stop writes rows, so the last row of the log is not from the future, but the lease is.
 @example([("send", 1), ("receive", 1), ("clock back", 1_300), ("restart", 0), ("wait", 1_000)])
-def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]) -> None:
+def test_every_message_is_delivered_as_a_model_of_the_consumers_expects(steps: list[tuple[str, int]]) -> None:
     run(Life().live(steps))
 
 
@@ -338,7 +338,7 @@ def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEPS, max_size=40))
 @example(steps=[("send", 3), ("receive", 3), ("more time", 0), ("power cut", 0), ("suspend", 1), ("ack", 0)])
-def test_they_agree_whoever_keeps_the_scheduled_messages(
+def test_every_message_is_delivered_as_the_model_expects_with_each_strategy(
     schedule: StrategyName, steps: list[tuple[str, int]]
 ) -> None:
     run(Life(schedule).live(steps))

@@ -151,7 +151,9 @@ class Life:
 @given(st.lists(STEPS, max_size=40), st.booleans())
 @example([("send", 2), ("pop", 2), ("less time", 0), ("less time", 1)], True)
 @example([("send", 2), ("pop", 2), ("less time", 0), ("less time", 1)], False)
-def test_nothing_is_lost_and_nothing_is_in_two_hands(steps: list[tuple[str, int]], in_order: bool) -> None:
+def test_no_message_is_lost_or_leased_twice_at_the_same_time(
+    steps: list[tuple[str, int]], in_order: bool
+) -> None:
     run(Life(in_order=in_order).live(steps))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.accepting.test_waiters import turns
 from tests.broker.on_node import batch, column, on_node
-from tests.broker.registry.test_topics import fresh, visible
+from tests.broker.registry.test_topics import new_topics, visible
 from tests.crash.world import SECOND_MS, World
 
 from timeball.broker.consuming import pull
@@ -25,7 +25,7 @@ from timeball.model.message import encode_properties
 
 def topic_with(lengths: list[int]) -> Topic:
     """Queue q holds the numbers 1000 q, 1000 q + 1, …"""
-    topics = fresh()
+    topics = new_topics()
     topic = topics.ensure("a", len(lengths))
     for at, length in enumerate(lengths):
         if length:
@@ -38,7 +38,9 @@ def topic_with(lengths: list[int]) -> Topic:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.DataObject) -> None:
+def test_a_pull_returns_the_requested_number_of_rows_from_each_offset_on_in_order(
+    data: st.DataObject,
+) -> None:
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     offsets = {q: data.draw(st.integers(0, n)) for q, n in enumerate(lengths) if data.draw(st.booleans())}
     rows = data.draw(st.integers(1, 40))
@@ -53,7 +55,7 @@ def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.Da
 
 
 @pytest.mark.parametrize("rows", [0, -5])
-def test_a_pull_of_no_rows_or_fewer_finds_none(rows: int) -> None:
+def test_a_pull_of_zero_or_fewer_rows_returns_none(rows: int) -> None:
     assert len(find_seqs(topic_with([3]), {0: 0}, rows)) == 0
 
 
@@ -63,19 +65,19 @@ def test_a_pull_is_limited_to_its_maximum_of_rows(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("offset", [-1, 4])
-def test_an_offset_out_of_range_error_names_the_kept_range(offset: int) -> None:
+def test_the_error_of_an_offset_out_of_range_names_the_valid_offsets(offset: int) -> None:
     with pytest.raises(OutOfRange, match=r"keeps offsets 0 to 3, not"):
         find_seqs(topic_with([3]), {0: offset}, 1)
 
 
 @pytest.mark.parametrize("queue", [-1, 1, 99])
-def test_a_queue_that_is_not_there(queue: int) -> None:
+def test_a_pull_of_a_queue_that_the_topic_does_not_have_is_refused(queue: int) -> None:
     with pytest.raises(NotFound, match="it has 1"):
         find_seqs(topic_with([3]), {queue: 0}, 1)
 
 
 @on_node()
-async def test_an_answer_has_a_size_and_at_least_one_row(world: World) -> None:
+async def test_an_answer_is_limited_in_bytes_but_has_at_least_one_row(world: World) -> None:
     await world.broker.send(batch(8, body=[bytes(1_000)] * 8, queue_id=pa.array([0] * 8, pa.int32())))
     with pytest.MonkeyPatch.context() as patch:
         for bytes_max, expected in ((1 << 20, 8), (5_000, 4), (1, 1)):
@@ -99,13 +101,13 @@ async def test_a_long_pull_ends_with_the_release(world: World) -> None:
 
 
 @on_node()
-async def test_a_pull_that_does_not_wait_says_that_there_is_nothing(world: World) -> None:
+async def test_a_pull_without_waiting_returns_no_rows_at_once(world: World) -> None:
     await world.broker.create_topic("new")
     assert (await world.broker.pull("new", {0: 0}, 10, 0)).num_rows == 0
 
 
 @on_node()
-async def test_a_pull_makes_no_topic(world: World) -> None:
+async def test_a_pull_creates_no_topic(world: World) -> None:
     with pytest.raises(NotFound, match="'mistyped' does not exist"):
         await world.broker.pull("mistyped", {0: 0}, 10, 0)
     assert (await world.broker.pull("mistyped", {0: 0}, 10, 1)).num_rows == 0
@@ -113,7 +115,7 @@ async def test_a_pull_makes_no_topic(world: World) -> None:
 
 
 @on_node()
-async def test_a_pull_that_comes_first_waits_for_the_message_that_makes_the_topic(world: World) -> None:
+async def test_a_pull_of_a_missing_topic_waits_for_the_message_that_creates_it(world: World) -> None:
     waiting = asyncio.ensure_future(world.broker.pull("new", {0: 0}, 10, 60_000))
     await turns()
     await world.broker.send(batch(1, topic=["new"], queue_id=pa.array([1], pa.int32())))
@@ -122,7 +124,7 @@ async def test_a_pull_that_comes_first_waits_for_the_message_that_makes_the_topi
 
 
 @on_node()
-async def test_waiting_does_not_bring_a_deleted_topic_back(world: World) -> None:
+async def test_a_waiting_pull_ends_with_an_error_when_its_topic_is_deleted(world: World) -> None:
     await world.broker.create_topic("a")
     waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0}, 10, 60_000))
     await turns()
@@ -207,7 +209,7 @@ async def test_offsets_outside_the_queue_raise_out_of_range(world: World) -> Non
 
 
 @on_node(queues_per_topic=1)
-async def test_nothing_to_decide(world: World) -> None:
+async def test_a_pull_without_candidates_reads_no_rows(world: World) -> None:
     await world.broker.send(batch(2, tag=["A", "B"]))
     index = world.broker.tables.topics.get("orders").queues[0].index
     none = pull.candidates(index, 0, 5, compile_filter("C"))
@@ -216,7 +218,7 @@ async def test_nothing_to_decide(world: World) -> None:
 
 
 @on_node(queues_per_topic=1)
-async def test_as_many_bytes_as_asked_but_at_least_one(world: World) -> None:
+async def test_candidates_are_limited_in_bytes_but_contain_at_least_one_message(world: World) -> None:
     await world.broker.send(batch(4, tag=["A", "B", "A", "A"], body=[b"x" * 1_000] * 4))
     index = world.broker.tables.topics.get("orders").queues[0].index
     size_bytes = int(index.read(0, 1)["size"][0])
@@ -233,7 +235,7 @@ async def test_as_many_bytes_as_asked_but_at_least_one(world: World) -> None:
 @given(steps=st.lists(st.integers(0, 3), max_size=12), asked=st.integers(-2, 40))
 @settings(max_examples=60)
 @on_node(queues_per_topic=1)
-async def test_bisection_finds_what_a_scan_finds(world: World, steps: list[int], asked: int) -> None:
+async def test_the_offset_at_a_time_equals_that_of_a_scan(world: World, steps: list[int], asked: int) -> None:
     begun = world.clock.wall_ms()
     stored = []
     for step in steps:

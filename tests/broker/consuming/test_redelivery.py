@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.broker.consuming.test_leases import leases_of_queue, take
+from tests.broker.consuming.test_leases import lease_positions, leases_of_queue
 from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 from tests.log.test_recovery import flip
@@ -32,23 +32,23 @@ def engine(world: World) -> Consuming:
     return found
 
 
-async def popped(world: World, rows: int = 1, **columns: object) -> Received:
+async def send_and_receive(world: World, rows: int = 1, **columns: object) -> Received:
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(rows, **columns))
     return await engine(world).receive(ASK, 0)
 
 
-async def retries(world: World) -> pa.RecordBatch:
+async def read_retry_topic(world: World) -> pa.RecordBatch:
     topic = "%RETRY%g_orders"
     await world.until(lambda: topic in world.broker.topics() and world.broker.queues(topic)[0][1], "a copy")
     return await world.broker.read_queue(topic, 0, 0, 100)
 
 
 @on_node()
-async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receipt_counts_till_then(
+async def test_a_message_that_cannot_be_written_again_keeps_its_receipt_and_is_written_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receipts = (await popped(world, 2)).receipts
+    receipts = (await send_and_receive(world, 2)).receipts
     queue = engine(world).leases.all()[0]
     with monkeypatch.context() as full:
         full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
@@ -58,25 +58,27 @@ async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receip
         assert engine(world).acknowledge_now(receipts[:1]) == [True]
     world.clock.advance(10_000)
     engine(world).wake()
-    assert column(await retries(world), "unique_key") == [None]
-    await world.until(lambda: queue.idle, "both are done")
+    assert column(await read_retry_topic(world), "unique_key") == [None]
+    await world.until(lambda: queue.is_idle, "both are done")
     assert world.broker.offsets("g", "orders") == {0: 2}
 
 
 @on_node(strategy="timer_wheel", timer_congest_num_each_slot=1)
-async def test_the_limit_of_a_slot_refuses_sends_and_no_returned_messages(world: World) -> None:
-    receipts = (await popped(world, 3)).receipts
+async def test_the_limit_of_a_timer_slot_refuses_sends_but_no_returned_messages(world: World) -> None:
+    receipts = (await send_and_receive(world, 3)).receipts
     await asyncio.gather(*(engine(world).nack(receipt, 10_000) for receipt in receipts))
     due_ms = world.clock.wall + 10_000
     with pytest.raises(OverLimit, match="timer-congest-num-each-slot"):
         await world.broker.send(batch(1, due_ms=[due_ms]))
     await world.advance(10_000)
-    assert (await retries(world)).num_rows == 3
+    assert (await read_retry_topic(world)).num_rows == 3
 
 
 @on_node()
-async def test_a_refused_request_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    (receipt,) = (await popped(world)).receipts
+async def test_a_dead_letter_that_is_refused_leaves_the_lease_valid(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (receipt,) = (await send_and_receive(world)).receipts
     with monkeypatch.context() as full:
         full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
         with pytest.raises(OverLimit):
@@ -90,17 +92,17 @@ async def test_many_expired_leases_are_written_in_chunks(
 ) -> None:
     monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_ROWS", 3)
     monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_BYTES", 400)
-    await popped(world, 20, body=[b"%03d" % i * 20 for i in range(20)])
+    await send_and_receive(world, 20, body=[b"%03d" % i * 20 for i in range(20)])
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     await world.until(lambda: engine(world).leases.count.rows == 0, "all are back")
-    found = column(await retries(world), "body")
+    found = column(await read_retry_topic(world), "body")
     assert sorted(found) == [b"%03d" % i * 20 for i in range(20)]
 
 
 @on_node()
 async def test_an_acknowledgement_during_redelivery_is_not_valid(world: World) -> None:
-    (receipt,) = (await popped(world)).receipts
+    (receipt,) = (await send_and_receive(world)).receipts
     giving_up = asyncio.create_task(engine(world).dead_letter(receipt))
     lease = engine(world).leases.all()[0].in_flight[0]
     while not lease.is_void:  # its batch begins at the end of a turn
@@ -112,8 +114,8 @@ async def test_an_acknowledgement_during_redelivery_is_not_valid(world: World) -
 
 
 @on_node()
-async def test_positions_before_a_reset_do_not_come_back(world: World) -> None:
-    await popped(world, 2)
+async def test_positions_before_an_offset_that_was_moved_forward_do_not_come_back(world: World) -> None:
+    await send_and_receive(world, 2)
     await world.broker.commit_offsets("g", "orders", {0: 2})
     assert not (await engine(world).receive(ASK, 0)).rows.num_rows
     world.clock.advance(MINUTE_MS)
@@ -124,15 +126,15 @@ async def test_positions_before_a_reset_do_not_come_back(world: World) -> None:
 
 
 @on_node()
-async def test_the_clock_set_forward_is_noticed_without_being_told(world: World) -> None:
-    await popped(world)
+async def test_leases_end_after_the_clock_was_set_forward_without_a_wake(world: World) -> None:
+    await send_and_receive(world)
     world.clock.advance(MINUTE_MS)
-    assert column(await retries(world), "reconsume_times") == [1]
+    assert column(await read_retry_topic(world), "reconsume_times") == [1]
 
 
 @on_node(failing=True)
-async def test_a_disk_that_fails_stops_the_node_and_not_only_this(world: World) -> None:
-    await popped(world)
+async def test_a_failed_write_of_returned_messages_stops_the_node(world: World) -> None:
+    await send_and_receive(world)
     world.files.fail_at(world.files.calls + 1, OSError(5, "broken"), forever=True)
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
@@ -141,23 +143,25 @@ async def test_a_disk_that_fails_stops_the_node_and_not_only_this(world: World) 
 
 
 @on_node()
-async def test_a_message_whose_properties_are_full_comes_back_with_what_fits(world: World) -> None:
+async def test_a_message_with_full_properties_comes_back_with_the_properties_that_fit(world: World) -> None:
     """Its properties are as long as they may be, and a copy has more of them."""
     longest = "a\x01" + "x" * (limits.PROPERTIES_BYTES_MAX - 3) + "\x02"
     ids = [f"A{n}" for n in range(7)]
-    first = await popped(world, 7, unique_key=ids, properties=[longest if n == 2 else "" for n in range(7)])
+    first = await send_and_receive(
+        world, 7, unique_key=ids, properties=[longest if n == 2 else "" for n in range(7)]
+    )
     assert first.rows.num_rows == 7
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     queue = engine(world).leases.all()[0]
     await world.until(lambda: not queue.in_flight, "all have come back")
-    found = await retries(world)
+    found = await read_retry_topic(world)
     assert sorted(column(found, "unique_key")) == ids
     assert column(found, "properties")[column(found, "unique_key").index("A2")] == longest
 
 
 @on_node()
-async def test_a_message_whose_frame_is_damaged_is_given_up_and_recorded_and_the_others_come_back(
+async def test_a_message_in_a_damaged_frame_is_logged_as_lost_and_the_others_come_back(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.disable(logging.NOTSET)
@@ -173,8 +177,8 @@ async def test_a_message_whose_frame_is_damaged_is_given_up_and_recorded_and_the
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     queue = engine(world).leases.all()[0]
-    await world.until(lambda: queue.idle, "none is tried for ever")
-    assert sorted(column(await retries(world), "unique_key")) == ["A0", "A1", "A3", "A4"]
+    await world.until(lambda: queue.is_idle, "none is tried for ever")
+    assert sorted(column(await read_retry_topic(world), "unique_key")) == ["A0", "A1", "A3", "A4"]
     assert world.broker.offsets("g", "orders") == {0: 5}
     (record,) = [one for one in caplog.records if one.message.startswith("message lost")]
     assert (
@@ -198,7 +202,9 @@ async def test_every_attempt_is_counted_however_long_the_names_are(
         assert column(rows, "reconsume_times") == [times]
         world.clock.advance(MINUTE_MS)
         engine(world).wake()
-        await world.until(lambda: all(queue.idle for queue in engine(world).leases.all()), "it has come back")
+        await world.until(
+            lambda: all(queue.is_idle for queue in engine(world).leases.all()), "it has come back"
+        )
     assert (await engine(world).receive(ReceiveRequest(group, topic), 0)).rows.num_rows == 0
     dead = await world.broker.read_queue(f"%DLQ%{group}", 0, 0, 9)
     assert column(dead, "reconsume_times") == [3]
@@ -206,10 +212,14 @@ async def test_every_attempt_is_counted_however_long_the_names_are(
 
 @pytest.mark.parametrize("times_max", [2, 0])
 @on_node()
-async def test_each_message_is_judged_by_its_own_attempts(world: World, times_max: int) -> None:
+async def test_each_message_of_a_batch_is_returned_by_its_own_number_of_attempts(
+    world: World, times_max: int
+) -> None:
     world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=times_max))
     tried = [2, 0, 1, 99, retry.INT_MAX]
-    await popped(world, 5, unique_key=[str(n) for n in range(5)], reconsume_times=pa.array(tried, pa.int32()))
+    await send_and_receive(
+        world, 5, unique_key=[str(n) for n in range(5)], reconsume_times=pa.array(tried, pa.int32())
+    )
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     await world.until(lambda: engine(world).leases.count.rows == 0, "all are back")
@@ -218,101 +228,103 @@ async def test_each_message_is_judged_by_its_own_attempts(world: World, times_ma
     expected = {key: times for key, times in counted.items() if times > times_max}
     assert dict(zip(column(dead, "unique_key"), column(dead, "reconsume_times"), strict=True)) == expected
     if expected != counted:
-        back = await retries(world)
+        back = await read_retry_topic(world)
         found = dict(zip(column(back, "unique_key"), column(back, "reconsume_times"), strict=True))
         assert found == {key: times for key, times in counted.items() if key not in expected}
 
 
-def test_the_earliest_deadline_is_told_to_whoever_adds_it() -> None:
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
-    take(w, [0], 10)
-    take(w, [1], 5)
+def test_add_tells_whether_its_deadline_is_the_earliest_one() -> None:
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
+    lease_positions(queue_leases, [0], 10)
+    lease_positions(queue_leases, [1], 5)
     assert deadlines.next_ms() is None
-    assert deadlines.add(w, [0], 10, 20)
-    assert deadlines.add(w, [1], 5, 15)
-    assert not deadlines.add(w, [1], 5, 15)
+    assert deadlines.add(queue_leases, [0], 10, 20)
+    assert deadlines.add(queue_leases, [1], 5, 15)
+    assert not deadlines.add(queue_leases, [1], 5, 15)
     assert deadlines.next_ms() == 15
 
 
-def test_the_first_end_of_a_lease_is_not_that_of_an_acknowledged_one() -> None:
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
+def test_the_first_lease_end_ignores_acknowledged_leases() -> None:
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
     for offset, pop_ms in enumerate((1, 2, 3)):
-        take(w, [offset], pop_ms)
-        deadlines.add(w, [offset], pop_ms, pop_ms + 10)
-    w.done(0)
+        lease_positions(queue_leases, [offset], pop_ms)
+        deadlines.add(queue_leases, [offset], pop_ms, pop_ms + 10)
+    queue_leases.mark_done(0)
     assert (deadlines.next_ms(), deadlines.first_lease_end_ms()) == (11, 12)
-    w.done(2)
+    queue_leases.mark_done(2)
     assert deadlines.first_lease_end_ms() == 12
-    w.done(1)
+    queue_leases.mark_done(1)
     assert deadlines.first_lease_end_ms() is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=20), st.integers(0, 50))
-def test_a_due_lease_is_returned_once_unless_it_is_done(pops: list[tuple[int, bool]], now_ms: int) -> None:
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
+def test_a_lease_that_has_ended_is_popped_once_unless_it_is_done(
+    pops: list[tuple[int, bool]], now_ms: int
+) -> None:
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
     for offset, (pop_ms, _) in enumerate(pops):
-        take(w, [offset], pop_ms)
-        deadlines.add(w, [offset], pop_ms, pop_ms + 10)
+        lease_positions(queue_leases, [offset], pop_ms)
+        deadlines.add(queue_leases, [offset], pop_ms, pop_ms + 10)
     for offset, (_, is_done) in enumerate(pops):
         if is_done:
-            w.done(offset)
-    due = [offset for of, offsets in deadlines.pop_due(now_ms) if of is w for offset in offsets]
+            queue_leases.mark_done(offset)
+    due = [offset for of, offsets in deadlines.pop_due(now_ms) if of is queue_leases for offset in offsets]
     expected = [o for o, (pop_ms, is_done) in enumerate(pops) if not is_done and pop_ms + 10 <= now_ms]
     assert sorted(due) == expected
     assert deadlines.pop_due(now_ms) == []
 
 
-def test_a_time_that_was_changed_to_what_it_had_been_is_told_once() -> None:
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
-    take(w, [0, 1], 1)
-    deadlines.add(w, [0, 1], 1, 11)
-    deadlines.add(w, [0], 1, 11)
-    assert [(of is w, offsets) for of, offsets in deadlines.pop_due(11)] == [(True, [0, 1])]
+def test_a_lease_whose_deadline_was_changed_and_changed_back_is_popped_once() -> None:
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
+    lease_positions(queue_leases, [0, 1], 1)
+    deadlines.add(queue_leases, [0, 1], 1, 11)
+    deadlines.add(queue_leases, [0], 1, 11)
+    assert [(of is queue_leases, offsets) for of, offsets in deadlines.pop_due(11)] == [(True, [0, 1])]
     assert deadlines.pop_due(11) == []
 
 
-def test_more_time_makes_the_earlier_deadline_void() -> None:
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
-    take(w, [0], 1)
-    deadlines.add(w, [0], 1, 11)
-    w.in_flight[0].deadline_ms = 30
-    deadlines.add(w, [0], 1, 30)
+def test_a_prolonged_lease_is_not_popped_at_its_earlier_deadline() -> None:
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
+    lease_positions(queue_leases, [0], 1)
+    deadlines.add(queue_leases, [0], 1, 11)
+    queue_leases.in_flight[0].deadline_ms = 30
+    deadlines.add(queue_leases, [0], 1, 30)
     assert deadlines.pop_due(11) == []
-    assert deadlines.pop_due(30) == [(w, [0])]
+    assert deadlines.pop_due(30) == [(queue_leases, [0])]
 
 
-def test_early_returns_do_not_fill_the_memory() -> None:
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
+def test_entries_of_acknowledged_leases_are_swept() -> None:
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
     for offset in range(5 * SWEEP_ENTRIES_MIN):
-        take(w, [offset], 1)
-        deadlines.add(w, [offset], 1, 11)
-        assert len(deadlines) <= SWEEP_ENTRIES_MIN + 2 * w.count.rows
+        lease_positions(queue_leases, [offset], 1)
+        deadlines.add(queue_leases, [offset], 1, 11)
+        assert len(deadlines) <= SWEEP_ENTRIES_MIN + 2 * queue_leases.count.rows
         if offset % 10:
-            w.done(offset)
-    assert sum(len(offsets) for _, offsets in deadlines.pop_due(11)) == w.count.rows
+            queue_leases.mark_done(offset)
+    assert sum(len(offsets) for _, offsets in deadlines.pop_due(11)) == queue_leases.count.rows
 
 
-def test_no_lease_waits_until_all_entries_are_swept() -> None:
+def test_a_lease_is_popped_at_its_deadline_before_a_sweep_has_ended() -> None:
     """Consumers hold many leases and acknowledge them all: a sweep in one step would block the event loop."""
-    w = leases_of_queue()
-    deadlines = Deadlines(w.count)
+    queue_leases = leases_of_queue()
+    deadlines = Deadlines(queue_leases.count)
     held = 4 * SWEEP_ENTRIES_MIN
     for offset in range(held):
-        take(w, [offset], 1)
-        deadlines.add(w, [offset], 1, 11)
+        lease_positions(queue_leases, [offset], 1)
+        deadlines.add(queue_leases, [offset], 1, 11)
     for offset in range(held):
-        w.done(offset)
+        queue_leases.mark_done(offset)
     for offset in range(held, 2 * held):
         before = len(deadlines)
-        take(w, [offset], 1)
-        deadlines.add(w, [offset], 1, 11)
-        w.done(offset)
+        lease_positions(queue_leases, [offset], 1)
+        deadlines.add(queue_leases, [offset], 1, 11)
+        queue_leases.mark_done(offset)
         assert before + 1 - len(deadlines) <= SWEPT_AT_ONCE
     assert len(deadlines) <= SWEEP_ENTRIES_MIN
 
@@ -323,14 +335,14 @@ def test_during_sweeps_each_lease_ends_once_at_its_deadline(steps: list[tuple[in
     with pytest.MonkeyPatch.context() as small:
         small.setattr(redelivery, "SWEEP_ENTRIES_MIN", 4)
         small.setattr(redelivery, "SWEPT_AT_ONCE", 1)
-        w = leases_of_queue()
-        deadlines, ends_ms, now_ms = Deadlines(w.count), dict[int, int](), 0
+        queue_leases = leases_of_queue()
+        deadlines, ends_ms, now_ms = Deadlines(queue_leases.count), dict[int, int](), 0
         for offset, (step, number) in enumerate(steps):
             held = sorted(ends_ms)
             if step < 6:
-                take(w, [offset], 1)
-                ends_ms[offset] = w.in_flight[offset].deadline_ms = now_ms + number
-                is_first = deadlines.add(w, [offset], 1, ends_ms[offset])
+                lease_positions(queue_leases, [offset], 1)
+                ends_ms[offset] = queue_leases.in_flight[offset].deadline_ms = now_ms + number
+                is_first = deadlines.add(queue_leases, [offset], 1, ends_ms[offset])
                 # An entry that is not live any more may be earlier.
                 assert not is_first or ends_ms[offset] == min(ends_ms.values())
             elif step == 6:
@@ -338,15 +350,15 @@ def test_during_sweeps_each_lease_ends_once_at_its_deadline(steps: list[tuple[in
                 due = [each for _, offsets in deadlines.pop_due(now_ms) for each in offsets]
                 assert sorted(due) == [each for each in held if ends_ms[each] <= now_ms]
                 for each in due:
-                    w.done(each)
+                    queue_leases.mark_done(each)
                     del ends_ms[each]
             elif held and step < 9:
-                w.done(held[number % len(held)])
+                queue_leases.mark_done(held[number % len(held)])
                 del ends_ms[held[number % len(held)]]
             elif held:
                 each = held[number % len(held)]
-                ends_ms[each] = w.in_flight[each].deadline_ms = now_ms + number
-                deadlines.add(w, [each], 1, ends_ms[each])
+                ends_ms[each] = queue_leases.in_flight[each].deadline_ms = now_ms + number
+                deadlines.add(queue_leases, [each], 1, ends_ms[each])
             next_ms = deadlines.next_ms()
             assert not ends_ms or (next_ms is not None and next_ms <= min(ends_ms.values()))
         assert deadlines.first_lease_end_ms() == min(ends_ms.values(), default=None)

@@ -54,7 +54,7 @@ def rows(count: int = 2, **columns: Any) -> pa.RecordBatch:
     )
 
 
-def dressed(texts: list[str | None]) -> list[str]:
+def properties_by_columns(texts: list[str | None]) -> list[str]:
     found: list[str] = redelivery_rows.properties_for(
         pa.array(texts, pa.string()), GROUP, TOPIC, NOW_MS
     ).to_pylist()
@@ -62,15 +62,18 @@ def dressed(texts: list[str | None]) -> list[str]:
 
 
 @given(st.lists(st.none() | TEXTS, max_size=6))
-def test_by_columns_it_is_what_it_is_one_by_one(texts: list[str | None]) -> None:
-    adding = redelivery_rows.added(GROUP, TOPIC, NOW_MS)
-    one_by_one = [decode_properties(redelivery_rows.properties_of(text or "", adding)) for text in texts]
-    assert [decode_properties(text) for text in dressed(texts)] == one_by_one
+def test_properties_built_as_a_column_equal_those_built_one_by_one(texts: list[str | None]) -> None:
+    adding = redelivery_rows.copy_properties(GROUP, TOPIC, NOW_MS)
+    one_by_one = [decode_properties(redelivery_rows.merge_properties(text or "", adding)) for text in texts]
+    assert [decode_properties(text) for text in properties_by_columns(texts)] == one_by_one
 
 
 @given(TEXTS)
-def test_a_copy_says_whose_it_is_and_nothing_of_what_delayed_it(text: str) -> None:
-    before, (after,) = decode_properties(text), (decode_properties(one) for one in dressed([text]))
+def test_a_copy_names_its_group_and_has_no_properties_of_earlier_delays(text: str) -> None:
+    before, (after,) = (
+        decode_properties(text),
+        (decode_properties(one) for one in properties_by_columns([text])),
+    )
     assert after[ORIGIN_GROUP] == GROUP
     assert after[RETRY_TOPIC] == before.get(RETRY_TOPIC, TOPIC), "the first topic stays"
     assert after[FIRST_POP_TIME] == before.get(FIRST_POP_TIME, str(NOW_MS)), "and so does the first time"
@@ -79,11 +82,11 @@ def test_a_copy_says_whose_it_is_and_nothing_of_what_delayed_it(text: str) -> No
         assert after.get(name) == before.get(name)
 
 
-def test_properties_stay_within_what_a_wire_can_carry() -> None:
+def test_properties_of_a_copy_stay_within_the_limit_of_the_protocol() -> None:
     for room in range(0, 120, 7):
         name_and_ends = len("long") + 2
         text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - name_and_ends - room)})
-        (found,) = dressed([text])
+        (found,) = properties_by_columns([text])
         assert len(found) <= limits.PROPERTIES_BYTES_MAX
         after = decode_properties(found)
         assert after["long"] == decode_properties(text)["long"], "what the producer said stays"
@@ -96,7 +99,7 @@ def copies(
     """The rows that bring `source` back: some visible, some scheduled messages for NOW_MS + 99."""
     later = np.array(is_later)
     times = redelivery_rows.times_of(source) + 1
-    made: list[dict[str, Any]] = redelivery_rows.build(
+    made: list[dict[str, Any]] = redelivery_rows.build_copies(
         source,
         kind=np.where(later, int(Kind.SCHEDULED), int(Kind.MESSAGE)).astype(np.int8),
         topics=topics,
@@ -110,7 +113,7 @@ def copies(
     return made
 
 
-def test_a_copy_has_everything_of_its_message() -> None:
+def test_a_copy_has_all_other_columns_of_its_message() -> None:
     source = rows(
         tag="t", keys="k", unique_key="u", flag=3, sys_flag=4, born_host="h", queue_id=5, queue_offset=6
     )
@@ -136,22 +139,22 @@ def test_copies_that_are_all_visible_have_no_due_time() -> None:
 
 
 @given(st.lists(st.none() | st.integers(0, retry.INT_MAX), min_size=1, max_size=5))
-def test_a_row_without_attempts_has_none(times: list[int | None]) -> None:
+def test_a_row_without_reconsume_times_has_zero_attempts(times: list[int | None]) -> None:
     found = redelivery_rows.times_of(rows(len(times), reconsume_times=pa.array(times, pa.int32())))
     assert found.tolist() == [one or 0 for one in times]
 
 
-def test_a_retry_topic_is_its_own() -> None:
+def test_the_retry_topic_of_a_retry_topic_is_the_topic_itself() -> None:
     assert redelivery_rows.retry_topic(GROUP, TOPIC) == "%RETRY%g_orders"
     assert redelivery_rows.retry_topic(GROUP, "%RETRY%g_orders") == "%RETRY%g_orders"
 
 
-def test_later_copies_keep_the_first_topic_and_time_and_what_the_producer_said() -> None:
+def test_the_copy_of_a_copy_keeps_the_first_topic_and_time_and_the_producers_properties() -> None:
     text = encode_properties(
         {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "POP_CK": "x", "DELAY": "3", "own": "1"}
     )
-    adding = [redelivery_rows.added(GROUP, TOPIC, 77)] * 2
-    made = redelivery_rows.properties_of_each(pa.array([None, text], pa.string()), adding)
+    adding = [redelivery_rows.copy_properties(GROUP, TOPIC, 77)] * 2
+    made = redelivery_rows.merge_properties_of_each(pa.array([None, text], pa.string()), adding)
     assert [decode_properties(one) for one in made.to_pylist()] == [
         {"RETRY_TOPIC": TOPIC, "1ST_POP_TIME": "77", "ORIGIN_GROUP": GROUP},
         {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "ORIGIN_GROUP": GROUP, "own": "1"},
@@ -162,19 +165,19 @@ GROUPS = st.sampled_from(["a", "a_b", "ab", "b"])
 
 
 @given(GROUPS, GROUPS, st.sampled_from(["", "x\x01y\x02", "x\x01y"]), st.booleans())
-def test_a_copy_is_of_the_group_that_it_names(group: str, other: str, before: str, ended: bool) -> None:
+def test_a_copy_is_only_for_the_group_that_it_names(group: str, other: str, before: str, ended: bool) -> None:
     own = f"{before}{'' if not before or before.endswith(chr(2)) else chr(2)}ORIGIN_GROUP\x01{group}"
     own += "\x02" if ended else ""
-    assert redelivery_rows.is_of(other, own) == (group == other)
-    assert redelivery_rows.is_of(other, before or None)  # names no group: it is for every reader
+    assert redelivery_rows.is_for_group(other, own) == (group == other)
+    assert redelivery_rows.is_for_group(other, before or None)  # names no group: it is for every reader
 
 
 @given(st.text(), st.integers(0, 3))
-def test_a_reason_is_one_line_of_bounded_length_that_ends_no_property(text: str, times: int) -> None:
+def test_a_reason_becomes_one_line_of_bounded_length_without_separators(text: str, times: int) -> None:
     reason = redelivery_rows.reason_text(text * (1 + 700 * times))
     assert len(reason.encode()) <= limits.NACK_REASON_BYTES_MAX
     assert reason.isprintable() and reason == " ".join(reason.split(" "))
-    said = redelivery_rows.given_back(text, 5) | {"own": "1"}
+    said = redelivery_rows.nack_properties(text, 5) | {"own": "1"}
     assert decode_properties(encode_properties(said)) == said
 
 
@@ -188,33 +191,33 @@ def test_a_reason_is_one_line_of_bounded_length_that_ends_no_property(text: str,
         ("ü" * 600, "ü" * 512),
     ],
 )
-def test_characters_that_break_a_property_are_left_out(text: str, reason: str) -> None:
+def test_unprintable_characters_are_left_out_of_a_reason(text: str, reason: str) -> None:
     assert redelivery_rows.reason_text(text) == reason
 
 
-def test_a_reason_stays_until_another_takes_its_place() -> None:
-    first = redelivery_rows.properties_of("", redelivery_rows.added(GROUP, TOPIC, 1))
-    saying = redelivery_rows.added(GROUP, TOPIC, 1) | redelivery_rows.given_back("no stock", 5)
-    back = redelivery_rows.properties_of(first, saying)
+def test_a_reason_stays_until_the_next_nack_replaces_it() -> None:
+    first = redelivery_rows.merge_properties("", redelivery_rows.copy_properties(GROUP, TOPIC, 1))
+    saying = redelivery_rows.copy_properties(GROUP, TOPIC, 1) | redelivery_rows.nack_properties("no stock", 5)
+    back = redelivery_rows.merge_properties(first, saying)
     assert decode_properties(back).items() >= {("NACK_REASON", "no stock"), ("NACK_TIME", "5")}
-    again = redelivery_rows.properties_of(back, redelivery_rows.added(GROUP, TOPIC, 2))
+    again = redelivery_rows.merge_properties(back, redelivery_rows.copy_properties(GROUP, TOPIC, 2))
     assert decode_properties(again)["NACK_REASON"] == "no stock" and "NACK_TIME" not in decode_properties(
         again
     )
-    silent = redelivery_rows.properties_of(again, saying | redelivery_rows.given_back("", 6))
+    silent = redelivery_rows.merge_properties(again, saying | redelivery_rows.nack_properties("", 6))
     assert "NACK_REASON" not in decode_properties(silent)
 
 
-def test_a_sender_gives_no_reason() -> None:
+def test_a_reason_that_the_sender_set_is_removed() -> None:
     text = encode_properties({"NACK_REASON": "made up", "NACK_TIME": "1"})
-    (copied,) = dressed([text])
+    (copied,) = properties_by_columns([text])
     assert not {"NACK_REASON", "NACK_TIME"} & decode_properties(copied).keys()
 
 
 def test_a_reason_that_does_not_fit_is_left_out() -> None:
     text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 80)})
-    saying = redelivery_rows.added(GROUP, TOPIC, 1) | redelivery_rows.given_back("y" * 100, 5)
-    found = decode_properties(redelivery_rows.properties_of(text, saying))
+    saying = redelivery_rows.copy_properties(GROUP, TOPIC, 1) | redelivery_rows.nack_properties("y" * 100, 5)
+    found = decode_properties(redelivery_rows.merge_properties(text, saying))
     assert "NACK_REASON" not in found and found["ORIGIN_GROUP"] == GROUP
     (shown,) = redelivery_rows.with_reasons(pa.array([text], pa.string()), ["y" * 100]).to_pylist()
     assert shown == text

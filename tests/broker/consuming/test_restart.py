@@ -83,7 +83,7 @@ async def test_an_unsaved_acknowledgement_is_lost_in_a_crash(world: World) -> No
 
 
 @on_node(ack_save_ms=0)
-async def test_without_the_saved_leases_they_would_come_twice(
+async def test_messages_are_handed_out_twice_if_the_leases_are_not_restored(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: a start that does not restore the leases."""
@@ -96,7 +96,7 @@ async def test_without_the_saved_leases_they_would_come_twice(
 
 
 @on_node(ack_save_ms=0)
-async def test_a_second_lease_survives_a_crash_too(world: World) -> None:
+async def test_the_lease_of_a_second_attempt_survives_a_crash(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
     await pass_time(world, MINUTE_MS)
@@ -108,7 +108,7 @@ async def test_a_second_lease_survives_a_crash_too(world: World) -> None:
 
 
 @on_node()
-async def test_a_group_that_somebody_moved_back_stays_there(world: World) -> None:
+async def test_a_group_that_was_moved_back_stays_there_after_a_crash(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world)
     await acknowledge(world, received)
@@ -119,7 +119,7 @@ async def test_a_group_that_somebody_moved_back_stays_there(world: World) -> Non
 
 
 @on_node()
-async def test_a_group_that_was_moved_while_it_had_leases_stays_there(world: World) -> None:
+async def test_a_group_that_was_moved_while_it_had_leases_stays_there_after_a_crash(world: World) -> None:
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
     firsts = [receipt for receipt in received.receipts if not receipt.offset]
@@ -135,7 +135,7 @@ async def test_a_group_that_was_moved_while_it_had_leases_stays_there(world: Wor
 
 @pytest.mark.parametrize("writes", ["save", "nack"])
 @on_node()
-async def test_other_saves_of_the_group_keep_a_queues_reset(world: World, writes: str) -> None:
+async def test_a_save_of_another_queue_keeps_the_moved_offset_of_a_queue(world: World, writes: str) -> None:
     """Another queue's leases are saved, with the offsets of the topic, before the moved queue is looked at."""
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
@@ -154,7 +154,7 @@ async def test_other_saves_of_the_group_keep_a_queues_reset(world: World, writes
 
 
 @on_node()
-async def test_saves_of_another_group_keep_a_reset(world: World) -> None:
+async def test_a_save_of_another_group_keeps_a_moved_offset(world: World) -> None:
     """An answer has forgotten the leases of one moved queue, and nobody has looked at the other one."""
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
@@ -171,7 +171,7 @@ async def test_saves_of_another_group_keep_a_reset(world: World) -> None:
 
 
 @on_node()
-async def test_a_group_that_is_gone_does_not_come_back(world: World) -> None:
+async def test_leases_of_a_deleted_group_are_not_restored(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
     await save_offsets(world)
@@ -184,7 +184,7 @@ async def test_a_group_that_is_gone_does_not_come_back(world: World) -> None:
 
 
 @on_node(ack_save_ms=0)
-async def test_a_slow_message_is_all_that_comes_again_after_a_crash(world: World) -> None:
+async def test_after_a_crash_only_the_unacknowledged_message_is_handed_out_again(world: World) -> None:
     """The group's offset stands before it. The saved leases say that all behind it are done."""
     await send(world, [b"%d" % i for i in range(8)])
     held = await receive(world, 1, queue_id=0)
@@ -200,7 +200,7 @@ async def test_a_slow_message_is_all_that_comes_again_after_a_crash(world: World
 
 
 @on_node()
-async def test_after_an_orderly_stop_all_leases_are_as_before(world: World) -> None:
+async def test_an_orderly_stop_keeps_all_leases(world: World) -> None:
     await send(world, [b"a", b"b", b"c", b"d"])
     received = await receive(world, 3)
     assert await engine(world).acknowledge(received.receipts[:1]) == [True]
@@ -210,7 +210,7 @@ async def test_after_an_orderly_stop_all_leases_are_as_before(world: World) -> N
 
 
 @on_node()
-async def test_where_a_group_begins_is_saved_before_it_is_handed_anything(world: World) -> None:
+async def test_the_first_offset_of_a_group_survives_a_crash_after_its_first_receive(world: World) -> None:
     await send(world, [b"%d" % i for i in range(6)])
     ask = ReceiveRequest(GROUP, TOPIC, rows=1, invisible_ms=MINUTE_MS, from_max=True, counts_times=True)
     await engine(world).receive(ask, 0)
@@ -233,7 +233,7 @@ async def test_leases_of_a_reset_queue_are_forgotten(world: World) -> None:
 
 
 @on_node(ack_save_ms=0)
-async def test_in_order_a_crash_keeps_the_count_the_delay_and_the_reason(world: World) -> None:
+async def test_a_crash_keeps_the_count_delay_and_reason_of_an_ordered_nack(world: World) -> None:
     await send(world, [b"a", b"b"])
     for _ in range(2):
         received = await receive(world, 1, in_order=True, queue_id=0)
@@ -251,7 +251,7 @@ async def test_in_order_a_crash_keeps_the_count_the_delay_and_the_reason(world: 
 
 
 @on_node(ack_save_ms=0)
-async def test_in_order_the_same_attempt_is_answered_again_after_a_crash(world: World) -> None:
+async def test_a_repeated_attempt_id_gets_the_same_ordered_messages_after_a_crash(world: World) -> None:
     await send(world, [b"a", b"b"])
     first = await receive(world, in_order=True, attempt_id="x")
     await power_cut(world)
@@ -298,7 +298,7 @@ def test_positions_that_the_queue_does_not_have_are_not_restored() -> None:
     assert (queue.next_offset, queue.in_flight, queue.returned) == (0, {}, {})  # type: ignore[attr-defined]
 
 
-def test_a_stored_offset_that_is_newer_than_the_rows_counts() -> None:
+def test_a_stored_offset_that_is_newer_than_the_saved_leases_decides() -> None:
     """The offsets of a group are also saved without the leases of all its queues."""
     queues = Queues(QueueIndexes(CrashFiles()), TOPIC, 1)
     topic = Topic(TOPIC, queues, TopicFacts(1))
@@ -317,7 +317,7 @@ def test_a_stored_offset_that_is_newer_than_the_rows_counts() -> None:
 
 
 @on_node()
-async def test_a_topic_that_is_made_again_gets_no_leases_of_the_former_one(world: World) -> None:
+async def test_a_topic_that_is_created_again_has_no_leases_of_the_deleted_one(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
     await engine(world).saver.saved()
@@ -328,7 +328,7 @@ async def test_a_topic_that_is_made_again_gets_no_leases_of_the_former_one(world
 
 
 @on_node()
-async def test_a_moved_group_stays_where_it_was_moved_although_only_one_of_its_queues_is_saved(
+async def test_all_queues_of_a_moved_group_stay_moved_if_a_save_of_one_queue_is_durable(
     world: World,
 ) -> None:
     await send(world, [b"%d" % i for i in range(8)])
@@ -374,7 +374,7 @@ async def test_the_first_offset_of_a_group_is_durable_before_any_of_its_messages
 
 
 @on_node()
-async def test_a_group_that_a_full_disk_refused_begins_durably_later(
+async def test_a_group_whose_first_receive_a_full_disk_refused_begins_durably_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await send(world, [b"a"])
@@ -388,7 +388,7 @@ async def test_a_group_that_a_full_disk_refused_begins_durably_later(
 
 
 @on_node(ack_save_ms=0)
-async def test_a_lease_from_the_future_lasts_no_longer_than_its_whole_time(world: World) -> None:
+async def test_a_lease_after_the_clock_was_set_back_lasts_at_most_its_invisible_time(world: World) -> None:
     """The clock was set back while no broker ran."""
     await send(world, [b"a"])
     await receive(world)

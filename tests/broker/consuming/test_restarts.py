@@ -22,7 +22,7 @@ from timeball.log.writer import NewestRows
 
 
 @on_node()
-async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) -> None:
+async def test_a_consumer_that_disconnects_before_its_answer_leaves_no_lease(world: World) -> None:
     await send(world, [b"a"])
     world.broker.log.writer.newest = NewestRows()  # or nothing would be waited for
     asking = asyncio.create_task(pop(world))
@@ -42,7 +42,7 @@ async def crash(world: World) -> None:
 
 
 @on_node()
-async def test_after_a_crash_what_was_in_hand_and_saved_is_still_in_hand(world: World) -> None:
+async def test_leases_that_were_saved_before_a_crash_stay_valid(world: World) -> None:
     await send_in_order(world, 6)
     receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts
     engine(world).acknowledge_now([receipts[0], receipts[3]])
@@ -53,7 +53,7 @@ async def test_after_a_crash_what_was_in_hand_and_saved_is_still_in_hand(world: 
 
 
 @on_node()
-async def test_a_receipt_that_was_not_saved_before_a_crash_counts_until_its_message_is_handed_out_again(
+async def test_an_unsaved_receipt_is_valid_after_a_crash_until_its_message_is_handed_out_again(
     world: World,
 ) -> None:
     await send_in_order(world)
@@ -76,7 +76,7 @@ async def test_a_receipt_that_was_not_saved_before_a_crash_counts_until_its_mess
 
 
 @on_node()
-async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> None:
+async def test_leases_stay_valid_after_an_orderly_stop(world: World) -> None:
     await send_in_order(world, 6)
     receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts
     engine(world).acknowledge_now([receipts[0], receipts[2]])
@@ -91,7 +91,9 @@ async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> No
 
 @on_node(retention_ms=1, unread_retention_ms=1)
 @pytest.mark.parametrize("in_order", [False, True])
-async def test_removed_rows_block_nothing(world: World, in_order: bool) -> None:
+async def test_positions_whose_rows_retention_removed_do_not_block_the_queue(
+    world: World, in_order: bool
+) -> None:
     await send_in_order(world, 3)
     await pop(world, 3, in_order=in_order, invisible_ms=MINUTE_MS)
     for _ in range(4):  # segments hold about ten of these

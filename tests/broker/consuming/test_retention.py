@@ -17,32 +17,32 @@ TOPIC, GROUP = "orders", "billing"
 DAYS = {"retention_ms": HOUR_MS, "unread_retention_ms": 3 * HOUR_MS}
 
 
-async def filled(world: World, rows: int = 24) -> None:
+async def fill_segments(world: World, rows: int = 24) -> None:
     """Segments hold about ten of these."""
     for _ in range(rows // 6):
         await world.send("filler", [None] * 6, 100_000)
 
 
-async def behind(world: World, read: int = 1, group: str = GROUP) -> None:
+async def send_and_read_some(world: World, read: int = 1, group: str = GROUP) -> None:
     """Five messages in one queue, of which a group has read some; segments of others follow."""
     await world.broker.create_topic(TOPIC, 1)
     await world.send(TOPIC, [None] * 5)
     await world.broker.commit_offsets(group, TOPIC, {0: read})
-    await filled(world)
+    await fill_segments(world)
 
 
-async def let_go(world: World, after_ms: int) -> None:
+async def apply_retention(world: World, after_ms: int) -> None:
     world.clock.advance(after_ms)
     await world.checkpoint()
     await world.let_go()
 
 
-def first_kept(world: World) -> int:
+def first_offset(world: World) -> int:
     offset: int = world.broker.queues(TOPIC)[0][0]
     return offset
 
 
-async def unread(world: World, group: str = GROUP) -> tuple[int, int]:
+async def lag_and_expired(world: World, group: str = GROUP) -> tuple[int, int]:
     """The lag of the group, and how many of its messages have expired."""
     state = await world.broker.groups.one(group, ANONYMOUS)
     return state.lag, state.expired
@@ -50,29 +50,29 @@ async def unread(world: World, group: str = GROUP) -> tuple[int, int]:
 
 @on_node(**DAYS)
 async def test_unread_messages_stay_beyond_the_retention(world: World) -> None:
-    await behind(world)
-    await let_go(world, 2 * HOUR_MS)
-    assert first_kept(world) == 0 and await unread(world) == (4, 0)
+    await send_and_read_some(world)
+    await apply_retention(world, 2 * HOUR_MS)
+    assert first_offset(world) == 0 and await lag_and_expired(world) == (4, 0)
     rows = await world.broker.pull(TOPIC, {0: 1}, 10, 0)
     assert rows.num_rows == 4
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 5})
     await world.let_go()
-    assert first_kept(world) == 5 and await unread(world) == (0, 0)
+    assert first_offset(world) == 5 and await lag_and_expired(world) == (0, 0)
 
 
 @on_node(**DAYS)
 async def test_messages_that_go_unread_are_counted_and_logged(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await behind(world)
+    await send_and_read_some(world)
     logging.disable(logging.NOTSET)
-    await let_go(world, 2 * HOUR_MS)
+    await apply_retention(world, 2 * HOUR_MS)
     kept = "log kept beyond the retention for unread messages group=billing topic=orders bytes="
     assert caplog.text.count(kept) == 1
-    await let_go(world, 2 * HOUR_MS)
-    assert first_kept(world) == 5
+    await apply_retention(world, 2 * HOUR_MS)
+    assert first_offset(world) == 5
     assert "unread messages expired group=billing topic=orders rows=4" in caplog.text
-    assert await unread(world) == (0, 4)
+    assert await lag_and_expired(world) == (0, 4)
     state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert [(topic.topic, topic.expired) for topic in state.topics] == [(TOPIC, 4)]
     assert world.node is not None
@@ -81,8 +81,8 @@ async def test_messages_that_go_unread_are_counted_and_logged(
 
 
 @on_node(**DAYS)
-async def test_the_count_outlives_a_crash_and_is_made_once(world: World) -> None:
-    await behind(world)
+async def test_expired_messages_are_counted_once_although_the_broker_crashes(world: World) -> None:
+    await send_and_read_some(world)
     world.clock.advance(4 * HOUR_MS)
     await world.checkpoint()
     assert world.node is not None
@@ -97,37 +97,37 @@ async def test_the_count_outlives_a_crash_and_is_made_once(world: World) -> None
     await world.abandon()
     world.files = files
     await world.start()
-    assert first_kept(world) == 0 and await unread(world) == (4, 4)
+    assert first_offset(world) == 0 and await lag_and_expired(world) == (4, 4)
     await world.checkpoint()
     await world.let_go()
-    assert first_kept(world) == 5 and await unread(world) == (0, 4)
+    assert first_offset(world) == 5 and await lag_and_expired(world) == (0, 4)
 
 
 @on_node(**DAYS, kept_bytes=3 * MIB)
-async def test_unread_messages_take_no_more_than_so_much_of_the_disk(world: World) -> None:
-    await behind(world)
-    await filled(world, 60)
-    await let_go(world, 2 * HOUR_MS)
-    assert first_kept(world) == 5 and await unread(world) == (0, 4)
+async def test_unread_messages_beyond_kept_bytes_expire(world: World) -> None:
+    await send_and_read_some(world)
+    await fill_segments(world, 60)
+    await apply_retention(world, 2 * HOUR_MS)
+    assert first_offset(world) == 5 and await lag_and_expired(world) == (0, 4)
 
 
 @on_node(**DAYS)
-async def test_a_group_without_offsets_and_a_deleted_one_keep_nothing(world: World) -> None:
-    await behind(world)
+async def test_a_group_without_offsets_and_a_deleted_group_keep_no_segments(world: World) -> None:
+    await send_and_read_some(world)
     await world.broker.administration.configure_groups([SubscriptionGroup("idle")], ANONYMOUS)
     await world.broker.administration.delete_group(GROUP, ANONYMOUS, with_offsets=False)
-    await let_go(world, 2 * HOUR_MS)
-    assert first_kept(world) == 5
+    await apply_retention(world, 2 * HOUR_MS)
+    assert first_offset(world) == 5
 
 
 @on_node(**DAYS)
-async def test_a_group_that_was_made_again_keeps_its_messages(world: World) -> None:
-    await behind(world)
+async def test_a_group_that_was_deleted_and_created_again_keeps_unread_messages(world: World) -> None:
+    await send_and_read_some(world)
     await world.broker.administration.delete_group(GROUP, ANONYMOUS, with_offsets=False)
     await world.restart()
     await world.broker.administration.configure_groups([SubscriptionGroup(GROUP)], ANONYMOUS)
-    await let_go(world, 2 * HOUR_MS)
-    assert first_kept(world) == 0
+    await apply_retention(world, 2 * HOUR_MS)
+    assert first_offset(world) == 0
 
 
 @on_node(**DAYS)
@@ -135,37 +135,37 @@ async def test_many_expiry_log_lines_are_summed_up(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "LOGGED_MAX", 2)
-    await behind(world)
+    await send_and_read_some(world)
     for number in range(4):
         await world.broker.commit_offsets(f"g{number}", TOPIC, {0: 2})
     logging.disable(logging.NOTSET)
-    await let_go(world, 4 * HOUR_MS)
+    await apply_retention(world, 4 * HOUR_MS)
     assert caplog.text.count("unread messages expired group=") == 2
     assert "more messages expired groups=3 rows=9" in caplog.text
 
 
 @on_node(**DAYS)
-async def test_deleting_a_topic_counts_what_groups_had_not_read(
+async def test_the_unread_messages_of_a_deleted_topic_are_counted_as_expired(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await behind(world)
+    await send_and_read_some(world)
     await world.send(TOPIC, [24 * HOUR_MS] * 2)
     logging.disable(logging.NOTSET)
     deleted = await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
     assert (deleted.unread, deleted.dead_letters) == (4, 0)
     assert "topic deleted topic=orders unread=4 dead_letters=0" in caplog.text
-    assert await unread(world) == (0, 4)
+    assert await lag_and_expired(world) == (0, 4)
     await world.restart()
-    assert await unread(world) == (0, 4)
+    assert await lag_and_expired(world) == (0, 4)
 
 
 @on_node(**DAYS)
-async def test_a_message_that_waits_for_longer_than_the_retention_is_delivered(world: World) -> None:
+async def test_a_nack_with_a_delay_longer_than_the_retention_is_delivered(world: World) -> None:
     """NATS 2.15.3 loses a schedule whose stream keeps its messages for a shorter time, and reports no error."""
     await world.broker.create_topic(TOPIC, 1)
     await world.send(TOPIC, [5 * HOUR_MS])
-    await filled(world)
-    await let_go(world, 4 * HOUR_MS)
+    await fill_segments(world)
+    await apply_retention(world, 4 * HOUR_MS)
     assert world.broker.log.reader.first_seq > 1, "its row in the log has been let go"
     assert world.broker.queues(TOPIC)[0] == (0, 0)
     await world.advance(HOUR_MS)

@@ -19,7 +19,7 @@ USERS = {"KEYS": "order-17", "TAGS": "close", "UNIQ_KEY": "A17", "region": "eu"}
 NAMES = st.text("abcXYZ_", min_size=1, max_size=6) | st.sampled_from(sorted(SPENT))
 
 
-def back(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Next:
+def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Next:
     return hand_back(
         "readers",
         topic="orders",
@@ -31,7 +31,7 @@ def back(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str
     )
 
 
-def sent(
+def resent_copy(
     delay_level: int = 3, times: int = 1, most: int = 16, in_order: bool = False, **properties: str
 ) -> Next:
     return resend(
@@ -48,8 +48,8 @@ def sent(
 
 
 @pytest.mark.parametrize("times", range(16))
-def test_each_time_waits_a_level_longer_from_the_third_on(times: int) -> None:
-    found = back(times=times)
+def test_each_return_waits_one_level_longer_beginning_with_the_third(times: int) -> None:
+    found = returned_copy(times=times)
     assert (found.topic, found.delay_level) == ("%RETRY%readers", 3 + times)
     assert found.reconsume_times == times + 1
     assert found.properties["DELAY"] == str(3 + times)
@@ -58,32 +58,32 @@ def test_each_time_waits_a_level_longer_from_the_third_on(times: int) -> None:
 
 @pytest.mark.parametrize("times", [16, 17, INT_MAX])
 def test_after_the_maximum_of_attempts_the_next_copy_is_a_dead_letter(times: int) -> None:
-    found = back(times=times)
+    found = returned_copy(times=times)
     assert (found.topic, found.delay_level) == ("%DLQ%readers", 0)
     assert found.is_dead_letter
     assert found.reconsume_times == min(times + 1, INT_MAX)  # fits its column
 
 
-def test_a_level_asked_for_is_taken_as_it_is() -> None:
-    assert back(delay_level=1, times=9).delay_level == 1
-    assert back(delay_level=1_000).delay_level == 1_000  # admission knows the table, and clamps
+def test_a_requested_delay_level_is_used() -> None:
+    assert returned_copy(delay_level=1, times=9).delay_level == 1
+    assert returned_copy(delay_level=1_000).delay_level == 1_000  # admission knows the table, and clamps
 
 
 def test_a_negative_delay_level_makes_a_dead_letter() -> None:
-    assert back(delay_level=-1) == back(delay_level=-7)
-    assert back(delay_level=-1).topic == "%DLQ%readers"
+    assert returned_copy(delay_level=-1) == returned_copy(delay_level=-7)
+    assert returned_copy(delay_level=-1).topic == "%DLQ%readers"
 
 
-def test_a_level_asked_for_does_not_outlive_the_maximum() -> None:
-    assert back(delay_level=1, times=16).is_dead_letter
+def test_a_requested_delay_level_makes_no_retry_beyond_the_maximum() -> None:
+    assert returned_copy(delay_level=1, times=16).is_dead_letter
 
 
 def test_a_negative_attempt_count_is_taken_as_zero() -> None:
-    assert back(times=-4).delay_level == 3
+    assert returned_copy(times=-4).delay_level == 3
 
 
-def test_the_copy_says_where_it_came_from() -> None:
-    found = back(WAIT="true")
+def test_a_copy_names_its_original_topic_and_message_id() -> None:
+    found = returned_copy(WAIT="true")
     assert found.properties == {
         **USERS,
         "RETRY_TOPIC": "orders",
@@ -94,19 +94,19 @@ def test_the_copy_says_where_it_came_from() -> None:
 
 
 def test_the_first_topic_and_message_id_are_kept() -> None:
-    found = back(RETRY_TOPIC="first", ORIGIN_MESSAGE_ID="1")
+    found = returned_copy(RETRY_TOPIC="first", ORIGIN_MESSAGE_ID="1")
     assert (found.properties["RETRY_TOPIC"], found.properties["ORIGIN_MESSAGE_ID"]) == ("first", "1")
 
 
 def test_a_dead_letter_inherits_no_delay() -> None:
     """RocketMQ #2722: it arrived in two hours."""
-    found = back(times=16, **dict.fromkeys(SPENT, "18"))
+    found = returned_copy(times=16, **dict.fromkeys(SPENT, "18"))
     assert not SPENT & found.properties.keys()
     assert USERS.items() <= found.properties.items()
 
 
 def test_a_retry_has_its_own_level_and_no_other_delay() -> None:
-    found = back(times=2, **dict.fromkeys(SPENT, "18"))
+    found = returned_copy(times=2, **dict.fromkeys(SPENT, "18"))
     assert SPENT & found.properties.keys() == {"DELAY"}
     assert found.properties["DELAY"] == "5"
 
@@ -115,19 +115,19 @@ def test_a_retry_has_its_own_level_and_no_other_delay() -> None:
 
 
 def test_a_resent_copy_keeps_the_clients_attempt_count() -> None:
-    assert sent(times=16) == Next("%RETRY%readers", {**USERS, "DELAY": "3"}, 3, 16)
-    assert sent(times=17) == Next("%DLQ%readers", USERS, 0, 17)
+    assert resent_copy(times=16) == Next("%RETRY%readers", {**USERS, "DELAY": "3"}, 3, 16)
+    assert resent_copy(times=17) == Next("%DLQ%readers", USERS, 0, 17)
 
 
 def test_a_message_sent_by_an_orderly_consumer_is_given_up() -> None:
-    assert sent(times=3, most=3, in_order=True, DELAY="6") == Next("%DLQ%readers", USERS, 0, 3)
-    assert not sent(times=3, most=3).is_dead_letter
+    assert resent_copy(times=3, most=3, in_order=True, DELAY="6") == Next("%DLQ%readers", USERS, 0, 3)
+    assert not resent_copy(times=3, most=3).is_dead_letter
 
 
 def test_a_resend_keeps_its_level_alone() -> None:
-    found = sent(delay_level=7, DELAY="7", REAL_TOPIC="orders", TIMER_DELIVER_MS="99")
+    found = resent_copy(delay_level=7, DELAY="7", REAL_TOPIC="orders", TIMER_DELIVER_MS="99")
     assert found == Next("%RETRY%readers", {**USERS, "DELAY": "7"}, 7, 1)
-    assert sent(delay_level=0).delay_level == sent(delay_level=-1).delay_level == 0
+    assert resent_copy(delay_level=0).delay_level == resent_copy(delay_level=-1).delay_level == 0
 
 
 # ---- both ------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_retry_and_dead_letter_topics_are_named_after_the_group() -> None:
     st.integers(),
     st.integers(-1, 30),
 )
-def test_whatever_comes_back_goes_on_with_one_delay_or_none(
+def test_any_returned_message_has_one_delay_as_a_retry_and_none_as_a_dead_letter(
     properties: dict[str, str], level: int, times: int, most: int
 ) -> None:
     before = dict(properties)

@@ -35,7 +35,7 @@ async def select(world: World, request: ReceiveRequest, seqs: list[int]) -> Any:
 
 
 @on_node()
-async def test_a_few_new_rows_are_the_rows_of_the_log(world: World) -> None:
+async def test_a_few_new_rows_from_memory_equal_those_of_the_log(world: World) -> None:
     seqs = await sent(world, 5)
     few, kept = await select(world, ASK, seqs)
     assert isinstance(few, NumberedRows) and kept is None
@@ -46,7 +46,7 @@ async def test_a_few_new_rows_are_the_rows_of_the_log(world: World) -> None:
 
 
 @on_node()
-async def test_many_filtered_and_returned_ones_are_read_from_the_log(world: World) -> None:
+async def test_many_rows_filtered_rows_and_rows_of_retry_topics_are_read_from_the_log(world: World) -> None:
     seqs = await sent(world, FEW_ROWS + 1)
     many, _ = await select(world, ASK, seqs)
     assert not isinstance(many, NumberedRows) and many.num_rows == FEW_ROWS + 1
@@ -62,7 +62,9 @@ async def test_many_filtered_and_returned_ones_are_read_from_the_log(world: Worl
 
 @pytest.mark.parametrize("in_order", [True, False])
 @on_node()
-async def test_a_consumer_gets_the_same_either_way(world: World, in_order: bool) -> None:
+async def test_a_consumer_gets_the_same_message_from_memory_and_from_the_log(
+    world: World, in_order: bool
+) -> None:
     got: list[list[bytes]] = []
     for is_held in (True, False):
         await sent(world, 3)

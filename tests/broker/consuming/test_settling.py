@@ -35,7 +35,7 @@ from timeball.model.message import decode_properties
 
 
 @on_node()
-async def test_each_message_is_handed_out_once_and_acked(world: World) -> None:
+async def test_each_message_is_handed_out_once_and_can_be_acknowledged(world: World) -> None:
     await send(world, [b"%d" % i for i in range(10)])
     first, second = await pop(world, 6), await pop(world, 6)
     assert sorted(bodies(first) + bodies(second)) == [b"%d" % i for i in range(10)]
@@ -46,7 +46,7 @@ async def test_each_message_is_handed_out_once_and_acked(world: World) -> None:
 
 
 @on_node()
-async def test_a_receipt_counts_once_and_only_for_its_group(world: World) -> None:
+async def test_a_receipt_is_valid_once_and_only_for_its_group(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
     wrong = [
@@ -58,21 +58,21 @@ async def test_a_receipt_counts_once_and_only_for_its_group(world: World) -> Non
 
 
 @on_node()
-async def test_groups_do_not_take_from_each_other(world: World) -> None:
+async def test_each_group_gets_all_messages(world: World) -> None:
     await send(world, [b"a"])
     assert bodies(await pop(world)) == [b"a"]
     assert bodies(await engine(world).receive(ReceiveRequest("h", TOPIC), 0)) == [b"a"]
 
 
 @on_node()
-async def test_a_request_may_name_a_queue(world: World) -> None:
+async def test_a_request_for_one_queue_gets_only_its_messages(world: World) -> None:
     await send(world, [b"0", b"1"], queue_id=pa.array([0, 1], pa.int32()))
     assert bodies(await pop(world, queue_id=1)) == [b"1"]
     assert bodies(await pop(world)) == [b"0"]
 
 
 @on_node()
-async def test_the_offset_stands_before_the_first_message_in_hand(world: World) -> None:
+async def test_the_stored_offset_is_that_of_the_first_leased_message(world: World) -> None:
     await send(world, [b"0", b"1", b"2"], queue_id=pa.array([0, 0, 0], pa.int32()))
     receipts = (await pop(world)).receipts
     engine(world).acknowledge_now([receipts[0], receipts[2]])
@@ -82,7 +82,7 @@ async def test_the_offset_stands_before_the_first_message_in_hand(world: World) 
 
 
 @on_node()
-async def test_impossible_values_are_refused(world: World) -> None:
+async def test_receives_and_changes_outside_the_limits_are_refused(world: World) -> None:
     await send(world, [b"a"])
     for wrong in ({"rows": 0}, {"rows": limits.POP_ROWS_MAX + 1}, {"queue_id": 9}, {"queue_id": -2},
                   {"invisible_ms": 0}, {"invisible_ms": limits.INVISIBLE_MS_MAX + 1}):  # fmt: skip
@@ -96,14 +96,16 @@ async def test_impossible_values_are_refused(world: World) -> None:
 
 
 @on_node()
-async def test_a_new_group_begins_where_it_is_told_or_at_a_young_queues_beginning(world: World) -> None:
+async def test_a_new_group_begins_at_the_requested_end_or_at_the_first_message_of_a_young_queue(
+    world: World,
+) -> None:
     await send(world, [b"a"])
     assert bodies(await pop(world, from_max=True)) == [b"a"]
     assert bodies(await engine(world).receive(ReceiveRequest("h", TOPIC, from_max=False), 0)) == [b"a"]
 
 
 @on_node()
-async def test_an_offset_set_by_somebody_else_counts(world: World) -> None:
+async def test_an_offset_that_was_committed_elsewhere_is_where_the_group_continues(world: World) -> None:
     await send(world, [b"0", b"1", b"2"], queue_id=pa.array([0, 0, 0], pa.int32()))
     receipts = (await pop(world)).receipts
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 2})
@@ -115,7 +117,9 @@ async def test_an_offset_set_by_somebody_else_counts(world: World) -> None:
 
 
 @on_node()
-async def test_an_expired_lease_comes_again_counted_with_its_origin(world: World) -> None:
+async def test_the_message_of_an_expired_lease_comes_back_with_its_count_and_original_topic(
+    world: World,
+) -> None:
     await send(
         world, [b"a"], tag=["t"], keys=["k"], unique_key=["u"], properties=["DELAY\x013\x02MINE\x01x\x02"]
     )
@@ -138,7 +142,7 @@ async def test_an_expired_lease_comes_again_counted_with_its_origin(world: World
 
 
 @on_node()
-async def test_after_its_last_try_a_message_is_a_dead_letter(world: World) -> None:
+async def test_a_message_whose_last_lease_expires_becomes_a_dead_letter(world: World) -> None:
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
     await send(world, [b"a"])
     for times in range(3):
@@ -161,7 +165,7 @@ async def test_a_longer_lease_has_the_same_receipt(world: World) -> None:
 
 
 @on_node()
-async def test_a_longer_lease_has_a_new_receipt_where_the_protocol_wants_one(world: World) -> None:
+async def test_a_renamed_longer_lease_has_a_new_receipt(world: World) -> None:
     await send(world, [b"a"])
     (old,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
     new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS, is_renamed=True)
@@ -183,7 +187,7 @@ async def test_a_shorter_lease_ends_sooner(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_may_be_given_up_at_once(world: World) -> None:
+async def test_a_change_to_zero_brings_the_message_back_at_once(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
     assert await engine(world).dead_letter(receipt)
@@ -193,7 +197,7 @@ async def test_a_message_may_be_given_up_at_once(world: World) -> None:
 
 
 @on_node()
-async def test_what_one_group_may_not_write_holds_back_no_other_group(
+async def test_a_group_whose_retry_topic_cannot_be_created_does_not_delay_other_groups(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups give messages back in one turn, and only the first group has its retry topic."""
@@ -227,7 +231,7 @@ async def test_names_that_make_the_same_retry_topic_are_kept_apart(world: World)
 
 
 @on_node()
-async def test_a_pop_waits_for_what_is_sent_and_for_what_is_released(world: World) -> None:
+async def test_a_waiting_receive_gets_messages_that_are_sent_and_released(world: World) -> None:
     await send(world, [b"seen"])
     engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
@@ -239,7 +243,7 @@ async def test_a_pop_waits_for_what_is_sent_and_for_what_is_released(world: Worl
 
 
 @on_node()
-async def test_a_pop_waits_for_redelivered_messages(world: World) -> None:
+async def test_a_waiting_receive_gets_redelivered_messages(world: World) -> None:
     await send(world, [b"a"])
     await pop(world)
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
@@ -249,7 +253,7 @@ async def test_a_pop_waits_for_redelivered_messages(world: World) -> None:
 
 
 @on_node()
-async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World) -> None:
+async def test_as_many_waiting_receives_are_served_as_there_are_messages(world: World) -> None:
     await send(world, [b"seen"])
     engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = [asyncio.create_task(pop(world, 1, wait_ms=30_000)) for _ in range(20)]
@@ -280,7 +284,7 @@ async def test_the_end_of_a_lease_wakes_no_other_group(world: World) -> None:
 
 
 @on_node()
-async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> None:
+async def test_wait_for_rows_returns_when_the_group_has_a_message_to_receive(world: World) -> None:
     await send(world, [b"a"])
     assert await engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 0)
     await pop(world)
@@ -293,7 +297,9 @@ async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> No
 
 @pytest.mark.parametrize("begins_at_end", [False, True])
 @on_node()
-async def test_a_group_that_only_asks_begins_where_it_would(world: World, begins_at_end: bool) -> None:
+async def test_wait_for_rows_stores_the_first_offset_only_if_a_new_group_begins_at_the_end(
+    world: World, begins_at_end: bool
+) -> None:
     await send(world, [b"a", b"b", b"c"])
     if begins_at_end:
         world.broker.tables.groups.update(SubscriptionGroup("late", consume_from_min_enable=False))
@@ -304,7 +310,7 @@ async def test_a_group_that_only_asks_begins_where_it_would(world: World, begins
 
 
 @on_node()
-async def test_a_new_group_on_a_full_disk_disturbs_no_other_group(
+async def test_a_new_group_that_a_full_disk_refuses_does_not_block_other_groups(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await send(world, [b"%d" % i for i in range(4)])
@@ -352,7 +358,7 @@ async def test_a_group_that_is_moved_back_is_served_at_once(
 
 
 @on_node()
-async def test_only_what_is_wanted_is_handed_out_and_the_rest_is_done(world: World) -> None:
+async def test_messages_that_the_filter_excludes_are_done_without_being_handed_out(world: World) -> None:
     await send(
         world,
         [b"%d" % i for i in range(6)],
@@ -367,7 +373,7 @@ async def test_only_what_is_wanted_is_handed_out_and_the_rest_is_done(world: Wor
 
 
 @on_node()
-async def test_a_filter_that_passes_few_finds_them_far_behind(
+async def test_a_filter_with_few_matches_finds_them_after_many_other_messages(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("timeball.broker.consuming.selection.SCAN_ENTRIES", 4)
@@ -376,7 +382,7 @@ async def test_a_filter_that_passes_few_finds_them_far_behind(
 
 
 @on_node()
-async def test_many_consumers_at_once_share(world: World) -> None:
+async def test_many_concurrent_consumers_get_each_message_once(world: World) -> None:
     await send(world, [b"%d" % i for i in range(200)])
     taken = await asyncio.gather(*(pop(world, 7) for _ in range(40)))
     found = [body for popped in taken for body in bodies(popped)]
@@ -386,7 +392,7 @@ async def test_many_consumers_at_once_share(world: World) -> None:
 
 
 @on_node()
-async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World) -> None:
+async def test_messages_of_a_hidden_queue_are_not_handed_out(world: World) -> None:
     """Its receipts would be refused: the acknowledgement would name a queue that consumers do not have."""
     await send(world, [b"shown", b"hidden"], queue_id=pa.array([0, 1], pa.int32()))
     topics = world.broker.tables.topics
@@ -404,7 +410,7 @@ async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World
 
 
 @on_node()
-async def test_a_message_may_be_given_back_for_days_and_this_is_one_attempt(world: World) -> None:
+async def test_a_nack_with_a_delay_of_days_is_one_attempt(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
     assert await engine(world).nack(receipt, 36 * HOUR_MS, "tomorrow")
@@ -427,7 +433,7 @@ async def test_the_longest_delay_of_a_nack_is_that_of_a_send(world: World) -> No
 
 
 @on_node(delay_ms_max=HOUR_MS)
-async def test_a_shorter_longest_delay_of_sends_does_not_shorten_nacks_below_a_lease(world: World) -> None:
+async def test_the_longest_delay_of_a_nack_is_at_least_the_longest_lease(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
     with pytest.raises(InvalidDelay):
@@ -436,7 +442,7 @@ async def test_a_shorter_longest_delay_of_sends_does_not_shorten_nacks_below_a_l
 
 
 @on_node()
-async def test_a_nack_in_order_has_the_limit_of_a_lease(world: World) -> None:
+async def test_the_longest_delay_of_an_ordered_nack_is_that_of_a_lease(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world, in_order=True)).receipts
     with pytest.raises(InvalidDelay, match="after=43200001 ms: between 0 and 43200000 ms for a message"):

@@ -17,7 +17,7 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.answers import Conflict
 
 
-class Heard(Subscriptions):
+class TimedSubscriptions(Subscriptions):
     """Subscriptions on a clock that stands still until told."""
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Heard(Subscriptions):
             self.hear("g", topic, text)
 
 
-def test_two_members_that_want_different_messages_conflict_while_both_ask() -> None:
-    heard = Heard()
+def test_members_with_different_filters_conflict_while_both_repeat_them() -> None:
+    heard = TimedSubscriptions()
     heard.say("red", "blue")
     assert heard.conflicts("g") == [], "one member may have changed its mind"
     heard.say("red")
@@ -42,8 +42,8 @@ def test_two_members_that_want_different_messages_conflict_while_both_ask() -> N
     assert heard.conflicts("g") == [], "the other member is gone"
 
 
-def test_a_group_that_changes_its_filter_conflicts_no_longer_than_its_releases_overlap() -> None:
-    heard = Heard()
+def test_a_group_that_changes_its_filter_conflicts_only_while_old_members_run() -> None:
+    heard = TimedSubscriptions()
     heard.say("red", "red", "blue", "blue")
     assert heard.conflicts("g") == []
     heard.say("red", "blue")
@@ -53,16 +53,16 @@ def test_a_group_that_changes_its_filter_conflicts_no_longer_than_its_releases_o
     assert heard.conflicts("g") == []
 
 
-def test_members_of_different_topics_conflict() -> None:
-    heard = Heard()
+def test_members_that_subscribe_to_different_topics_conflict() -> None:
+    heard = TimedSubscriptions()
     for topics in (["a", "b"], ["a"], ["b", "a"]):
         heard.clock.advance(1_000)
         heard.hear_topics("g", topics)
     assert heard.conflicts("g") == [Conflict("", ["a", "a, b"])]
 
 
-def test_a_conflict_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    heard = Heard()
+def test_a_conflict_is_logged_again_only_after_ten_minutes(caplog: pytest.LogCaptureFixture) -> None:
+    heard = TimedSubscriptions()
     heard.say(*["red", "blue"] * 20)
     assert caplog.text.count("members filter differently group=g topic=orders filters=['blue', 'red']") == 1
     heard.clock.advance(LOG_EVERY_MS)
@@ -70,9 +70,9 @@ def test_a_conflict_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text.count("members filter differently") == 2
 
 
-def test_clients_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_subscriptions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "KEYS_MAX", 3)
-    heard = Heard()
+    heard = TimedSubscriptions()
     for number in range(9):
         heard.say("red", "blue", "red", topic=f"t{number}")
     assert [one.topic for one in heard.conflicts("g")] == ["t6", "t7", "t8"]
@@ -86,7 +86,7 @@ def test_clients_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert heard.groups() == [], "the wishes of the group have made room"
 
 
-def test_equal_subscriptions_have_one_text() -> None:
+def test_equal_filters_have_the_same_text() -> None:
     assert (
         compile_filter("b || a").text
         == compile_filter("a||b", bit_mask=True).text
@@ -98,7 +98,7 @@ def test_equal_subscriptions_have_one_text() -> None:
 
 
 @on_node()
-async def test_filters_of_requests_are_shown_with_the_group(
+async def test_conflicting_filters_of_receives_are_shown_in_the_state_of_the_group(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     await send(world, [b"a", b"b"])

@@ -24,7 +24,7 @@ def _spans_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Told:
+class Recorded:
     """The calls that the broker's traces receive, beside their normal effect."""
 
     def __init__(self, world: World) -> None:
@@ -48,18 +48,18 @@ class Told:
 def test_receives_and_acknowledgements_are_traced(save_ms: int) -> None:
     @on_node(traces=True, ack_save_ms=save_ms)
     async def run(world: World) -> None:
-        consuming, told = world.broker.consuming, Told(world)
+        consuming, recorded = world.broker.consuming, Recorded(world)
         assert isinstance(consuming, TracedConsuming)
         request = ReceiveRequest("g", "orders", rows=2)
         await world.broker.send(batch(3, properties=[CONTEXT] * 3))
         first = await consuming.receive(request, 0)
         second = await consuming.receive(request, 0)
         assert (await consuming.receive(request, 0)).receipts == []
-        assert told.received == [2, 1]
+        assert recorded.received == [2, 1]
         assert await consuming.acknowledge(first.receipts) == [True, True]
         assert await consuming.acknowledge(first.receipts) == [False, False]
         assert await consuming.dead_letter(second.receipts[0])
-        assert told.settled == [("ack", [True, True]), ("ack", [False, False]), ("dead_letter", [True])]
+        assert recorded.settled == [("ack", [True, True]), ("ack", [False, False]), ("dead_letter", [True])]
         # Three receipts, two acknowledgements and a dead letter: what is not valid has no span.
         assert world.broker.traces.counts["recorded"] == 6
 
@@ -67,13 +67,13 @@ def test_receives_and_acknowledgements_are_traced(save_ms: int) -> None:
 
 
 @on_node(traces=True)
-async def test_a_lease_that_was_made_longer_and_renamed_is_the_same_lease(world: World) -> None:
-    consuming, told = world.broker.consuming, Told(world)
+async def test_the_span_of_a_renamed_longer_lease_is_that_of_the_same_message(world: World) -> None:
+    consuming, recorded = world.broker.consuming, Recorded(world)
     await world.broker.send(batch(1, properties=[CONTEXT]))
     (receipt,) = (await consuming.receive(ReceiveRequest("g", "orders"), 0)).receipts
     world.clock.advance(10)
     longer = await consuming.change_invisible_time(receipt, 30_000, is_renamed=True)
     assert longer != receipt
     assert consuming.acknowledge_now([longer]) == [True]
-    assert told.settled == [("ack", [True])]
+    assert recorded.settled == [("ack", [True])]
     assert world.broker.traces.counts["recorded"] == 2

@@ -34,7 +34,7 @@ async def begin(world: World, **attributes: str) -> None:
 
 
 @on_node()
-async def test_a_nack_without_an_attempt_does_not_bring_a_message_to_the_dead_letters(world: World) -> None:
+async def test_nacks_without_an_attempt_do_not_use_up_the_attempts(world: World) -> None:
     await begin(world)
     assert await attempts(world, 10) == [1] * 10
     assert await attempts(world, 10, counts=True) == [1, 2, 3]
@@ -59,11 +59,13 @@ async def test_a_limit_that_is_no_number_is_the_default(world: World) -> None:
     assert groups.uncounted_max("unknown") == 1_000
 
 
-def test_the_number_is_in_the_properties() -> None:
+def test_the_number_of_nacks_without_an_attempt_is_a_property_of_the_message() -> None:
     text = encode_properties({"NACKS_UNCOUNTED": "3", "a": "b"})
-    assert redelivery_rows.uncounted_in(text) == 3 and redelivery_rows.uncounted(text) == {
-        "NACKS_UNCOUNTED": "4"
-    }
+    assert redelivery_rows.count_uncounted_nacks(text) == 3 and redelivery_rows.uncounted_nack_property(
+        text
+    ) == {"NACKS_UNCOUNTED": "4"}
     for invalid in (None, "", encode_properties({"NACKS_UNCOUNTED": "x"})):
-        assert redelivery_rows.uncounted_in(invalid) == 0
-    assert "NACKS_UNCOUNTED\x014\x02" in redelivery_rows.properties_of(text, redelivery_rows.uncounted(text))
+        assert redelivery_rows.count_uncounted_nacks(invalid) == 0
+    assert "NACKS_UNCOUNTED\x014\x02" in redelivery_rows.merge_properties(
+        text, redelivery_rows.uncounted_nack_property(text)
+    )

@@ -21,7 +21,7 @@ from timeball.model import limits
 from timeball.model.errors import NotFound, OverLimit
 
 
-class Shop:
+class FakeQueues:
     """Messages by topic, which `WaitingReceives` hands out one by one to any group."""
 
     def __init__(self) -> None:
@@ -72,20 +72,20 @@ async def turns(count: int = 8) -> None:
 
 def test_one_pass_serves_each_line_in_its_order() -> None:
     async def scene() -> None:
-        shop = Shop()
-        first, second, third = (shop.begin("a") for _ in range(3))
-        other = shop.begin("b", "u")
+        fake = FakeQueues()
+        first, second, third = (fake.begin("a") for _ in range(3))
+        other = fake.begin("b", "u")
         await turns()
-        shop.add(2)
+        fake.add(2)
         await turns()
         assert first.done() and second.done() and not third.done() and not other.done()
-        assert shop.selections == 2, "nothing was selected for the third consumer"
-        shop.add(1)
-        shop.add(1, "u")
+        assert fake.selections == 2, "nothing was selected for the third consumer"
+        fake.add(1)
+        fake.add(1, "u")
         for served in (first, second, third, other):
             selection = await served
             assert selection is not None and len(selection.leased) == 1
-        assert shop.is_empty
+        assert fake.is_empty
 
     asyncio.run(scene())
 
@@ -94,47 +94,47 @@ def test_lines_of_one_group_take_turns() -> None:
     """Consumers whose requests differ share the messages, also when each message comes by itself."""
 
     async def scene() -> None:
-        shop, served = Shop(), Counter[int]()
+        fake, served = FakeQueues(), Counter[int]()
 
         async def consume(lease_ms: int) -> None:
             request, loop = (
                 ReceiveRequest("a", "t", rows=1, invisible_ms=lease_ms),
                 asyncio.get_running_loop(),
             )
-            while await shop.waiting.wait(request, {"t"}, loop.time() + 60) is not None:
+            while await fake.waiting.wait(request, {"t"}, loop.time() + 60) is not None:
                 served[lease_ms] += 1
 
         consumers = [asyncio.create_task(consume(lease_ms)) for lease_ms in (1_000, 1_000, 2_000, 2_000)]
         await turns()
         for _ in range(20):
-            shop.add(1)
+            fake.add(1)
             await turns()
         assert served == {1_000: 10, 2_000: 10}
-        shop.add(2)
+        fake.add(2)
         await turns()
         assert served == {1_000: 11, 2_000: 11}
         for consumer in consumers:
             consumer.cancel()
         await asyncio.gather(*consumers, return_exceptions=True)
-        assert shop.is_empty
+        assert fake.is_empty
 
     asyncio.run(scene())
 
 
 def test_all_groups_of_a_topic_are_served_in_slices() -> None:
     async def scene() -> None:
-        shop, groups = Shop(), 3 * SERVED_AT_ONCE
-        waiting = [shop.begin(f"group-{number}") for number in range(groups)]
+        fake, groups = FakeQueues(), 3 * SERVED_AT_ONCE
+        waiting = [fake.begin(f"group-{number}") for number in range(groups)]
         await turns()
-        shop.add(groups)
+        fake.add(groups)
         served_before = [0]
         while not all(each.done() for each in waiting):
             await asyncio.sleep(0)
-            served_before.append(groups - shop.messages["t"])
+            served_before.append(groups - fake.messages["t"])
         # Between two turns of another task, at most one slice was served.
         steps = [after - before for before, after in pairwise(served_before)]
         assert max(steps) == SERVED_AT_ONCE and sum(steps) == groups
-        assert shop.is_empty
+        assert fake.is_empty
 
     asyncio.run(scene())
 
@@ -142,103 +142,103 @@ def test_all_groups_of_a_topic_are_served_in_slices() -> None:
 @pytest.mark.parametrize("messages", [0, 6])
 def test_a_slice_ends_when_it_has_examined_many_queues(messages: int) -> None:
     async def scene() -> None:
-        shop, groups = Shop(), 6
-        shop.queues = QUEUES_AT_ONCE // 2
-        waiting = [shop.begin(f"group-{number}") for number in range(groups)]
+        fake, groups = FakeQueues(), 6
+        fake.queues = QUEUES_AT_ONCE // 2
+        waiting = [fake.begin(f"group-{number}") for number in range(groups)]
         await turns()
-        shop.add(messages)
+        fake.add(messages)
         selections = [0]
-        while shop.selections < groups:
+        while fake.selections < groups:
             await asyncio.sleep(0)
-            selections.append(shop.selections)
+            selections.append(fake.selections)
         assert [after - before for before, after in pairwise(selections) if after > before] == [2, 2, 2]
-        shop.add(groups - messages)
+        fake.add(groups - messages)
         await asyncio.gather(*waiting)
-        assert shop.is_empty
+        assert fake.is_empty
 
     asyncio.run(scene())
 
 
 @on_node(queues_per_topic=5)
-async def test_a_selection_counts_the_queues_without_new_messages(world: World) -> None:
+async def test_a_selection_counts_examined_queues_without_new_messages(world: World) -> None:
     await world.broker.send(batch(1, topic=["t"]))
     assert engine(world)._select_now(ReceiveRequest("g", "t", rows=1)).examined_queues == 5
 
 
 def test_a_change_during_a_pass_is_not_missed() -> None:
     async def scene() -> None:
-        shop = Shop()
-        consumer = shop.begin("a")
+        fake = FakeQueues()
+        consumer = fake.begin("a")
         await turns()
-        shop.waiting.mark("t")  # nothing yet
-        shop.add(1)  # in the same turn
+        fake.waiting.mark("t")  # nothing yet
+        fake.add(1)  # in the same turn
         assert await consumer is not None
-        again = shop.begin("a")
+        again = fake.begin("a")
         await turns()
-        shop.waiting.mark("t")
+        fake.waiting.mark("t")
         await turns()
-        shop.add(1)
+        fake.add(1)
         assert await again is not None
 
     asyncio.run(scene())
 
 
-def test_a_consumer_whose_time_is_up_gets_none_and_the_next_one_is_served() -> None:
+def test_a_consumer_whose_wait_has_ended_gets_none_and_the_next_one_is_served() -> None:
     async def scene() -> None:
-        shop = Shop()
-        assert await shop.begin("a", wait_s=0) is None
-        assert shop.is_empty
-        late, patient = shop.begin("a", wait_s=0), shop.begin("a")
+        fake = FakeQueues()
+        assert await fake.begin("a", wait_s=0) is None
+        assert fake.is_empty
+        late, patient = fake.begin("a", wait_s=0), fake.begin("a")
         assert await late is None
-        shop.add(1)
+        fake.add(1)
         assert await patient is not None
-        assert shop.is_empty
+        assert fake.is_empty
 
     asyncio.run(scene())
 
 
 def test_a_selection_whose_consumer_has_gone_is_given_up() -> None:
     async def scene() -> None:
-        shop = Shop()
-        waits, served = shop.begin("a"), shop.begin("b")
+        fake = FakeQueues()
+        waits, served = fake.begin("a"), fake.begin("b")
         await turns()
         waits.cancel()  # before anything came
         with pytest.raises(asyncio.CancelledError):
             await waits
-        assert shop.given_up == 0
-        shop.add(1)
+        assert fake.given_up == 0
+        fake.add(1)
         await asyncio.sleep(0)  # the pass has served it, and its task has not run since
-        assert not shop.messages["t"]
+        assert not fake.messages["t"]
         served.cancel()
         with pytest.raises(asyncio.CancelledError):
             await served
-        assert shop.given_up == 1 and shop.is_empty
+        assert fake.given_up == 1 and fake.is_empty
 
     asyncio.run(scene())
 
 
 def test_each_consumer_of_a_deleted_topic_gets_the_error() -> None:
     async def scene() -> None:
-        shop = Shop()
-        waiting = [shop.begin("a"), shop.begin("a"), shop.begin("b")]
+        fake = FakeQueues()
+        waiting = [fake.begin("a"), fake.begin("a"), fake.begin("b")]
         await turns()
-        shop.deleted.add("t")
-        shop.waiting.mark("t")
+        fake.deleted.add("t")
+        fake.waiting.mark("t")
         for each in waiting:
             with pytest.raises(NotFound):
                 await each
-        assert shop.is_empty
+        assert fake.is_empty
 
     asyncio.run(scene())
 
 
-def test_a_selection_that_was_not_finished_is_handed_over_empty() -> None:
+def test_a_selection_with_unsearched_entries_is_handed_over_without_leases() -> None:
     async def scene() -> None:
-        shop = Shop()
-        consumer = shop.begin("a")
+        fake = FakeQueues()
+        consumer = fake.begin("a")
         await turns()
-        shop.unsearched.add("t")
-        shop.waiting.mark("t")
+        fake.unsearched.add("t")
+        fake.waiting.mark("t")
         selection = await consumer
         assert selection is not None and not selection.leased and selection.has_unsearched
 
@@ -249,12 +249,12 @@ def test_too_many_waiting_consumers_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(limits, "PULLS_WAITING_MAX", 1)
 
     async def scene() -> None:
-        shop = Shop()
-        staying = shop.begin("a")
+        fake = FakeQueues()
+        staying = fake.begin("a")
         await turns()
         with pytest.raises(OverLimit, match="1 consumers wait"):
-            await shop.begin("b")
-        shop.add(1)
+            await fake.begin("b")
+        fake.add(1)
         assert await staying is not None
 
     asyncio.run(scene())

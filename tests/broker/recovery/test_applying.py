@@ -31,10 +31,8 @@ from timeball.node.node import Node
 from timeball.schedule.outcomes import Moved
 from timeball.table.catalog import Catalog
 
-SMALL_BYTES, SMALLEST_BYTES = (
-    150_000,
-    2_000,
-)  # bytes of log between two snapshots, so that these short runs have some
+# Bytes of log between two snapshots, so that these short runs have some.
+SMALL_BYTES, SMALLEST_BYTES = 150_000, 2_000
 WHOLE = ["hour_log", "timer_wheel", "level_cascade", "plain", "compact", "bulk", "campaign", "moves"]
 LIVES = ["plain", "compact", "bulk", "roll", "levels", "campaign", "wheel", "cascade", "moves"]
 
@@ -130,7 +128,7 @@ def fold_often(monkeypatch: pytest.MonkeyPatch) -> None:
 # The fixture only reads, and the disk is copied for each example.
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_steps_give_what_one_gives(life: Life, data: st.DataObject) -> None:
+def test_applying_the_log_in_any_steps_gives_the_same_state(life: Life, data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.floats(0, 1), max_size=40), label="steps")
     start = {
         "from_checkpoint": data.draw(st.booleans(), label="from_checkpoint"),
@@ -143,8 +141,8 @@ def test_any_steps_give_what_one_gives(life: Life, data: st.DataObject) -> None:
 
 # Of the others the first rows are gone.
 @pytest.mark.parametrize("life", WHOLE, indirect=True)
-def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
-    """All rows from the first one on, with no snapshot looked into."""
+def test_the_rows_alone_give_the_same_state_as_snapshots(life: Life) -> None:
+    """Apply all rows from the first one on, without using a snapshot."""
     files = life.copy()
     opened = opened_log(files)
     reader = LogReader(opened.segments)
@@ -168,7 +166,7 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     assert sorted(plain.files) == sorted(entry.path for entry in found.files)
     assert (ledger.watermark, ledger.attach_seq) == (applying.ledger.watermark, applying.ledger.attach_seq)
     assert tail.count(reader, ledger.watermark) == found.scheduled_since_watermark
-    # Of those that are forgotten, all instants have passed.
+    # The schedule has forgotten moves of messages whose due times have all passed.
     moved = Moved()
     moved.restore(plain.moved())
     moved.forget_before(found.settled.before_ms)
@@ -208,16 +206,16 @@ async def rounds(world: World, *, snapshots: bool) -> tuple[Applying, int]:
         if snapshots and number % ROUNDS_PER_SNAPSHOT == 0:
             await world.node.maintenance.snapshot()  # type: ignore[union-attr]
         follower.apply(follower.reader.next_seq)
-        most = max(most, follower.kept_rows)
+        most = max(most, follower.memory_rows)
     return follower, most
 
 
 @on_node(InTurn)
-async def test_a_follower_keeps_what_was_settled_since_the_last_snapshot(world: World) -> None:
+async def test_a_follower_holds_only_pairs_settled_since_the_last_snapshot(world: World) -> None:
     follower, most = await rounds(world, snapshots=True)
-    # A settled pair each, two and a move for one that was rescheduled.
+    # A settled pair for each message. Two pairs and a move for each one that was rescheduled.
     assert most <= ROUNDS_PER_SNAPSHOT * (EACH + 2 * 10)
-    assert follower.kept_rows <= 10, "the last snapshot covers all that was settled"
+    assert follower.memory_rows <= 10, "the last snapshot covers all that was settled"
     assert follower.snapshot_seq > ROUNDS * EACH
 
 
@@ -225,11 +223,11 @@ async def test_a_follower_keeps_what_was_settled_since_the_last_snapshot(world: 
 async def test_without_snapshots_a_follower_keeps_pairs_but_no_scheduled_messages(world: World) -> None:
     """The control of the test above."""
     follower, _ = await rounds(world, snapshots=False)
-    assert ROUNDS * EACH <= follower.kept_rows <= ROUNDS * (EACH + 2 * 10)
+    assert ROUNDS * EACH <= follower.memory_rows <= ROUNDS * (EACH + 2 * 10)
 
 
 @on_node(retention_ms=1)
-async def test_a_follower_knows_what_the_log_must_keep(world: World) -> None:
+async def test_a_follower_knows_log_from_seq_of_the_last_snapshot(world: World) -> None:
     follower = follower_of(world)
     assert follower.log_from_seq == 1
     for _ in range(4):
@@ -241,7 +239,7 @@ async def test_a_follower_knows_what_the_log_must_keep(world: World) -> None:
     await world.checkpoint()
     await world.let_go()
     first_seq = world.broker.log.reader.first_seq
-    assert follower.log_from_seq == 1 < first_seq, "the row that says so is not applied yet"
+    assert follower.log_from_seq == 1 < first_seq, "the row of the snapshot is not applied yet"
     follower.apply(follower.reader.next_seq)
     assert follower.log_from_seq == first_seq
     kept = {queue.index.min_offset for queue in follower.tables.topics.get("a").queues}
@@ -252,7 +250,7 @@ async def test_a_follower_knows_what_the_log_must_keep(world: World) -> None:
 
 
 @on_node()
-async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) -> None:
+async def test_an_uncommitted_snapshot_is_not_used_as_the_starting_point(world: World) -> None:
     await world.send("a", [HOUR_MS] * 3)
     await world.node.maintenance.snapshot()  # type: ignore[union-attr]
     await world.send("a", [HOUR_MS] * 2)
@@ -262,7 +260,7 @@ async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) 
     first = starting_point(None, reader.segments, reader.next_seq - 1)
     assert 1 < first.facts.seq < newest.facts.seq
     assert starting_point(None, reader.segments, first.facts.seq).facts.seq == 1
-    # It goes on to the end of the log all the same.
+    # A follower that begins at the first snapshot applies the later rows, too.
     follower = Applying(first, reader, Tables(CrashFiles(), 2))
     follower.apply(first.facts.seq + 2)
     with pytest.raises(AssertionError, match="would be forgotten"):
@@ -272,14 +270,15 @@ async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) 
 
 
 @on_node(InTurn)
-async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it(world: World) -> None:
+async def test_rows_appended_while_a_snapshot_was_made_are_applied_after_it(world: World) -> None:
     follower = follower_of(world)
     keys = await world.send("a", [HOUR_MS] * 6)
     reader = world.broker.log.reader
     before = asyncio.gather(world.cancel(keys[:2]), world.reschedule(keys[2:3], 2 * HOUR_MS))
     while world.broker.log.writer.next_seq == reader.next_seq:
         await asyncio.sleep(0)
-    # Decided before it, with rows behind it; and sent while it was on its way to the log.
+    # The cancels and reschedules were decided before the snapshot, and their rows follow it. Others are sent while the
+    # snapshot is being written.
     await asyncio.gather(
         world.node.maintenance.snapshot(),  # type: ignore[union-attr]
         world.send("a", [HOUR_MS] * 3),
@@ -299,8 +298,8 @@ async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it
     )
 
 
-class TakesOver(World):
-    """A node that begins with caches which have applied the log in steps."""
+class TakeoverWorld(World):
+    """A node that starts like a follower that becomes leader: its caches have applied the log in steps."""
 
     async def build(self, node: Node) -> None:
         opened = opened_log(self.files)
@@ -312,20 +311,21 @@ class TakesOver(World):
         await node.start(listen=False, hot=(opened, applying))
 
 
-class TakenOver(Kept):
-    """A folder with which a follower begins to lead."""
+class TakeoverFolder(Kept):
+    """A data folder on which each start is a takeover by a follower."""
 
     def world(self, files: CrashFiles) -> World:
         world = super().world(files)
-        world.__class__ = TakesOver
+        world.__class__ = TakeoverWorld  # the same object, but it builds its node in another way
         return world
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_follower_that_takes_over_is_as_a_broker_that_was_started(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_takeover_gives_the_same_state_as_a_restart(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES)
-    kept = lived(variant)
-    follower = TakenOver(kept.files, kept.clock, kept.observed, kept.settings, kept.keys, kept.halves)
-    assert look(follower, kept.copy()) == look(kept, kept.copy())
+    folder = lived(variant)  # after a run that made all kinds of state
+    takeover = TakeoverFolder(
+        folder.files, folder.clock, folder.observed, folder.settings, folder.keys, folder.halves
+    )
+    # `look` starts a broker on a copy of the folder, and returns all that is visible from then on.
+    assert look(takeover, folder.copy()) == look(folder, folder.copy())

@@ -29,7 +29,7 @@ NONE = np.empty(0, np.int64)
 NOTHING = Checkpoint(Facts(seq=1), NONE, NONE)
 
 
-def known(pairs: list[tuple[int, int]], released: int = 0, **facts: Any) -> Checkpoint:
+def starting_point(pairs: list[tuple[int, int]], released: int = 0, **facts: Any) -> Checkpoint:
     due_ms, seq = (np.array([pair[at] for pair in pairs], np.int64) for at in (0, 1))
     return Checkpoint(Facts(**{"seq": 100, "settled_released": released, **facts}), due_ms, seq)
 
@@ -69,7 +69,7 @@ def replayed(start: Checkpoint, *batches: Any, ledger: AttachState | None = None
     return found
 
 
-def settled(found: Replayed) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def settled_pairs(found: Replayed) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs that were cancelled or moved, and those that were released."""
     all_of = found.settled()
     pairs = list(zip(all_of.due_ms.tolist(), all_of.seq.tolist(), strict=True))
@@ -78,9 +78,9 @@ def settled(found: Replayed) -> tuple[list[tuple[int, int]], list[tuple[int, int
 
 
 def test_a_message_settled_twice_counts_once() -> None:
-    start = known([(5, 9), (7, 3), (6, 4)], released=1, waiting_rows=10)
+    start = starting_point([(5, 9), (7, 3), (6, 4)], released=1, waiting_rows=10)
     found = replayed(start, rows(100, release(7, 3), cancel(8, 50)), rows(102, release(20, 51)))
-    assert settled(found) == ([(5, 9), (8, 50)], [(7, 3), (6, 4), (20, 51)])
+    assert settled_pairs(found) == ([(5, 9), (8, 50)], [(7, 3), (6, 4), (20, 51)])
     assert found.waiting_rows == 8, "number 3 was settled before"
     assert len(found) == 5
 
@@ -89,20 +89,22 @@ def test_covered_messages_count_once_unless_they_were_held() -> None:
     campaign = CampaignFacts(
         state="paused", since_ms=0, planned_ms=0, planned_seq=1, rows=2, ranges=[(20, 2)], held_from_ms=50
     )
-    start = known(
+    start = starting_point(
         [], settled_before_ms=100, settled_before_seq=90, waiting_rows=10,
         meta={"campaign/c": msgspec.Raw(msgspec.json.encode(campaign))},
     )  # fmt: skip
     found = replayed(start, rows(100, cancel(60, 20), cancel(60, 30), cancel(60, 95), cancel(200, 31)))
     assert found.waiting_rows == 7
     # All are settled by name all the same: the mark speaks of what it knew.
-    assert len(settled(found)[0]) == 4
+    assert len(settled_pairs(found)[0]) == 4
 
 
-def test_the_cursor_goes_on_with_releases_in_any_batches() -> None:
+def test_the_release_cursor_is_the_same_for_any_batches_of_releases() -> None:
     each = [release(1_500, 1), release(3_000, 2), cancel(9_000, 3), release(3_999, 4), release(2_999, 5)]
-    whole = replayed(known([], tick=(1_000, 7)), rows(100, *each))
-    single = replayed(known([], tick=(1_000, 7)), *(rows(100 + at, one) for at, one in enumerate(each)))
+    whole = replayed(starting_point([], tick=(1_000, 7)), rows(100, *each))
+    single = replayed(
+        starting_point([], tick=(1_000, 7)), *(rows(100 + at, one) for at, one in enumerate(each))
+    )
     assert whole.cursor == single.cursor
     assert (whole.cursor.tick_ms, whole.cursor.local_index) == (3_000, 2)
 
@@ -111,7 +113,7 @@ def test_the_cursor_goes_on_with_releases_in_any_batches() -> None:
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 99), st.integers(0, 99)), max_size=30),
     st.integers(1, 7),
 )
-def test_moves_are_those_that_the_schedule_remembers(
+def test_replayed_moves_equal_those_of_the_schedule(
     moves: list[tuple[int, int, int]], batch_rows: int
 ) -> None:
     each = [moved(due_ms, number, from_ms) for number, due_ms, from_ms in moves]
@@ -127,12 +129,12 @@ def test_moves_are_those_that_the_schedule_remembers(
     assert entries_of(again).tolist() == entries_of(expected).tolist()
 
 
-def test_a_move_settles_the_version_before_it_and_what_waits_stays_as_many() -> None:
-    found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, 20)))
-    assert settled(found) == ([(20, 9)], [])
+def test_a_move_settles_the_previous_version_and_keeps_the_number_of_pending_messages() -> None:
+    found = replayed(starting_point([], waiting_rows=1), rows(100, moved(50, 9, 20)))
+    assert settled_pairs(found) == ([(20, 9)], [])
     assert found.waiting_rows == 1
     # A half message had no instant: with it one more waits.
-    found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, NO_DUE_TIME_MS)))
+    found = replayed(starting_point([], waiting_rows=1), rows(100, moved(50, 9, NO_DUE_TIME_MS)))
     assert found.waiting_rows == 2
 
 
@@ -148,8 +150,8 @@ def test_wake_ups_are_kept_while_the_mark_may_wait_for_them() -> None:
     assert due_ms.tolist() == [1_100, 900, 900]
 
 
-def test_halves_are_open_until_a_row_names_them() -> None:
-    start = known([], halves=[(3, 1), (4, 0), (5, 2)])
+def test_half_messages_are_open_until_a_row_names_them() -> None:
+    start = starting_point([], halves=[(3, 1), (4, 0), (5, 2)])
     ends = [
         {**cancel(0, 4), "due_ms": None},
         moved(90, 3, NO_DUE_TIME_MS),
@@ -171,9 +173,11 @@ def table_row(change: Attachment | Reservation) -> dict[str, Any]:
     return {"kind": int(Kind.TABLE), "body": encode(change), "store_ms": 5}
 
 
-def test_table_rows_change_the_ledger_and_the_files_that_live() -> None:
+def test_table_rows_change_the_attach_state_and_the_live_files() -> None:
     ledger = AttachState()
-    start = known([], files=[msgspec.to_builtins(entry("old"))], watermark=40, waiting_rows=3, late=[(1, 2)])
+    start = starting_point(
+        [], files=[msgspec.to_builtins(entry("old"))], watermark=40, waiting_rows=3, late=[(1, 2)]
+    )
     bulk = Attachment(job="bulk", job_id="b", epoch=0, files=[entry("new")], ranges=[(101, 2)])
     rewrite = Attachment(job="rewrite", job_id="r", epoch=0, files=[entry("whole")], removes=["old", "new"])
     compact = Attachment(job="compact", job_id="c", epoch=0, files=[entry("tail")], from_seq=40, to_seq=90)

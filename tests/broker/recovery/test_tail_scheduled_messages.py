@@ -48,7 +48,7 @@ def model(rows: pa.RecordBatch, settled: Settled, from_seq: int) -> list[tuple[i
     ]
 
 
-def listed(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
+def list_pending(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
     found = tail.waiting(settled, from_seq)
     return list(zip(found.due_ms.tolist(), found.seq.tolist(), found.row_seq.tolist(), strict=True))
 
@@ -73,10 +73,10 @@ def test_pending_messages_agree_with_a_model(
             tail.fold(settled, from_seq)
             assert tail.unfolded_rows == 0
     expected = model(rows, settled, from_seq)
-    assert listed(tail, settled, from_seq) == expected
+    assert list_pending(tail, settled, from_seq) == expected
     tail.fold(settled, from_seq)
     assert len(tail) == len(expected), "what is settled is not kept"
-    assert listed(tail, settled, from_seq) == expected
+    assert list_pending(tail, settled, from_seq) == expected
 
 
 def test_earlier_rows_are_read_later_and_counted(monkeypatch: Any) -> None:
@@ -95,7 +95,7 @@ def test_earlier_rows_are_read_later_and_counted(monkeypatch: Any) -> None:
             assert late.count(log.reader, 1) == 22 - 12
             late.extend_down(log.reader, 1)
             late.extend_down(log.reader, 1)
-            assert listed(late, nothing, 1) == listed(whole, nothing, 1)
+            assert list_pending(late, nothing, 1) == list_pending(whole, nothing, 1)
             for from_seq in range(1, 23):
                 # The row that holds an older scheduled message again, number 21, is no scheduled message that came.
                 came = 22 - from_seq + (from_seq > 21)

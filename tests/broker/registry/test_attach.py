@@ -47,51 +47,53 @@ def bulk(*ranges: tuple[int, int], files: list[FileEntry] | None = None, **field
     return attachment(entries, **{"job": "bulk", "ranges": list(ranges), **fields})
 
 
-def check(ledger: AttachState, change: Attachment, now_ms: int = NOW_MS) -> None:
-    ledger.check(change, durable_seq=DURABLE, is_live=lambda path: path == LIVE, now_ms=now_ms)
+def check(attach_state: AttachState, change: Attachment, now_ms: int = NOW_MS) -> None:
+    attach_state.check(change, durable_seq=DURABLE, is_live=lambda path: path == LIVE, now_ms=now_ms)
 
 
 @pytest.fixture
-def ledger() -> AttachState:
-    ledger = AttachState(watermark=10)
-    ledger.reserve(50, 5)
-    ledger.reserve(60, 7)
-    return ledger
+def attach_state() -> AttachState:
+    attach_state = AttachState(watermark=10)
+    attach_state.reserve(50, 5)
+    attach_state.reserve(60, 7)
+    return attach_state
 
 
 # ---- what fits ----------------------------------------------------------------------------------------------
 
 
-def test_a_valid_attach_is_accepted(ledger: AttachState) -> None:
+def test_a_valid_attach_is_accepted(attach_state: AttachState) -> None:
     for change in (
         compact(10, 11), compact(10, DURABLE), bulk((50, 5)), bulk((60, 7), (50, 5)),
         attachment([entry(1, 1)]), attachment([], removes=[LIVE]), attachment([entry(1, 1)], removes=[LIVE]),
     ):  # fmt: skip
-        check(ledger, change)
+        check(attach_state, change)
 
 
 @pytest.mark.parametrize("from_seq", [0, 9, 11, 100])
-def test_a_compact_begins_at_the_watermark_or_rows_are_lost_or_doubled(
-    ledger: AttachState, from_seq: int
+def test_a_compact_that_does_not_begin_at_the_watermark_is_refused(
+    attach_state: AttachState, from_seq: int
 ) -> None:
     with pytest.raises(OutOfRange, match="the watermark is 10"):
-        check(ledger, compact(from_seq, 100))
+        check(attach_state, compact(from_seq, 100))
 
 
 @pytest.mark.parametrize("to_seq", [0, 9, 10, DURABLE + 1])
-def test_a_compact_ends_ahead_and_at_what_is_durable(ledger: AttachState, to_seq: int) -> None:
+def test_a_compact_that_ends_at_its_begin_or_beyond_the_durable_log_is_refused(
+    attach_state: AttachState, to_seq: int
+) -> None:
     with pytest.raises(OutOfRange, match="between 11 and 100"):
-        check(ledger, compact(10, to_seq))
+        check(attach_state, compact(10, to_seq))
 
 
 @pytest.mark.parametrize(
     "ranges", [[(50, 4)], [(50, 6)], [(51, 4)], [(55, 5)], [(1, 1)], [(50, 5), (70, 1)], [(60, 5)]]
 )
 def test_ranges_that_were_not_reserved_are_refused(
-    ledger: AttachState, ranges: list[tuple[int, int]]
+    attach_state: AttachState, ranges: list[tuple[int, int]]
 ) -> None:
     with pytest.raises(OutOfRange, match="were not set aside"):
-        check(ledger, bulk(*ranges))
+        check(attach_state, bulk(*ranges))
 
 
 @pytest.mark.parametrize(
@@ -101,25 +103,27 @@ def test_ranges_that_were_not_reserved_are_refused(
         [entry(49, 5)], [entry(51, 5)], [entry(60, 5)],  # elsewhere
     ],
 )  # fmt: skip
-def test_files_hold_what_was_set_aside(ledger: AttachState, files: list[FileEntry]) -> None:
+def test_files_with_other_numbers_than_the_reserved_ones_are_refused(
+    attach_state: AttachState, files: list[FileEntry]
+) -> None:
     with pytest.raises(InvalidMessage, match=r"the ranges hold 5 rows|are in no range"):
-        check(ledger, bulk((50, 5), files=files))
+        check(attach_state, bulk((50, 5), files=files))
 
 
-def test_two_files_with_one_number_are_refused() -> None:
+def test_files_with_overlapping_numbers_are_refused() -> None:
     """As many rows as were set aside, and all in range; but one number would stand for two scheduled messages."""
-    ledger = AttachState()
-    ledger.reserve(50, 6)
+    attach_state = AttachState()
+    attach_state.reserve(50, 6)
     doubled = [entry(50, 3), entry(52, 3, "bucket=2026-11/more.parquet")]
     with pytest.raises(InvalidMessage, match="both hold seq 52"):
-        check(ledger, bulk((50, 6), files=doubled))
-    check(ledger, bulk((50, 6), files=[doubled[0], entry(53, 3, "bucket=2026-11/more.parquet")]))
+        check(attach_state, bulk((50, 6), files=doubled))
+    check(attach_state, bulk((50, 6), files=[doubled[0], entry(53, 3, "bucket=2026-11/more.parquet")]))
 
 
-def test_a_range_that_is_named_twice_is_refused(ledger: AttachState) -> None:
+def test_a_range_that_is_named_twice_is_refused(attach_state: AttachState) -> None:
     """Or a row would be counted for two scheduled messages."""
     with pytest.raises(OutOfRange, match="twice"):
-        check(ledger, bulk((50, 5), (50, 5)))
+        check(attach_state, bulk((50, 5), (50, 5)))
 
 
 @pytest.mark.parametrize(
@@ -137,89 +141,91 @@ def test_a_range_that_is_named_twice_is_refused(ledger: AttachState) -> None:
         (attachment([], removes=[LIVE, LIVE]), "named twice"),
     ],
 )
-def test_forbidden_claims_of_a_job(ledger: AttachState, change: Attachment, text: str) -> None:
+def test_an_attach_with_fields_of_another_job_is_refused(
+    attach_state: AttachState, change: Attachment, text: str
+) -> None:
     with pytest.raises(InvalidMessage, match=text):
-        check(ledger, change)
+        check(attach_state, change)
 
 
-def test_only_live_files_can_be_removed(ledger: AttachState) -> None:
+def test_only_live_files_can_be_removed(attach_state: AttachState) -> None:
     with pytest.raises(NotFound, match="not part of the pending table"):
-        check(ledger, attachment([], removes=["bucket=2026-11/gone.parquet"]))
+        check(attach_state, attachment([], removes=["bucket=2026-11/gone.parquet"]))
 
 
 # ---- what has been ------------------------------------------------------------------------------------------
 
 
-def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: AttachState) -> None:
+def test_only_a_compact_moves_the_watermark(attach_state: AttachState) -> None:
     for change in (bulk((50, 5)), attachment([entry(1, 1)]), attachment([], removes=[LIVE])):
-        ledger.apply(change, 1, NOW_MS)
-        assert ledger.watermark == 10
-    ledger.apply(compact(10, 42), 1, NOW_MS)
-    assert ledger.watermark == 42
+        attach_state.apply(change, 1, NOW_MS)
+        assert attach_state.watermark == 10
+    attach_state.apply(compact(10, 42), 1, NOW_MS)
+    assert attach_state.watermark == 42
 
 
-def test_an_attach_uses_up_its_reserved_numbers(ledger: AttachState) -> None:
-    ledger.apply(bulk((50, 5)), 1, NOW_MS)
+def test_an_attach_uses_up_its_reserved_numbers(attach_state: AttachState) -> None:
+    attach_state.apply(bulk((50, 5)), 1, NOW_MS)
     with pytest.raises(OutOfRange, match="used up"):
-        check(ledger, bulk((50, 5), job_id="another"))
-    check(ledger, bulk((60, 7)))
+        check(attach_state, bulk((50, 5), job_id="another"))
+    check(attach_state, bulk((60, 7)))
 
 
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from(["", "r"])
 )
 def test_a_repeated_attach_is_recognized_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
-    ledger, last = AttachState(), {}
+    attach_state, last = AttachState(), {}
     for job_id, epoch in seen:
         change = attachment([], job_id=job_id, epoch=epoch, digest=digest)
         if digest and epoch < last.get(job_id, -1):
             with pytest.raises(RequestError, match=f"has come to epoch {last[job_id]}"):
-                ledger.is_repeated(change)
+                attach_state.is_repeated(change)
             continue
-        assert ledger.is_repeated(change) == (epoch <= last.get(job_id, -1))
-        if not ledger.is_repeated(change):
-            ledger.apply(change, 1, NOW_MS)
+        assert attach_state.is_repeated(change) == (epoch <= last.get(job_id, -1))
+        if not attach_state.is_repeated(change):
+            attach_state.apply(change, 1, NOW_MS)
             last[job_id] = epoch
-    assert ledger.epochs | {name: job.epoch for name, job in ledger.jobs.items()} == last
+    assert attach_state.epochs | {name: job.epoch for name, job in attach_state.jobs.items()} == last
 
 
-def test_other_rows_under_a_known_name_are_refused() -> None:
+def test_an_attach_of_other_rows_under_a_remembered_job_is_refused() -> None:
     """They are a different write. An earlier version dropped them without an error."""
-    ledger = AttachState()
+    attach_state = AttachState()
     first = attachment([], job_id="import", epoch=3, digest="30 rows 0a")
-    ledger.apply(first, 1, NOW_MS)
-    assert ledger.is_repeated(first)
+    attach_state.apply(first, 1, NOW_MS)
+    assert attach_state.is_repeated(first)
     other = msgspec.structs.replace(first, digest="30 rows 0b")
     with pytest.raises(RequestError, match=r"\(30 rows 0a, now 30 rows 0b\).*another job_id.*on_repeat=skip"):
-        ledger.is_repeated(other)
+        attach_state.is_repeated(other)
     for digest in ("", ANY_ROWS):
-        assert ledger.is_repeated(msgspec.structs.replace(first, digest=digest))
-    ledger.apply(msgspec.structs.replace(first, digest=ANY_ROWS), 1, NOW_MS)
-    assert ledger.is_repeated(other)
+        assert attach_state.is_repeated(msgspec.structs.replace(first, digest=digest))
+    attach_state.apply(msgspec.structs.replace(first, digest=ANY_ROWS), 1, NOW_MS)
+    assert attach_state.is_repeated(other)
 
 
-def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: AttachState) -> None:
+def test_a_compact_is_repeated_when_the_watermark_has_passed_it(attach_state: AttachState) -> None:
     """Whoever moved it there, and whatever its number."""
-    assert not ledger.is_repeated(compact(10, 20, epoch=1))
-    ledger.apply(compact(10, 42, job_id="another", epoch=9), 1, NOW_MS)
-    assert ledger.is_repeated(compact(10, 20, epoch=1))
-    assert ledger.is_repeated(compact(10, 42, epoch=1))
-    assert not ledger.is_repeated(compact(10, 43, epoch=1))
-    assert not ledger.is_repeated(compact(0, 0, epoch=1))
+    assert not attach_state.is_repeated(compact(10, 20, epoch=1))
+    attach_state.apply(compact(10, 42, job_id="another", epoch=9), 1, NOW_MS)
+    assert attach_state.is_repeated(compact(10, 20, epoch=1))
+    assert attach_state.is_repeated(compact(10, 42, epoch=1))
+    assert not attach_state.is_repeated(compact(10, 43, epoch=1))
+    assert not attach_state.is_repeated(compact(0, 0, epoch=1))
 
 
 def test_at_the_limit_the_oldest_jobs_and_reservations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest job without a digest, or the oldest reservation, is forgotten first."""
     monkeypatch.setattr(limits, "RESERVATIONS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
-    ledger = AttachState()
+    attach_state = AttachState()
     for number in (1, 2, 3, 1, 4):
-        ledger.apply(attachment([], job_id=f"job{number}", epoch=number), 1, NOW_MS)
-        ledger.check_reserve(1)
-        ledger.reserve(number * 10, 1)
-    assert set(ledger.epochs) == {"job3", "job1", "job4"}
-    assert len(ledger.reserved) <= 3
-    assert 40 in ledger.reserved
+        attach_state.apply(attachment([], job_id=f"job{number}", epoch=number), 1, NOW_MS)
+        attach_state.check_reserve(1)
+        attach_state.reserve(number * 10, 1)
+    assert set(attach_state.epochs) == {"job3", "job1", "job4"}
+    assert len(attach_state.reserved) <= 3
+    assert 40 in attach_state.reserved
 
 
 def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
@@ -228,28 +234,28 @@ def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
     """Not for others without a digest, however many, and for others with one not before it is old."""
     monkeypatch.setattr(limits, "JOBS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
-    ledger = AttachState()
+    attach_state = AttachState()
 
     def named(number: int, epoch: int = 1) -> Attachment:
         return attachment([], job_id=f"named{number}", epoch=epoch, digest="rows")
 
     for number in range(3):
-        check(ledger, named(number))
-        ledger.apply(named(number), 1, NOW_MS + number)
+        check(attach_state, named(number))
+        attach_state.apply(named(number), 1, NOW_MS + number)
     for number in range(20):
-        ledger.apply(attachment([], job_id=f"once{number}"), 1, NOW_MS)
-    assert all(ledger.is_repeated(named(number)) for number in range(3))
+        attach_state.apply(attachment([], job_id=f"once{number}"), 1, NOW_MS)
+    assert all(attach_state.is_repeated(named(number)) for number in range(3))
     with pytest.raises(OverLimit, match=r"3 jobs have been named within 7 days: .*option epoch"):
-        check(ledger, named(3), NOW_MS + 1 + limits.JOB_KEPT_MS - 2)
-    check(ledger, named(2, epoch=2))  # a known name needs no free entry
-    check(ledger, attachment([], job_id="once"))
-    check(ledger, named(3), NOW_MS + limits.JOB_KEPT_MS)
-    ledger.apply(named(3), 1, NOW_MS + limits.JOB_KEPT_MS)
-    assert set(ledger.jobs) == {"named1", "named2", "named3"}
+        check(attach_state, named(3), NOW_MS + 1 + limits.JOB_KEPT_MS - 2)
+    check(attach_state, named(2, epoch=2))  # a known name needs no free entry
+    check(attach_state, attachment([], job_id="once"))
+    check(attach_state, named(3), NOW_MS + limits.JOB_KEPT_MS)
+    attach_state.apply(named(3), 1, NOW_MS + limits.JOB_KEPT_MS)
+    assert set(attach_state.jobs) == {"named1", "named2", "named3"}
 
 
 @pytest.mark.parametrize("rows", [0, -1, (1 << 40) + 1])
-def test_a_reservation_has_a_size(rows: int) -> None:
+def test_a_reservation_of_no_or_too_many_rows_is_refused(rows: int) -> None:
     with pytest.raises(InvalidMessage, match="reserve"):
         AttachState().check_reserve(rows)
 
@@ -257,41 +263,43 @@ def test_a_reservation_has_a_size(rows: int) -> None:
 # ---- files --------------------------------------------------------------------------------------------------
 
 
-def checked(files: Files, change: Attachment, delay_ms_max: int = 900 * DAY_MS) -> None:
+def check_files_of(files: Files, change: Attachment, delay_ms_max: int = 900 * DAY_MS) -> None:
     check_files(files, change, now_ms=NOW_MS, delay_ms_max=delay_ms_max)
 
 
-def test_files_that_are_what_they_claim_pass() -> None:
+def test_files_that_agree_with_the_attach_are_accepted() -> None:
     files = CrashFiles()
-    checked(files, attachment(write(files, table_rows([NOW_MS, *ALL_ZONES]))))
+    check_files_of(files, attachment(write(files, table_rows([NOW_MS, *ALL_ZONES]))))
 
 
-def test_a_claim_is_compared_with_the_file() -> None:
+def test_an_attach_that_contradicts_a_file_is_refused() -> None:
     files = CrashFiles()
     [honest] = write(files, table_rows([NOW_MS + HOUR_MS] * 3))
     for name, text in {"rows": "rows 3", "max_due_ms": "max_due_ms", "min_seq": "min_seq 1"}.items():
         claim = msgspec.structs.replace(honest, **{name: getattr(honest, name) + 1})
         with pytest.raises(Corrupt, match=text):
-            checked(files, attachment([claim]))
+            check_files_of(files, attachment([claim]))
     with pytest.raises(NotFound):
-        checked(files, attachment([msgspec.structs.replace(honest, path="bucket=2026-11/none.parquet")]))
+        check_files_of(
+            files, attachment([msgspec.structs.replace(honest, path="bucket=2026-11/none.parquet")])
+        )
 
 
-def test_instants_beyond_the_maximum_delay_are_refused() -> None:
+def test_a_bulk_attach_beyond_the_maximum_delay_is_refused() -> None:
     files = CrashFiles()
     entries = write(files, table_rows([NOW_MS + 41 * DAY_MS]))
     with pytest.raises(InvalidDelay, match="beyond the maximum delay"):
-        checked(files, attachment(entries, job="bulk"), delay_ms_max=40 * DAY_MS)
+        check_files_of(files, attachment(entries, job="bulk"), delay_ms_max=40 * DAY_MS)
     for job in ("bulk", "compact", "rewrite"):
         with pytest.raises(InvalidDelay, match="due between -5"):
-            checked(files, attachment([msgspec.structs.replace(entries[0], min_due_ms=-5)], job=job))
+            check_files_of(files, attachment([msgspec.structs.replace(entries[0], min_due_ms=-5)], job=job))
 
 
 @pytest.mark.parametrize("job", ["compact", "rewrite"])
 def test_rows_that_were_accepted_before_may_be_due_beyond_the_maximum_delay(job: str) -> None:
     files = CrashFiles()
     entries = write(files, table_rows([NOW_MS + 41 * DAY_MS]))
-    checked(files, attachment(entries, job=job), delay_ms_max=40 * DAY_MS)
+    check_files_of(files, attachment(entries, job=job), delay_ms_max=40 * DAY_MS)
 
 
 def test_an_attach_with_too_many_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def plan(campaigns: Campaigns, name: str = "spring", rows: int = 3, settled_befo
     campaigns.plan(name, rows, 1_000, 5 + len(campaigns.all()), settled_before_ms)
 
 
-def attached(campaigns: Campaigns) -> None:
+def attach_planned(campaigns: Campaigns) -> None:
     change = campaigns.attached(ATTACH, 2_000)
     assert change is not None
     change.keep()
@@ -88,7 +88,7 @@ def test_at_the_limit_a_finished_campaign_is_deleted_and_without_one_a_plan_is_r
     plan(campaigns, "summer")
     with pytest.raises(OverLimit, match="2 campaigns are not over yet"):
         plan(campaigns, "autumn")
-    attached(campaigns)
+    attach_planned(campaigns)
     plan(campaigns, "autumn", settled_before_ms=71)
     assert list(campaigns.all()) == ["summer", "autumn"]
 

@@ -14,7 +14,7 @@ from timeball.broker.registry.dead_letters import (
     RepeatedDeadLetters,
     ResolvedDeadLetters,
     Run,
-    joined,
+    join_spans,
     subtract_spans,
 )
 from timeball.broker.registry.meta import MetaLog
@@ -30,18 +30,20 @@ def registry() -> ResolvedDeadLetters:
 
 
 @given(st.lists(st.sets(st.integers(0, 30), max_size=6), max_size=6), st.integers(0, 30), st.integers(0, 31))
-def test_open_positions_are_the_unresolved_ones(steps: list[set[int]], begin: int, end: int) -> None:
+def test_open_spans_are_the_positions_that_are_not_resolved(
+    steps: list[set[int]], begin: int, end: int
+) -> None:
     kept, done = registry(), set[int]()
     for step in steps:
         kept.changed("g", [(2, offset) for offset in step], {}).keep()
         done |= step
     left = [at for low, high in kept.open_spans("g", 2, begin, end) for at in range(low, high)]
     assert left == [at for at in range(begin, end) if at not in done]
-    assert kept.spans("g", 2) == joined((at, at + 1) for at in done)
+    assert kept.spans("g", 2) == join_spans((at, at + 1) for at in done)
     assert kept.spans("g", 0) == kept.spans("other", 2) == []
 
 
-def test_positions_removed_from_the_log_are_forgotten() -> None:
+def test_resolved_positions_that_the_log_no_longer_contains_are_forgotten() -> None:
     kept = registry()
     kept.changed("g", [(0, 1), (0, 5)], {}).keep()
     kept.changed("g", [(0, 9)], {0: 4}).keep()
@@ -61,7 +63,7 @@ def test_repeated_rows_are_found_until_they_are_dropped(positions: set[int], dro
     rows = StateRows()
     repeated = rows.opened(RepeatedDeadLetters)
     runs = [Run(begin, 100 + begin, end - begin, 10 * (end - begin), begin) for begin, end in
-            joined((at, at + 1) for at in positions)]  # fmt: skip
+            join_spans((at, at + 1) for at in positions)]  # fmt: skip
     repeated.changed({"g": []}, [("g", 2, run) for run in reversed(runs)]).keep()
     change = repeated.changed({"g": [(2, at) for at in dropped], "other": [(0, 1)]})
     rows.appended.append(change.rows)
@@ -79,12 +81,12 @@ def test_repeated_rows_are_found_until_they_are_dropped(positions: set[int], dro
     assert repeated.runs("g", 2) == [] and repeated.find_seq("g", 2, 0) is None
 
 
-def test_the_rest_of_a_span_is_what_is_not_done() -> None:
+def test_subtract_spans_leaves_the_positions_that_are_not_removed() -> None:
     assert list(subtract_spans((2, 9), [(0, 3), (4, 5), (8, 20)])) == [(3, 4), (5, 8)]
     assert list(subtract_spans((2, 9), [])) == [(2, 9)]
 
 
-def test_counts_add_up_and_a_start_finds_them() -> None:
+def test_counts_of_expired_messages_add_up_and_survive_a_restart() -> None:
     rows = StateRows()
     expired = rows.opened(ExpiredMessages)
     expired.add([Expiry("g", "a", 3, {0: 3}), Expiry("g", "b", 1, {})], 10)
@@ -109,7 +111,9 @@ def test_a_deleted_group_is_remembered_while_its_offsets_stay() -> None:
     assert not expired.is_deleted("g") and rows.opened(ExpiredMessages).groups() == {}
 
 
-def test_the_oldest_topics_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_limit_the_oldest_counts_of_expired_messages_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "EXPIRED_TOPICS_MAX", 2)
     expired = StateRows().opened(ExpiredMessages)
     for at_ms, topic in enumerate(["a", "b", "c"]):

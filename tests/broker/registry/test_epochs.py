@@ -12,7 +12,7 @@ def epochs(meta: MetaLog) -> MetaTable[EpochFacts]:
     return MetaTable(meta, PREFIX, EpochFacts)
 
 
-def test_the_last_epoch_counts_after_a_restart() -> None:
+def test_the_last_epoch_is_restored_after_a_restart() -> None:
     log = StateRows()
     name = EPOCH_KEY.removeprefix(f"{PREFIX}/")
     for facts in (EpochFacts(7, "a/1f", 1_700_000_000_000), EpochFacts(9, "b/2e", 1_700_000_000_500)):

@@ -38,12 +38,12 @@ CONFIGS = st.builds(
 )
 
 
-def fresh() -> Groups:
+def new_groups() -> Groups:
     return StateRows().opened(Groups)
 
 
 @given(st.lists(st.one_of(CONFIGS, NAMES, NAMES.map(lambda name: (name,))), max_size=12))
-def test_the_last_word_on_each_group_counts_also_after_a_restart(
+def test_the_last_configuration_of_each_group_counts_also_after_a_restart(
     steps: list[SubscriptionGroup | str | tuple[str]],
 ) -> None:
     log = StateRows()
@@ -64,13 +64,13 @@ def test_the_last_word_on_each_group_counts_also_after_a_restart(
 
 
 def test_a_group_that_does_not_exist_is_not_found() -> None:
-    groups = fresh()
+    groups = new_groups()
     assert groups.find_group("g") is None
     with pytest.raises(NotFound, match="'g' does not exist"):
         groups.get("g")
 
 
-def test_the_defaults_and_the_names_are_rocketmqs() -> None:
+def test_the_json_form_of_a_new_group_equals_rocketmqs() -> None:
     assert msgspec.to_builtins(SubscriptionGroup("g")) == {
         "groupName": "g",
         "consumeEnable": True,
@@ -91,7 +91,7 @@ def test_the_defaults_and_the_names_are_rocketmqs() -> None:
     }  # fmt: skip
 
 
-def test_a_retry_policy_is_given_back_as_it_came() -> None:
+def test_a_retry_policy_is_encoded_as_it_was_received() -> None:
     log = StateRows()
     groups = log.opened(Groups)
     policy = RetryPolicy("EXPONENTIAL", exponential_retry_policy=ExponentialRetry(1, 2, 3))
@@ -100,7 +100,7 @@ def test_a_retry_policy_is_given_back_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ü", "x" * (limits.GROUP_BYTES_MAX + 1)])
-def test_a_name_that_no_client_may_use_is_refused(name: str) -> None:
+def test_an_invalid_group_name_is_refused(name: str) -> None:
     log = StateRows()
     groups = log.opened(Groups)
     with pytest.raises(InvalidMessage, match="group"):
@@ -111,7 +111,7 @@ def test_a_name_that_no_client_may_use_is_refused(name: str) -> None:
 
 def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GROUPS_MAX", 2)
-    groups = fresh()
+    groups = new_groups()
     groups.ensure("a")
     groups.ensure("b")
     with pytest.raises(OverLimit):
@@ -120,7 +120,7 @@ def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     groups.update(SubscriptionGroup("b", retry_max_times=3))
 
 
-def test_unchanged_state_is_not_saved_and_keeps_its_version() -> None:
+def test_an_unchanged_group_appends_no_row_and_keeps_the_version() -> None:
     log = StateRows()
     groups = log.opened(Groups)
     groups.ensure("g")
@@ -140,7 +140,7 @@ async def test_groups_survive_a_restart(world: World) -> None:
 
 
 @on_node()
-async def test_a_group_that_was_answered_outlives_a_cut(world: World) -> None:
+async def test_a_group_whose_creation_was_answered_survives_a_power_cut(world: World) -> None:
     world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=2))
     await world.broker.log.writer.flushed()
     files = world.files.crash(survival="nothing")
@@ -150,7 +150,7 @@ async def test_a_group_that_was_answered_outlives_a_cut(world: World) -> None:
     assert world.broker.tables.groups.get("g").retry_max_times == 2
 
 
-def test_the_maximum() -> None:
+def test_a_negative_maximum_of_attempts_is_the_default_and_a_clients_value_wins() -> None:
     assert times_max(5, None) == 5
     assert times_max(5, 2) == 2
     assert times_max(5, 0) == 0
@@ -167,13 +167,13 @@ POLICIES = st.builds(
 SECONDS = [10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1_200, 1_800, 3_600, 7_200, 7_200]
 
 
-def test_a_group_that_says_nothing_waits_as_rocketmqs_levels_do_from_ten_seconds_on() -> None:
+def test_a_group_without_a_policy_uses_rocketmqs_levels_from_10_s_on() -> None:
     for policy in (None, RetryPolicy(), RetryPolicy(customized_retry_policy=CustomizedRetry([]))):
         assert [retry_delay_ms(policy, attempt) // 1_000 for attempt in range(1, 18)] == SECONDS
     assert durations_ms(None) == list(LEVELS_MS) and len(LEVELS_MS) == 18
 
 
-def test_a_list_begins_with_its_third_item_and_ends_with_its_last() -> None:
+def test_a_customized_policy_begins_with_its_third_item_and_repeats_the_last() -> None:
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1, 2, 3, 4]))
     assert [retry_delay_ms(policy, attempt) for attempt in (1, 2, 3, 99)] == [3, 4, 4, 4]
     assert retry_delay_ms(RetryPolicy(customized_retry_policy=CustomizedRetry([7])), 1) == 7
@@ -195,7 +195,7 @@ def test_a_push_consumer_over_grpc_begins_with_the_first_item() -> None:
     assert retry_delay_ms(exponential, 1, first=PUSH_FIRST) == retry_delay_ms(exponential, 1) == 5_000
 
 
-def test_exponential_grows_from_its_initial_to_its_maximum() -> None:
+def test_an_exponential_policy_grows_from_its_initial_delay_to_its_maximum() -> None:
     policy = RetryPolicy(
         type="EXPONENTIAL", exponential_retry_policy=ExponentialRetry(initial=5, max=70, multiplier=3)
     )
@@ -205,7 +205,7 @@ def test_exponential_grows_from_its_initial_to_its_maximum() -> None:
 
 
 @given(POLICIES, st.integers(-3, 1 << 31))
-def test_whatever_an_operator_has_written_the_wait_is_one_that_a_message_may_have(
+def test_any_policy_gives_a_delay_between_0_and_the_longest_invisible_time(
     policy: RetryPolicy, attempt: int
 ) -> None:
     assert 0 <= retry_delay_ms(policy, attempt) <= limits.INVISIBLE_MS_MAX
@@ -220,7 +220,9 @@ def test_whatever_an_operator_has_written_the_wait_is_one_that_a_message_may_hav
     ),
     st.integers(1, 60),
 )
-def test_exponential_never_waits_less_after_one_more_attempt(policy: ExponentialRetry, attempt: int) -> None:
+def test_the_delay_of_an_exponential_policy_never_decreases_with_the_attempts(
+    policy: ExponentialRetry, attempt: int
+) -> None:
     of_group = RetryPolicy(type="EXPONENTIAL", exponential_retry_policy=policy)
     assert (
         retry_delay_ms(of_group, attempt)
@@ -233,7 +235,7 @@ MODE = RequestMode("t", "g", "POP", 3)
 
 
 @on_node()
-async def test_stored_modes_are_kept_and_the_default_is_pull(world: World) -> None:
+async def test_stored_request_modes_survive_a_restart_and_the_default_is_pull(world: World) -> None:
     modes = world.broker.tables.request_modes
     assert modes.get("t", "g") == RequestMode("t", "g", "PULL", 0)
     modes.set(MODE)

@@ -32,7 +32,7 @@ STEPS = st.lists(
 )
 
 
-def test_rows_and_columns_of_the_same_messages_are_one_use() -> None:
+def test_rows_and_columns_of_the_same_messages_have_the_same_hash() -> None:
     row = send_row(
         topic="t", body=b"x", tag="a", keys="k", unique_key="u", properties=encode_properties({"p": "1"}), due_ms=5_000
     )  # fmt: skip
@@ -45,7 +45,7 @@ def test_rows_and_columns_of_the_same_messages_are_one_use() -> None:
         assert use.content != idempotency.key_use("one", "key", [*rows, row]).content
 
 
-def test_content_is_the_messages_and_not_their_layout() -> None:
+def test_the_content_hash_depends_on_the_messages_and_not_on_their_arrow_layout() -> None:
     rows = batch(3, body=[b"a", b"b", b"a"], tag=["x", None, "y"])
     use = idempotency.key_use("one", "key", rows)
     spread = pa.concat_batches([rows, rows]).slice(3)
@@ -60,7 +60,9 @@ def test_content_is_the_messages_and_not_their_layout() -> None:
 @example(
     [("use", "a", 0), ("start", "a", 0), ("use", "b", 0), ("use", "a", 5), ("use", "b", 5), ("drop", "a", 0)]
 )  # a key from before a start stayed when a later one had two entries
-def test_the_newest_keys_count_before_and_after_a_start(steps: list[tuple[str, str, int]]) -> None:
+def test_the_known_keys_equal_those_of_a_model_before_and_after_a_restart(
+    steps: list[tuple[str, str, int]],
+) -> None:
     log, model, now_ms = StateRows(), dict[str, KeyedSend](), 1_000
     keys, moved = log.opened(IdempotencyKeys), dict[int, int]()
 
@@ -97,12 +99,12 @@ def test_the_newest_keys_count_before_and_after_a_start(steps: list[tuple[str, s
                 assert keys.get(key, now_ms - KEPT_MS, last_due_ms) == expected
 
 
-def test_a_row_of_an_older_version_is_read() -> None:
+def test_a_key_row_of_an_older_format_is_read() -> None:
     old = msgspec.json.decode(b'[7,1,1000,"content"]', type=KeyedSend)
     assert (old.first_seq, old.attempt, old.last_due_ms, old.last_ms) == (7, "", -1, 1_000)
 
 
-def test_only_its_frame_tells_when_the_last_message_of_a_send_is_due() -> None:
+def test_the_last_due_time_of_a_send_is_computed_from_due_times_and_delays() -> None:
     use = idempotency.key_use("one", "key", batch(3, due_ms=[5_000, None, None], delay_ms=[None, 70, None]))
     assert use.sent(7, 4_000).last_due_ms == 5_000
     assert use.sent(7, 6_000).last_due_ms == 6_070

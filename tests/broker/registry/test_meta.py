@@ -24,7 +24,7 @@ def table(meta: MetaLog) -> MetaTable[int]:
 
 
 @given(CHANGES)
-def test_the_last_value_of_a_key_counts_before_and_after_a_start(
+def test_the_last_value_of_a_key_counts_before_and_after_a_restart(
     frames: list[list[tuple[str, int | None]]],
 ) -> None:
     log, model = StateRows(), {}
@@ -43,7 +43,7 @@ def test_the_last_value_of_a_key_counts_before_and_after_a_start(
     }
 
 
-def test_state_of_a_newer_timeball_and_values_that_are_none_are_refused() -> None:
+def test_unknown_prefixes_and_damaged_values_are_refused() -> None:
     meta = MetaLog()
     table(meta)
     with pytest.raises(SetupError, match=r"newer Timeball \('colour'\)"):
@@ -52,14 +52,14 @@ def test_state_of_a_newer_timeball_and_values_that_are_none_are_refused() -> Non
         meta.restore([("number/a", b'"x"')])
 
 
-def test_values_that_only_former_versions_wrote_are_ignored() -> None:
+def test_rows_of_earlier_versions_are_ignored() -> None:
     meta = MetaLog()
     kept = table(meta)
     meta.restore([("in_flight/g@orders@1", b'{"group":"g"}'), ("number/a", b"1")])
     assert (kept.values, meta.values.keys()) == ({"a": 1}, {"number/a"})
 
 
-def test_a_change_that_others_append_counts_when_it_is_kept() -> None:
+def test_a_change_takes_effect_in_memory_when_keep_is_called() -> None:
     """A refused append changes nothing."""
     log = StateRows()
     kept = log.opened(table)
@@ -72,7 +72,7 @@ def test_a_change_that_others_append_counts_when_it_is_kept() -> None:
     assert log.opened(table).values == {"a": 1}
 
 
-def test_changes_of_several_tables_are_the_rows_of_one_frame() -> None:
+def test_combined_changes_have_the_rows_of_all_tables() -> None:
     log = StateRows()
     meta = log.opened(lambda meta: meta)
     first, second = MetaTable(meta, "number", int), MetaTable(meta, "text", str)
@@ -84,7 +84,7 @@ def test_changes_of_several_tables_are_the_rows_of_one_frame() -> None:
 
 
 @on_node()
-async def test_a_topic_stands_before_its_first_message_in_the_same_commit(world: World) -> None:
+async def test_the_row_of_a_new_topic_precedes_its_first_message_in_the_same_commit(world: World) -> None:
     writer = world.broker.log.writer
     before = writer.statistics.commits
     accepted = await world.broker.send(batch(2))

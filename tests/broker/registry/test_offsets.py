@@ -19,7 +19,7 @@ COMMITS = st.lists(
 )
 
 
-def fresh() -> Offsets:
+def new_offsets() -> Offsets:
     return StateRows().opened(Offsets)
 
 
@@ -31,7 +31,7 @@ def save(offsets: Offsets, log: StateRows, units: list[Unit] | None = None) -> N
     change.keep()
 
 
-def saved(offsets: Offsets, log: StateRows) -> Offsets:
+def save_and_reopen(offsets: Offsets, log: StateRows) -> Offsets:
     save(offsets, log)
     return log.opened(Offsets)
 
@@ -45,7 +45,7 @@ def test_the_last_commit_of_each_queue_counts_also_after_a_restart(
     for group, topic, given_offsets in commits:
         offsets.commit(group, topic, given_offsets, ENDS)
         model.setdefault((group, topic), {}).update(given_offsets)
-    for read in (offsets, saved(offsets, log)):
+    for read in (offsets, save_and_reopen(offsets, log)):
         for (group, topic), expected in model.items():
             assert read.get(group, topic) == expected
             assert {queue: read.find_offset(group, topic, queue) for queue in expected} == expected
@@ -66,40 +66,40 @@ def test_an_offset_beyond_its_queue_is_refused_and_nothing_is_stored(wrong: dict
     assert log.count == 1
 
 
-def test_who_reads_what_is_known_and_can_be_forgotten() -> None:
+def test_groups_and_topics_with_offsets_are_listed_until_they_are_forgotten() -> None:
     log = StateRows()
     offsets = log.opened(Offsets)
     for group, topic in (("g", "t"), ("g", "u"), ("h", "t")):
         offsets.commit(group, topic, {0: 1}, ENDS)
     assert (offsets.topics_of("g"), offsets.groups_of("t")) == (["t", "u"], ["g", "h"])
     assert offsets.topics_of("nobody") == offsets.groups_of("nothing") == []
-    saved(offsets, log)
+    save_and_reopen(offsets, log)
     offsets.forget_topic("nothing")
     offsets.forget_group("nobody")
     save(offsets, log)
     assert log.count == 1, "nothing has changed"
     offsets.forget_topic("t")
-    assert saved(offsets, log).topics_of("g") == ["u"]
+    assert save_and_reopen(offsets, log).topics_of("g") == ["u"]
     offsets.forget_group("g")
-    assert saved(offsets, log).topics_of("g") == []
+    assert save_and_reopen(offsets, log).topics_of("g") == []
 
 
-def test_a_queue_may_be_committed_to_its_end_and_back() -> None:
-    offsets = fresh()
+def test_an_offset_may_be_committed_up_to_the_end_and_back() -> None:
+    offsets = new_offsets()
     for offset in (10, 0, 4):
         offsets.commit("g", "t", {0: offset}, ENDS)
         assert offsets.get("g", "t") == {0: offset}
 
 
 @pytest.mark.parametrize("group", ["", "a/b", "..", "a\n", "x" * (limits.GROUP_BYTES_MAX + 1)])
-def test_a_group_has_a_name_that_stock_clients_know(group: str) -> None:
+def test_an_offset_of_a_group_with_an_invalid_name_is_refused(group: str) -> None:
     with pytest.raises(InvalidMessage, match="group"):
-        fresh().commit(group, "t", {0: 1}, ENDS)
+        new_offsets().commit(group, "t", {0: 1}, ENDS)
 
 
 def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GROUPS_MAX", 2)
-    offsets = fresh()
+    offsets = new_offsets()
     for group in ("one", "two", "one"):
         offsets.commit(group, "t", {0: 1}, ENDS)
     with pytest.raises(OverLimit, match="2 consumer groups exist"):
@@ -141,10 +141,10 @@ def test_an_append_that_is_refused_leaves_all_changes_for_the_next_save() -> Non
     offsets.commit("g", "t", {0: 1}, ENDS)
     assert offsets.changed().rows.num_rows == 1, "built, and not appended"
     assert offsets.moved() == {("g", "t")}
-    assert saved(offsets, log).get("g", "t") == {0: 1}
+    assert save_and_reopen(offsets, log).get("g", "t") == {0: 1}
 
 
-def test_only_offsets_that_others_than_the_leases_change_are_moved() -> None:
+def test_offsets_changed_by_advance_are_not_moved() -> None:
     """The leases of a moved unit end, so an offset that follows from leases must not be among them."""
     log = StateRows()
     offsets = log.opened(Offsets)
@@ -153,21 +153,21 @@ def test_only_offsets_that_others_than_the_leases_change_are_moved() -> None:
     save(offsets, log)
     offsets.advance("g", "t", 7, 3)
     assert offsets.moved() == set()
-    assert saved(offsets, log).get("g", "t") == {0: 1, 7: 3}
+    assert save_and_reopen(offsets, log).get("g", "t") == {0: 1, 7: 3}
     offsets.forget_topic("t")
     assert offsets.moved() == {("g", "t")}
     save(offsets, log)
     assert offsets.moved() == set()
 
 
-def test_a_change_of_the_returned_offsets_changes_no_stored_offset() -> None:
-    offsets = fresh()
+def test_the_offsets_that_get_returns_are_a_copy() -> None:
+    offsets = new_offsets()
     offsets.commit("g", "t", {0: 1}, ENDS)
     offsets.get("g", "t")[0] = 9
     assert offsets.get("g", "t") == {0: 1}
 
 
-def test_a_row_that_only_former_versions_wrote_is_ignored() -> None:
-    offsets = fresh()
+def test_an_offsets_row_of_earlier_versions_is_ignored() -> None:
+    offsets = new_offsets()
     offsets.restore(PARKED, b'{"from_seq":17,"ahead":{"g":{"t":{"0":[[4,6]]}}}}')
     assert offsets.table == {}

@@ -18,7 +18,7 @@ Read = dict[tuple[str, int], list[tuple[int, str]]]  # by topic and queue: offse
 FAR_MS = 300 * SECOND_MS
 
 
-async def lived(world: World) -> None:
+async def fill_queues(world: World) -> None:
     """Messages in three topics and a delay level: two sealed ranges and an open one that a start takes up again."""
     for n in range(3):
         await world.send("a", [None] * 5)
@@ -33,25 +33,25 @@ async def lived(world: World) -> None:
     await world.stop()
 
 
-async def everything(world: World, files: CrashFiles) -> Read:
+async def read_after_start(world: World, files: CrashFiles) -> Read:
     """Start on these files and read every queue, then again when all levels are due."""
-    left = World(files, replace(world.clock))
-    await left.start()
-    found = await read_all(left)
-    await left.advance(FAR_MS)
-    await left.settled()
-    found |= {(f"{topic} later", queue): rows for (topic, queue), rows in (await read_all(left)).items()}
-    assert left.failure is None
-    await left.stop()
-    await left.abandon()
+    after_cut = World(files, replace(world.clock))
+    await after_cut.start()
+    found = await read_all(after_cut)
+    await after_cut.advance(FAR_MS)
+    await after_cut.settled()
+    found |= {(f"{topic} later", queue): rows for (topic, queue), rows in (await read_all(after_cut)).items()}
+    assert after_cut.failure is None
+    await after_cut.stop()
+    await after_cut.abandon()
     return found
 
 
-async def read_all(left: World) -> Read:
+async def read_all(after_cut: World) -> Read:
     found: Read = {}
-    for topic in left.broker.topics():
-        for queue, (low, high) in left.broker.queues(topic).items():
-            rows = await left.broker.read_queue(topic, queue, low, high - low + 1)
+    for topic in after_cut.broker.topics():
+        for queue, (low, high) in after_cut.broker.queues(topic).items():
+            rows = await after_cut.broker.read_queue(topic, queue, low, high - low + 1)
             assert set(rows["topic"].to_pylist()) <= {topic} and set(rows["queue_id"].to_pylist()) <= {queue}
             found[topic, queue] = list(
                 zip(rows["queue_offset"].to_pylist(), rows["unique_key"].to_pylist(), strict=True)
@@ -76,39 +76,39 @@ def damages(files: CrashFiles) -> list[tuple[str, int | None]]:
     return found
 
 
-def copy_of(world: World) -> CrashFiles:
+def copy_of_files(world: World) -> CrashFiles:
     return world.files.crash(survival="everything")
 
 
 @pytest.mark.parametrize("part", range(4))
 @on_node()
-async def test_a_damaged_file_never_gives_another_row_nor_fewer(world: World, part: int) -> None:
-    await lived(world)
-    expected = await everything(world, copy_of(world))
+async def test_a_damaged_or_missing_index_file_gives_the_same_rows(world: World, part: int) -> None:
+    await fill_queues(world)
+    expected = await read_after_start(world, copy_of_files(world))
     assert sum(len(rows) for rows in expected.values()) > 60
     for name, at in damages(world.files)[part::4]:
-        files = copy_of(world)
+        files = copy_of_files(world)
         if at is None:
             files.remove(name)
         elif at == -1:
             files.open(name).allocate(files.size(name) // 2)
         else:
             files.open(name).write_at(at, bytes([files.content(name)[at] ^ 4]))
-        assert await everything(world, files) == expected, (name, at)
+        assert await read_after_start(world, files) == expected, (name, at)
 
 
 @on_node()
-async def test_the_whole_folder_may_be_lost(world: World) -> None:
-    await lived(world)
-    expected = await everything(world, copy_of(world))
-    files = copy_of(world)
+async def test_a_lost_index_folder_is_rebuilt_from_the_log(world: World) -> None:
+    await fill_queues(world)
+    expected = await read_after_start(world, copy_of_files(world))
+    files = copy_of_files(world)
     for name in names_below(files, "queues"):
         files.remove(name)
-    assert await everything(world, files) == expected
+    assert await read_after_start(world, files) == expected
 
 
 @on_node()
-async def test_a_bit_that_flips_while_the_broker_serves_is_mended_by_the_read_that_finds_it(
+async def test_a_bit_that_flips_in_a_running_broker_is_repaired_by_the_read_that_finds_it(
     world: World,
 ) -> None:
     await world.send("a", [None] * 40)
@@ -126,39 +126,39 @@ async def test_a_bit_that_flips_while_the_broker_serves_is_mended_by_the_read_th
 @on_node()
 async def test_an_index_of_another_log_is_not_believed(world: World) -> None:
     """The control: files that are whole and say something else. The checkpoint knows how long the queues are."""
-    await lived(world)
-    expected = await everything(world, copy_of(world))
+    await fill_queues(world)
+    expected = await read_after_start(world, copy_of_files(world))
     other = World(CrashFiles(), replace(world.clock))
     await other.start()
     await other.send("a", [None] * 60)
     await other.stop()
-    files = copy_of(world)
+    files = copy_of_files(world)
     for name in names_below(files, "queues"):
         files.remove(name)
     (name,) = names_below(other.files, "queues")
     files.replace(name, other.files.content(name))
-    assert await everything(world, files) == expected
+    assert await read_after_start(world, files) == expected
 
 
 @on_node()
-async def test_an_index_of_another_time_with_queues_as_long_is_not_believed(world: World) -> None:
+async def test_an_index_whose_entries_name_other_rows_is_rebuilt(world: World) -> None:
     """As long as the checkpoint says, and each file whole: only the rows themselves tell."""
     await world.send("a", [None] * 6)
     await world.stop()
-    expected = await everything(world, copy_of(world))
+    expected = await read_after_start(world, copy_of_files(world))
     (name,) = names_below(world.files, "queues")
     parts = QueueFile(name, world.files.content(name)).parts()
     parts[0].entries["seq"], parts[1].entries["seq"] = (
         parts[1].entries["seq"].copy(),
         parts[0].entries["seq"].copy(),
     )
-    files = copy_of(world)
+    files = copy_of_files(world)
     files.replace(name, encode(1, 7, parts))
-    assert await everything(world, files) == expected
+    assert await read_after_start(world, files) == expected
 
 
 @on_node()
-async def test_entries_are_built_as_they_were_written(world: World) -> None:
+async def test_rebuilt_entries_equal_the_written_ones(world: World) -> None:
     await world.create_topic("m", 2)
     world.broker.tables.topics.get("m").filter_type = "MULTI_TAG"
     await world.send("m", [None] * 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.broker.registry.test_topics import fresh, visible
+from tests.broker.registry.test_topics import new_topics, visible
 
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
@@ -15,15 +15,15 @@ from timeball.model.message import RETRY_TOPIC, encode_properties, stored_sizes
 ROW = st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.sampled_from([None, "", "red", "red||blue"]))
 
 
-def made() -> Topics:
-    topics = fresh()
+def three_topics() -> Topics:
+    topics = new_topics()
     topics.configure("a", TopicConfig(4, 2))
     topics.configure("b", TopicConfig(3, 3), filter_type="MULTI_TAG")
     topics.configure("c", TopicConfig(2, 0))
     return topics
 
 
-def state(topics: Topics) -> list[object]:
+def state_of(topics: Topics) -> list[object]:
     return [
         (topic.name, at, topic.turn, queue.next_offset, queue.index.read(0, 1_000).tolist())
         for topic in topics.all()
@@ -33,8 +33,10 @@ def state(topics: Topics) -> list[object]:
 
 @settings(max_examples=50)
 @given(st.lists(st.lists(ROW, min_size=1, max_size=9), max_size=4))
-def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str | None]]]) -> None:
-    by_rows, by_columns, next_seq = made(), made(), 1
+def test_queue_offsets_chosen_row_by_row_equal_those_of_columns(
+    batches: list[list[tuple[str, int, str | None]]],
+) -> None:
+    by_rows, by_columns, next_seq = three_topics(), three_topics(), 1
     for batch in batches:
         rows = visible([name for name, _, _ in batch], [at for _, at, _ in batch], tag=[t for *_, t in batch])
         placement, few = by_columns.place(rows), QueueOffsets()
@@ -49,11 +51,11 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
         few.index(next_seq)
         placement.index(next_seq)
         next_seq += len(batch)
-        assert state(by_rows) == state(by_columns)
+        assert state_of(by_rows) == state_of(by_columns)
 
 
-def test_dead_letters_are_counted_by_the_topic_that_they_were_sent_to_both_ways() -> None:
-    topics, few, counted = made(), QueueOffsets(), (Rates(), Rates())
+def test_dead_letters_are_counted_by_their_original_topic_as_rows_and_as_columns() -> None:
+    topics, few, counted = three_topics(), QueueOffsets(), (Rates(), Rates())
     properties = encode_properties({RETRY_TOPIC: "orders"})
     rows = visible(["%DLQ%g", "a", "%DLQ%g"], [0, 0, 0], properties=[properties, properties, None])
     topics.ensure("%DLQ%g", 1)
@@ -67,12 +69,12 @@ def test_dead_letters_are_counted_by_the_topic_that_they_were_sent_to_both_ways(
     assert [rates.totals(Stat.DEAD_NUMS) for rates in counted] == [wanted, wanted]
 
 
-def test_nothing_is_given_out_before_it_is_said() -> None:
-    topics, refused = made(), QueueOffsets()
-    before = state(topics)
+def test_chosen_offsets_are_not_reserved_before_reserve_offsets() -> None:
+    topics, refused = three_topics(), QueueOffsets()
+    before = state_of(topics)
     refused.choose(topics.get("a"), 0, -1, 91, "red", None)
-    assert state(topics) == before
+    assert state_of(topics) == before
     placed = QueueOffsets()
     assert placed.choose(topics.get("a"), 0, -1, 91, "red", None) == (0, 0)
     placed.reserve_offsets()
-    assert state(topics) != before
+    assert state_of(topics) != before

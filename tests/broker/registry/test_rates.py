@@ -15,20 +15,20 @@ from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 NUMS = Stat.TOPIC_PUT_NUMS
 
 
-def at(rates: Rates, begin_ms: int, end_ms: int) -> None:
+def sample_each_second(rates: Rates, begin_ms: int, end_ms: int) -> None:
     """Let time pass, with a look at the counters each second."""
     for now_ms in range(begin_ms, end_ms + 1, SECOND_MS):
         rates.sample(now_ms)
 
 
-def started() -> Rates:
+def started_rates() -> Rates:
     rates = Rates()
     rates.sample(0)
     return rates
 
 
 def test_added_counts_are_in_every_window_at_once() -> None:
-    rates = started()
+    rates = started_rates()
     rates.put("t", 3, 300)
     rates.put("t", 1, 100)
     assert rates.rate(NUMS, "t", rates.minute, 2_000) == Rate(4, 2.0, 2.0)
@@ -38,8 +38,8 @@ def test_added_counts_are_in_every_window_at_once() -> None:
     assert (rates.total(NUMS, "t"), rates.total(NUMS, "nobody")) == (4, 0)
 
 
-def test_each_window_forgets_what_is_older_than_it() -> None:
-    rates = started()
+def test_each_window_excludes_additions_that_are_older_than_it() -> None:
+    rates = started_rates()
     rates.got("t", "g", 60, 600)
 
     def sums(now_ms: int) -> list[int]:
@@ -49,9 +49,9 @@ def test_each_window_forgets_what_is_older_than_it() -> None:
         ]
         return [rate.sum for rate in found if rate is not None]
 
-    at(rates, 1_000, MINUTE_MS)
+    sample_each_second(rates, 1_000, MINUTE_MS)
     assert sums(MINUTE_MS) == [60, 60, 60]
-    at(rates, MINUTE_MS, 2 * MINUTE_MS)
+    sample_each_second(rates, MINUTE_MS, 2 * MINUTE_MS)
     assert sums(2 * MINUTE_MS) == [0, 60, 60]
     for minute in range(2, 80):
         rates.sample(minute * MINUTE_MS)
@@ -61,17 +61,19 @@ def test_each_window_forgets_what_is_older_than_it() -> None:
     assert sums(DAY_MS + 3 * HOUR_MS) == [0, 0, 0]
 
 
-def test_a_counter_that_begins_in_a_window_counts_from_nothing() -> None:
-    rates = started()
+def test_a_counter_that_begins_within_a_window_counts_from_zero() -> None:
+    rates = started_rates()
     rates.put("old", 1, 1)
-    at(rates, 1_000, 40_000)
+    sample_each_second(rates, 1_000, 40_000)
     rates.put("new", 8, 1)
     assert rates.rate(NUMS, "new", rates.minute, 40_000) == Rate(8, 0.2, 8.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 30_000)), max_size=60))
-def test_the_minute_is_what_came_since_its_oldest_state(steps: list[tuple[str, int, int]]) -> None:
-    rates, now_ms, came, states = started(), 0, dict.fromkeys("abc", 0), [(0, dict.fromkeys("abc", 0))]
+def test_the_rate_of_the_minute_counts_additions_since_its_oldest_state(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    rates, now_ms, came, states = started_rates(), 0, dict.fromkeys("abc", 0), [(0, dict.fromkeys("abc", 0))]
     for topic, count, pause_ms in steps:
         rates.put(topic, count, 1)
         came[topic] += count
@@ -91,7 +93,7 @@ def test_at_the_limit_a_new_counter_is_not_counted_until_idle_ones_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "COUNTERS_MAX", 4)
-    rates = started()
+    rates = started_rates()
     for name in ("a", "b", "c", "d", "one too many"):
         rates.add(NUMS, name, 1)
     assert (len(rates), rates.rate(NUMS, "one too many", rates.minute, 0)) == (4, None)
@@ -111,9 +113,11 @@ def test_at_the_limit_a_new_counter_is_not_counted_until_idle_ones_are_removed(
         assert found is not None and found.sum == 5, "nothing is left of what had this place before"
 
 
-def test_a_stranger_who_fills_them_costs_no_search_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_idle_counters_are_searched_once_and_not_for_each_new_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "COUNTERS_MAX", 2)
-    rates = started()
+    rates = started_rates()
     searches = []
     monkeypatch.setattr(rates.hour, "idle", lambda times: searches.append(1) or [False] * len(times))
     for number in range(100):
@@ -125,7 +129,7 @@ def test_counters_keep_their_values_after_others_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "COUNTERS_MAX", 6)
-    rates = started()
+    rates = started_rates()
 
     def got(group: str) -> tuple[int, int, int]:
         key = module.of_group("t", group)
@@ -150,7 +154,7 @@ def test_counters_keep_their_values_after_others_are_removed(
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 1_000])
-def test_all_come_in_order_and_no_turn_has_more_than_a_share(count: int) -> None:
+def test_shares_yield_all_items_in_order_with_at_most_one_share_per_turn(count: int) -> None:
     turns = LoopTurns()
 
     async def walk() -> list[int]:
@@ -164,7 +168,7 @@ def test_all_come_in_order_and_no_turn_has_more_than_a_share(count: int) -> None
     assert run(turns.most(walk())) == (list(range(count)), min(count, 64))
 
 
-def test_messages_that_arrive_meanwhile_are_left_out() -> None:
+def test_items_added_during_the_loop_are_not_included() -> None:
     table = dict.fromkeys(range(5))
 
     async def walk() -> list[int]:

@@ -12,7 +12,7 @@ from tests.broker.consuming.subscriber import AGAIN, GROUP, TOPIC, engine, recei
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming.redelivery_rows import added, given_back
+from timeball.broker.consuming.redelivery_rows import copy_properties, nack_properties
 from timeball.broker.registry import redeliveries
 from timeball.broker.registry.redeliveries import Redeliveries, keys_of, spans
 from timeball.model.message import LOG_SCHEMA, Kind, build_rows, encode_properties, with_seq
@@ -34,7 +34,7 @@ def numbers(found: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 @given(STEPS)
-def test_counts_are_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
+def test_counts_of_redeliveries_equal_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
     waiting, model, next_number = Redeliveries(), dict[int, tuple[str, str]](), 1
     for name, *what in steps:
         if name == "add":
@@ -58,7 +58,7 @@ def test_counts_are_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
         assert [n for n in range(1, next_number + 1) if waiting.is_waiting(n)] == sorted(model)
 
 
-def test_a_number_that_stands_twice_in_one_call_ends_once() -> None:
+def test_a_number_that_occurs_twice_in_one_call_is_subtracted_once() -> None:
     waiting = Redeliveries()
     waiting.add([KEYS[0]] * 3, numbers([7, 8, 9]))
     waiting.end(numbers([9, 7, 9]))
@@ -66,7 +66,7 @@ def test_a_number_that_stands_twice_in_one_call_ends_once() -> None:
     assert [waiting.is_waiting(number) for number in (6, 7, 8, 9, 10)] == [False, False, True, False, False]
 
 
-def test_ended_redeliveries_take_no_room_for_ever() -> None:
+def test_ended_redeliveries_are_swept_from_memory() -> None:
     waiting = Redeliveries()
     for first in range(0, 200_000, 100):
         waiting.add([KEYS[0]] * 100, np.arange(first, first + 100))
@@ -74,7 +74,7 @@ def test_ended_redeliveries_take_no_room_for_ever() -> None:
     assert len(waiting._number) <= 2 * redeliveries.SWEEP_ROWS_MIN
 
 
-def test_neighbours_are_one_span() -> None:
+def test_consecutive_numbers_of_a_key_are_one_range() -> None:
     assert spans(numbers([3, 4, 5, 9, 11, 12]), numbers([0] * 6)) == {0: [(3, 3), (9, 1), (11, 2)]}
     assert spans(numbers([0, 1, 2, 3, 4, 5]), numbers([7, 7, 0, 7, 0, 0])) == {
         0: [(2, 1), (4, 2)],
@@ -92,8 +92,8 @@ def scheduled_rows(texts: list[str | None], topics: list[str]) -> pa.RecordBatch
 
 
 def test_a_scheduled_message_names_its_group_and_topic() -> None:
-    own = encode_properties({"a": "ORIGIN_GROUP", **added("g", "orders", 1)})
-    other = encode_properties({**added("g", "first", 1), "z": "1"})
+    own = encode_properties({"a": "ORIGIN_GROUP", **copy_properties("g", "orders", 1)})
+    other = encode_properties({**copy_properties("g", "first", 1), "z": "1"})
     rows = scheduled_rows(
         [own, own, other, "", None],
         ["%RETRY%g_orders", "%DLQ%g", "%RETRY%g_a_b", "%RETRY%g_orders", "%RETRY%g_orders"],
@@ -101,8 +101,8 @@ def test_a_scheduled_message_names_its_group_and_topic() -> None:
     assert keys_of(rows) == [("g", "orders"), ("g", "orders"), ("g", "a_b"), None, None]
 
 
-def test_rows_of_the_log_are_applied_in_its_order() -> None:
-    text = encode_properties({**added("g", "orders", 1), **given_back("", 5)})
+def test_replayed_rows_of_the_log_change_the_counts() -> None:
+    text = encode_properties({**copy_properties("g", "orders", 1), **nack_properties("", 5)})
 
     def row(
         kind: Kind, source_seq: int | None, properties: str | None = None, due_ms: int | None = 5
@@ -124,7 +124,7 @@ def test_rows_of_the_log_are_applied_in_its_order() -> None:
     assert [number for number in range(10, 22) if waiting.is_waiting(number)] == [10, 13]
 
 
-def of_world(world: World) -> dict[tuple[str, str], int]:
+def counts_of_world(world: World) -> dict[tuple[str, str], int]:
     found: Redeliveries = world.broker.redeliveries
     assert found.waiting_rows == sum(found.counts().values())
     return found.counts()
@@ -139,19 +139,21 @@ async def test_a_message_given_back_with_a_delay_waits_until_its_release_also_ac
     await engine(world).nack(receipts[0], 5_000)
     await engine(world).nack(receipts[1], 9_000)
     await engine(world).nack(receipts[2], 0)
-    assert of_world(world) == {(GROUP, TOPIC): 2}, "the third one is visible at once"
+    assert counts_of_world(world) == {(GROUP, TOPIC): 2}, "the third one is visible at once"
     for restores in (world.restart, crash_of(world), world.checkpoint, crash_of(world)):
         await restores()
-        assert of_world(world) == {(GROUP, TOPIC): 2}
+        assert counts_of_world(world) == {(GROUP, TOPIC): 2}
     await world.advance(5_000)
-    assert of_world(world) == {(GROUP, TOPIC): 1}
+    assert counts_of_world(world) == {(GROUP, TOPIC): 1}
     again = await receive(world, 3)
     await engine(world).nack(again.receipts[0], 60_000)
-    assert of_world(world) == {(GROUP, TOPIC): 2}, "a message that is given back again counts for its topic"
+    assert counts_of_world(world) == {(GROUP, TOPIC): 2}, (
+        "a message that is given back again counts for its topic"
+    )
     await world.advance(9_000)
-    assert of_world(world) == {(GROUP, TOPIC): 1}
+    assert counts_of_world(world) == {(GROUP, TOPIC): 1}
     await crash_of(world)()
-    assert of_world(world) == {(GROUP, TOPIC): 1}
+    assert counts_of_world(world) == {(GROUP, TOPIC): 1}
 
 
 def crash_of(world: World) -> Callable[[], Awaitable[None]]:
@@ -164,21 +166,21 @@ def crash_of(world: World) -> Callable[[], Awaitable[None]]:
 
 
 @on_node()
-async def test_a_redelivery_that_an_operator_cancels_or_moves_is_counted_as_long_as_it_waits(
+async def test_a_redelivery_is_counted_until_it_is_cancelled_and_while_it_is_moved(
     world: World,
 ) -> None:
     await send(world, [b"a", b"b", b"c"], unique_key=["a", "b", "c"])
     for receipt in (await receive(world, 3)).receipts:
         await engine(world).nack(receipt, 5_000)
     (verdict,) = await world.broker.cancel(ids=["a"], topic=AGAIN)
-    assert verdict.verdict == "cancelled" and of_world(world) == {(GROUP, TOPIC): 2}
+    assert verdict.verdict == "cancelled" and counts_of_world(world) == {(GROUP, TOPIC): 2}
     (verdict,) = await world.broker.reschedule(ids=["b"], topic=AGAIN, delay_ms=20_000)
-    assert verdict.verdict == "rescheduled" and of_world(world) == {(GROUP, TOPIC): 2}
+    assert verdict.verdict == "rescheduled" and counts_of_world(world) == {(GROUP, TOPIC): 2}
     await crash_of(world)()
-    assert of_world(world) == {(GROUP, TOPIC): 2}
+    assert counts_of_world(world) == {(GROUP, TOPIC): 2}
     await world.advance(5_000)
-    assert of_world(world) == {(GROUP, TOPIC): 1}
+    assert counts_of_world(world) == {(GROUP, TOPIC): 1}
     await world.advance(15_000)
-    assert of_world(world) == {}
+    assert counts_of_world(world) == {}
     await crash_of(world)()
-    assert of_world(world) == {}
+    assert counts_of_world(world) == {}

@@ -63,16 +63,16 @@ def row(number: int, *, is_active: bool) -> tuple[int, ...]:
 @settings(deadline=None)
 @given(STEPS)
 @pytest.mark.parametrize("few", [0, 16])
-def test_columns_are_like_a_dictionary(few: int, steps: list[tuple[Any, ...]]) -> None:
+def test_schedule_columns_equal_a_dictionary(few: int, steps: list[tuple[Any, ...]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Small bounds, so that sweeps and the paths for many take place.
         patch.setattr(schedule_columns, "_SPARE_MIN", 2)
         patch.setattr(schedule_columns, "_FEW", few)
         patch.setattr(schedule_columns, "PART_ROWS", 2)
-        live_through(steps)
+        compare_with_dictionary(steps)
 
 
-def live_through(steps: list[tuple[Any, ...]]) -> None:
+def compare_with_dictionary(steps: list[tuple[Any, ...]]) -> None:
     columns, wanted, last_number = ScheduleColumns(), dict[str, Row](), 0
     for step in steps:
         match step:
@@ -111,7 +111,7 @@ def live_through(steps: list[tuple[Any, ...]]) -> None:
     assert ScheduleColumns().numbers.slots(np.array([1])).tolist() == [-1]
 
 
-def test_texts_and_plans_that_no_schedule_has_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_texts_and_plans_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_columns, "_SPARE_MIN", 8)
     columns = ScheduleColumns()
     for number in range(1_000):
@@ -120,7 +120,7 @@ def test_texts_and_plans_that_no_schedule_has_are_dropped(monkeypatch: pytest.Mo
     assert columns.record(slot_of(columns, "one")) == (b"one\x00999", b"plan 999")
 
 
-def test_large_texts_are_dropped_although_they_are_few() -> None:
+def test_few_large_unused_texts_are_removed() -> None:
     """The bytes of replaced texts and plans are bounded, too: a part of all has offsets of 32 bits."""
     columns = ScheduleColumns()
     for number in range(400):
@@ -130,7 +130,7 @@ def test_large_texts_are_dropped_although_they_are_few() -> None:
     assert columns.record(slot_of(columns, "one")) == (b"one\0" + b"399" * 20_000, b"plan 399" * 4_000)
 
 
-def test_equal_plans_are_stored_once_also_in_a_part() -> None:
+def test_equal_plans_are_stored_once_in_memory_and_in_a_part() -> None:
     columns = ScheduleColumns()
     for number in range(100):
         columns.put(f"s{number:02d}", b"", b"x" * 1_000)
@@ -150,7 +150,7 @@ def test_a_copy_does_not_change_with_the_schedules() -> None:
     assert {name: each[0] for name, each in rows_of(copy).items()} == {"a": b"before"}
 
 
-def test_a_damaged_part_is_an_error() -> None:
+def test_a_damaged_part_raises_an_arrow_error() -> None:
     columns = ScheduleColumns()
     columns.put("a", b"body", b"plan")
     [part] = columns.copied()()

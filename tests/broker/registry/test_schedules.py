@@ -57,14 +57,14 @@ def test_a_deleted_schedule_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("key", ["schedule/a", "occurrence/a"])
-def test_a_damaged_value_is_an_error_at_the_start(key: str) -> None:
+def test_a_damaged_schedule_value_stops_the_start(key: str) -> None:
     log = StateRows()
     log.appended.append(meta_rows([(key, b"{")], 0))
     with pytest.raises(Corrupt, match=key):
         log.opened(Schedules)
 
 
-def test_the_values_of_the_log_are_those_of_memory() -> None:
+def test_schedules_restored_from_the_log_equal_those_in_memory() -> None:
     meta = MetaLog()
     schedules = Schedules(meta)
     meta.open(lambda _: None, lambda: 0)
@@ -96,7 +96,7 @@ def test_a_snapshot_has_all_schedules_in_parts() -> None:
     assert restored.find("b") is None and restored.get("a")[1] == Progress(State.PAUSED, 4)
 
 
-def test_a_position_is_in_the_log_only_if_a_schedule_needs_it() -> None:
+def test_a_progress_row_has_a_queue_position_only_if_the_schedule_needs_it() -> None:
     plain = Progress(State.ACTIVE, 5, number=7)
     assert encode_progress(plain) == b'[0,5,7,0,0,0,0,0,""]'
     placed = msgspec.structs.replace(plain, last_queue=0, last_offset=3)

@@ -41,7 +41,9 @@ _events = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 12)
 
 
 @given(_events, st.integers(0, 130))
-def test_the_fold_equals_a_walk_through_the_log(events: list[tuple[str, int | None]], version: int) -> None:
+def test_the_owner_of_a_message_equals_that_of_a_walk_through_the_log(
+    events: list[tuple[str, int | None]], version: int
+) -> None:
     by_name = {
         str(index): facts(
             10 * index + 10, topics=[topic] if topic else [],
@@ -66,7 +68,7 @@ def test_the_fold_equals_a_walk_through_the_log(events: list[tuple[str, int | No
     assert selected.end_seq <= max((each.seq for each in by_name.values()), default=0)
 
 
-def test_bounds_of_time_and_number() -> None:
+def test_a_selection_covers_only_messages_within_its_bounds_of_time_and_number() -> None:
     selected = Selected({"s": facts(100, from_ms=10, to_ms=20, absent=[(40, 10)])})
     messages = described(
         (9, 1, "a"), (10, 1, "a"), (19, 99, "a"), (20, 1, "a"), (15, 100, "a"), (15, 40, "a"), (15, 49, "a"),
@@ -79,7 +81,7 @@ def test_bounds_of_time_and_number() -> None:
     assert not Selected({}).may_change(messages.due_ms, messages.seq).any()
 
 
-def test_operations_apply_in_their_order_and_an_undo_takes_one_out() -> None:
+def test_operations_apply_in_log_order_and_an_undo_removes_one() -> None:
     by_name = {
         "later": facts(10, action="shift", shift_ms=30),
         "moved": facts(20, action="move", to_topic="b", from_ms=35),  # sees the shifted due time
@@ -107,7 +109,7 @@ def test_operations_apply_in_their_order_and_an_undo_takes_one_out() -> None:
     )
 
 
-def test_a_wake_up_keeps_the_state() -> None:
+def test_a_wake_up_does_not_change_the_state_of_a_message() -> None:
     woken = Woken()
     selected = Selected({"s": facts(100, action="shift", shift_ms=30, to_ms=6)}, woken)
     woken.add(*(np.array([number]) for number in (200, 5, 1, 35)))
@@ -169,7 +171,7 @@ def test_wake_ups_keep_their_bases_until_they_are_due(steps: list[tuple[str, Any
         )
 
 
-def test_a_step_copies_few_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_of_forget_before_copies_few_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second copied ten million, if only one of them was due."""
     monkeypatch.setattr(selections, "WOKEN_ROWS_MAX", 100)
     woken, numbers = Woken(), np.arange(1_000)
@@ -186,7 +188,7 @@ def test_a_step_copies_few_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(woken) == 0
 
 
-def test_nothing_is_left_of_a_selection_that_was_undone_before_the_next() -> None:
+def test_a_selection_that_was_undone_before_the_next_one_has_no_effect() -> None:
     assert Selected({"a": facts(10, undone_seq=20), "b": facts(30, undone_seq=40)}).is_empty
     assert Selected({"a": facts(10, undone_seq=35), "b": facts(30)}).names == ["a", "b"]
 
@@ -211,7 +213,7 @@ def test_nothing_is_left_of_a_selection_that_was_undone_before_the_next() -> Non
         ("TRUE", [True, True, True]),
     ],
 )
-def test_a_condition_knows_properties_and_the_message_itself(where: str, expected: list[bool]) -> None:
+def test_a_condition_can_use_properties_and_columns_of_the_message(where: str, expected: list[bool]) -> None:
     rows = pa.record_batch(
         {
             "keys": ["k1", "k2 k3", None],
@@ -229,7 +231,9 @@ def test_a_condition_knows_properties_and_the_message_itself(where: str, expecte
     assert (selected.states(messages).owner >= 0).tolist() == expected
 
 
-def test_rows_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selections_over_the_limit_and_settled_ones_are_forgotten_and_survive_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "SELECTIONS_MAX", 2)
     meta, written = MetaLog(), list[pa.RecordBatch]()
     selections = Selections(meta)
@@ -238,7 +242,7 @@ def test_rows_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     selections.put("1", facts(1))
     first = selections.selected
     assert first.names == ["1"] and selections.selected is first
-    selections.counted("1", 10, 50)
+    selections.record_count("1", 10, 50)
     selections.ended("1", 3)
     assert selections.pending_rows == 7
     selections.put("2", facts(2))

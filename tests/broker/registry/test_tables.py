@@ -28,7 +28,7 @@ from timeball.model.errors import Corrupt
 from timeball.model.message import Kind, pairs_of
 
 
-def test_no_two_tables_restore_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_key_prefix_is_restored_by_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes: list[str] = []
     register = MetaLog.register
 
@@ -57,7 +57,7 @@ def opened() -> tuple[Drains, list[object]]:
     return drains, rows
 
 
-def test_the_last_rows_of_both_sides_count_after_a_restart() -> None:
+def test_the_last_drain_and_adoption_rows_are_restored_after_a_restart() -> None:
     drains, rows = opened()
     assert drains.out is None and drains.adopted("g2") is None
     drains.put(DrainFacts(heir="g1", since_ms=5))
@@ -74,7 +74,7 @@ def test_the_last_rows_of_both_sides_count_after_a_restart() -> None:
         assert found.needed_seq == 9
 
 
-def test_a_message_that_was_handed_over_is_not_called_cancelled() -> None:
+def test_a_message_that_was_handed_over_is_not_reported_as_cancelled() -> None:
     drains, _ = opened()
     assert not drains.was_handed_over("already_cancelled", None) and not drains.is_moving(None)
     drains.put(DrainFacts(heir="g1", since_ms=5, transfer=2, first_seq=9, rows=2, at_ms=6))
@@ -115,7 +115,7 @@ def test_a_run_of_leases_is_an_array_and_rows_without_the_last_columns_are_read(
     assert msgspec.json.decode(b"[1027,3,7,60007,8]", type=LeaseRun) == LeaseRun(1027, 3, 7, 60_007, 8)
 
 
-def test_a_part_without_its_open_positions_is_refused() -> None:
+def test_a_saved_part_without_runs_is_refused() -> None:
     """A group that began with such a row would skip messages that nobody has processed."""
     meta = MetaLog()
     table(meta)

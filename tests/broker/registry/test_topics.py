@@ -23,10 +23,10 @@ from timeball.broker.registry.topics import (
     TopicConfig,
     TopicFacts,
     Topics,
-    altered_attributes,
-    at_least,
+    apply_attribute_changes,
     check_config,
     check_name,
+    raise_queues,
 )
 from timeball.io.files import Files
 from timeball.log.queue_index import Lengths, QueueIndexes
@@ -41,12 +41,12 @@ QUEUES = 3
 END_SEQ = 10_000  # behind every row of a test
 
 
-def opened(log: StateRows, files: Files, queues: int = QUEUES) -> Topics:
+def open_topics(log: StateRows, files: Files, queues: int = QUEUES) -> Topics:
     return log.opened(lambda meta: Topics(files, meta, queues_per_topic=queues))
 
 
-def fresh(files: Files | None = None, *, queues: int = QUEUES, log: StateRows | None = None) -> Topics:
-    topics = opened(log or StateRows(), files or CrashFiles(), queues)
+def new_topics(files: Files | None = None, *, queues: int = QUEUES, log: StateRows | None = None) -> Topics:
+    topics = open_topics(log or StateRows(), files or CrashFiles(), queues)
     topics.load(empty_log(), {}, 1)
     return topics
 
@@ -69,7 +69,7 @@ def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any
     )  # fmt: skip
 
 
-def with_places(rows: pa.RecordBatch, placement: Placement) -> pa.RecordBatch:
+def with_offsets(rows: pa.RecordBatch, placement: Placement) -> pa.RecordBatch:
     columns = {name: rows.column(name) for name in rows.schema.names}
     columns["queue_id"] = pa.array(placement.queue_id, pa.int32())
     columns["queue_offset"] = pa.array(placement.queue_offset)
@@ -93,15 +93,15 @@ BATCHES = st.lists(
 
 @settings(max_examples=50)
 @given(BATCHES, st.integers(0, 6))
-def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
+def test_offsets_have_no_gaps_and_a_replay_of_any_part_gives_the_same_queues(
     batches: list[list[tuple[str, int]]], known: int
 ) -> None:
     files, log = CrashFiles(), StateRows()
-    topics, replays, next_seq, model = fresh(files, log=log), [], 1, {}
+    topics, replays, next_seq, model = new_topics(files, log=log), [], 1, {}
     for batch in batches:
         rows = visible([name for name, _ in batch], [queue for _, queue in batch])
         placement = topics.place(rows)
-        placed = with_places(rows, placement)
+        placed = with_offsets(rows, placement)
         for i, (name, wanted) in enumerate(batch):
             queue, offset = int(placement.queue_id[i]), int(placement.queue_offset[i])
             assert queue == wanted % QUEUES if wanted >= 0 else 0 <= queue < QUEUES
@@ -116,29 +116,29 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
         if len(replays) == known:
             saved = (save_queues(topics, next_seq), next_seq)
     assert entries(topics) == model
-    again = opened(log, files)
+    again = open_topics(log, files)
     again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
     for placed, seqs in replays:  # those before the checkpoint too: they are skipped
         again.replay(placed, seqs)
     assert entries(again) == model
 
 
-def test_rows_that_leave_the_choice_go_round_the_queues() -> None:
-    topics = fresh()
+def test_rows_without_a_queue_go_to_all_queues_in_turn() -> None:
+    topics = new_topics()
     first = topics.place(visible(["a"] * 4)).queue_id.tolist()
     second = topics.place(visible(["a"] * 3)).queue_id.tolist()
     assert [*first, *second] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_rows_of_a_batch_that_are_for_later_leave_gaps_in_the_log_not_in_the_queue() -> None:
-    topics = fresh()
+def test_scheduled_rows_of_a_batch_take_no_offsets_of_the_queue() -> None:
+    topics = new_topics()
     topics.place(visible(["a"] * 2, [0, 0])).index(10, np.array([11, 15]))
     assert entries(topics) == {("a", 0): [11, 15]}
 
 
-def test_a_topic_is_made_when_it_is_named() -> None:
-    assert len(fresh().ensure("new").queues) == QUEUES
-    topics = fresh()
+def test_ensure_creates_a_missing_topic_with_the_default_number_of_queues() -> None:
+    assert len(new_topics().ensure("new").queues) == QUEUES
+    topics = new_topics()
     assert len(topics.ensure("new", 2).queues) == 2
     assert topics.ensure("new").name == topics.get("new").name == "new"
     with pytest.raises(NotFound, match="'other' does not exist"):
@@ -146,34 +146,34 @@ def test_a_topic_is_made_when_it_is_named() -> None:
 
 
 def test_a_topic_grows_and_never_shrinks() -> None:
-    topics = fresh()
+    topics = new_topics()
     assert [len(topics.ensure("a", queues).queues) for queues in (2, 5, 3)] == [2, 5, 5]
 
 
 def test_saved_state_is_loaded() -> None:
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, log=log)
+    topics = new_topics(files, log=log)
     assert log.count == 0
     topics.ensure("a")
     topics.ensure("b", 5)
     assert log.count == 2
     assert topics.ensure("b", 4) and log.count == 2
-    again = fresh(files, log=log)
+    again = new_topics(files, log=log)
     assert {t.name: len(t.queues) for t in again.all()} == {"a": QUEUES, "b": 5}
 
 
-def test_the_longest_group_and_topic_have_a_retry_topic() -> None:
+def test_the_retry_topic_of_the_longest_group_and_topic_is_valid() -> None:
     ours = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
-    assert fresh().ensure(ours).name == ours
+    assert new_topics().ensure(ours).name == ours
     for name in (ours + "x", "t" * (limits.TOPIC_BYTES_MAX + 1)):
         with pytest.raises(InvalidMessage, match="topic"):
-            fresh().ensure(name)
+            new_topics().ensure(name)
 
 
-def test_a_topic_is_made_and_written_to_without_a_call_to_the_disk() -> None:
+def test_creating_a_topic_makes_no_call_to_the_disk() -> None:
     """A thousand cost what one does: one file, written and synced by the checkpoint."""
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, log=log)
+    topics = new_topics(files, log=log)
     calls = files.calls
     topics.place(visible([f"%RETRY%g{n}" for n in range(1_000)])).index(1)
     assert files.calls == calls
@@ -183,7 +183,7 @@ def test_a_topic_is_made_and_written_to_without_a_call_to_the_disk() -> None:
 
 def test_at_the_limit_a_new_topic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TOPICS_MAX", 2)
-    topics = fresh()
+    topics = new_topics()
     for name in "aba":
         topics.ensure(name)
     with pytest.raises(OverLimit, match="2 topics exist"):
@@ -208,10 +208,10 @@ SINGLE = [tag_hash("a"), 0, tag_hash("b||c"), tag_hash("Aa"), tag_hash("BB"), 0]
 MULTI = [tag_mask("a"), 0, tag_mask("b") | tag_mask("c"), tag_mask("Aa"), tag_mask("BB"), 0]
 
 
-def test_an_entry_holds_of_the_tag_what_the_filter_type_says() -> None:
+def test_the_tag_of_an_index_entry_is_a_hash_or_a_mask_by_the_filter_type() -> None:
     assert SINGLE[3] == SINGLE[4] == 2112 and MULTI != SINGLE
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, log=log)
+    topics = new_topics(files, log=log)
     topics.ensure("single")
     topics.ensure("multi", filter_type="MULTI_TAG")
     names = ["single", "multi"] * len(TAGS)
@@ -219,14 +219,16 @@ def test_an_entry_holds_of_the_tag_what_the_filter_type_says() -> None:
     placement = topics.place(rows)
     placement.index(1)
     assert tags_indexed(topics) == {"single": SINGLE, "multi": MULTI}
-    again = fresh(files, log=log)
-    again.replay(with_places(rows, placement), np.arange(1, 1 + len(names)))
+    again = new_topics(files, log=log)
+    again.replay(with_offsets(rows, placement), np.arange(1, 1 + len(names)))
     assert tags_indexed(again) == {"single": SINGLE, "multi": MULTI}
 
 
 @pytest.mark.parametrize(("filter_type", "expected"), [("SINGLE_TAG", SINGLE), ("MULTI_TAG", MULTI)])
-def test_a_batch_of_one_topic(filter_type: FilterType, expected: list[int]) -> None:
-    topics = fresh()
+def test_the_tags_of_a_batch_of_one_topic_follow_its_filter_type(
+    filter_type: FilterType, expected: list[int]
+) -> None:
+    topics = new_topics()
     topics.ensure("t", 1, filter_type=filter_type)
     topics.place(visible(["t"] * len(TAGS), tag=TAGS)).index(1)
     assert tags_indexed(topics) == {"t": expected}
@@ -234,13 +236,13 @@ def test_a_batch_of_one_topic(filter_type: FilterType, expected: list[int]) -> N
     assert tags_indexed(topics) == {"t": [*expected, 0, 0]}
 
 
-def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
+def test_a_filter_type_is_saved_and_changes_only_on_request() -> None:
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, log=log)
+    topics = new_topics(files, log=log)
     assert topics.ensure("old").filter_type == topics.ensure("old", 5).filter_type == "SINGLE_TAG"
     assert topics.ensure("new", 1, filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
     assert topics.ensure("new", 2).filter_type == "MULTI_TAG"
-    assert {t.name: t.filter_type for t in fresh(files, log=log).all()} == {
+    assert {t.name: t.filter_type for t in new_topics(files, log=log).all()} == {
         "old": "SINGLE_TAG",
         "new": "MULTI_TAG",
     }
@@ -248,7 +250,7 @@ def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
 
 def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
     log = StateRows()
-    topics = fresh(log=log)
+    topics = new_topics(log=log)
     topics.ensure("t", 1)
     assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
     assert log.count == 2
@@ -261,13 +263,13 @@ def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
 
 
 def test_an_unknown_filter_type_is_refused() -> None:
-    topics = fresh()
+    topics = new_topics()
     with pytest.raises(RequestError, match="'HEAVY': it is SINGLE_TAG or MULTI_TAG"):
         topics.ensure("t", filter_type="HEAVY")
     assert not topics.all()
 
 
-def test_a_size_is_that_of_the_stored_message() -> None:
+def test_the_size_of_an_index_entry_is_that_of_rocketmqs_stored_message() -> None:
     rows = visible(["ab", "c"], properties=["k\1v\2", None])
     assert stored_sizes(rows).tolist() == [91 + 2 + 4 + 4, 91 + 1 + 4]
 
@@ -275,15 +277,15 @@ def test_a_size_is_that_of_the_stored_message() -> None:
 # ---- configuration and deletion -----------------------------------------------------------------------------
 
 
-def put(topics: Topics, first_seq: int, name: str, rows: int = 1) -> pa.RecordBatch:
+def append_rows(topics: Topics, first_seq: int, name: str, rows: int = 1) -> pa.RecordBatch:
     """Rows with offsets that are durable, as they are in the log."""
     batch = visible([name] * rows)
     placement = topics.place(batch)
     placement.index(first_seq)
-    return with_places(batch, placement)
+    return with_offsets(batch, placement)
 
 
-def reopened(
+def reopen_topics(
     topics: Topics,
     log: StateRows,
     files: CrashFiles,
@@ -291,41 +293,41 @@ def reopened(
 ) -> Topics:
     """The topics after a restart, by default with a checkpoint of this moment."""
     saved = save_queues(topics)
-    again = opened(log, files, 1)
+    again = open_topics(log, files, 1)
     again.load(empty_log(), saved if lengths is None else lengths, END_SEQ if lengths is None else 1)
     return again
 
 
-def test_a_topic_shows_what_was_configured_and_after_a_restart_too() -> None:
+def test_a_topic_has_its_configuration_also_after_a_restart() -> None:
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, log=log)
+    topics = new_topics(files, log=log)
     config = TopicConfig(2, 3, perm=4, order=True, sys_flag=1, attributes={"message.type": "FIFO"})
     topics.configure("t", config, filter_type="MULTI_TAG")
-    for read in (topics, reopened(topics, log, files)):
+    for read in (topics, reopen_topics(topics, log, files)):
         topic = read.get("t")
         assert (topic.read_queues, topic.write_queues, topic.perm, len(topic.queues)) == (2, 3, 4, 3)
         assert (topic.config, topic.filter_type) == (config, "MULTI_TAG")
 
 
 def test_a_topic_without_configuration_shows_all_its_queues() -> None:
-    topic = fresh().ensure("t")
+    topic = new_topics().ensure("t")
     assert (topic.read_queues, topic.write_queues, topic.perm) == (QUEUES, QUEUES, 6)
 
 
-def test_fewer_queues_are_hidden_and_not_taken_away() -> None:
-    topics = fresh()
-    put(topics, 0, "t", rows=8)
+def test_queues_beyond_a_smaller_configuration_are_hidden_and_not_deleted() -> None:
+    topics = new_topics()
+    append_rows(topics, 0, "t", rows=8)
     topics.configure("t", TopicConfig(3, 2))
     assert len(topics.get("t").queues) == 3
     before = [queue.next_offset for queue in topics.get("t").queues]
-    put(topics, 8, "t", rows=8)
+    append_rows(topics, 8, "t", rows=8)
     after = [queue.next_offset for queue in topics.get("t").queues]
     assert [b - a for a, b in zip(before, after, strict=True)] == [4, 4, 0]
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5])
-def test_a_topic_shows_at_least_what_is_asked_for(wanted: int) -> None:
-    topics = fresh()
+def test_ensure_shows_at_least_the_requested_number_of_queues(wanted: int) -> None:
+    topics = new_topics()
     topics.ensure("t", 3)
     topics.configure("t", TopicConfig(1, 2, perm=4))
     topic = topics.ensure("t", wanted)
@@ -334,8 +336,8 @@ def test_a_topic_shows_at_least_what_is_asked_for(wanted: int) -> None:
     assert topic.perm == 4
 
 
-def test_a_configuration_that_cannot_be_changes_nothing() -> None:
-    topics = fresh()
+def test_an_invalid_configuration_changes_nothing() -> None:
+    topics = new_topics()
     topics.configure("t", TopicConfig(2, 2))
     for config in (TopicConfig(0, 0), TopicConfig(2, 2, perm=9)):
         with pytest.raises(RequestError):
@@ -346,20 +348,20 @@ def test_a_configuration_that_cannot_be_changes_nothing() -> None:
     assert [topic.name for topic in topics.all()] == ["t"]
 
 
-def test_a_deleted_topic_is_gone_and_a_new_one_has_nothing_of_it() -> None:
+def test_a_topic_created_after_a_deletion_has_no_old_messages() -> None:
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, queues=1, log=log)
-    put(topics, 0, "t", rows=3)
+    topics = new_topics(files, queues=1, log=log)
+    append_rows(topics, 0, "t", rows=3)
     topics.configure("t", TopicConfig(1, 1, perm=4))
     assert topics.delete("t", 3)
     assert not topics.delete("t", 3)
-    for read in (topics, reopened(topics, log, files)):
+    for read in (topics, reopen_topics(topics, log, files)):
         assert read.find_topic("t") is None
         assert read.all() == []
         with pytest.raises(NotFound):
             read.get("t")
-    put(topics, 3, "t", rows=2)
-    for read in (topics, reopened(topics, log, files)):
+    append_rows(topics, 3, "t", rows=2)
+    for read in (topics, reopen_topics(topics, log, files)):
         (queue,) = read.get("t").queues
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
         assert queue.index.read(3, 9)["seq"].tolist() == [3, 4]
@@ -367,14 +369,14 @@ def test_a_deleted_topic_is_gone_and_a_new_one_has_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("sent_again", [False, True])
-def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
+def test_a_replay_hides_the_messages_before_a_deletion(sent_again: bool) -> None:
     """There is no checkpoint after the deletion."""
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, queues=1, log=log)
-    old = put(topics, 0, "t", rows=3)
+    topics = new_topics(files, queues=1, log=log)
+    old = append_rows(topics, 0, "t", rows=3)
     topics.delete("t", 3)
-    fresh_rows = put(topics, 3, "t", rows=2) if sent_again else None
-    again = reopened(topics, log, files, lengths={})
+    fresh_rows = append_rows(topics, 3, "t", rows=2) if sent_again else None
+    again = reopen_topics(topics, log, files, lengths={})
     again.replay(old, np.arange(3))
     if fresh_rows is None:
         assert again.find_topic("t") is None
@@ -384,35 +386,35 @@ def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
 
 
-def test_a_deletion_that_is_not_in_the_log_has_not_happened() -> None:
+def test_a_deletion_that_a_crash_lost_is_undone() -> None:
     files, log = CrashFiles(), StateRows()
-    topics = fresh(files, queues=1, log=log)
-    put(topics, 0, "t", rows=35)
+    topics = new_topics(files, queues=1, log=log)
+    append_rows(topics, 0, "t", rows=35)
     lengths = save_queues(topics)
     topics.delete("t", 35)
     log.appended.pop()
-    again = opened(log, files, 1)
+    again = open_topics(log, files, 1)
     again.load(empty_log(), lengths, END_SEQ)
     assert entries(again) == {("t", 0): list(range(35))}
 
 
-def test_an_accepted_message_restores_its_topic() -> None:
-    topics = fresh(queues=1)
+def test_an_accepted_message_creates_its_deleted_topic_again() -> None:
+    topics = new_topics(queues=1)
     topics.ensure("t", 1)
     topics.delete("t", 0)
-    put(topics, 0, "t")
+    append_rows(topics, 0, "t")
     assert topics.get("t").queues[0].index.max_offset == 1
 
 
 def test_an_emptied_topic_may_have_another_filter_type() -> None:
-    topics = fresh(queues=1)
-    put(topics, 0, "t")
+    topics = new_topics(queues=1)
+    append_rows(topics, 0, "t")
     topics.delete("t", 1)
     assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
 
 
-def test_every_change_has_a_version() -> None:
-    topics = fresh(queues=1)
+def test_every_change_of_a_topic_increases_the_version() -> None:
+    topics = new_topics(queues=1)
     versions = [topics.version]
     for change in (
         lambda: topics.ensure("t"),
@@ -434,12 +436,12 @@ def queues(count: int) -> Queues:
     return Queues(QueueIndexes(CrashFiles()), "t", count)
 
 
-def test_a_queue_is_made_when_it_is_asked_for_and_stays_the_same() -> None:
+def test_a_queue_is_created_at_its_first_use_and_stays_the_same_object() -> None:
     found = queues(1_000)
-    assert (len(found), len(found._made)) == (1_000, 0)
+    assert (len(found), len(found._created)) == (1_000, 0)
     found[7].index.append(*[np.array([1])] * 3)
     found[7].next_offset = 5
-    assert (found[7].index.max_offset, found[7].next_offset, len(found._made)) == (1, 5, 1)
+    assert (found[7].index.max_offset, found[7].next_offset, len(found._created)) == (1, 5, 1)
     assert (found[8].index.topic, found[8].index.queue_id) == ("t", 8)
 
 
@@ -496,16 +498,16 @@ def test_invalid_configurations_are_refused(config: TopicConfig, error: type[Exc
         check_config(config)
 
 
-def test_queues_are_shown_and_not_hidden() -> None:
-    assert at_least(TopicConfig(1, 4, perm=4), 3) == TopicConfig(3, 4, perm=4)
-    assert at_least(TopicConfig(), 3) == TopicConfig()
+def test_raise_queues_never_lowers_a_number_and_keeps_none() -> None:
+    assert raise_queues(TopicConfig(1, 4, perm=4), 3) == TopicConfig(3, 4, perm=4)
+    assert raise_queues(TopicConfig(), 3) == TopicConfig()
 
 
-def test_attributes_change_one_by_one() -> None:
-    found = altered_attributes({}, "+message.type=DELAY, +cleanup.policy=DELETE")
+def test_attribute_changes_set_and_remove_single_attributes() -> None:
+    found = apply_attribute_changes({}, "+message.type=DELAY, +cleanup.policy=DELETE")
     assert found == {"message.type": "DELAY", "cleanup.policy": "DELETE"}
-    assert altered_attributes(found, "") == found
-    assert altered_attributes(found, "-cleanup.policy,+message.type=FIFO,-queue.type") == {
+    assert apply_attribute_changes(found, "") == found
+    assert apply_attribute_changes(found, "-cleanup.policy,+message.type=FIFO,-queue.type") == {
         "message.type": "FIFO"
     }
     assert found["message.type"] == "DELAY", "the old ones are not touched"
@@ -520,4 +522,4 @@ def test_attributes_change_one_by_one() -> None:
 )  # fmt: skip
 def test_unknown_attributes_and_values_are_refused(changes: str) -> None:
     with pytest.raises(RequestError):
-        altered_attributes({}, changes)
+        apply_attribute_changes({}, changes)

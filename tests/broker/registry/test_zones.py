@@ -53,7 +53,7 @@ def test_utc_and_names_of_no_zones_are_not_recorded(zones: Zones, rows: list[pa.
     assert rows == [] and zones.facts is None
 
 
-def test_only_scheduled_messages_with_the_property_count(zones: Zones) -> None:
+def test_only_scheduled_messages_with_a_local_time_record_a_zone(zones: Zones) -> None:
     stored = f"{LOCAL_TIME}\x012030-01-31T09:00:00 "
     batch = build_rows(
         4,
@@ -65,6 +65,6 @@ def test_only_scheduled_messages_with_the_property_count(zones: Zones) -> None:
     zones.use_in(batch.slice(0, 0))
 
 
-def test_the_zone_of_a_rule() -> None:
+def test_the_zone_of_a_rule_is_utc_if_it_names_none() -> None:
     assert zone_of_rule(b'{"cron":"@daily","zone":"Asia/Tokyo"}') == "Asia/Tokyo"
     assert zone_of_rule(b'{"every":"15m"}') == "UTC"

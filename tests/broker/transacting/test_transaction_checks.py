@@ -42,7 +42,7 @@ async def prepare(world: World) -> int:
     return int(accepted.first_seq)
 
 
-async def look(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
+async def advance_and_check(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
     world.clock.advance(ms)
     await world.broker.transaction_checks.ask_due()
 
@@ -52,10 +52,10 @@ async def test_the_first_edge_that_has_a_producer_asks(world: World) -> None:
     away, first, second = Edge(connected=False), Edge(), Edge()
     world.broker.transaction_checks.askers += [away, first, second]
     seq = await prepare(world)
-    await look(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
+    await advance_and_check(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
     assert first.asked == []
-    await look(world, 1)
-    await look(world)
+    await advance_and_check(world, 1)
+    await advance_and_check(world)
     assert (away.asked, first.asked, second.asked) == ([], [(seq, 0, b"body"), (seq, 1, b"body")], [])
     assert world.broker.transactions.open() == [(seq, 2)]
 
@@ -65,21 +65,21 @@ async def test_a_check_that_no_producer_accepts_does_not_count(world: World) -> 
     deaf = Edge(takes=False)
     world.broker.transaction_checks.askers.append(deaf)
     seq = await prepare(world)
-    await look(world)
+    await advance_and_check(world)
     assert world.broker.transactions.open() == [(seq, 0)]
     hears = Edge()
     world.broker.transaction_checks.askers.append(hears)
-    await look(world)
+    await advance_and_check(world)
     assert (len(hears.asked), world.broker.transactions.open()) == (1, [(seq, 1)])
 
 
 @on_node()
-async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
+async def test_ended_half_messages_are_not_checked(world: World) -> None:
     edge = Edge()
     world.broker.transaction_checks.askers.append(edge)
     seq = await prepare(world)
     await world.broker.transactions.end(seq, "payers", commit=True)
-    await look(world)
+    await advance_and_check(world)
     assert edge.asked == []
 
 
@@ -89,7 +89,7 @@ async def test_after_too_many_checks_a_half_message_is_rolled_back(world: World)
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)
     for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
-        await look(world)
+        await advance_and_check(world)
     assert len(edge.asked) == limits.TRANSACTION_CHECKS_MAX
     assert world.broker.transactions.open() == []
 
@@ -101,7 +101,7 @@ async def test_the_checks_of_a_round_are_limited(world: World, monkeypatch: pyte
     world.broker.transaction_checks.askers.append(edge)
     seqs = {await prepare(world) for _ in range(5)}
     for count in (2, 4, 5):
-        await look(world, limits.TRANSACTION_FIRST_CHECK_MS if count == 2 else 0)
+        await advance_and_check(world, limits.TRANSACTION_FIRST_CHECK_MS if count == 2 else 0)
         assert len(edge.asked) == count
     assert {seq for seq, _, _ in edge.asked} == seqs
 

@@ -26,7 +26,7 @@ from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.engine import Subscriptions
 from timeball.broker.consuming.leases import Leases, QueueLeases
-from timeball.broker.consuming.retention import unread
+from timeball.broker.consuming.retention import count_unread
 from timeball.broker.consuming.retry import dead_letter_topic
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import AttachState
@@ -40,7 +40,7 @@ from timeball.broker.registry.topics import (
     Topic,
     TopicConfig,
     Topics,
-    altered_attributes,
+    apply_attribute_changes,
     check_config,
 )
 from timeball.io.clock import SchedulerClock
@@ -121,7 +121,10 @@ class JobReports:
         self._attach_state, self._reader_thread = attach_state, reader_thread
 
     async def all(self, caller: Caller) -> tuple[list[Report], Report | None]:
-        """Read the reports of the jobs, sorted by name, and of the last audit. Raises Forbidden."""
+        """Read the reports of the jobs, sorted by file name, and the report of the last audit. Raises Forbidden.
+
+        None without an audit. Files that are missing, too large or no JSON are left out.
+        """
         # Errors in them may contain topics and URIs that not every account may see.
         self._policy.allow(caller, Verb.ADMIN)
         return await in_thread(self._reader_thread, self._read_all)
@@ -141,6 +144,7 @@ class JobReports:
         )
 
     def _states(self, next_seq: int, now_ms: int) -> list[JobState]:
+        """Build the states of the jobs. `next_seq` is the end of the log (reader thread)."""
         states = []
         for report in self._read_all()[0]:
             try:
@@ -160,7 +164,7 @@ class JobReports:
         return states
 
     def _age_of_row_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
-        """Compute the age in ms of the first row at or after `seq`. 0 if there is none."""
+        """Compute the age in ms of the first row in [seq, next_seq). 0 if there is none (reader thread)."""
         reader = self._reader
         first = max(seq, reader.first_seq)
         # One frame at a time. Reserved numbers have no rows.
@@ -170,6 +174,7 @@ class JobReports:
         return 0
 
     def _read_all(self) -> tuple[list[Report], Report | None]:
+        """Read the reports of up to FILES_MAX jobs, and that of the last audit (reader thread)."""
         files = self._files
         # Jobs replace a file through a temporary file with another suffix, which is skipped here.
         names = (
@@ -181,6 +186,7 @@ class JobReports:
         return [report for report in reports if report is not None], self._read(AUDIT)
 
     def _read(self, name: str) -> Report | None:
+        """Read one report. None if it is missing, too large or no JSON object."""
         files = self._files
         try:
             # Another process may remove the file, or write any content into it.
@@ -200,7 +206,7 @@ CountPending = Callable[[str], Awaitable[int | None]]
 
 @dataclass(frozen=True, slots=True)
 class TopicChange:
-    """The requested configuration of a topic. `attributes` holds changes in the format of `altered_attributes`."""
+    """The requested configuration of a topic. `attributes`: changes of attributes, as for `apply_attribute_changes`."""
 
     name: str
     config: TopicConfig
@@ -244,10 +250,9 @@ class Administration:
         """Create topics or change their configuration.
 
         All changes are checked before the first one is made, so an invalid configuration changes nothing. If a topic is
-        refused later, the topics before it stay changed. Raises InvalidName, Forbidden, OverLimit, OutOfRange,
-        RequestError.
+        refused later, the topics before it stay changed. Durable on return. Raises InvalidName, Forbidden, OverLimit,
+        OutOfRange, RequestError.
         """
-        # Check all changes before the first one is made: an invalid request must change nothing.
         configs = [self._check_change(change, caller) for change in changes]
         # The limit of new topics also applies to administrators: a script can create as many as a client.
         self._policy.admit_managed([change.name for change in changes], caller)
@@ -263,14 +268,14 @@ class Administration:
     def _check_change(self, change: TopicChange, caller: Caller) -> TopicConfig:
         """Check a change of a topic, and build the new configuration. Raises as `configure_topics`."""
         self._policy.check_managed(change.name, caller)
-        known = self._tables.topics.find_topic(change.name)
-        attributes = altered_attributes(known.config.attributes if known else {}, change.attributes)
+        topic = self._tables.topics.find_topic(change.name)
+        attributes = apply_attribute_changes(topic.config.attributes if topic else {}, change.attributes)
         config = msgspec.structs.replace(change.config, attributes=attributes)
         check_config(config)
         return config
 
     async def set_order(self, name: str, caller: Caller, *, order: bool) -> None:
-        """Mark a topic as ordered or unordered. Does nothing if the topic does not exist."""
+        """Mark a topic as ordered or unordered. Does nothing if the topic does not exist. Raises Forbidden."""
         self._policy.allow(caller, Verb.ADMIN)
         topic = self._tables.topics.find_topic(name)
         if topic is not None and topic.config.order != order:
@@ -278,7 +283,10 @@ class Administration:
             await self._writer.flushed()
 
     async def delete_topic(self, name: str, caller: Caller) -> TopicRemoved | None:
-        """Delete a topic, its messages and the offsets in it. Returns counts, or None if the topic does not exist."""
+        """Delete a topic, its messages and the offsets in it. Returns counts, or None if the topic does not exist.
+
+        Durable on return. Raises InvalidName, Forbidden.
+        """
         self._policy.check_managed(name, caller)
         # Check before the count, which is expensive.
         if self._tables.topics.find_topic(name) is None:
@@ -316,7 +324,7 @@ class Administration:
         """Count the messages of a topic that each group with offsets has not read."""
         offset_table, expiries = self._tables.offsets.table, list[Expiry]()
         for group in self._tables.offsets.groups_of(topic.name):
-            if rows := unread(topic, offset_table[group][topic.name]):
+            if rows := count_unread(topic, offset_table[group][topic.name]):
                 expiries.append(Expiry(group, topic.name, rows, {}))
         return expiries
 
@@ -325,7 +333,7 @@ class Administration:
     async def configure_groups(self, groups: Iterable[SubscriptionGroup], caller: Caller) -> None:
         """Create groups or replace their configurations, in order. Groups before a refused one stay changed.
 
-        Raises InvalidName and OverLimit.
+        Durable on return. Raises Forbidden, InvalidName and OverLimit.
         """
         self._policy.allow(caller, Verb.ADMIN)
         try:
@@ -352,7 +360,10 @@ class Administration:
         await self.configure_groups([msgspec.structs.replace(group, attributes=attributes)], caller)
 
     async def delete_group(self, name: str, caller: Caller, *, with_offsets: bool) -> None:
-        """Delete a group. As in RocketMQ, the next heartbeat of a member creates the group again."""
+        """Delete a group, and its stored offsets if `with_offsets` is true. Durable on return. Raises Forbidden.
+
+        As in RocketMQ, the next heartbeat of a member creates the group again.
+        """
         self._policy.allow(caller, Verb.ADMIN)
         self._tables.groups.remove(name)
         if with_offsets:
@@ -368,8 +379,9 @@ QUEUES_AT_ONCE = 1_024  # queues that are counted before the event loop gets con
 
 
 def lags(groups: Iterable[str], *, topics: Topics, offsets: Offsets) -> Counts:
-    """Compute the lag of these groups by group and topic: the messages after their stored offsets."""
+    """Compute the lag of these groups, by group and topic: the visible messages from their stored offsets on."""
     lag_counts: Counts = {}
+    # topic -> (min_offset, max_offset) of each queue. Empty if the topic was deleted.
     offset_table, bounds_of = offsets.table, dict[str, list[tuple[int, int]]]()
     for group in groups:
         for name, stored_offsets in offset_table.get(group, {}).items():
@@ -378,7 +390,7 @@ def lags(groups: Iterable[str], *, topics: Topics, offsets: Offsets) -> Counts:
                 topic = topics.find_topic(name)
                 indexes = [] if topic is None else [queue.index for queue in topic.queues]
                 bounds_of[name] = bounds = [(index.min_offset, index.max_offset) for index in indexes]
-            if bounds:  # otherwise the topic was deleted, and its offsets are removed at the next save
+            if bounds:
                 # Offsets of queues that the topic no longer has are ignored. Messages that have expired are no lag.
                 lag_counts[group, name] = sum(
                     max(0, bounds[queue][1] - max(offset, bounds[queue][0]))
@@ -498,9 +510,9 @@ class GroupStates:
                 states = [
                     TopicState(
                         topic,
-                        lag_counts.get((name, topic), 0),
-                        in_flight.get((name, topic), 0),
-                        expired_rows.get(topic, 0),
+                        lag=lag_counts.get((name, topic), 0),
+                        in_flight=in_flight.get((name, topic), 0),
+                        expired=expired_rows.get(topic, 0),
                     )
                     for topic in sorted(topics_of[name] | expired_rows.keys())
                 ]
@@ -509,21 +521,22 @@ class GroupStates:
         return group_states
 
     def _build_group_state(self, name: str, topics: list[TopicState]) -> GroupState:
+        """Build the state of one group from the states of its topics."""
         # None if the group was deleted but its offsets were kept.
         config = self._groups.find_group(name)
         # Dead letters do not count as messages of a topic that the group consumes.
         expired_dead_letters = self._expired.topics(name).get(dead_letter_topic(name))
         return GroupState(
-            name,
-            sum(topic.lag for topic in topics),
-            sum(topic.in_flight for topic in topics),
-            self._dead_letters.count(name),
-            1 + self._groups.times_max(name),
-            config is not None and config.consume_message_orderly,
-            config is None or config.consume_enable,
-            topics,
-            sum(topic.expired for topic in topics),
-            0 if expired_dead_letters is None else expired_dead_letters.rows,
-            self._subscriptions.conflicts(name),
-            self._groups.max_per_key(name),
+            group=name,
+            lag=sum(topic.lag for topic in topics),
+            in_flight=sum(topic.in_flight for topic in topics),
+            dead_letters=self._dead_letters.count(name),
+            attempts_max=1 + self._groups.times_max(name),
+            in_order=config is not None and config.consume_message_orderly,
+            enabled=config is None or config.consume_enable,
+            topics=topics,
+            expired=sum(topic.expired for topic in topics),
+            expired_dead_letters=0 if expired_dead_letters is None else expired_dead_letters.rows,
+            conflicts=self._subscriptions.conflicts(name),
+            max_per_key=self._groups.max_per_key(name),
         )

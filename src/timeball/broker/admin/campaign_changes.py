@@ -102,13 +102,13 @@ class CampaignChanges:
     ) -> Campaign:
         """Create a campaign for this number of rows, unless it exists. The next attach with its id contains the rows.
 
-        `at_ms` is the time at which the rows were validated. `groups` are the groups of the cluster that each have a
-        part of the campaign. Raises OutOfRange if rows were attached under this id before, but the campaign was
-        forgotten.
+        `at_ms` is the time at which the rows were validated, None for now. `groups` are the groups of the cluster that
+        each have a part of the campaign. Durable on return. Raises OutOfRange if rows were attached under this id
+        before but the campaign was deleted since, InvalidMessage, and OverLimit.
         """
         self._writer.check_admission()
-        # The attach would count as repeated and be skipped. The campaign would stay planned for ever, and its rows
-        # would be lost.
+        # The attach would count as a repetition and be skipped. So the campaign would stay planned for ever, and its
+        # rows would be lost.
         if not self._campaigns.is_known(campaign) and self._attach_state.has_attached(campaign):
             raise OutOfRange(
                 f"rows were attached as {campaign} before, and no campaign is left of it: use another id"
@@ -121,7 +121,10 @@ class CampaignChanges:
         return self.get(campaign)
 
     async def pause(self, campaign: str) -> Campaign:
-        """Hold all pending messages of a campaign."""
+        """Hold all pending messages of a campaign. Durable on return.
+
+        Raises InvalidMessage, NotFound, OutOfRange (Campaigns.get_attached), OverLimit.
+        """
         async with self._lock, self._mover.lock:  # while the lock is held, no attach is half done
             facts = self._campaigns.get_attached(campaign)
             if facts.state == "paused":
@@ -134,7 +137,10 @@ class CampaignChanges:
             return self.get(campaign)
 
     async def resume(self, campaign: str, *, shift: bool) -> Campaign:
-        """End the hold. Overdue messages are due now. With `shift`, all are due later by the length of the pause."""
+        """End the hold. Overdue messages are due now. With `shift`, all are due later by the length of the pause.
+
+        Returns the campaign with the number of its messages and the shift. Durable on return. Raises as `pause`.
+        """
         async with self._lock:
             facts = self._campaigns.get_attached(campaign)
             if facts.state != "paused":
@@ -152,7 +158,11 @@ class CampaignChanges:
             return msgspec.structs.replace(self.get(campaign), count=rows, shift_ms=shift_ms)
 
     async def cancel(self, campaign: str) -> Campaign:
-        """Cancel all pending and held messages of a campaign. The cancel is final on return, and may be repeated."""
+        """Cancel all pending and held messages of a campaign. The cancel is final on return, and may be repeated.
+
+        Returns the campaign with the number of messages that this call has cancelled. Raises InvalidMessage, NotFound,
+        OverLimit, and Corrupt if a file with its messages is damaged.
+        """
         counted = RangesCancelled(0, 0, 0, 0)
         async with self._lock:
             async with self._mover.lock:
@@ -173,8 +183,8 @@ class CampaignChanges:
                 reason = f"campaign {campaign}"
                 counted = await self._cancel_ranges(facts.ranges, reason)
             # End the hold only after the last CANCEL row: until then held messages must not count as settled (released
-            # or cancelled). Messages in `already_cancelled` were cancelled or moved one by one, so they are not added.
-            # If this call finishes an interrupted cancel, that cancel has cancelled them, so they are added.
+            # or cancelled). `already_cancelled` counts messages that were cancelled or moved one by one before. They
+            # are added only if this call finishes an interrupted cancel, which has cancelled them.
             cancelled_rows = facts.cancelled + counted.cancelled
             if repeated and facts.held_from_ms is not None:
                 cancelled_rows += counted.already_cancelled
@@ -209,12 +219,13 @@ class CampaignChanges:
     def _with_state(
         self, facts: CampaignFacts, state: State, held_from_ms: int | None = None
     ) -> CampaignFacts:
+        """Build facts with a new state that begins now."""
         now_ms = self._clock.now_ms()
         return msgspec.structs.replace(facts, state=state, since_ms=now_ms, held_from_ms=held_from_ms)
 
     def _describe(self, campaign: str, facts: CampaignFacts, *, repeated: bool = False) -> Campaign:
         """Build the description of a campaign for users."""
-        # Derived and never written: a campaign ends with the last of its due times, without an event.
+        # "finished" is computed and never stored: a campaign ends with the last of its due times, without an event.
         is_finished = facts.is_finished(self._scheduler.settled_before_ms)
         return Campaign(
             campaign=campaign,
@@ -287,24 +298,27 @@ class PushChanges:
         return subscription
 
     async def put(
-        self, name: str, wanted: PushSubscription, caller: Caller, *, rotates: bool = False
+        self, name: str, subscription: PushSubscription, caller: Caller, *, rotates: bool = False
     ) -> PushPut:
-        """Create or change a subscription. A change keeps its paused state.
+        """Create or change a subscription. A change keeps its paused state. Durable on return.
 
-        `rotates` creates a new secret. Raises InvalidMessage, InvalidFilter, OutOfRange, OverLimit, RequestError.
+        `rotates` creates a new secret. Raises Forbidden, InvalidMessage, InvalidName, InvalidFilter, OutOfRange,
+        OverLimit, RequestError.
         """
         self._policy.allow(caller, Verb.ADMIN)
-        self._allowed_urls.check_url(wanted.url)
+        self._allowed_urls.check_url(subscription.url)
         # Refuse an invalid filter before any change.
-        compile_filter(wanted.filter, EXPRESSION_TYPES[wanted.filter_type])
-        self._check_same_filter(name, wanted)
-        known = self._subscriptions.find(name)
-        if known is not None:
+        compile_filter(subscription.filter, EXPRESSION_TYPES[subscription.filter_type])
+        self._check_same_filter(name, subscription)
+        current = self._subscriptions.find(name)
+        if current is not None:
             # A change of the URL must not resume a subscription that an administrator has paused.
-            wanted = msgspec.structs.replace(wanted, paused=known.paused, paused_by=known.paused_by)
-        new_secret = self._subscriptions.put(name, wanted, self._clock.now_ms(), rotates=rotates)
+            subscription = msgspec.structs.replace(
+                subscription, paused=current.paused, paused_by=current.paused_by
+            )
+        new_secret = self._subscriptions.put(name, subscription, self._clock.now_ms(), rotates=rotates)
         await self._notify_and_flush(name)
-        return PushPut(wanted, known is None, None if new_secret is None else secret_text(new_secret))
+        return PushPut(subscription, current is None, None if new_secret is None else secret_text(new_secret))
 
     async def delete(self, name: str, caller: Caller) -> None:
         """Delete a subscription. Its consumer group and the group's offsets stay. Raises NotFound."""
@@ -327,6 +341,7 @@ class PushChanges:
     async def _set_paused(
         self, name: str, *, paused: bool, paused_by: Literal["operator", "receiver"]
     ) -> PushSubscription:
+        """Change the paused state of a subscription. Durable on return. Raises NotFound."""
         changed = msgspec.structs.replace(self._subscriptions.get(name), paused=paused, paused_by=paused_by)
         self._subscriptions.put(name, changed, self._clock.now_ms())
         await self._notify_and_flush(name)
@@ -339,15 +354,17 @@ class PushChanges:
             self._watcher(name)
         await self._writer.flushed()
 
-    def _check_same_filter(self, name: str, wanted: PushSubscription) -> None:
+    def _check_same_filter(self, name: str, subscription: PushSubscription) -> None:
         """Raise RequestError if another subscription of this group and topic has a different filter."""
-        for other, known in self._subscriptions.all().items():
-            is_shared = other != name and (known.group, known.topic) == (wanted.group, wanted.topic)
+        group_topic = subscription.group, subscription.topic
+        filter_and_type = subscription.filter, subscription.filter_type
+        for other_name, other in self._subscriptions.all().items():
+            is_shared = other_name != name and (other.group, other.topic) == group_topic
             # Both share the group's offsets, so each would skip messages that only the other one selects.
-            if is_shared and (known.filter, known.filter_type) != (wanted.filter, wanted.filter_type):
+            if is_shared and (other.filter, other.filter_type) != filter_and_type:
                 raise RequestError(
-                    f"subscription {other!r} of the same group has the filter {known.filter[:200]!r} "
-                    f"({known.filter_type}): give both the same, or this one another group"
+                    f"subscription {other_name!r} of the same group has the filter {other.filter[:200]!r} "
+                    f"({other.filter_type}): give both the same, or this one another group"
                 )
 
     def _may_look(self, subscription: PushSubscription, caller: Caller) -> bool:

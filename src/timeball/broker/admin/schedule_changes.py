@@ -1,8 +1,8 @@
 """The operations on recurring schedules: put, pause, resume, run, delete, and queries.
 
 Each change is one frame, which also cancels the pending occurrence that it replaces. Accounts need no right of their
-own for schedules: who may send to the topic of the template may put, resume and run, and who may cancel its messages
-may pause and delete. These rights are checked with each command, and not when an occurrence is due.
+own for schedules: who may send to the topic of the template may put, resume and run, and who may cancel messages of
+this topic may pause and delete. These rights are checked with each command, and not when an occurrence is due.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from timeball.model.message import encode_properties, send_row
 from timeball.schedule.scheduler import Scheduler
 
 HISTORY_ROWS = 10
-FIRST_TIME_MS = -1  # a time of a rule is later: the first one is in 1970
+FIRST_TIME_MS = -1  # before the first possible time of a rule, in 1970
 # A page ends here, so that a list holds the event loop for a few milliseconds.
-NAMES_PER_PAGE_MAX = 1_000  # of which the caller may see a few
+NAMES_PER_PAGE_MAX = 1_000  # names that are examined; the caller may see only a few of them
 SHOWN_PER_PAGE_MAX = 100
 PAGE_BYTES_MAX = 512 * 1024  # of rules and bodies
 NO_TIME_TEXT = "has no time later than now"
@@ -125,16 +125,19 @@ class ScheduleChanges:
         return await self._show(name, *self._visible(name, caller), caller)
 
     def _visible(self, name: str, caller: Caller) -> tuple[ScheduleFacts, Progress]:
+        """Find a schedule. Raises NotFound, also if the caller may not look at its topic, and Forbidden."""
         self._policy.allow_somewhere(caller, Verb.LOOK)
         facts, progress = self._schedules.get(name)
         if not self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
-            raise NotFound(
-                f"no schedule {name!r}"
-            )  # the same error in both cases, so it does not reveal names
+            # The same error in both cases, so it does not reveal names.
+            raise NotFound(f"no schedule {name!r}")
         return facts, progress
 
     async def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
-        """List up to `rows` schedules whose names come after `after`. A page may be short, and another one follows."""
+        """List up to `rows` schedules whose names come after `after`, in order: all, or those of a topic.
+
+        A page may have fewer schedules although another page follows. Raises Forbidden.
+        """
         self._policy.allow_somewhere(caller, Verb.LOOK)
         listed, size_bytes = list[Shown](), 0
         rows = min(rows, SHOWN_PER_PAGE_MAX)
@@ -147,7 +150,8 @@ class ScheduleChanges:
             if (found := self._schedules.find(name)) is None:
                 continue  # deleted meanwhile
             facts, progress = found
-            size_bytes += len(facts.body) + len(facts.rule)  # of others, too: each is decoded
+            # Also of schedules that the page does not show, because each is decoded.
+            size_bytes += len(facts.body) + len(facts.rule)
             if topic in (None, facts.topic) and self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
                 listed.append(await self._show(name, facts, progress, caller))
         return Page(listed, None)
@@ -155,7 +159,10 @@ class ScheduleChanges:
     async def preview(
         self, rule: Mapping[str, object], after_ms: int | None, number: int, caller: Caller
     ) -> list[Occurrence]:
-        """Compute the next times of a rule, without storing it. Raises InvalidDelay and OutOfRange."""
+        """Compute the next `number` times of a rule after `after_ms` (None: now), without storing the rule.
+
+        Raises Forbidden, InvalidDelay and OutOfRange.
+        """
         self._policy.allow_somewhere(caller, Verb.LOOK)
         if not 1 <= number <= limits.SCHEDULE_PREVIEW_MAX:
             raise OutOfRange(f"{number} occurrences: 1 to {limits.SCHEDULE_PREVIEW_MAX}")
@@ -164,9 +171,9 @@ class ScheduleChanges:
         return await asyncio.to_thread(lambda: Rule.parse(rule).after(begin_ms, number))
 
     async def history(self, name: str, caller: Caller) -> list[Past]:
-        """List the last times of a schedule's rule, the newest first, with the states of their messages.
+        """List the last HISTORY_ROWS times of a schedule's rule, the newest first, with the states of their messages.
 
-        These may be in any topic at which the caller may look.
+        The messages may be in any topic at which the caller may look. Raises NotFound, Forbidden.
         """
         facts = self._visible(name, caller)[0]
         past = list[Past]()
@@ -174,8 +181,8 @@ class ScheduleChanges:
         times = await asyncio.to_thread(
             last_times, facts.rule_text, FIRST_TIME_MS, self._clock.now_ms(), HISTORY_ROWS
         )
-        # Any topic: that of the schedule may have changed since, or a selection may have moved the message. Only topics
-        # of retries must be named.
+        # None, any topic: the topic of the schedule may have changed since, or a selection may have moved the message.
+        # Messages in retry topics are found only if the topic is named.
         topic = facts.topic if is_on_its_way_back(facts.topic) else None
         for occurrence in times:
             # The id follows from the time, so the log needs no index of the occurrences of a schedule.
@@ -193,6 +200,7 @@ class ScheduleChanges:
         return. Raises InvalidName, InvalidMessage, InvalidDelay, OutOfRange, OverLimit, and the errors of a send.
         """
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
+        # Until nothing has changed the schedule between the look-up and the decision.
         while True:
             known = await self._find_durable(name)
             if known is not None:
@@ -205,9 +213,13 @@ class ScheduleChanges:
             self._schedules.check_new(name, facts, None if known is None else known[0])
             self._check_template(name, facts)
             now_ms = self._clock.now_ms()
-            # An occurrence that a selection has cancelled, held or moved stays so: the new facts are for the next one.
-            # Not with another topic or other keys, because the later rows of the message are built from the facts.
-            stays = known is not None and _same(known[0], facts) and await self._selected(name, *known)
+            # An occurrence that a selection has cancelled, held or moved stays pending, and the new facts are for the
+            # next one. With another rule, topic or keys it is replaced: its later rows are built from the facts.
+            stays = (
+                known is not None
+                and _keeps_occurrence(known[0], facts)
+                and await self._selected(name, *known)
+            )
             if known is not None and stays:
                 after = Next(name, facts, known[1], is_put=True)
             else:
@@ -215,7 +227,7 @@ class ScheduleChanges:
             # Another request or a release may have changed the schedule meanwhile.
             if self._schedules.find(name) == known:
                 break
-        # A new rule without a next time is probably a mistake. One that is put again may have ended meanwhile.
+        # A new rule without a next time is probably a mistake. A rule that is put again may have ended meanwhile.
         has_ended = known is not None and known[0].rule == facts.rule and not after.progress.error
         if after.occurrence is None and not (has_ended or stays):
             raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
@@ -231,7 +243,10 @@ class ScheduleChanges:
         return await self._show(name, *current, caller), "created" if known is None else "replaced"
 
     async def pause(self, name: str, caller: Caller) -> Shown:
-        """Cancel the pending occurrence, and append no other until the schedule is resumed. Raises NotFound."""
+        """Cancel the pending occurrence, and append no other until the schedule is resumed. Durable on return.
+
+        A schedule that is not active stays as it is. Raises NotFound, Forbidden, OverLimit.
+        """
         while True:
             facts, before = await self._get_durable(name, caller, Verb.CANCEL)
             if before.state != State.ACTIVE:
@@ -249,14 +264,17 @@ class ScheduleChanges:
         return await self.get(name, caller)
 
     async def resume(self, name: str, caller: Caller) -> Shown:
-        """Continue a paused or failed schedule. Its `catch_up` decides about the times meanwhile. Raises NotFound."""
+        """Continue a paused or failed schedule. Its `catch_up` decides about the times that have passed meanwhile.
+
+        Any other schedule stays as it is. Durable on return. Raises NotFound, Forbidden, OverLimit.
+        """
         while True:
             facts, before = await self._get_durable(name, caller, Verb.SEND)
             if before.state not in (State.PAUSED, State.FAILED):
                 break
             now_ms = self._clock.now_ms()
             await self._compute(facts, before.after_ms, now_ms)
-            # Otherwise two resumes at the same time would append two occurrences.
+            # Checked after the await: otherwise two resumes at the same time would append two occurrences.
             if self._schedules.find(name) == (facts, before):
                 self._policy.admit([facts.topic], caller)
                 await self._append(following(name, facts, before, before.after_ms, now_ms), now_ms)
@@ -264,7 +282,10 @@ class ScheduleChanges:
         return await self.get(name, caller)
 
     async def delete(self, name: str, caller: Caller) -> None:
-        """Delete a schedule, and cancel its pending occurrence. Raises NotFound."""
+        """Delete a schedule, and cancel its pending occurrence. Durable on return.
+
+        Raises NotFound, Forbidden, OverLimit.
+        """
         facts, before = await self._get_durable(name, caller, Verb.CANCEL)
         # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
         change = self._schedules.changed([Entry(name, None)])
@@ -273,7 +294,10 @@ class ScheduleChanges:
         )
 
     async def run(self, name: str, caller: Caller) -> str:
-        """Send a message of the template now. The next occurrence stays. Returns the id of the message."""
+        """Send a message of the template now. The pending occurrence stays. Returns the id of the message.
+
+        Durable on return. Raises NotFound, Forbidden, and the errors of a send.
+        """
         facts = self._visible(name, caller)[0]
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         # The number of the next row, because several messages may be sent in one millisecond.
@@ -291,7 +315,7 @@ class ScheduleChanges:
     async def _first(
         self, name: str, facts: ScheduleFacts, known: tuple[ScheduleFacts, Progress] | None, now_ms: int
     ) -> Next:
-        """Compute the first occurrence of a schedule that is put."""
+        """Compute the first occurrence of a schedule that is put. `known`: the schedule that it replaces."""
         before = None if known is None else known[1]
         if known is not None and known[0].topic != facts.topic:  # the last position is of another topic
             before = msgspec.structs.replace(known[1], last_queue=-1, last_offset=-1)
@@ -303,11 +327,12 @@ class ScheduleChanges:
             after = following(name, facts, before, after_ms, now_ms, is_put=True)
             if continues or after.occurrence is None:
                 return after
-            # A rescheduled occurrence of an earlier schedule with this name still stands for its time.
+            # An earlier schedule with this name may have an occurrence of this time that was rescheduled. Then take the
+            # next time, because both messages would have the same id.
             after_ms = after.occurrence.due_ms
             places = await self._find(occurrence_id(name, after_ms), facts.topic, ANONYMOUS)
-            own = 0 if before is None else before.number
-            if not any(place.state in ("waiting", "visible") and place.seq != own for place in places):
+            own_number = 0 if before is None else before.number
+            if not any(place.state in ("waiting", "visible") and place.seq != own_number for place in places):
                 return after
 
     async def _selected(self, name: str, facts: ScheduleFacts, progress: Progress) -> MessagePlace | None:
@@ -315,33 +340,43 @@ class ScheduleChanges:
         if not progress.number or self._selections.selected.is_empty:
             return None
         for place in await self._find(occurrence_id(name, progress.due_ms), facts.topic, ANONYMOUS):
-            plain = (place.state, place.due_ms, place.topic) == ("waiting", progress.due_ms, facts.topic)
-            if place.seq == progress.number and place.state != "visible" and (not plain or place.reason):
+            is_unchanged = (place.state, place.due_ms, place.topic) == (
+                "waiting",
+                progress.due_ms,
+                facts.topic,
+            )
+            # A held message is unchanged but has a reason.
+            is_selected = place.state != "visible" and (not is_unchanged or bool(place.reason))
+            if place.seq == progress.number and is_selected:
                 return place
         return None
 
     async def _compute(self, facts: ScheduleFacts, after_ms: int, now_ms: int) -> None:
-        """Compute the next occurrence of a costly rule in a thread. The result is kept for the event loop."""
+        """Compute the next occurrence of a costly rule in a thread, which caches it for the event loop."""
         if is_costly(facts.rule_text):
             with suppress(Exception):  # raised again on the event loop
                 await asyncio.to_thread(choose, facts, after_ms, now_ms)
 
     async def _show(self, name: str, facts: ScheduleFacts, progress: Progress, caller: Caller) -> Shown:
-        local = ""
+        """Build the description of a schedule for a caller."""
+        next_local = ""
         if progress.number:
             rule, before_ms = facts.rule_text, progress.due_ms - 1
-            with suppress(InvalidDelay):  # its zone has left the time zone database
+            with suppress(InvalidDelay):  # the time zone database no longer has its zone
                 if is_costly(rule):
                     occurrence = await asyncio.to_thread(first_after, rule, before_ms)
                 else:
                     occurrence = first_after(rule, before_ms)
-                local = "" if occurrence is None else occurrence.local
+                next_local = "" if occurrence is None else occurrence.local
         may_read = self._policy.allows(caller, Verb.RECEIVE, topic=facts.topic)
-        return Shown(name, facts, progress, local, may_read)
+        return Shown(name, facts, progress, next_local, may_read)
 
     async def _find_durable(self, name: str) -> tuple[ScheduleFacts, Progress] | None:
-        """Find a schedule whose pending occurrence is durable, so that the scheduler knows it and can cancel it."""
-        # Each round, the schedule may have changed or been released meanwhile.
+        """Find a schedule, and wait until its pending occurrence is durable. None if there is no schedule.
+
+        So the scheduler knows the occurrence, and can cancel it.
+        """
+        # Found again after each wait, because the schedule may have changed meanwhile.
         while (found := self._schedules.find(name)) is not None:
             if found[1].number < self._log.reader.next_seq:
                 break
@@ -349,6 +384,7 @@ class ScheduleChanges:
         return found
 
     async def _get_durable(self, name: str, caller: Caller, verb: Verb) -> tuple[ScheduleFacts, Progress]:
+        """Find a schedule as `_find_durable`, for a caller with the permission `verb`. Raises NotFound, Forbidden."""
         self._visible(name, caller)  # raises NotFound
         found = await self._find_durable(name)
         if found is None:
@@ -358,6 +394,7 @@ class ScheduleChanges:
 
     def _check_template(self, name: str, facts: ScheduleFacts) -> None:
         """Raise InvalidMessage or OverLimit if a send would refuse an occurrence of this template."""
+        # With the latest possible time, which gives the longest id and the longest properties.
         properties = occurrence_properties(name, facts, limits.INSTANT_MS_MAX, "9999-12-31T23:59:59+00:00")
         row = send_row(
             topic=facts.topic, body=facts.body, tag=facts.tag, keys=facts.keys,
@@ -378,6 +415,7 @@ class ScheduleChanges:
         now_ms: int,
         replaced: tuple[ScheduleFacts, Progress] | None,
     ) -> None:
+        """Append the rows of `continuation`, and cancel the occurrence of the `replaced` state. Durable on return."""
         self._log.writer.check_admission()
         # No await until the append: the scheduler decides about the cancel now.
         parts = list[pa.RecordBatch]()
@@ -393,11 +431,12 @@ class ScheduleChanges:
         await durable
 
 
-def _same(known: ScheduleFacts, facts: ScheduleFacts) -> bool:
+def _keeps_occurrence(known: ScheduleFacts, facts: ScheduleFacts) -> bool:
+    """Check whether a pending occurrence of `known` may stay if the schedule gets new facts."""
     return (known.rule, known.topic, known.keys) == (facts.rule, facts.topic, facts.keys)
 
 
 def _may_be_of(name: str, place: MessagePlace) -> bool:
-    """Check whether a message with the id of an occurrence may be of this schedule: anyone may send such an id."""
+    """Check whether a message with the id of an occurrence may be of this schedule. Any client may send this id."""
     # The content is unknown if the message has ended, or the caller may not receive from its topic.
     return place.content is None or place.content.properties.get(SCHEDULE) == name

@@ -6,7 +6,8 @@ request sees a selection either during all of its steps or not at all. Requests 
 resume of a campaign, a cancel of ranges) exclude changes of selections, which are then refused: waiting for them would
 make all look-ups wait, too.
 
-An attach that is not answered yet comes after a selection: its numbers are still reserved.
+A bulk attach that is not answered yet counts as later than a selection. Its numbers are still reserved, and a selection
+excludes reserved numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 DRY_RUN = "dry run"  # no id, because ids are numbers
 
-# Surveys.survey of the package pending.
+# Surveys.survey (broker/pending/survey.py). It counts the messages of a selection in a snapshot of the pending ones.
+# First argument: builds the selections from the number at the end of the log, and returns them with the id of the
+# counted one. Second argument: called when the snapshot is taken.
 CountMessages = Callable[[Callable[[int], tuple[Selected, str]], Callable[[], None]], Awaitable[Survey]]
 
 
@@ -52,7 +55,7 @@ class SelectionChanges:
     def __init__(
         self,
         policy: Policy,
-        survey: CountMessages,
+        count_messages: CountMessages,
         is_blocked: Callable[[], bool],
         *,
         gate: Gate,
@@ -63,13 +66,17 @@ class SelectionChanges:
         scheduling: Scheduling,
         delay_ms_max: int,
     ) -> None:
-        """Create the operations. `is_blocked` tells whether a request holds the gate for long."""
+        """Create the operations. `is_blocked` tells whether a request holds the gate for long.
+
+        `delay_ms_max`: the longest shift, earlier or later.
+        """
         self._delay_ms_max = delay_ms_max
-        self._policy, self._survey, self._is_blocked = policy, survey, is_blocked
+        self._policy, self._count_messages, self._is_blocked = policy, count_messages, is_blocked
         self._gate, self._clock, self._writer = gate, clock, writer
         self._tables, self._selections = tables, tables.selections
         self._attach_state, self._scheduling = attach_state, scheduling
-        self._uncountable: set[str] = set()  # a file of their messages is damaged
+        # The ids of selections that cannot be counted, because a file with their messages is damaged.
+        self._uncountable: set[str] = set()
 
     # -- queries -------------------------------------------------------------------------------------------------
 
@@ -90,25 +97,27 @@ class SelectionChanges:
         }
 
     def state(self, name: str) -> str:
-        """Tell the state of a selection: active, undone or over (all of its messages were due)."""
+        """Find the state of a selection: "active", "undone" or "over" (all of its messages are settled)."""
         facts = self._selections.get(name)
         return "undone" if facts.is_undone else "over" if self._selections.is_over(name) else "active"
 
     # -- changes -------------------------------------------------------------------------------------------------
 
     async def dry_run(self, wanted: SelectionFacts, caller: Caller) -> Survey:
-        """Count the messages that a selection would cover now. Raises the errors of `select`."""
+        """Count the messages that a selection would cover now.
+
+        Raises Forbidden, InvalidFilter, InvalidName, InvalidMessage, OutOfRange, OverLimit.
+        """
         self._check(wanted, caller)
         await self._writer.flushed()  # releases that have begun count as pending until they are durable
 
         def plan(to_seq: int) -> tuple[Selected, str]:
-            # A dry run counts as the newest selection, so earlier ones keep their messages.
+            # A dry run counts as the newest selection, so messages of earlier ones stay with these.
             planned = self._completed(wanted, to_seq, caller)
-            return Selected(
-                {**self._selections.selected_facts(), DRY_RUN: planned}, self._selections.woken
-            ), DRY_RUN
+            facts_by_name = {**self._selections.selected_facts(), DRY_RUN: planned}
+            return Selected(facts_by_name, self._selections.woken), DRY_RUN
 
-        return await self._survey(plan, lambda: None)
+        return await self._count_messages(plan, lambda: None)
 
     async def select(self, wanted: SelectionFacts, caller: Caller) -> str:
         """Accept a selection of the messages that are pending now. Durable on return. Returns its id.
@@ -124,7 +133,7 @@ class SelectionChanges:
             self._check_free()  # again, because a campaign may be resumed meanwhile
             if self._tables.drains.out is not None:
                 raise Conflict("this group is drained, and its messages get other numbers: cancel them there")
-            # No await from here on: the row stands in the log after the releases of all messages that it does not
+            # No await from here on: the row comes in the log after the releases of all messages that it does not
             # cover, and before every later row.
             seq = self._writer.next_seq
             name = str(seq)
@@ -154,14 +163,15 @@ class SelectionChanges:
         return changes
 
     async def count(self) -> None:
-        """Count the messages of new selections, and leave out those that are over. Called by maintenance.py."""
+        """Count the messages of new selections, and mark those that are over. Called by maintenance.py periodically."""
         scheduling = self._scheduling
         # Messages of a paused campaign are pending although their due times have passed.
         settled_before_ms = min(scheduling.scheduler.settled_before_ms, scheduling.outcomes.holds.from_ms)
         self._selections.mark_over(settled_before_ms)
         self._selections.woken.forget_before(settled_before_ms)
         for name, facts in self._selections.all().items():
-            # An undone cancel changes nothing. Others may have changed which messages later selections cover.
+            # An undone cancel need not be counted again. Another undone selection must be: it may have changed which
+            # messages later selections cover.
             is_done = self._selections.is_over(name) or (facts.is_undone and facts.action == "cancel")
             if (is_done and facts.count is not None) or name in self._uncountable:
                 continue
@@ -179,23 +189,24 @@ class SelectionChanges:
                 logger.error("selection not counted id=%s reason=%s", name, error)
 
     async def _count(self, name: str) -> None:
+        """Count the messages of a selection: those that are pending, and those that were cancelled since the start."""
         ended = 0
         # The rows before that of the selection are durable then, so the messages that it does not cover are settled.
         await self._writer.flushed()
 
         def plan(_: int) -> tuple[Selected, str]:
-            # With the later events, because they decide when the messages will be settled.
+            # Includes later events, because they decide when the messages will be settled.
             return Selected(self._selections.selected_facts(name), self._selections.woken, keep=name), name
 
         def taken() -> None:
             nonlocal ended
             ended = self._selections.ended_rows(name)
 
-        counted = await self._survey(plan, taken)
-        self._selections.counted(name, counted.count + ended, counted.last_ms)
+        counted = await self._count_messages(plan, taken)
+        self._selections.record_count(name, counted.count + ended, counted.last_ms)
         facts = self._selections.get(name)
         if facts.count is None:
-            # The log has counted the messages that became due before the survey.
+            # `ended` are the messages that became due before the survey: each CANCEL row was counted.
             self._selections.put(
                 name,
                 msgspec.structs.replace(
@@ -213,7 +224,7 @@ class SelectionChanges:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _check(self, wanted: SelectionFacts, caller: Caller) -> None:
-        """Raise an error unless the caller may select these messages, and the condition is valid."""
+        """Raise an error (see `dry_run`) unless the caller may select these messages and the selection is valid."""
         if len(wanted.topics) > limits.SELECTION_TOPICS_MAX:
             raise OutOfRange(f"{len(wanted.topics)} topics: at most {limits.SELECTION_TOPICS_MAX}")
         for topic in wanted.topics:
@@ -228,7 +239,7 @@ class SelectionChanges:
         if abs(wanted.shift_ms) > self._delay_ms_max:
             raise OutOfRange(f"a shift by {wanted.shift_ms} ms: at most {self._delay_ms_max}")
         if wanted.to_topic:
-            # The messages are sent to it. Names of the broker's own topics are refused.
+            # The messages will be sent to this topic, so the caller needs the permission. Reserved names are refused.
             self._policy.destination(wanted.to_topic, caller)
         if not wanted.from_ms < wanted.to_ms:
             raise InvalidMessage("the window of due times is empty: it must end after it begins")
@@ -256,7 +267,7 @@ class SelectionChanges:
         """Raise OutOfRange if active selections would shift a message by more than `delay_ms_max`."""
         if wanted.shift_ms <= 0:
             return
-        # Of all topics: the sum is a bound for each message, without a look at the messages.
+        # The sum over all topics is a bound for each message, and needs no look at the messages.
         active = map(self._selections.get, self._selections.active)
         later_ms = wanted.shift_ms + sum(max(0, facts.shift_ms) for facts in active)
         if later_ms > self._delay_ms_max:
@@ -273,6 +284,7 @@ class SelectionChanges:
         return [each for facts in campaigns if facts.held_from_ms is not None for each in facts.ranges]
 
     def _may(self, topics: list[str], caller: Caller) -> bool:
+        """Check whether the caller may cancel messages of all of these topics, or of every topic if there are none."""
         if self._policy.allows(caller, Verb.ADMIN):
             return True
         # Without topics, a selection covers those that the caller may not see.

@@ -39,7 +39,7 @@ from timeball.broker.consuming.retention import log_expired
 from timeball.broker.filters import Filter
 from timeball.broker.filters.compiler import SQL92, compile_filter
 from timeball.broker.policy import Policy
-from timeball.broker.registry.dead_letters import Expiry, Position, Run, joined, subtract_spans
+from timeball.broker.registry.dead_letters import Expiry, GroupRun, Position, Run, join_spans, subtract_spans
 from timeball.broker.registry.meta import Change, combined
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.selections import with_names
@@ -80,13 +80,16 @@ _COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", 
 
 
 class Pace(NamedTuple):
-    """When resent dead letters are delivered: the first after `after_ms`, then `rate` in a second. Without: at once."""
+    """When resent dead letters are delivered: the first one `after_ms` after the request, then `rate` per second.
+
+    `rate` None: all at the same time.
+    """
 
     after_ms: int = 0
     rate: float | None = None
 
     def check(self) -> None:
-        """Raise OutOfRange."""
+        """Raise OutOfRange unless both values are within their limits."""
         if not 0 <= self.after_ms <= limits.DELAY_MS_MAX:
             raise OutOfRange(f"after {self.after_ms} ms: 0 to {limits.DELAY_MS_MAX}")
         if self.rate is not None and not limits.RESEND_RATE_MIN <= self.rate <= limits.RESEND_RATE_MAX:
@@ -95,7 +98,7 @@ class Pace(NamedTuple):
             )
 
     def delays_ms(self, first: int, count: int) -> list[int] | None:
-        """Compute the delays of the dead letters from number `first` on. None for no delays."""
+        """Compute the delays of `count` dead letters, after the `first` ones of the request. None for no delays."""
         if self.rate is None:
             return [self.after_ms] * count if self.after_ms else None
         # Each delay is computed from the number, so that rounding errors do not add up.
@@ -164,8 +167,8 @@ class DeadLetters:
         """
         self._policy.allow(caller, Verb.ADMIN)
         pace.check()
-        wanted = compile_filter(where, SQL92) if where else None
-        return await self._resolve(group, handles, caller, pace, wanted)
+        condition = compile_filter(where, SQL92) if where else None
+        return await self._resolve(group, handles, caller, pace, condition)
 
     async def delete(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
         """Mark open dead letters as resolved: all, or those of these handles. Durable on return.
@@ -180,9 +183,12 @@ class DeadLetters:
         handles: Sequence[str] | None,
         caller: Caller,
         pace: Pace | None,
-        wanted: Filter | None = None,
+        condition: Filter | None = None,
     ) -> Resolved:
-        """Resend dead letters with a pace, or delete them without one."""
+        """Resend dead letters with a pace, or delete them without one: all, or those of `handles`, in chunks.
+
+        Only those that meet `condition`, if it is not None. Raises the errors of `resend`.
+        """
         self._policy.allow(caller, Verb.ADMIN)
         # A handle may be listed twice, but its dead letter is sent once.
         requested = None if handles is None else dict.fromkeys(map(position_of, handles))
@@ -190,12 +196,12 @@ class DeadLetters:
         if topic is None:
             self._check_known(group)
         else:
-            # The generator finds positions while the first ones are resolved already, so it includes dead letters that
-            # arrive meanwhile in the current queue.
-            pending = self._positions(group, topic, (0, 0)) if requested is None else iter(requested)
-            while positions := list(islice(pending, RESENT_AT_ONCE)):
-                if wanted is not None:
-                    positions = await self._matching(group, topic, positions, wanted)
+            # The generator reads the end of a queue when it reaches the queue. So it includes dead letters that arrive
+            # meanwhile in later queues.
+            remaining = self._positions(group, topic, (0, 0)) if requested is None else iter(requested)
+            while positions := list(islice(remaining, RESENT_AT_ONCE)):
+                if condition is not None:
+                    positions = await self._matching(group, topic, positions, condition)
                 resolved = await self._resolve_positions(group, topic, positions, count, pace)
                 count += len(resolved)
                 if requested is not None:
@@ -208,7 +214,10 @@ class DeadLetters:
     async def _resolve_positions(
         self, group: str, topic: Topic, positions: list[Position], resent: int, pace: Pace | None
     ) -> list[Position]:
-        """Resolve these positions. `resent`: the number of dead letters that the request has resent before."""
+        """Resend (with a pace) or delete the open dead letters at these positions. Returns their positions.
+
+        `resent`: the number of dead letters that the request has resent before. Durable on return.
+        """
         positions = [position for position in positions if self._is_open(group, topic, position)]
         rows = None if pace is None else await self._read(topic, positions)
         # Another request may have resolved some during the read. From here to the append there is no await.
@@ -220,7 +229,7 @@ class DeadLetters:
         if rows is None or pace is None:
             change = self._resolution(group, topic, positions)
             self._log.writer.append(change.rows)
-            change.keep()  # after the append, because it may refuse
+            change.keep()  # after the append, which raises if the disk is full
             await self._log.writer.flushed()
         else:
             copies = self._copies(
@@ -233,26 +242,28 @@ class DeadLetters:
         return positions
 
     async def _matching(
-        self, group: str, topic: Topic, positions: Sequence[Position], wanted: Filter
+        self, group: str, topic: Topic, positions: Sequence[Position], condition: Filter
     ) -> list[Position]:
         """Choose the open positions whose dead letters meet a condition."""
         positions = [position for position in positions if self._is_open(group, topic, position)]
         rows = await self._read(topic, positions)
-        mask = await in_thread(self._reader_thread, _matches, rows, wanted)
+        mask = await in_thread(self._reader_thread, _matches, rows, condition)
         return [position for position, matches in zip(positions, mask, strict=True) if matches]
 
     def _resolution(self, group: str, topic: Topic, positions: Sequence[Position]) -> Change:
-        """Build the META rows that mark these positions as resolved, and that forget their repeated rows."""
-        # Positions before the queue's first offset never come back, so they need not be stored as resolved.
-        kept_from = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
-        in_queue = [(queue, offset) for queue, offset in positions if offset >= kept_from[queue]]
-        change = self._tables.resolved_dead_letters.changed(group, in_queue, kept_from)
+        """Build the META rows that mark these positions as resolved, and that forget the rows that repeat them."""
+        # A position before the queue's first offset is open only through its repeated row. Without this row it is
+        # resolved, so it need not be stored as resolved.
+        min_offsets = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
+        in_queue = [(queue, offset) for queue, offset in positions if offset >= min_offsets[queue]]
+        change = self._tables.resolved_dead_letters.changed(group, in_queue, min_offsets)
         repeated = self._tables.repeated_dead_letters
         if all(repeated.find_seq(group, *position) is None for position in positions):
             return change
         return combined(change, repeated.changed({group: positions}))
 
     def _copies(self, group: str, rows: pa.RecordBatch, delays_ms: list[int] | None) -> pa.RecordBatch:
+        """Build the batch (SEND_COLUMNS) that resends these dead letters (READ_SCHEMA). `delays_ms`: of each row."""
         config = self._tables.groups.find_group(group)
         is_orderly = config is not None and config.consume_message_orderly
         topics, texts = [], []  # one topic per row: a group may have dead letters from several topics
@@ -277,7 +288,7 @@ class DeadLetters:
         if delays_ms is not None:
             columns["delay_ms"] = delays_ms
             if is_orderly:
-                # It is pending in the topic of its send, where a send with its unique key would end it.
+                # The copy is pending in the original topic, where a later send with the same unique key would end it.
                 columns["keys"] = [without_unique_key(text) for text in rows.column("keys").to_pylist()]
         return pa.RecordBatch.from_pydict(
             columns, schema=pa.schema([(name, SEND_COLUMNS[name]) for name in columns])
@@ -302,7 +313,10 @@ class DeadLetters:
                     await self._repeat_chunk(topic, chunk)
 
     def _spans_before(self, topic: Topic, before_seq: int) -> list[tuple[int, int, int]]:
-        """List (queue, begin, end) of the open dead letters that are stored only in rows before `before_seq`."""
+        """List the spans (queue, begin, end) of the open dead letters that are stored only in rows before `before_seq`.
+
+        `end` is the offset after the last one.
+        """
         group, open_spans = topic.name.removeprefix(DLQ_PREFIX), list[tuple[int, int, int]]()
         for queue, begin, end in self._open_spans(group, topic):
             index = topic.queues[queue].index
@@ -312,7 +326,7 @@ class DeadLetters:
                 end = min(end, index.first_offset_from_seq(before_seq, begin, hidden=True))
             # An earlier pass of retention, which was interrupted, may have repeated some of them.
             runs = self._tables.repeated_dead_letters.runs(group, queue)
-            repeated = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
+            repeated = join_spans((run.offset, run.end) for run in runs if run.seq >= before_seq)
             open_spans += [(queue, *span) for span in subtract_spans((begin, end), repeated)]
         return open_spans
 
@@ -335,6 +349,7 @@ class DeadLetters:
             yield chunk
 
     def _row_sizes(self, topic: Topic, queue: int, begin: int, end: int) -> list[int]:
+        """List the size in bytes of each dead letter at the offsets [begin, end) of a queue."""
         index = topic.queues[queue].index
         if begin >= index.min_offset:
             sizes: list[int] = index.read(begin, end - begin, hidden=True)["size"].tolist()
@@ -347,7 +362,10 @@ class DeadLetters:
         return [size_at.get(offset, 0) for offset in range(begin, end)]
 
     async def _repeat_chunk(self, topic: Topic, chunk: Sequence[Position]) -> None:
-        """Repeat the open dead letters of a chunk, in one frame with the META rows that record where they are."""
+        """Repeat the open dead letters at these positions, in one frame with the META rows that locate the copies.
+
+        Dead letters that are too old, and the oldest ones beyond `kept_bytes`, expire instead. Durable on return.
+        """
         group = topic.name.removeprefix(DLQ_PREFIX)
         chunk = [position for position in chunk if self._is_open(group, topic, position)]
         if not chunk:
@@ -358,29 +376,32 @@ class DeadLetters:
         retention_ms = self._settings.dead_letter_retention_ms
         died_ms, now_ms = rows.column("store_ms").to_numpy(), self._clock.now_ms()
         # A retention of 0 keeps dead letters without a limit of age.
-        is_kept = is_open & ((died_ms > now_ms - retention_ms) if retention_ms else True)
+        is_repeated = is_open & ((died_ms > now_ms - retention_ms) if retention_ms else True)
         sizes = stored_sizes(rows)
         evicted = self._choose_evicted(
-            group, chunk, int(sizes[is_kept].sum()), int(died_ms[is_kept].max(initial=0))
+            group, chunk, int(sizes[is_repeated].sum()), int(died_ms[is_repeated].max(initial=0))
         )
         # None: the dead letters that would have to be evicted are newer than this chunk. So this chunk itself expires.
         if evicted is None:
-            is_kept[:], evicted = False, []
-        runs = _build_runs(chunk, np.flatnonzero(is_kept).tolist(), self._log.writer.next_seq, sizes, died_ms)
-        expired = [chunk[index] for index in np.flatnonzero(is_open & ~is_kept).tolist()]
+            is_repeated[:], evicted = False, []
+        runs = _build_runs(
+            chunk, np.flatnonzero(is_repeated).tolist(), self._log.writer.next_seq, sizes, died_ms
+        )
+        expired = [chunk[index] for index in np.flatnonzero(is_open & ~is_repeated).tolist()]
         expiries = self._count_expired(group, topic, expired)
         # The new runs replace all earlier runs of the chunk.
         dropped: dict[str, list[Position]] = {group: list(chunk)}
-        for name, queue, run in evicted:
-            dropped.setdefault(name, []).extend((queue, offset) for offset in range(run.offset, run.end))
-            expiries.append(Expiry(name, DLQ_PREFIX + name, run.rows, {}))
+        for evicted_group, queue, run in evicted:
+            positions = [(queue, offset) for offset in range(run.offset, run.end)]
+            dropped.setdefault(evicted_group, []).extend(positions)
+            expiries.append(Expiry(evicted_group, DLQ_PREFIX + evicted_group, run.rows, {}))
         changes = [
             self._tables.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])
         ]
         if expiries:
             changes.append(self._tables.expired.changed(expiries, now_ms))
         change = combined(*changes)
-        copies = [_repeated_rows(rows.filter(pa.array(is_kept)))] if runs else []
+        copies = [_repeated_rows(rows.filter(pa.array(is_repeated)))] if runs else []
         _, durable = self._log.writer.append(pa.concat_batches([*copies, change.rows]))
         change.keep()
         await durable  # only one chunk is in memory at a time
@@ -388,46 +409,39 @@ class DeadLetters:
 
     def _choose_evicted(
         self, group: str, chunk: Sequence[Position], size_bytes: int, died_ms: int
-    ) -> list[tuple[str, int, Run]] | None:
-        """Choose the oldest runs to evict, so that `size_bytes` more fit into `kept_bytes`.
+    ) -> list[GroupRun] | None:
+        """Choose the oldest runs to evict, so that a chunk of `size_bytes` fits into `kept_bytes` with the other runs.
 
-        None if these runs are newer than the chunk, whose newest dead letter is from `died_ms`.
+        None if runs would have to go that are newer than the chunk, whose newest dead letter is from `died_ms`.
         """
         bytes_max, repeated = self._settings.kept_bytes, self._tables.repeated_dead_letters
-        over_bytes = repeated.size_bytes + size_bytes - bytes_max
-        if not bytes_max or over_bytes <= 0:
+        excess_bytes = repeated.size_bytes + size_bytes - bytes_max
+        if not bytes_max or excess_bytes <= 0:
             return []
-        # Runs of the chunk will be replaced, so their bytes become free. The chunk contains the begin or the end of
-        # such a run.
-        chunk_positions, others, evicted = (
-            set(chunk),
-            list[tuple[str, int, Run]](),
-            list[tuple[str, int, Run]](),
-        )
+        chunk_positions, others, evicted = set(chunk), list[GroupRun](), list[GroupRun]()
         for entry in repeated.by_age():
-            name, queue, run = entry
-            if name == group and (
-                (queue, run.offset) in chunk_positions or (queue, run.end - 1) in chunk_positions
-            ):
-                over_bytes -= run.size_bytes
+            queue, run = entry.queue, entry.run
+            ends = (queue, run.offset), (queue, run.end - 1)
+            # Runs of the chunk's own dead letters are replaced, so their bytes become free. The chunk contains the
+            # first or the last position of such a run.
+            if entry.group == group and not chunk_positions.isdisjoint(ends):
+                excess_bytes -= run.size_bytes
             else:
                 others.append(entry)
         for entry in others:
-            if over_bytes > 0 and entry[2].died_ms <= died_ms:
+            if excess_bytes > 0 and entry.run.died_ms <= died_ms:
                 evicted.append(entry)
-                over_bytes -= entry[2].size_bytes
-        return evicted if over_bytes <= 0 else None
+                excess_bytes -= entry.run.size_bytes
+        return evicted if excess_bytes <= 0 else None
 
     def _count_expired(self, group: str, topic: Topic, expired: Sequence[Position]) -> list[Expiry]:
-        """Count the dead letters that expire. `counted_to` prevents that one in its queue is counted twice."""
-        counted_to, rows, counted_ends = (
-            self._tables.expired.counted_to(group, topic.name),
-            0,
-            dict[int, int](),
-        )
+        """Count the dead letters that expire at these positions. Returns one Expiry, or none if none is counted."""
+        # After a crash, retention examines the same rows again. `counted_to` prevents a second count.
+        counted_to = self._tables.expired.counted_to(group, topic.name)
+        rows, counted_ends = 0, dict[int, int]()
         for queue, offset in expired:
             if offset < topic.queues[queue].index.min_offset:
-                rows += 1
+                rows += 1  # no second count: the same frame drops its repeated row, which is the last one
             elif offset >= counted_to.get(queue, 0):
                 rows += 1
                 counted_ends[queue] = offset + 1
@@ -456,7 +470,7 @@ class DeadLetters:
                 begin, end = max(low, run.offset), min(run.end, index.min_offset)
                 if begin < end:
                     yield number, begin, end
-            # Also those that wait for a limit of their topic, which concerns consumers.
+            # `end_offset`: includes dead letters that the topic's limit per second does not show to consumers yet.
             begin = max(index.min_offset, low)
             for span in self._tables.resolved_dead_letters.open_spans(group, number, begin, index.end_offset):
                 yield number, *span
@@ -467,6 +481,7 @@ class DeadLetters:
                 yield queue, offset
 
     def _is_open(self, group: str, topic: Topic, position: Position) -> bool:
+        """Check whether an open dead letter is at this position. False for a position that does not exist."""
         queue, offset = position
         # A handle may contain any queue number.
         if queue >= len(topic.queues):
@@ -482,8 +497,7 @@ class DeadLetters:
         if not positions:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         group, find_seq = topic.name.removeprefix(DLQ_PREFIX), self._tables.repeated_dead_letters.find_seq
-        # Prefer the repeated row: retention may remove the row in the queue at any moment.
-        # -1: the row is in the queue.
+        # Prefer the repeated row, because retention may remove the row in the queue at any moment. -1: there is none.
         seqs: Int64Array = np.array(
             [find_seq(group, *position) or -1 for position in positions], dtype=np.int64
         )
@@ -497,17 +511,18 @@ class DeadLetters:
 
 def _build_runs(
     chunk: Sequence[Position],
-    kept_indexes: Sequence[int],
+    repeated_indexes: Sequence[int],
     first_seq: int,
     sizes: Int64Array,
     died_ms: Int64Array,
 ) -> list[tuple[int, Run]]:
-    """Join kept positions that are consecutive to runs. `kept_indexes` are indexes of `chunk`.
+    """Join consecutive positions of `chunk` to runs. Returns (queue, run) for each.
 
-    The rows of the kept positions get the numbers from `first_seq` on.
+    `repeated_indexes` are the indexes of the positions that are repeated. Their rows get the numbers from `first_seq`
+    on. `sizes` (bytes) and `died_ms` are parallel to `chunk`.
     """
     runs = list[tuple[int, Run]]()
-    for row_index, index in enumerate(kept_indexes):
+    for row_index, index in enumerate(repeated_indexes):
         (queue, offset), size_bytes, row_died_ms = chunk[index], int(sizes[index]), int(died_ms[index])
         if runs and runs[-1][0] == queue and runs[-1][1].end == offset:
             run = runs[-1][1]
@@ -546,8 +561,11 @@ def _repeated_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
-def _matches(rows: pa.RecordBatch, wanted: Filter) -> list[bool]:
-    """Compute which dead letters meet a condition. It also knows `values`, of which `topic` is the original one."""
+def _matches(rows: pa.RecordBatch, condition: Filter) -> list[bool]:
+    """Compute which dead letters (READ_SCHEMA) meet a condition.
+
+    Beside properties, the condition may name `topic` (the original one), `keys`, `tag`, `died_ms` and `attempts`.
+    """
     if not rows.num_rows:
         return []
     texts = zip(rows.column("topic").to_pylist(), rows.column("properties").to_pylist(), strict=True)
@@ -559,7 +577,7 @@ def _matches(rows: pa.RecordBatch, wanted: Filter) -> list[bool]:
         "died_ms": lambda: pc.cast(rows.column("store_ms"), pa.string()),
         "attempts": lambda: pc.cast(pc.fill_null(rows.column("reconsume_times"), 0), pa.string()),
     }
-    mask: list[bool] = wanted.exact(with_names(rows, values)).tolist()
+    mask: list[bool] = condition.exact(with_names(rows, values)).tolist()
     return mask
 
 

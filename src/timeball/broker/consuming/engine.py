@@ -42,8 +42,8 @@ from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, wit
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import (
     Selection,
-    check,
     check_invisible,
+    check_request,
     count_unmatched,
     find_readable,
     selected_rows,
@@ -52,7 +52,7 @@ from timeball.broker.consuming.settling import Settling
 from timeball.broker.consuming.waiting import WaitingReceives
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
-from timeball.broker.registry.groups import FIRST_LEVEL
+from timeball.broker.registry.groups import FIRST_RETRY_INDEX
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
@@ -149,7 +149,7 @@ class Subscriptions:
         self.hear(group, TOPICS, ", ".join(sorted(topics)))
 
     def conflicts(self, group: str) -> list[Conflict]:
-        """Find the topics for which members of a group use conflicting filters now."""
+        """Find the topics for which members of a group use conflicting filters now, with these filters."""
         self._drain()
         now_ms, topics = self._monotonic_ns() // 1_000_000, sorted(self._topics_with_several.get(group, ()))
         candidates = (
@@ -163,6 +163,7 @@ class Subscriptions:
         return [group for group in sorted(self._topics_with_several) if self.conflicts(group)]
 
     def _new_uses(self) -> dict[str, _FilterUse]:
+        """Build the uses of a new group and topic. Removes the oldest ones beyond KEYS_MAX."""
         # Clients choose the names, so the number of keys is limited. Removed keys that are in use are soon recorded
         # again.
         while len(self._uses) >= KEYS_MAX:
@@ -176,6 +177,7 @@ class Subscriptions:
         return {}
 
     def _log_conflict(self, key: tuple[str, str], now_ms: int) -> None:
+        """Log the conflict of a group and topic, if there is one that was not logged within LOG_EVERY_MS."""
         conflicting = self._conflicting(self._uses[key], now_ms)
         logged_ms = self._logged_ms.get(key)
         if conflicting and (logged_ms is None or now_ms - logged_ms >= LOG_EVERY_MS):
@@ -189,6 +191,7 @@ class Subscriptions:
                 )
 
     def _conflicting(self, uses: dict[str, _FilterUse], now_ms: int) -> list[str]:
+        """List the filters that conflict now, sorted. Empty without a conflict."""
         # Filters of members that have gone are no longer repeated.
         current = {text: use for text, use in uses.items() if now_ms - use.last_ms <= WINDOW_MS}
         # A filter that was not repeated since the first use of the newest filter has been replaced by it.
@@ -237,7 +240,7 @@ class Consuming:
         self.leases = Leases(tables.offsets, waiters, count, saved_queues, orphaned_parts)
         self._key_limits = KeyLimits(tables.groups.max_per_key, waiters)
         self._key_limits.restore(saved_queues)
-        count.free_slot = self._key_limits.free
+        count.free_slot = self._key_limits.free_slot
         self.saver = LeaseSaver(
             self.leases, clock=clock, writer=log.writer, tables=tables, save_ms=settings.ack_save_ms,
             on_failure=on_failure,
@@ -266,9 +269,9 @@ class Consuming:
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
-        # Until the first offsets of new groups are durable, with these groups and topics.
-        self._begun: asyncio.Future[int] | None = None
-        self._begun_units = set[tuple[str, str]]()
+        # The save of the first offsets of new groups, until it is durable, and the groups and topics that it covers.
+        self._begin_save: asyncio.Future[int] | None = None
+        self._begin_save_units = set[tuple[str, str]]()
 
     @property
     def waiting_receives(self) -> int:
@@ -305,7 +308,7 @@ class Consuming:
         return self._subscription(group, topic)
 
     def _subscription(self, group: str, topic: str) -> Subscription:
-        """Find or create the subscription for a request whose caller was checked by `join`."""
+        """Find or create the subscription for a request whose caller was checked by `join`. Raises as `join`."""
         versions = (self._tables.topics.version, self._tables.groups.version)
         if self._versions != versions or len(self._subscriptions) >= limits.POP_WINDOWS_MAX:
             self._subscriptions.clear()
@@ -317,17 +320,15 @@ class Consuming:
             for name in (topic, retry_name, dead_letter_name):
                 check_topic(name)
             # ANONYMOUS, because the cache serves every caller. `join` checks the permissions of the account each time.
-            config, main_topic = (
-                self._policy.joined(group, ANONYMOUS),
-                self._policy.readable(topic, ANONYMOUS),
-            )
-            times_max, max_per_key = (
-                self._tables.groups.times_max(group),
-                self._tables.groups.max_per_key(group),
-            )
-            existing = None if retry_name == topic else self._tables.topics.find_topic(retry_name)
+            groups = self._tables.groups
             subscription = Subscription(
-                config, main_topic, times_max, max_per_key, retry_name, dead_letter_name, existing
+                group=self._policy.joined(group, ANONYMOUS),
+                topic=self._policy.readable(topic, ANONYMOUS),
+                times_max=groups.times_max(group),
+                max_per_key=groups.max_per_key(group),
+                retry_name=retry_name,
+                dead_letter_name=dead_letter_name,
+                retry=None if retry_name == topic else self._tables.topics.find_topic(retry_name),
             )
             self._subscriptions[group, topic] = subscription
         return subscription
@@ -335,11 +336,12 @@ class Consuming:
     async def receive(
         self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
     ) -> Received:
-        """Lease up to `request.rows` rows. Waits up to `wait_ms` for the first row, and calls `on_wait` before.
+        """Lease up to `request.rows` rows, and return them with their receipts. The result is empty after `wait_ms`.
 
-        Raises RequestError, OverLimit.
+        If there is no row yet, calls `on_wait` and waits up to `wait_ms` for the first one. Raises RequestError,
+        OverLimit.
         """
-        check(request)
+        check_request(request)
         self._begin_at_ends(self._subscription(request.group, request.topic))
         recent = self.subscriptions.recent
         # Bounded, because clients choose the names and filters, and the set grows until it is drained.
@@ -394,14 +396,14 @@ class Consuming:
         # All queues at once: a queue that the topic gets later contains only messages that the group must not miss.
         ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
         self._tables.offsets.commit(group.group_name, topic.name, ends, ends)
-        self.leases.begun.add((group.group_name, topic.name))
+        self.leases.new_units.add((group.group_name, topic.name))
 
     async def wait_for_rows(self, request: ReceiveRequest, wait_ms: int) -> bool:
         """Wait up to `wait_ms` until the group has rows to receive. False if the time is up.
 
         Does not apply filters, and leases nothing. A new group does not begin here unless it begins at the ends.
         """
-        check(request)
+        check_request(request)
         self._begin_at_ends(self._subscription(request.group, request.topic))
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         while True:
@@ -430,7 +432,7 @@ class Consuming:
     async def _select(
         self, request: ReceiveRequest, deadline_s: float, on_wait: Callable[[], None]
     ) -> Selection:
-        """Lease available rows, or the first ones that arrive before `deadline_s` on the loop's clock."""
+        """Lease available positions, or the first ones that arrive before `deadline_s` on the loop's clock."""
         selection = self._select_now(request)
         if selection.leased or selection.has_unsearched or self._loop.time() >= deadline_s:
             return selection
@@ -446,6 +448,7 @@ class Consuming:
         return topics | {lease_ends(request.group, topic) for topic in topics}
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
+        """Lease the positions that are available now. The selection may be empty. Raises OutOfRange, OverLimit."""
         queues, free_positions = self._queues_to_search(request), self.leases.free_positions
         self.leases.count.was_exhausted |= free_positions <= 0
         now_ms = self._clock.now_ms()
@@ -474,8 +477,11 @@ class Consuming:
     def _select_by_key(
         self, request: ReceiveRequest, selection: Selection, topic: Topic, queues: Sequence[QueueLeases]
     ) -> None:
-        """Lease positions for a group with a limit of leases for each key."""
-        # Queues of a PRIORITY topic are in the order of their priorities, and messages of a key need not be.
+        """Lease positions for a group with a limit of leases for each key, in the order of the log.
+
+        Then begin the selection's turn.
+        """
+        # The queues of a PRIORITY topic are searched one after another, because priority goes before the order of keys.
         if topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE:
             parts = [[queue] for queue in queues]
         else:
@@ -483,16 +489,16 @@ class Consuming:
         for part in parts:
             wanted = request.wanted if part[0].topic == request.topic else EVERYTHING
             selection.lease_in_log_order(
-                part, wanted, only_returned=not self._key_limits.has_room(request.group)
+                part, wanted, only_returned=not self._key_limits.may_lease_new(request.group)
             )
-        selection.turn = self._key_limits.turn(
+        selection.turn = self._key_limits.begin_turn(
             request.group, lambda: self.leases.give_up(selection.leased, selection.pop_ms)
         )
         if not selection.leased:
             selection.turn.end()
 
     def _give_up(self, selection: Selection) -> None:
-        """Give up a selection whose consumer has not seen the messages."""
+        """Let the positions of a selection be leased again, because its consumer has not seen the messages."""
         if selection.turn is None or selection.turn.is_decided:
             self.leases.give_up(selection.leased, selection.pop_ms)
         else:
@@ -508,6 +514,7 @@ class Consuming:
         topics = self._queues_of(request)
         ordered_queues: list[QueueLeases] = []
         by_priority = main.topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE and not request.in_order
+        # The retry topic is searched last, but first in each RETRY_TURN-th request, so that it does not starve.
         for topic, queue_ids in reversed(topics) if turn % RETRY_TURN == 0 and not by_priority else topics:
             is_main = topic is main.topic
             from_max = request.from_max and is_main
@@ -542,7 +549,10 @@ class Consuming:
         ]
 
     async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
-        """Read the rows of a selection. Positions that are not for this consumer leave the selection and are done."""
+        """Read the rows of a selection. Removes the positions of rows that are not for this consumer.
+
+        If the filter or the group of a copy excludes a row, its position is done. Without a slot of its key, it waits.
+        """
         seqs = [lease.seq for _, _, lease in selection.leased]
         rows, keep = await selected_rows(
             request,
@@ -559,9 +569,13 @@ class Consuming:
         return rows
 
     async def _admit(self, request: ReceiveRequest, selection: Selection, rows: ReadRows) -> ReadRows:
-        """Keep the positions that get a slot of their key. The others leave the selection and wait for one."""
+        """Take a slot of its key for each position. Positions without one leave the selection and wait for a slot.
+
+        Returns the rows of the remaining positions.
+        """
         assert selection.turn is not None
-        if not await selection.turn.comes():
+        # False: the positions were given back together with an earlier selection.
+        if not await selection.turn.wait():
             selection.turn.end()
             selection.leased = []
             return NO_ROWS
@@ -572,28 +586,29 @@ class Consuming:
         selection.split_unwanted(keep)
         return filtered(rows, keep)
 
-    async def _save_begin(self, queues: Collection[QueueLeases]) -> None:
+    async def _save_first_offsets(self, queues: Collection[QueueLeases]) -> None:
         """Save the first offsets of a group that has begun in these queues. Raises OverLimit on a full disk.
 
         They are in the log before its first messages are handed out. Otherwise the group could begin elsewhere after a
-        crash. A group that cannot begin on a full disk does not keep others from their messages.
+        crash. If a full disk refuses the first offset of one group, other groups still get their messages.
         """
         units = {(queue.group, queue.topic) for queue in queues}
-        if not units.isdisjoint(self.leases.begun):
-            self._begun = self.saver.save_new_groups(queues)
-            self._begun_units |= self.leases.begun
-            self.leases.begun.clear()  # after the save, which a full disk refuses
-        if self._begun is not None and not units.isdisjoint(self._begun_units):
-            begun = self._begun
-            await asyncio.shield(begun)  # the next requests of the group wait for it, too
-            if self._begun is begun:
-                self._begun, self._begun_units = None, set()
+        if not units.isdisjoint(self.leases.new_units):
+            self._begin_save = self.saver.save_new_groups(queues)
+            self._begin_save_units |= self.leases.new_units
+            self.leases.new_units.clear()  # after the save, which a full disk refuses
+        if self._begin_save is not None and not units.isdisjoint(self._begin_save_units):
+            begin_save = self._begin_save
+            await asyncio.shield(begin_save)  # the next requests of the group wait for it, too
+            if self._begin_save is begin_save:
+                self._begin_save, self._begin_save_units = None, set()
 
     async def _hand_out(self, request: ReceiveRequest, selection: Selection) -> Received:
+        """Read the rows of a selection, and build the answer. If this fails, the positions can be leased again."""
         # Before the read: if the consumer disconnects during it, the positions must still come back.
-        self._redelivery.hold(selection)
+        self._redelivery.add_deadlines(selection)
         try:
-            await self._save_begin(selection.queues)
+            await self._save_first_offsets(selection.queues)
             rows = await self._read(request, selection)
             self.leases.store_all(selection.queues)
             if not self.saver.save_ms:
@@ -616,7 +631,10 @@ class Consuming:
     async def _without_exhausted(
         self, request: ReceiveRequest, selection: Selection, received: Received
     ) -> Received:
-        """Count the attempts of an ordered group. Messages without attempts left become dead letters instead."""
+        """Set the number of attempts in the rows for an ordered group.
+
+        Messages without attempts left become dead letters. Returns the other messages.
+        """
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
         exhausted = times > self._tables.groups.times_max(request.group)
         # The answer's rows show the attempts. An in-order lease has no row in the log that counts them.
@@ -670,11 +688,12 @@ class Consuming:
     async def change_invisible_time(
         self, receipt: Receipt, invisible_ms: int | None, *, counts: bool = True, is_renamed: bool = False
     ) -> Receipt | None:
-        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid.
+        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if `receipt` is not valid.
 
         With `is_renamed`, a new receipt replaces the old one. If `invisible_ms` is None, the message is given back, and
         the group's retry policy decides on the delay. Without `counts`, the lease does not count as an attempt
-        (RocketMQ's `suspend`). A lease of an ordered group always counts.
+        (RocketMQ's `suspend`). A lease of an ordered group always counts. Raises OutOfRange, and OverLimit if the disk
+        is full.
         """
         if invisible_ms is None:
             return await self.nack(receipt, None, counts=counts)
@@ -691,16 +710,16 @@ class Consuming:
         reason: str = "",
         *,
         counts: bool = True,
-        first: int = FIRST_LEVEL,
+        first: int = FIRST_RETRY_INDEX,
     ) -> Receipt | None:
         """Give a message back for its next delivery in `delay_ms`, durably. Returns its receipt, or None if not valid.
 
         Afterwards the receipt is not valid, except in an ordered group. The next delivery and the dead letter show the
         reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the group's retry policy decides, and `first` is
-        the level at which it begins (see `retry_delay_ms`). For an ordered group, None is no delay.
+        the index at which its list of delays begins (see `retry_delay_ms`). For an ordered group, None is no delay.
 
         Raises InvalidDelay for more than the longest delay of a send, or more than 12 h for a message that is leased in
-        order.
+        order. Raises OverLimit if the disk is full.
         """
         is_valid = await self._settling.give_up(receipt, Return(delay_ms, first, reason), counts=counts)
         return receipt if is_valid else None
@@ -710,7 +729,7 @@ class Consuming:
         return await self._settling.give_up(receipt, Return(reason=reason, is_dead=True))
 
     async def give_back(self, receipts: Sequence[Receipt]) -> None:
-        """End the leases of a consumer that disconnected without an answer. They count as failed attempts."""
+        """Give back the messages of a consumer that disconnected without an answer. They count as failed attempts."""
         try:
             await asyncio.gather(*(self.nack(receipt, None, CONSUMER_GONE) for receipt in receipts))
         except TimeballError as error:
@@ -748,7 +767,7 @@ class TracedConsuming(Consuming):
         return received
 
     def acknowledge_now(self, receipts: Sequence[Receipt]) -> list[bool]:
-        """End leases, and record it."""
+        """End leases as `Consuming.acknowledge_now`, and record them as acknowledged."""
         # Read before the call, so that the span includes its time.
         begin_ns = self._traces.now_ns()
         valid = super().acknowledge_now(receipts)
@@ -756,7 +775,7 @@ class TracedConsuming(Consuming):
         return valid
 
     async def dead_letter(self, receipt: Receipt, reason: str = "") -> bool:
-        """Move a message to the dead letters, and record it."""
+        """Move a message to the dead letters as `Consuming.dead_letter`, and record it."""
         begin_ns = self._traces.now_ns()
         is_valid = await super().dead_letter(receipt, reason)
         self._traces.settled("dead_letter", [receipt], [is_valid], begin_ns)

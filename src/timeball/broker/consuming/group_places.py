@@ -34,7 +34,7 @@ WAITING, LEASED, DONE, DEAD = "waiting", "leased", "done", "dead"
 
 
 class Copy(NamedTuple):
-    """A row that brings a message back to a group, or keeps it as a dead letter."""
+    """A row that brings a message back to a group, or contains it as a dead letter."""
 
     kind: int
     seq: int
@@ -50,14 +50,15 @@ class Copy(NamedTuple):
 
 
 def copy_of(row: Mapping[str, Any]) -> Copy | None:
-    """Interpret a row of the log as a copy for a group. None if it is not a copy."""
+    """Read a row of the log (READ_SCHEMA, as a mapping) as a copy for a group. None if it is not a copy."""
     properties, topic = decode_properties(row["properties"] or ""), row["topic"]
     if topic == SCHEDULE_TOPIC:
         topic = properties.get(REAL_TOPIC, topic)
     if not topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
         return None
-    # RocketMQ's own clients use a retry topic with only the group's name, and dead-letter topics always have only that.
+    # A copy of RocketMQ's own clients does not name its group. The name of its topic is a prefix and the group's name.
     group = properties.get(ORIGIN_GROUP) or topic.removeprefix(RETRY_PREFIX).removeprefix(DLQ_PREFIX)
+    # Without a name of the original topic, it is derived from the retry topic. A topic of the group alone names none.
     origin = properties.get(RETRY_TOPIC)
     if origin is None or origin.startswith(RETRY_PREFIX):
         message_topic = topic_of(group, origin or topic)
@@ -69,7 +70,10 @@ def copy_of(row: Mapping[str, Any]) -> Copy | None:
 
 
 def copies_by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> dict[int, list[Copy]]:
-    """Group copies by the numbers of their messages, in the order of the log. `places`: the messages, by row."""
+    """Group copies by the numbers (`seq`) of their messages, in the order of the log.
+
+    `places`: the visible messages, by the number of their row.
+    """
     message_of = {row: place.seq for row, place in places.items()}
     newest = {place.topic: place.seq for _, place in sorted(places.items())}
     by_number: dict[int, list[Copy]] = defaultdict(list)
@@ -103,7 +107,10 @@ class GroupPlaces:
         self._clock, self._offsets, self._redeliveries = clock, offsets, redeliveries
 
     async def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
-        """Find the state of a visible message in each group. `copies` are its copies in the order of the log."""
+        """Find the state of a visible message in each group, sorted by group. `copies`: its copies in log order.
+
+        Groups that have not begun in the topic are left out.
+        """
         assert place.topic is not None
         # Each group's last copy decides, because it is the newest state of the message there.
         last_copies = {copy.group: copy for copy in copies}
@@ -123,7 +130,7 @@ class GroupPlaces:
         """Check whether a group has acknowledged the message at a position of a topic, or will not get it any more.
 
         A message that returns to the group is not finished. Its retry topic does not show which message returns, so
-        nothing of this topic is finished as long as any message returns.
+        no message of the topic is finished while any message returns.
         """
         topic = topics.find_topic(name)
         if topic is None or queue_id >= len(topic.queues) or offset < topic.queues[queue_id].index.min_offset:
@@ -131,14 +138,15 @@ class GroupPlaces:
         place = self._state_at(group, name, queue_id, offset, 0)
         if place is None or place.state != DONE or self._redeliveries.count((group, name)):
             return False
-        # Without a due time it is in a retry topic: of this topic (POP), or of the whole group (RocketMQ's push).
+        # A copy that waits for its due time is in `_redeliveries`. A visible one is in a retry topic: that of group and
+        # topic (POP), or that of the group (RocketMQ's push).
         retries = (topics.find_topic(retry) for retry in (retry_topic(group, name), RETRY_PREFIX + group))
         return all(self._has_read(group, retry) for retry in retries if retry is not None)
 
     def _has_read(self, group: str, topic: Topic) -> bool:
         """Check whether a group has finished all messages of a topic."""
         for queue_id, queue in enumerate(topic.queues):
-            # Also those that wait for a limit of the topic.
+            # Includes messages that the topic's limit per second does not show to consumers yet.
             first, end = queue.index.min_offset, queue.index.end_offset
             leases = self._leases.get(group, topic.name, queue_id)
             if leases is not None and self._leases.is_live(leases):
@@ -160,7 +168,7 @@ class GroupPlaces:
             number = copy.seq if copy.kind == Kind.SCHEDULED else copy.source_seq
             if self._redeliveries.is_waiting(number or 0):
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
-            return GroupPlace(group, DONE, copy.attempts)
+            return GroupPlace(group, DONE, copy.attempts)  # released or cancelled
         if copy.topic.startswith(DLQ_PREFIX):
             return GroupPlace(group, DEAD, copy.attempts)
         return self._state_at(group, copy.topic, copy.queue_id, copy.queue_offset, copy.attempts)
@@ -168,7 +176,10 @@ class GroupPlaces:
     def _state_at(
         self, group: str, topic: str, queue_id: int | None, offset: int | None, attempts: int
     ) -> GroupPlace | None:
-        """Derive the state from the group's progress in a queue. None if the group has not begun there."""
+        """Find the state of the message at a queue position, from the leases of the group or from its stored offset.
+
+        `attempts`: how often the message was handed out before this row. None if the group has not begun in the queue.
+        """
         if queue_id is None or offset is None:
             return None
         queue = self._leases.get(group, topic, queue_id)

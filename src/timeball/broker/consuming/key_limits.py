@@ -40,9 +40,8 @@ class _Key:
     """The slots of one key in a group."""
 
     taken: int = 0
-    parked: deque[LeasedPosition] = field(
-        default_factory=deque
-    )  # in the order of the log, some no longer parked
+    # Positions that wait for a slot, in the order of the log. Some of them may wait no longer.
+    parked: deque[LeasedPosition] = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +60,7 @@ class Turn:
     """The turn of one selection among those of its group. Exactly one of `end` and `give_up` must be called."""
 
     def __init__(self, group: _Group, give_back: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """`give_back` lets the positions of the selection be leased again. `on_end` is called after each end."""
         self._group, self._give_back, self._on_end = group, give_back, on_end
         self._previous = next(reversed(group.undecided), None)
         self._decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -69,14 +69,15 @@ class Turn:
 
     @property
     def is_decided(self) -> bool:
-        """True after the turn."""
+        """True after the end of the turn."""
         return self._decided.done()
 
-    async def comes(self) -> bool:
+    async def wait(self) -> bool:
         """Wait until all earlier selections are decided. False if one was given up, and this one with it."""
-        # If the previous one is given up before its turn, so is this one.
+        # If the previous selection is given up before its turn, `give_up` includes this one.
         if self._previous is not None and not self._previous.is_decided:
-            await asyncio.wait([self._previous._decided])  # an await of it would pass a cancellation on
+            # `asyncio.wait`, because a cancellation of this task must not cancel the future of the other selection.
+            await asyncio.wait([self._previous._decided])
         return not self.is_given_up
 
     def end(self) -> None:
@@ -89,7 +90,7 @@ class Turn:
 
     def give_up(self) -> None:
         """Give the positions of this selection back, and those of all later ones that are not decided."""
-        # All at once: if each waited for its turn, new selections would be given up with it, and so on.
+        # All now: if each waited for its turn, selections made meanwhile would also have to be given up, and so on.
         if not self.is_given_up:
             turns = [*self._group.undecided]
             for turn in turns[turns.index(self) :]:
@@ -107,48 +108,54 @@ class KeyLimits:
         self._groups: dict[str, _Group] = {}  # no idle ones, because groups are deleted
 
     def restore(self, queues: Iterable[QueueLeases]) -> None:
-        """Take the slots of leases from before the start."""
+        """Take the slots of the leases in these queues, which were saved before the start."""
         for queue in queues:
             for lease in queue.in_flight.values():
                 if lease.key:
                     keys = self._groups.setdefault(queue.group, _Group()).keys
                     keys.setdefault(lease.key, _Key()).taken += 1
 
-    def turn(self, group: str, give_back: Callable[[], None]) -> Turn:
-        """Begin the turn of a selection when it is made. `give_back` lets its positions be leased again."""
+    def begin_turn(self, group: str, give_back: Callable[[], None]) -> Turn:
+        """Begin the turn of a selection when it is made, after those of earlier selections of its group.
+
+        `give_back` lets its positions be leased again.
+        """
         return Turn(self._groups.setdefault(group, _Group()), give_back, lambda: self._drop_if_idle(group))
 
-    def has_room(self, name: str) -> bool:
-        """Check whether a group may lease new positions, of which each may have to be parked."""
+    def may_lease_new(self, name: str) -> bool:
+        """Check whether a group may lease new positions. Not with too many parked ones, because each may be parked."""
         group = self._groups.get(name)
         return group is None or group.parked_rows < limits.PARKED_PER_GROUP_MAX
 
     def admit(self, name: str, leased: Sequence[LeasedPosition], rows: ReadRows) -> BoolArray:
-        """Take a slot for each of these positions, whose rows were read. Parks those without one, False in the mask."""
+        """Take a slot of its key for each of these positions, and park positions without a slot.
+
+        `rows` are parallel to `leased`. Returns the mask of the positions that are not parked.
+        """
         group, limit = self._groups[name], self._limit_of(name)
         admitted = np.ones(len(leased), np.bool_)
-        for at, ((queue, offset, lease), key) in enumerate(zip(leased, _keys_of(rows), strict=True)):
-            if lease.key or key is None or limit is None:
+        for index, ((queue, offset, lease), key) in enumerate(zip(leased, _keys_of(rows), strict=True)):
+            if lease.key or key is None or limit is None:  # it has a slot already, or needs none
                 continue
             slots = group.keys.setdefault(key, _Key())
-            self._serve(group, key, limit)  # the limit may have been raised
+            self._give_free_slots(group, key, limit)  # the limit may have been raised
             if slots.taken < limit:
                 slots.taken += 1
                 lease.key = key
-                queue.touch(offset, offset)  # the lease may have been saved without the key
+                queue.mark_changed(offset, offset)  # the lease may have been saved without the key
             else:
                 queue.park(offset)
                 slots.parked.append((queue, offset, lease))
                 group.parked_rows += 1
-                admitted[at] = False
+                admitted[index] = False
         return admitted
 
-    def free(self, name: str, key: str) -> None:
+    def free_slot(self, name: str, key: str) -> None:
         """Give the slot of a lease that has ended to the next position of its key."""
         group = self._groups[name]
         slots = group.keys[key]
         slots.taken -= 1
-        self._serve(group, key, self._limit_of(name))
+        self._give_free_slots(group, key, self._limit_of(name))
         if not slots.taken:
             del group.keys[key]
             self._drop_if_idle(name)
@@ -158,7 +165,8 @@ class KeyLimits:
         if group is not None and group.is_idle:
             del self._groups[name]
 
-    def _serve(self, group: _Group, key: str, limit: int | None) -> None:
+    def _give_free_slots(self, group: _Group, key: str, limit: int | None) -> None:
+        """Give the free slots of a key to its first parked positions, which are then handed out next."""
         slots = group.keys[key]
         while slots.parked and (limit is None or slots.taken < limit):
             queue, offset, lease = slots.parked.popleft()

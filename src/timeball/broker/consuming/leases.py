@@ -34,7 +34,7 @@ from timeball.model.errors import OverLimit
 NO_RECEIPT = -1
 SWEEP_POSITIONS_MIN = 1_024
 FREE_PART = 64  # waiting consumers are served again when so small a part of all positions is free
-PART_POSITIONS = 1_024  # positions of a queue that are saved together
+PART_POSITIONS = 1_024  # positions of a queue that are saved together: a part
 DROPPED_QUEUES = 1_024  # idle queues that are dropped at once
 
 
@@ -79,21 +79,21 @@ class OpenCount:
 
     def __init__(self) -> None:
         self.rows = 0
-        # Of the newest receipt that ended although its position was not done. Receipts from now on are larger.
+        # The `pop_ms` of the newest receipt that ended although its position was not done. The next receipts have a
+        # larger one, so that no old receipt is valid again.
         self.ended_pop_ms = 0
         self.changed: dict[QueueLeases, None] = {}
         self.on_change: Callable[[], None] = lambda: None
         # True if a consumer waits because no position was free. `on_free` is called when some are free again.
         self.was_exhausted = False
         self.on_free: Callable[[], None] = lambda: None
-        self.free_slot: Callable[[str, str], None] = lambda group, key: (
-            None
-        )  # of a group's key (key_limits.py)
+        # Called with a group and a key when a lease that has a slot of the key ends (key_limits.py).
+        self.free_slot: Callable[[str, str], None] = lambda group, key: None
 
     def free(self, rows: int) -> None:
         """Take positions out of the count."""
         self.rows -= rows
-        # Not with the first free position, which each consumer would look for in vain but one.
+        # Not with the first free position: all waiting consumers would search for it, and only one would get it.
         if self.was_exhausted and self.rows <= limits.POP_HELD_MAX - max(1, limits.POP_HELD_MAX // FREE_PART):
             self.was_exhausted = False
             self.on_free()
@@ -166,12 +166,12 @@ class QueueLeases:
         return len(self.in_flight) - len(self.nacked)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if the stored offset is the only state of this queue."""
         return not (self.in_flight or self.returned or self.parked or self.acked_ahead)
 
-    def touch(self, first: int, last: int) -> None:
-        """Mark the parts of these positions as changed."""
+    def mark_changed(self, first: int, last: int) -> None:
+        """Mark the parts that contain the positions from `first` to `last` as changed, so that they are saved."""
         first_part, last_part = first // PART_POSITIONS, last // PART_POSITIONS
         if first_part == last_part and first_part in self.changed_parts:
             return
@@ -186,7 +186,7 @@ class QueueLeases:
     def lease_returned(
         self, rows: int, pop_ms: int, deadline_ms: int, *, since_ms: int, in_order: bool
     ) -> list[int]:
-        """Lease the lowest `rows` positions that have come back. Returns their offsets."""
+        """Lease the lowest `rows` positions that have come back. Returns their offsets, ascending."""
         offsets = self._returned_order[:rows]
         del self._returned_order[:rows]
         for offset in offsets:
@@ -195,7 +195,7 @@ class QueueLeases:
                 pop_ms, deadline_ms, since_ms, in_order,
             )  # fmt: skip
             lease.nacked_ms, lease.counts = None, True
-            self.touch(offset, offset)
+            self.mark_changed(offset, offset)
         return offsets
 
     def lease_next(
@@ -209,13 +209,16 @@ class QueueLeases:
         since_ms: int,
         in_order: bool,
     ) -> None:
-        """Lease new positions at or after `next_offset`. `seqs` and `sizes_bytes` may be longer than `offsets`."""
+        """Lease new positions at or after `next_offset`, ascending. Does not move `next_offset` (`advance`).
+
+        `seqs` and `sizes_bytes` are parallel to `offsets`, and may be longer.
+        """
         for offset, seq, size in zip(offsets, seqs, sizes_bytes, strict=False):
             self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, since_ms, in_order)
             heapq.heappush(self._order, offset)
         if offsets:
             self.count.rows += len(offsets)
-            self.touch(offsets[0], offsets[-1])
+            self.mark_changed(offsets[0], offsets[-1])
         if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
             # Sweep: a position that stays open would keep the heap entries of all done positions after it.
             self._order = sorted([*self.in_flight, *self.returned, *self.parked])
@@ -225,12 +228,12 @@ class QueueLeases:
         # The same receipt may arrive twice, but its position counts once.
         self.count.rows += offset not in self.acked_ahead
         self.acked_ahead.add(offset)
-        self.touch(offset, offset)
+        self.mark_changed(offset, offset)
 
     def advance(self, next_offset: int) -> None:
         """Move `next_offset` forward: every position before it has been leased or skipped."""
-        if next_offset > self.next_offset and not self.idle:
-            self.touch(next_offset - 1, next_offset - 1)
+        if next_offset > self.next_offset and not self.is_idle:
+            self.mark_changed(next_offset - 1, next_offset - 1)
         self.next_offset = next_offset
         if self.acked_ahead:
             # `next_offset` has passed these positions, which already marks them as done.
@@ -243,29 +246,30 @@ class QueueLeases:
         lease = self.in_flight.get(offset)
         return lease if lease is not None and lease.pop_ms == pop_ms and not lease.is_void else None
 
-    def done(self, offset: int) -> None:
+    def mark_done(self, offset: int) -> None:
         """End a lease, so that the position is done for this group. Ignores a position that is not leased."""
         lease = self.in_flight.pop(offset, None)
         if lease is not None:
             lease.end()
             self.count.free(1)
             self.nacked.discard(offset)
-            self.touch(offset, offset)
+            self.mark_changed(offset, offset)
             self._free_slot(lease)
 
     def park(self, offset: int) -> None:
         """Let a leased position, which no consumer has seen, wait for a slot of its key."""
         lease = self.parked[offset] = self.in_flight.pop(offset)
         lease.pop_ms = NO_RECEIPT
-        self.touch(offset, offset)
+        self.mark_changed(offset, offset)
 
     def unpark(self, offset: int) -> None:
         """Let a parked position, which has a slot now, be leased before new positions."""
         self.returned[offset] = self.parked.pop(offset)
         insort(self._returned_order, offset)
-        self.touch(offset, offset)
+        self.mark_changed(offset, offset)
 
     def _free_slot(self, lease: Lease) -> None:
+        """Give back the slot of a lease that has ended, if it has one."""
         key, lease.key = lease.key, ""
         if key:
             self.count.free_slot(self.group, key)
@@ -279,21 +283,21 @@ class QueueLeases:
         self.count.ended_pop_ms = max(self.count.ended_pop_ms, lease.pop_ms)
         lease.pop_ms = NO_RECEIPT
         lease.end()
-        self.touch(offset, offset)
+        self.mark_changed(offset, offset)
 
     def nack(self, offset: int, now_ms: int) -> None:
         """Mark a leased position as given back: no member holds it until its next delivery."""
         self.in_flight[offset].nacked_ms = now_ms
         self.in_flight[offset].end()
         self.nacked.add(offset)
-        self.touch(offset, offset)
+        self.mark_changed(offset, offset)
 
     def prolong(self, offset: int, deadline_ms: int, now_ms: int, *, counts: bool) -> None:
         """Change the deadline of a leased position. It is held again if it was given back."""
         lease = self.in_flight[offset]
         lease.deadline_ms, lease.since_ms, lease.counts, lease.nacked_ms = deadline_ms, now_ms, counts, None
         self.nacked.discard(offset)
-        self.touch(offset, offset)
+        self.mark_changed(offset, offset)
 
     def drop_before(self, first_seq: int) -> None:
         """Forget returned and parked positions whose rows retention has removed (rows before `first_seq`)."""
@@ -302,7 +306,7 @@ class QueueLeases:
             self.count.free(len(removed))
             for offset in removed:
                 lease = waiting.pop(offset)
-                self.touch(offset, offset)
+                self.mark_changed(offset, offset)
                 self._free_slot(lease)
             if removed and waiting is self.returned:
                 self._returned_order = sorted(waiting)
@@ -314,7 +318,7 @@ class QueueLeases:
         acked_ahead: set[int],
         saved_parts: set[int],
     ) -> None:
-        """Take over the leases that the log contains, in the rows of `saved_parts`."""
+        """Set the leases to those that the log contains, in the rows of the parts `saved_parts`."""
         self.in_flight, self.returned, self.acked_ahead = in_flight, returned, acked_ahead
         self.saved_parts = saved_parts
         self.nacked = {offset for offset, lease in in_flight.items() if lease.nacked_ms is not None}
@@ -335,18 +339,19 @@ class QueueLeases:
         self._returned_order.clear()
         self.parked.clear()
         self.acked_ahead.clear()
-        for lease in leases:  # now, because a slot may go to a parked position of this queue
+        for lease in leases:  # at the end: otherwise a slot could go to a parked position of this queue
             self._free_slot(lease)
 
 
-Key = tuple[str, str, int]  # group, topic, queue
+Key = tuple[str, str, int]  # group, topic, queue number
 LeasedPosition = tuple[QueueLeases, int, Lease]  # a queue, a position of it, and the position's lease
 
 
 class Leases:
     """All `QueueLeases`, by group and queue. Belongs to the event loop.
 
-    `saved_queues` are the queues whose leases the log contains.
+    `saved_queues` are the queues whose leases the log contains. `orphaned_parts` are rows of leases whose topic, queue
+    or group no longer exists.
     """
 
     def __init__(
@@ -358,8 +363,8 @@ class Leases:
         orphaned_parts: Mapping[Key, set[int]] | None = None,
     ) -> None:
         self._offsets, self._waiters, self.count = offsets, waiters, count
-        # The groups and topics whose first offsets are not in the log yet: no message of theirs may be handed out.
-        self.begun: set[tuple[str, str]] = set()
+        # The units (group, topic) whose first offsets are not in the log yet: no message may be handed out for them.
+        self.new_units: set[tuple[str, str]] = set()
         # Parts of forgotten queues whose rows must be deleted from the log. Each save deletes them first.
         self.orphaned_parts = dict(orphaned_parts or {})
         self._queues: dict[Key, QueueLeases] = {}
@@ -392,7 +397,7 @@ class Leases:
         """Find or create the leases of a group in these queues of a topic. Raises OverLimit.
 
         With `from_max`, a group without a stored offset begins at the end of a queue, otherwise at its beginning.
-        `kept`: queues that the caller is using, which must not be dropped although they are idle.
+        `kept`: queues that the caller is using, which are not dropped even if they are idle.
         """
         if len(self._queues) >= limits.POP_WINDOWS_MAX:
             self._drop_idle_queues(kept)  # before the first one is opened
@@ -419,7 +424,7 @@ class Leases:
         if offset is None:
             # Stored at once: otherwise the group could begin elsewhere after a crash before the first answer.
             offset = _first_offset(index, from_max)
-            self.begun.add((group, topic.name))
+            self.new_units.add((group, topic.name))
             self._offsets.commit(group, topic.name, {queue_id: offset}, {queue_id: index.max_offset})
         # The stored offset may be out of range: retention has removed rows, or an administrator stored another number.
         start = min(max(offset, index.min_offset), index.max_offset)
@@ -440,7 +445,7 @@ class Leases:
                 self._forget(key, self._queues[key])
 
     def ack_ahead(self, queue: QueueLeases, offset: int) -> bool:
-        """Accept an acknowledgement of a lease that a restart lost.
+        """Accept an acknowledgement of a lease that a restart has lost. Returns whether it was accepted.
 
         False if the position is before `next_offset` (leased again, or done) or not in the queue, or if a limit of
         leases is reached.
@@ -460,15 +465,18 @@ class Leases:
         """End these leases: their positions are done. Wakes consumers that wait because a queue was full."""
         was_full = {queue: queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for queue, _, _ in positions}
         for queue, offset, lease in positions:
-            # Compared by identity, because the position may have a new lease if the group was moved meanwhile.
+            # Compared by identity: the position has a new lease if the group's offset was changed meanwhile.
             if queue.in_flight.get(offset) is lease:
-                queue.done(offset)
+                queue.mark_done(offset)
         self.store_all(was_full)
         if any(was_full.values()):
             self._waiters.wake({queue.ends for queue, full in was_full.items() if full})
 
     def give_up(self, positions: list[LeasedPosition], pop_ms: int) -> None:
-        """Give up leases whose consumer has not seen the messages. Their positions are leased next."""
+        """End leases whose consumer has not seen the messages. Their positions are leased next.
+
+        `pop_ms`: of the leases. A lease with another one is left as it is.
+        """
         for queue, offset, lease in positions:
             if queue.lease_of(offset, pop_ms) is lease:
                 queue.give_back(offset)
@@ -497,6 +505,7 @@ class Leases:
         self._by_topic.setdefault(key[:2], set()).add(key[2])
 
     def _remove(self, key: Key) -> None:
+        """Remove a queue from both indexes."""
         del self._queues[key]
         queue_ids = self._by_topic[key[:2]]
         queue_ids.discard(key[2])
@@ -504,6 +513,7 @@ class Leases:
             del self._by_topic[key[:2]]
 
     def _forget(self, key: Key, queue: QueueLeases) -> None:
+        """Remove a queue, void its receipts, and let the next save delete its rows."""
         queue.forget()
         self._remove(key)
         if queue.saved_parts:
@@ -511,8 +521,11 @@ class Leases:
         self.count.changed.pop(queue, None)
 
     def _drop_idle_queues(self, kept: Collection[QueueLeases]) -> None:
-        """Drop idle queues, which have no state but their stored offset. Raises OverLimit if there are none."""
-        idle = ((key, queue) for key, queue in self._queues.items() if queue.idle and queue not in kept)
+        """Drop up to DROPPED_QUEUES idle queues, which have no state but their stored offset, except those in `kept`.
+
+        Raises OverLimit if there are none.
+        """
+        idle = ((key, queue) for key, queue in self._queues.items() if queue.is_idle and queue not in kept)
         dropped = list(itertools.islice(idle, DROPPED_QUEUES))
         for key, queue in dropped:
             self._forget(key, queue)

@@ -33,9 +33,10 @@ from timeball.model.message import Int64Array
 
 
 def find_seqs(topic: Topic, offsets: dict[int, int], rows: int) -> Int64Array:
-    """Find the sequence numbers of up to `rows` visible rows, from each queue's offset on, with equal shares.
+    """Find the sequence numbers of up to `rows` visible rows of a topic, with equal shares for its queues.
 
-    Raises NotFound, OutOfRange.
+    `offsets`: for each queue to read, the offset of its first row. Raises NotFound for a queue that the topic does not
+    have, OutOfRange for an offset that the queue does not have.
     """
     rows = min(rows, limits.PULL_ROWS_MAX)
     open_offsets = {queue: offset for queue, offset in offsets.items() if _has_rows(topic, queue, offset)}
@@ -85,11 +86,11 @@ READ_ROWS_MAX = 1_024  # rows read by one pull for a filter that the index does 
 
 @dataclass(frozen=True, slots=True)
 class FilteredPull:
-    """The sequence numbers and offsets of the selected messages, and the offset up to which the queue was searched."""
+    """Selected messages of a queue, as parallel arrays."""
 
     seqs: Int64Array
     offsets: Int64Array
-    next_offset: int
+    next_offset: int  # the messages before it were searched
     rows: int  # `decide` keeps at most this many
 
 
@@ -98,8 +99,9 @@ def candidates(
 ) -> FilteredPull:
     """Select messages from `offset` on that may match the filter, by the index. Raises OutOfRange.
 
-    These are up to `rows` messages, or READ_ROWS_MAX for a filter that the index does not help. Their sizes add up to
-    at most `bytes_max`, unless the first message alone is larger.
+    These are up to `rows` messages. For a filter that the index does not help, they are up to READ_ROWS_MAX if that is
+    more, because most of them may not match. Their sizes add up to at most `bytes_max`, unless the first message alone
+    is larger.
     """
     # With a filter, search a limited range that is larger than `rows`, because most messages may not match.
     entries = index.read(offset, rows if wanted.matches_all else SCAN_ROWS_MAX)
@@ -118,7 +120,7 @@ def candidates(
 
 
 def decide(selection: FilteredPull, reader: LogReader, wanted: Filter) -> FilteredPull:
-    """Read the rows of the candidates, and keep the first `rows` that match the filter (reader thread)."""
+    """Read the candidates, and keep the first `selection.rows` of them that match the filter (reader thread)."""
     if wanted.matches_all or not len(selection.seqs):
         return selection
     keep = np.flatnonzero(wanted.exact(reader.read_rows(selection.seqs)))
@@ -137,10 +139,10 @@ def decide(selection: FilteredPull, reader: LogReader, wanted: Filter) -> Filter
 def offset_at(reader: LogReader, index: QueueIndex, time_ms: int, upper: bool = False) -> int:
     """Find the first offset stored at or after `time_ms`, or the queue's end (reader thread).
 
-    With `upper`, find the last offset stored at or before `time_ms`, as RocketMQ's boundary UPPER does.
+    With `upper`, find the last offset stored at or before `time_ms`, or the queue's first offset if there is none, as
+    RocketMQ's boundary UPPER does.
     """
     low, high = index.min_offset, index.max_offset
-    min_offset, max_offset = low, high
     while low < high:
         middle = (low + high) // 2
         # Read from the row, because index entries do not contain the store time.
@@ -149,15 +151,8 @@ def offset_at(reader: LogReader, index: QueueIndex, time_ms: int, upper: bool = 
             low = middle + 1
         else:
             high = middle
-    if not upper:
-        return low
-    return (
-        max(min_offset, low - 1)
-        if low < max_offset
-        else max(min_offset, max_offset - 1)
-        if max_offset > min_offset
-        else max_offset
-    )
+    # With `upper`, `low` is now the first offset stored after `time_ms`.
+    return max(index.min_offset, low - 1) if upper else low
 
 
 def earliest_ms(reader: LogReader, index: QueueIndex) -> int:
@@ -166,6 +161,7 @@ def earliest_ms(reader: LogReader, index: QueueIndex) -> int:
 
 
 def _store_ms(reader: LogReader, index: QueueIndex, offset: int) -> int:
+    """Read the store time of the message at an offset in ms (reader thread)."""
     seqs = index.read(offset, 1)["seq"].astype(np.int64)
     return int(reader.read_rows(seqs).column("store_ms")[0].as_py())
 
@@ -196,7 +192,7 @@ class LiveTail:
         self.reads = 0  # number of reads so far
 
     def begin(self, name: str, tags: str, offsets: Sequence[int] | None, caller: Caller) -> Offsets:
-        """Find the position from which to read: the end of the topic, or `offsets` limited to those that exist.
+        """Find the position from which to read: the ends of all queues, or `offsets`, each within its queue's range.
 
         Raises NotFound, Forbidden, InvalidFilter.
         """
@@ -222,7 +218,7 @@ class LiveTail:
         None if no message arrives within `wait_s` seconds. The bytes are empty if no message matches the tags.
         """
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + wait_s
+        deadline_s = loop.time() + wait_s
         while True:
             # Checked in each round, because the topic may have been deleted or the account changed.
             topic = self._policy.readable(name, caller)
@@ -232,13 +228,14 @@ class LiveTail:
                 offset < queue.index.max_offset for offset, queue in zip(position, topic.queues, strict=True)
             ):
                 return await self._read_shared(topic, tags, position, encode)
-            left_s = until_s - loop.time()
+            left_s = deadline_s - loop.time()
             if left_s <= 0 or not await self._waiters.wait(name, left_s):
                 return None
 
     async def _read_shared(
         self, topic: Topic, tags: str, offsets: Offsets, encode: Encode
     ) -> tuple[bytes, Offsets]:
+        """Read from a position, or share the read of another reader at this position. Returns as `read`."""
         # A commit wakes all readers at a position, and they request the same read in one turn of the loop.
         key = topic.name, offsets, tags
         read = self._reads_under_way.get(key)
@@ -250,6 +247,7 @@ class LiveTail:
         return await asyncio.shield(read)
 
     async def _read(self, topic: Topic, tags: str, offsets: Offsets, encode: Encode) -> tuple[bytes, Offsets]:
+        """Read and encode the next messages of all queues, within ROWS_MAX and BYTES_MAX. Returns as `read`."""
         tag_filter = self._filter(topic, tags)
         self.reads += 1
         # The same share for each queue, so that a long queue does not block the others.

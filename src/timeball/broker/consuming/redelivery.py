@@ -55,13 +55,13 @@ class Return(NamedTuple):
     """How a message returns to its group.
 
     delay_ms   the time until the next delivery, or None for the delay of the group's retry policy
-    first      the level at which the retry policy begins (see `retry_delay_ms`)
+    first      the index at which the list of the retry policy begins (see `retry_delay_ms`)
     reason     why a member gives the message back. None: its lease has ended
     is_dead    True: to the dead letters, although it has attempts left
     """
 
     delay_ms: int | None = 0
-    first: int = groups.FIRST_LEVEL
+    first: int = groups.FIRST_RETRY_INDEX
     reason: str | None = None
     is_dead: bool = False
 
@@ -77,7 +77,7 @@ class Returning:
     offset: int
     lease: Lease
     how: Return = EXPIRED
-    since_ms: int = 0  # the lease's at the beginning
+    since_ms: int = 0  # `lease.since_ms` when its receipt became void
 
     @property
     def is_current(self) -> bool:
@@ -100,9 +100,9 @@ class Deadlines:
     """The ends of leases: one entry for each batch of positions that share a deadline.
 
     An acknowledgement leaves its entry behind, and the entry is skipped at its deadline. So that fast consumers with
-    long leases do not fill the memory, a sweep removes such entries before there are more than twice as many entries as
-    open positions (`count`). A sweep of all entries in one step would block the event loop for a second. So each `add`
-    moves a few entries from the heap of the unswept entries to the other heap.
+    long leases do not fill the memory, a sweep removes stale entries before there are more than twice as many entries
+    as open positions (`count`). A sweep of all entries in one step would block the event loop for a second. So each
+    `add` sweeps a few entries: it moves them from the heap `_unswept` to `_heap` unless they are stale.
     """
 
     def __init__(self, count: OpenCount) -> None:
@@ -115,7 +115,7 @@ class Deadlines:
         return len(self._heap) + len(self._unswept)
 
     def add(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> bool:
-        """Add positions that were leased together. True if theirs is now the earliest deadline."""
+        """Add positions that were leased together. True if their deadline is now the earliest one."""
         entry = (deadline_ms, next(self._serials), pop_ms, offsets, queue)
         # One entry for all positions of a request: they end together, and most are acknowledged before.
         heapq.heappush(self._heap, entry)
@@ -134,19 +134,23 @@ class Deadlines:
         return heap[0][0] if heap else None
 
     def first_lease_end_ms(self) -> int | None:
-        """Find the earliest end of a lease (ms), without entries of acknowledged ones. None if there is none."""
-        # The task does not use this: with an empty heap, each receive of a fast consumer would wake it.
+        """Find the earliest end of a lease (ms), and remove stale entries before it. None if there is none."""
+        # The task uses `next_ms` instead: if stale entries were removed, the heap would often be empty, and then each
+        # receive of a fast consumer would wake the task.
         while (heap := self._first_heap()) and next(_live(heap[0]), None) is None:
             heapq.heappop(heap)
         return self.next_ms()
 
     def pop_due(self, now_ms: int) -> list[tuple[QueueLeases, list[int]]]:
-        """Remove the positions whose leases have ended by `now_ms`, and return them, each position once."""
+        """Remove the positions whose leases have ended by `now_ms`. Returns (queue, offsets) for each entry.
+
+        Each position is returned once.
+        """
         due = []
         seen: set[tuple[int, int]] = set()
         while (heap := self._first_heap()) and heap[0][0] <= now_ms:
             entry = heapq.heappop(heap)
-            queue = entry[4]
+            _, _, _, _, queue = entry
             # A deadline that was changed and changed back has two entries, and both are live.
             offsets = [offset for offset in _live(entry) if (id(queue), offset) not in seen]
             seen.update((id(queue), offset) for offset in offsets)
@@ -208,13 +212,13 @@ class Redelivery:
         """Make the task read the clock again, and process the leases that have ended."""
         self._wake.set()
 
-    def hold(self, selection: Selection) -> None:
+    def add_deadlines(self, selection: Selection) -> None:
         """Let the positions of a selection come back at its deadline, unless they are acknowledged before."""
         for queue, offsets in selection.offsets().items():
-            self.expect(queue, offsets, selection.pop_ms, selection.deadline_ms)
+            self.add_deadline(queue, offsets, selection.pop_ms, selection.deadline_ms)
 
-    def expect(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> None:
-        """Bring these positions back at `deadline_ms` unless they are acknowledged before."""
+    def add_deadline(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> None:
+        """Let these positions come back at `deadline_ms` (elapsed time), unless they are acknowledged before."""
         if self._deadlines.add(queue, offsets, pop_ms, deadline_ms):
             self._wake.set()
         if self._task is None:
@@ -229,15 +233,16 @@ class Redelivery:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def begin(self, queue: QueueLeases, offset: int, how: Return) -> Returning:
+    def begin_return(self, queue: QueueLeases, offset: int, how: Return) -> Returning:
         """Void the receipt of a leased position whose message returns. The caller passes the result to `write`."""
         lease = queue.in_flight[offset]
         lease.is_void = True
         return Returning(queue, offset, lease, how, lease.since_ms)
 
     async def write(self, returning: Sequence[Returning]) -> None:
-        """Write these messages to their groups again, durably. When this raises, the rest is leased as before."""
-        awaited = {
+        """Write these messages to their groups again, durably. On an error, those not written are leased as before."""
+        # Consumers may wait for the end of these leases: for space in a full queue, or for an ordered queue.
+        awaited_ends = {
             position.queue.ends
             for position in returning
             if position.how.is_dead or position.queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
@@ -248,28 +253,27 @@ class Redelivery:
                 for position in chunk:
                     # Not earlier: a position is done when its new row is durable.
                     if position.is_current:
-                        position.queue.done(position.offset)
+                        position.queue.mark_done(position.offset)
         finally:
             for position in returning:
-                if (
-                    position.is_current
-                ):  # not written: the lease is valid as before, and the task soon tries again
+                # Not written: the lease is valid as before, and the task soon tries again.
+                if position.is_current:
                     self._restore(position)
             self._leases.store_all({position.queue for position in returning})
-        self._waiters.wake(awaited)
+        self._waiters.wake(awaited_ends)
 
     async def write_apart(self, returning: Sequence[Returning]) -> list[bool | TimeballError]:
         """Write like `write`, but an error of one queue's messages holds back no messages of other queues.
 
-        The result for each position is its error, or False if the position was settled elsewhere meanwhile.
+        The result for each position is True, its error, or False if the position was settled elsewhere meanwhile.
         """
         try:
             await self.write(returning)
         except TimeballError as error:
             by_queue: dict[QueueLeases, list[int]] = {}
-            for at, position in enumerate(returning):
-                by_queue.setdefault(position.queue, []).append(at)
-            # The first ones may be written already.
+            for index, position in enumerate(returning):
+                by_queue.setdefault(position.queue, []).append(index)
+            # The messages of earlier chunks may be written already.
             results: list[bool | TimeballError] = [position.lease.is_written for position in returning]
             if len(by_queue) == 1:
                 return [
@@ -277,21 +281,26 @@ class Redelivery:
                     for position, result in zip(returning, results, strict=True)
                 ]
             # The reason may be one group's, for example too many topics, and must not hold back the others.
-            for of_queue in by_queue.values():
-                again = [at for at in of_queue if self._begin_again(returning[at])]
-                written = await self.write_apart([returning[at] for at in again])
-                for at, result in zip(again, written, strict=True):
-                    results[at] = result
+            for indexes in by_queue.values():
+                retried = [index for index in indexes if self._void_again(returning[index])]
+                retried_results = await self.write_apart([returning[index] for index in retried])
+                for index, result in zip(retried, retried_results, strict=True):
+                    results[index] = result
             return results
         return [True] * len(returning)
 
     # -- the task ----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        """Bring back the positions whose leases end, until `close`."""
         while not self._closing:
             self._wake.clear()
             now_ms = self._clock.elapsed_ms()
-            ended = [job for due in self._deadlines.pop_due(now_ms) for job in self._end(*due)]
+            ended = [
+                position
+                for queue, offsets in self._deadlines.pop_due(now_ms)
+                for position in self._end(queue, offsets)
+            ]
             if ended:
                 self.is_writing = True
                 await self._try_write(ended)
@@ -307,6 +316,7 @@ class Redelivery:
                 pass
 
     def _end(self, queue: QueueLeases, offsets: list[int]) -> Iterator[Returning]:
+        """End these leases. Yields the positions whose messages are to be written again."""
         in_order = [offset for offset in offsets if queue.in_flight[offset].in_order]
         for offset in in_order:
             queue.in_flight[offset].times += 1
@@ -316,14 +326,15 @@ class Redelivery:
             self._waiters.wake([queue.ends])
         for offset in offsets:
             if offset in queue.in_flight:
-                yield self.begin(queue, offset, EXPIRED)
+                yield self.begin_return(queue, offset, EXPIRED)
 
     async def _try_write(self, ended: list[Returning]) -> None:
-        late: dict[QueueLeases, list[TimeballError]] = {}
+        """Write these messages again. Log those with an error, one line for each queue. They are tried again later."""
+        failed: dict[QueueLeases, list[TimeballError]] = {}
         for position, result in zip(ended, await self.write_apart(ended), strict=True):
             if isinstance(result, TimeballError):
-                late.setdefault(position.queue, []).append(result)
-        for queue, errors in late.items():
+                failed.setdefault(position.queue, []).append(result)
+        for queue, errors in failed.items():
             logger.warning(
                 "messages come back later group=%s topic=%s messages=%d reason=%s",
                 queue.group,
@@ -332,7 +343,7 @@ class Redelivery:
                 errors[0],
             )
 
-    def _begin_again(self, position: Returning) -> bool:
+    def _void_again(self, position: Returning) -> bool:
         """Void the receipt of a position that `write` has restored. False if it is written, or answered meanwhile."""
         if not position.is_current or position.lease.is_void or position.lease.since_ms != position.since_ms:
             return False
@@ -344,16 +355,18 @@ class Redelivery:
             self._on_failure(error)  # without the task, no lease would end any more
 
     def _restore(self, position: Returning) -> None:
+        """Make the receipt of a position valid again, because its message was not written."""
         lease = position.lease
         lease.is_void = lease.is_written = False
         # Not at once, because the reason of the failure, for example a full disk, seldom ends within a millisecond.
         lease.deadline_ms = max(lease.deadline_ms, self._clock.elapsed_ms() + AGAIN_MS)
-        self.expect(position.queue, [position.offset], lease.pop_ms, lease.deadline_ms)
+        self.add_deadline(position.queue, [position.offset], lease.pop_ms, lease.deadline_ms)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
     async def _write_chunk(self, chunk: Sequence[Returning]) -> None:
-        # Retention may have removed rows.
+        """Append the new rows of these messages, in one frame with the leases of their queues. Durable on return."""
+        # Retention may have removed rows. Their messages have expired, so nothing is written for them.
         first_seq = self._log.reader.first_seq
         rows, returning = await self._read(
             [position for position in chunk if position.is_current and position.lease.seq >= first_seq]
@@ -376,12 +389,12 @@ class Redelivery:
                 return
         for position in returning:
             position.lease.is_written = True
-            position.queue.touch(position.offset, position.offset)
-        change = self._saver.change(list({position.queue: None for position in returning}))
+            position.queue.mark_changed(position.offset, position.offset)
+        change = self._saver.build_change(list({position.queue: None for position in returning}))
         scheduled = np.flatnonzero(prepared.column("kind").to_numpy() == Kind.SCHEDULED)
         keys = [
             (position.queue.group, topic_of(position.queue.group, position.queue.topic))
-            for position in (returning[at] for at in scheduled.tolist())
+            for position in (returning[index] for index in scheduled.tolist())
         ]
 
         def on_durable() -> None:
@@ -420,7 +433,10 @@ class Redelivery:
         ]
 
     def _copies(self, rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: int) -> pa.RecordBatch:
-        """Build the rows that bring these messages back, and create their topics. Raises OverLimit."""
+        """Build the LOG_SCHEMA rows that bring these messages back, and create their topics. Raises OverLimit.
+
+        `rows` (READ_SCHEMA) are parallel to `returning`.
+        """
         self._limit_uncounted(rows, returning)
         counts = np.array([position.lease.counts for position in returning], dtype=np.int64)
         times = np.minimum(redelivery_rows.times_of(rows) + counts, retry.INT_MAX)
@@ -438,7 +454,7 @@ class Redelivery:
             self._tables.topics.ensure(name, 1)
         delay_ms = np.array(delays_ms, dtype=np.int64)
         is_later: BoolArray = delay_ms > 0
-        return redelivery_rows.build(
+        return redelivery_rows.build_copies(
             rows,
             kind=np.where(is_later, int(Kind.SCHEDULED), int(Kind.MESSAGE)).astype(np.int8),
             topics=topics,
@@ -451,14 +467,15 @@ class Redelivery:
         )
 
     def _limit_uncounted(self, rows: pa.RecordBatch, returning: Sequence[Returning]) -> None:
-        """Count the attempts of messages that were given back without an attempt as often as their group allows."""
-        # The row has the number, because a count in memory would begin anew with each leader.
+        """Make a nack without an attempt count as one if the message had as many of them as its group allows."""
+        # The row contains the number of these nacks, because a count in memory would begin anew with each leader.
         for index, position in enumerate(returning):
             if position.is_uncounted_nack:
-                uncounted = redelivery_rows.uncounted_in(rows.column("properties")[index].as_py())
+                uncounted = redelivery_rows.count_uncounted_nacks(rows.column("properties")[index].as_py())
                 position.lease.counts = uncounted >= self._tables.groups.uncounted_max(position.queue.group)
 
     def _delay_ms(self, position: Returning, attempts: int) -> int:
+        """Compute the delay after `attempts` deliveries of a message: the requested one, or the one of the policy."""
         if position.how.delay_ms is not None:
             return position.how.delay_ms
         group = self._tables.groups.find_group(position.queue.group)
@@ -473,8 +490,10 @@ def _masked(values: Int64Array, is_set: BoolArray) -> pa.Array | None:
 
 
 def _properties(rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: int) -> pa.Array:
+    """Build the properties of the copies of these rows."""
     texts, first = rows.column("properties"), returning[0]
     queue, pop_ms = first.queue, first.lease.pop_ms
+    # Thousands of leases of one request may end at once, and their copies get equal properties, as a column.
     if all(
         position.how is EXPIRED
         and (
@@ -489,20 +508,24 @@ def _properties(rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: in
     added = [_added(position, now_ms) for position in returning]
     for index, position in enumerate(returning):
         if position.is_uncounted_nack:
-            added[index] |= redelivery_rows.uncounted(texts[index].as_py())
-    return redelivery_rows.properties_of_each(texts, added)
+            added[index] |= redelivery_rows.uncounted_nack_property(texts[index].as_py())
+    return redelivery_rows.merge_properties_of_each(texts, added)
 
 
 def _added(position: Returning, now_ms: int) -> dict[str, str]:
+    """Build the properties that are added to the copy of one message."""
     queue, lease, how = position.queue, position.lease, position.how
-    added = redelivery_rows.added(queue.group, queue.topic, lease.pop_ms)
+    added = redelivery_rows.copy_properties(queue.group, queue.topic, lease.pop_ms)
     if how.is_dead or how.reason is None:
-        return added | redelivery_rows.given_up(how.reason or lease.nack_reason)
-    return added | redelivery_rows.given_back(how.reason, now_ms)
+        return added | redelivery_rows.dead_letter_properties(how.reason or lease.nack_reason)
+    return added | redelivery_rows.nack_properties(how.reason, now_ms)
 
 
 def _chunks(returning: Sequence[Returning]) -> Iterator[list[Returning]]:
-    """Split positions: the bodies of a part are in memory at the same time, and its queues are saved with it."""
+    """Split positions into chunks within PART_ROWS, PART_BYTES and QUEUES_AT_ONCE.
+
+    The bodies of a chunk are in memory at the same time, and the leases of its queues are saved in its frame.
+    """
     chunk: list[Returning] = []
     queues: set[QueueLeases] = set()
     size_bytes = 0

@@ -57,7 +57,7 @@ NACKS_UNCOUNTED = "NACKS_UNCOUNTED"
 _ADDED_NAMES = (ORIGIN_GROUP, RETRY_TOPIC, NACKS_UNCOUNTED, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
 _NAMES = "|".join(sorted([*retry.SPENT, *_ADDED_NAMES, POP_CK]))
 _REBUILD_PATTERN = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
-_KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
+_UNCHANGED = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
 
 
 def retry_topic(group: str, topic: str) -> str:
@@ -66,7 +66,7 @@ def retry_topic(group: str, topic: str) -> str:
     return topic if topic.startswith(RETRY_PREFIX) else f"{RETRY_PREFIX}{group}_{topic}"
 
 
-def is_of(group: str, properties: str | None) -> bool:
+def is_for_group(group: str, properties: str | None) -> bool:
     """Check whether a row of a retry topic is for this group. A row that names no group is for all groups."""
     text = PROPERTY_END + (properties or "")
     # Compared as text, not decoded, because every row of a shared retry topic is checked for every group that reads it.
@@ -79,7 +79,7 @@ def times_of(rows: pa.RecordBatch) -> Int64Array:
     return np.asarray(filled(rows.column("reconsume_times"), 0).to_numpy(), dtype=np.int64)
 
 
-def build(
+def build_copies(
     rows: pa.RecordBatch,
     *,
     kind: npt.NDArray[np.int8],
@@ -91,7 +91,10 @@ def build(
     now_ms: int,
     host: str,
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows from READ_SCHEMA rows. The columns `due_ms` and `source_seq` are null for None."""
+    """Build the copies (LOG_SCHEMA) of these rows (READ_SCHEMA). All arrays are parallel to `rows`.
+
+    The columns `due_ms` and `source_seq` are null for None. `now_ms` is the time of the store, `host` its host.
+    """
     return build_rows(
         rows.num_rows,
         kind=kind,
@@ -103,13 +106,16 @@ def build(
         reconsume_times=times.astype(np.int32),
         due_ms=due_ms,
         source_seq=source_seq,
-        **{name: rows.column(name) for name in _KEPT},
+        **{name: rows.column(name) for name in _UNCHANGED},
     )
 
 
 def properties_for(texts: pa.Array, group: str, topic: str, first_ms: int) -> pa.Array:
-    """Build the properties of copies of rows of `topic` that were handed out to `group` at `first_ms`."""
-    new_properties = added(group, topic, first_ms)
+    """Build the properties of copies of rows of `topic` that were handed out to `group` at `first_ms`.
+
+    `texts`: the properties of the rows, null for none.
+    """
+    new_properties = copy_properties(group, topic, first_ms)
     encoded = encode_properties(new_properties)
     texts = filled(texts, "")
     needs_end = pc.and_(pc.not_equal(texts, ""), pc.invert(pc.ends_with(texts, PROPERTY_END)))
@@ -122,55 +128,57 @@ def properties_for(texts: pa.Array, group: str, topic: str, first_ms: int) -> pa
     if not needs_rebuild.any():
         return joined
     mask = pa.array(needs_rebuild)
-    rebuilt = [properties_of(text, new_properties) for text in texts.filter(mask).to_pylist()]
+    rebuilt = [merge_properties(text, new_properties) for text in texts.filter(mask).to_pylist()]
     return pc.replace_with_mask(joined, mask, pa.array(rebuilt, pa.string()))
 
 
 def with_reasons(texts: pa.Array, reasons: Sequence[str]) -> pa.Array:
-    """Add the reason for which each message was given back to its properties. An empty reason changes nothing."""
+    """Add to the properties of each message the reason for which it was given back. An empty reason changes nothing."""
     texts_with_reasons = []
     for text, reason in zip(texts.to_pylist(), reasons, strict=True):
-        shown = decode_properties(text or "") | {NACK_REASON: reason}
+        text_with_reason = encode_properties(decode_properties(text or "") | {NACK_REASON: reason})
         # A reason that would exceed the limit is left out, as in a copy of the message.
-        shown_text = encode_properties(shown)
-        is_shown = reason and len(shown_text.encode()) <= limits.PROPERTIES_BYTES_MAX
-        texts_with_reasons.append(shown_text if is_shown else text)
+        fits = len(text_with_reason.encode()) <= limits.PROPERTIES_BYTES_MAX
+        texts_with_reasons.append(text_with_reason if reason and fits else text)
     return pa.array(texts_with_reasons, pa.string())
 
 
-def properties_of_each(texts: pa.Array, adding: Sequence[dict[str, str]]) -> pa.Array:
-    """Add properties to each row's, for rows of different groups or delivery times."""
-    each = zip(texts.to_pylist(), adding, strict=True)
+def merge_properties_of_each(texts: pa.Array, adding: Sequence[dict[str, str]]) -> pa.Array:
+    """Apply `merge_properties` to each row, for rows of different groups or delivery times."""
+    rows = zip(texts.to_pylist(), adding, strict=True)
     return pa.array(
-        [properties_of(text or "", added_properties) for text, added_properties in each], pa.string()
+        [merge_properties(text or "", added_properties) for text, added_properties in rows], pa.string()
     )
 
 
-def added(group: str, topic: str, first_ms: int) -> dict[str, str]:
-    """Build the properties that every copy gets. `properties_of` keeps the topic and time of an earlier attempt."""
+def copy_properties(group: str, topic: str, first_ms: int) -> dict[str, str]:
+    """Build the properties that every copy gets.
+
+    In the copy of a copy, `merge_properties` keeps the topic and time of the first one.
+    """
     return {ORIGIN_GROUP: group, RETRY_TOPIC: topic, FIRST_POP_TIME: str(first_ms)}
 
 
-def given_back(reason: str, now_ms: int) -> dict[str, str]:
+def nack_properties(reason: str, now_ms: int) -> dict[str, str]:
     """Build the properties of a message that a member gives back at `now_ms`."""
     return {NACK_TIME: str(now_ms), NACK_REASON: reason_text(reason)}
 
 
-def uncounted_in(text: str | None) -> int:
+def count_uncounted_nacks(text: str | None) -> int:
     """Read how often a message was given back without an attempt, from its properties."""
     number = decode_properties(text or "").get(NACKS_UNCOUNTED, "0")
     return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
 
 
-def uncounted(text: str | None) -> dict[str, str]:
+def uncounted_nack_property(text: str | None) -> dict[str, str]:
     """Build the property of a message that is given back without an attempt once more."""
-    return {NACKS_UNCOUNTED: str(uncounted_in(text) + 1)}
+    return {NACKS_UNCOUNTED: str(count_uncounted_nacks(text) + 1)}
 
 
-def given_up(reason: str) -> dict[str, str]:
-    """Build the properties of a message that a member puts into the dead letters."""
+def dead_letter_properties(reason: str) -> dict[str, str]:
+    """Build the properties of a message that becomes a dead letter, or whose lease has ended."""
     text = reason_text(reason)
-    return {NACK_REASON: text} if text else {}  # without a reason, the last one that was given stays
+    return {NACK_REASON: text} if text else {}  # without a reason, the reason of the last nack stays
 
 
 def reason_text(reason: str) -> str:
@@ -181,31 +189,42 @@ def reason_text(reason: str) -> str:
     """
     # Cut first, because the reason may be of any length. A character takes at least one byte.
     cut = reason[: limits.NACK_REASON_BYTES_MAX]
-    line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+    printable = "".join(character if character.isprintable() else " " for character in cut)
+    line = " ".join(printable.split())
     # Half a surrogate pair is not printable, so `encode` cannot fail. Half a character at the cut is dropped.
     return line.encode()[: limits.NACK_REASON_BYTES_MAX].decode(errors="ignore")
 
 
-def properties_of(text: str, adding: dict[str, str]) -> str:
-    """Add properties to those of a row. Replaces the group and the reason, keeps the topic and the first time."""
+def merge_properties(text: str, adding: dict[str, str]) -> str:
+    """Add properties to those of a row, and remove those of earlier delays and deliveries. Returns them encoded.
+
+    The group, the reason and the number of uncounted nacks are replaced. The topic and the first time stay.
+    """
     old_properties = decode_properties(text)
     # The check point of an earlier delivery would name a position that is done.
     dropped = {POP_CK, NACK_TIME}
     if ORIGIN_GROUP not in old_properties:
         dropped.add(NACK_REASON)  # the sender set it: no member has given the message back yet
     # Properties of a delay that is over must not delay the copy again (retry.py).
-    kept = {n: v for n, v in old_properties.items() if n not in retry.SPENT and n not in dropped}
+    remaining = {
+        name: value
+        for name, value in old_properties.items()
+        if name not in retry.SPENT and name not in dropped
+    }
     replaced = {ORIGIN_GROUP, NACK_REASON, NACKS_UNCOUNTED}
-    merged = {**kept, **{n: v for n, v in adding.items() if n in replaced or n not in kept}}
-    if not merged.get(NACK_REASON, "-"):
-        del merged[NACK_REASON]  # given back without a reason: an older reason would be taken for this one
+    merged = remaining | {
+        name: value for name, value in adding.items() if name in replaced or name not in remaining
+    }
+    # Given back without a reason: the property is removed, because readers would take an older reason for this one.
+    if merged.get(NACK_REASON) == "":
+        del merged[NACK_REASON]
     encoded = encode_properties(merged)
-    # The least important goes first, until the text fits.
+    # Remove added properties until the text fits, the least important one first.
     for name in reversed(_ADDED_NAMES):
         if len(encoded.encode()) <= limits.PROPERTIES_BYTES_MAX:
             break
         # A reason is also removed if the message had it before.
-        if name in merged and (name not in kept or name == NACK_REASON):
+        if name in merged and (name not in remaining or name == NACK_REASON):
             del merged[name]
             encoded = encode_properties(merged)
     return encoded

@@ -69,7 +69,7 @@ NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once, because it t
 class Received(msgspec.Struct, frozen=True):
     """Rows handed out at `pop_ms` (READ_SCHEMA), with one receipt each. The attempt is a row's reconsume_times + 1.
 
-    handed_out    the rows as they were read: as values if they are few, otherwise as columns
+    handed_out    the rows as they were read: Python values if they are few, otherwise columns
     times         for an ordered group: the number of earlier leases of each position
     rest          the approximate number of rows that the queues still contain
     size_bytes    of the rows, as the log stores them

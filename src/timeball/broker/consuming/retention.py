@@ -27,7 +27,7 @@ from timeball.model.config import Settings
 
 logger = logging.getLogger(__name__)
 
-LOGGED_MAX = 100  # log lines per pass; one more line sums up the rest
+LOGGED_MAX = 100  # log lines per pass; one more line sums up all others
 
 
 class _Unread(NamedTuple):
@@ -50,11 +50,11 @@ class Retention:
         self._last_reported: tuple[str, str, int] | None = None
 
     async def select_removable(self, segments: list[Segment], stale_count: int) -> list[Segment]:
-        """Select from the oldest segments, all older than the retention, those that no unread message keeps.
+        """Select the segments that no unread message keeps. Returns the first ones of `segments`.
 
-        `stale_count`: so many of them are older than `unread_retention_ms`.
+        `segments` are the oldest ones of the log, all older than the retention. The first `stale_count` of them are
+        also older than `unread_retention_ms`, so they are always selected.
         """
-        # Stale segments go in any case, so the search begins after them.
         unread = (
             await self._oldest_unread(segments[stale_count].first_seq, segments[-1].next_seq)
             if stale_count < len(segments)
@@ -63,8 +63,10 @@ class Retention:
         if unread is None:
             return segments
         first_kept = _segment_index(segments, unread.seq)
-        if (forced := self._count_excess(segments[first_kept:], self._bytes_max()) + first_kept) > first_kept:
-            # Some segments go in spite of unread messages, because of `kept_bytes`. Search again after them.
+        forced = first_kept + self._count_excess(segments[first_kept:], self._bytes_max())
+        if forced > first_kept:
+            # The segments before `forced` are removed in spite of unread messages, because of `kept_bytes`. So search
+            # for the oldest unread message after them.
             unread = (
                 await self._oldest_unread(segments[forced].first_seq, segments[-1].next_seq)
                 if forced < len(segments)
@@ -82,13 +84,13 @@ class Retention:
         Appends the counts to the log without waiting for the disk, and writes log lines.
         """
         expiries = list[Expiry]()
-        offsets_by_group, ends = self._tables.offsets.table, dict[tuple[str, int], tuple[int, int]]()
+        offsets_by_group, lost_ranges = self._tables.offsets.table, dict[tuple[str, int], tuple[int, int]]()
         async for groups in shares(offsets_by_group):
             for group in groups:
                 for name, offsets in offsets_by_group.get(group, {}).items():
                     topic = self._tables.topics.find_topic(name)
                     if topic is not None:
-                        expiries += self._count_lost(group, topic, offsets, before_seq, ends)
+                        expiries += self._count_lost(group, topic, offsets, before_seq, lost_ranges)
         # Most passes remove no unread messages, and write no row.
         if expiries:
             self._tables.expired.add(expiries, self._clock.now_ms())
@@ -102,7 +104,7 @@ class Retention:
         return max(0, bytes_max - self._tables.repeated_dead_letters.size_bytes) if bytes_max else None
 
     def _count_excess(self, segments: Sequence[Segment], bytes_max: int | None) -> int:
-        """Count the oldest segments that go in spite of unread messages, so that the rest fits into `bytes_max`."""
+        """Count the oldest segments to remove so that the others have at most `bytes_max` bytes. None: no limit."""
         count, left_bytes = 0, sum(segment.end for segment in segments)
         while bytes_max is not None and count < len(segments) and left_bytes > bytes_max:
             left_bytes -= segments[count].end
@@ -110,7 +112,7 @@ class Retention:
         return count
 
     async def _oldest_unread(self, from_seq: int, to_seq: int) -> _Unread | None:
-        """Find the oldest row in [from_seq, to_seq) that a group has not read."""
+        """Find the oldest row in [from_seq, to_seq) that any group has not read. None if there is none."""
         oldest: _Unread | None = None
         offsets_by_group = self._tables.offsets.table
         async for groups in shares(offsets_by_group):
@@ -135,22 +137,22 @@ class Retention:
         topic: Topic,
         offsets: dict[int, int],
         before_seq: int,
-        ends: dict[tuple[str, int], tuple[int, int]],
+        lost_ranges: dict[tuple[str, int], tuple[int, int]],
     ) -> list[Expiry]:
-        """Count the messages of a topic that a group loses. `ends` caches each queue's offsets before `before_seq`."""
-        counted_to, rows, counted_ends = (
-            self._tables.expired.counted_to(group, topic.name),
-            0,
-            dict[int, int](),
-        )
+        """Count the messages of a topic that a group with these offsets loses. Returns one Expiry, or none.
+
+        `lost_ranges` caches the offsets [begin, end) of the rows before `before_seq`, by topic and queue.
+        """
+        counted_to = self._tables.expired.counted_to(group, topic.name)
+        rows, counted_ends = 0, dict[int, int]()
         for queue, offset in offsets.items():
             # Offsets of queues that the topic no longer has stay stored.
             if queue >= len(topic.queues):
                 continue
-            if (key := (topic.name, queue)) not in ends:
+            if (key := (topic.name, queue)) not in lost_ranges:
                 index = topic.queues[queue].index
-                ends[key] = index.min_offset, index.first_offset_from_seq(before_seq, hidden=True)
-            begin, end = ends[key]
+                lost_ranges[key] = index.min_offset, index.first_offset_from_seq(before_seq, hidden=True)
+            begin, end = lost_ranges[key]
             # After a crash between count and removal, messages that were counted exist again. `counted_to` prevents a
             # second count.
             lost = end - max(offset, begin, counted_to.get(queue, 0))
@@ -160,6 +162,7 @@ class Retention:
         return [Expiry(group, topic.name, rows, counted_ends)] if rows else []
 
     def _report_kept(self, unread: _Unread, kept_segments: Sequence[Segment]) -> None:
+        """Log that these segments are kept for an unread message."""
         reported = unread.group, unread.topic, kept_segments[0].ordinal
         # Once per segment, because retention runs every minute.
         if reported != self._last_reported:
@@ -186,8 +189,8 @@ def log_expired(expiries: Sequence[Expiry], *, are_dead_letters: bool = False) -
         )
 
 
-def unread(topic: Topic, offsets: dict[int, int]) -> int:
-    """Count the messages of a topic after these offsets. Offsets of queues that no longer exist are ignored."""
+def count_unread(topic: Topic, offsets: dict[int, int]) -> int:
+    """Count the messages of a topic from these offsets (by queue) on. Queues that no longer exist are ignored."""
     return sum(
         max(0, index.end_offset - max(offset, index.min_offset))
         for queue, offset in offsets.items()
@@ -214,6 +217,7 @@ def _first_unread(topic: Topic, offsets: dict[int, int], from_seq: int) -> int:
 
 
 def _seq_at(index: QueueIndex, offset: int, from_seq: int) -> int:
+    """Find the number of the first row of a queue from `offset` and from `from_seq` on. _NO_ROW if there is none."""
     first_offset = index.first_offset_from_seq(from_seq, offset, hidden=True)
     if first_offset >= index.end_offset:
         return _NO_ROW

@@ -1,10 +1,10 @@
 """Consumer retry: decide where a message goes that a consumer could not process. This module sends nothing.
 
-    returned, n times before      level      topic
-    n < the maximum               3 + n      %RETRY%<group>      10 s, 30 s, 1 m … 2 h with RocketMQ's levels
-    n >= the maximum              at once    %DLQ%<group>        an operator must look at it
-    level asked for > 0           that one   %RETRY%<group>      n counts all the same
-    level asked for < 0           at once    %DLQ%<group>
+    returned n times before       level            topic
+    n < the maximum               3 + n            %RETRY%<group>      10 s, 30 s, 1 m … 2 h with RocketMQ's levels
+    n >= the maximum              visible at once  %DLQ%<group>        an operator must look at it
+    requested level > 0           that level       %RETRY%<group>      if n < the maximum
+    requested level < 0           visible at once  %DLQ%<group>
 
 A returned message has the properties of its earlier delays, which must not take effect again. A dead letter that
 inherits DELAY would arrive hours later (RocketMQ #2722), and a retry must have the level in the table above. This
@@ -37,7 +37,7 @@ SPENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The next copy of a message, and where it goes. A `delay_level` of 0 makes it visible at once."""
+    """The next copy of a message, and its topic. A `delay_level` of 0 makes it visible at once."""
 
     topic: str
     properties: dict[str, str]
@@ -75,20 +75,24 @@ def hand_back(
     delay_level: int,
     times_max: int,
 ) -> Next:
-    """Decide on the next copy of a message that `group` returns. `message_id` is the id of its current copy."""
+    """Decide on the next copy of a message that `group` returns, as in the table above.
+
+    `message_id` is the id of its current copy, `reconsume_times` how often it was returned before, and `delay_level`
+    the level that the client requests (0: none).
+    """
     times = _clamp(reconsume_times)
-    # Without the old delay. The level decided below is set last.
-    kept_properties = _with_level(properties, 0)
-    kept_properties.setdefault(RETRY_TOPIC, topic)
+    # Remove the old delay. The new level is set last.
+    copy_properties = _with_level(properties, 0)
+    copy_properties.setdefault(RETRY_TOPIC, topic)
     # Set once, so that consumers see the id of the first message even after several attempts.
-    kept_properties.setdefault(ORIGIN_MESSAGE_ID, message_id)
+    copy_properties.setdefault(ORIGIN_MESSAGE_ID, message_id)
     # RocketMQ's property: the copy need not wait for a replica.
-    kept_properties[WAIT] = "false"
+    copy_properties[WAIT] = "false"
     next_times = min(times + 1, INT_MAX)
     if times >= times_max or delay_level < 0:
-        return Next(dead_letter_topic(group), kept_properties, 0, next_times)
+        return Next(dead_letter_topic(group), copy_properties, 0, next_times)
     level = _clamp(delay_level or FIRST_LEVEL + times)
-    return Next(retry_topic(group), _with_level(kept_properties, level), level, next_times)
+    return Next(retry_topic(group), _with_level(copy_properties, level), level, next_times)
 
 
 def resend(
@@ -102,8 +106,9 @@ def resend(
 ) -> Next:
     """Decide on the next copy of a message that a client itself sends to its group's retry topic.
 
-    The client has counted this attempt already. So a number equal to the maximum still means a retry, and only a larger
-    number a dead letter. An orderly consumer (`in_order`) retries locally and sends only messages that it has given up.
+    The client has counted this attempt already, in `reconsume_times`. So a number equal to the maximum is still a
+    retry, and only a larger number a dead letter. An orderly consumer (`in_order`) retries locally and sends only
+    messages that it has given up.
     """
     # The client's numbers may be any 32-bit integers, also negative ones.
     times, level = _clamp(reconsume_times), _clamp(delay_level)
@@ -118,7 +123,8 @@ def _clamp(number: int) -> int:
 
 
 def _with_level(properties: dict[str, str], level: int) -> dict[str, str]:
-    kept_properties = {name: value for name, value in properties.items() if name not in SPENT}
+    """Copy properties without those of earlier delays, and set a delay level. 0: no delay."""
+    new_properties = {name: value for name, value in properties.items() if name not in SPENT}
     if level:
-        kept_properties[DELAY] = str(level)
-    return kept_properties
+        new_properties[DELAY] = str(level)
+    return new_properties

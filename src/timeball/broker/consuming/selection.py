@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from timeball.broker.consuming.key_limits import Turn
 from timeball.broker.consuming.leases import LeasedPosition, QueueLeases
-from timeball.broker.consuming.redelivery_rows import is_of
+from timeball.broker.consuming.redelivery_rows import is_for_group
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
@@ -45,7 +45,7 @@ class Selection:
         self._in_order, self._attempt_id = in_order, attempt_id
         self.leased: list[LeasedPosition] = []
         self.queues: list[QueueLeases] = []  # the queues that were searched
-        self.examined_queues = 0  # with those that have no new rows
+        self.examined_queues = 0  # number of queues that were examined, including those without new rows
         self.has_unsearched = False  # True if a queue has entries that were not searched yet
         self.has_more = False  # True if another request may find rows in these queues
         self.rest = 0  # approximate number of rows that the queues still contain
@@ -58,11 +58,12 @@ class Selection:
             by_queue.setdefault(queue, []).append(offset)
         return by_queue
 
-    def split_unwanted(self, keep: BoolArray) -> list[LeasedPosition]:
-        """Remove the positions that are not to be kept, and return them."""
-        kept_flags = list(zip(self.leased, keep.tolist(), strict=True))
-        self.leased = [position for position, is_kept in kept_flags if is_kept]
-        return [position for position, is_kept in kept_flags if not is_kept]
+    def split_unwanted(self, is_wanted: BoolArray) -> list[LeasedPosition]:
+        """Remove the positions for which the mask `is_wanted` is False, and return them."""
+        flags = is_wanted.tolist()
+        unwanted = [position for position, flag in zip(self.leased, flags, strict=True) if not flag]
+        self.leased = [position for position, flag in zip(self.leased, flags, strict=True) if flag]
+        return unwanted
 
     def lease(self, queue: QueueLeases, wanted: Filter) -> list[int]:
         """Lease the available positions of this queue within the limits. Returns the leased offsets."""
@@ -87,28 +88,35 @@ class Selection:
     def lease_in_log_order(
         self, queues: Sequence[QueueLeases], wanted: Filter, *, only_returned: bool
     ) -> None:
-        """Lease from these queues like `lease`, but always the first message of all queues by sequence number."""
+        """Lease from these queues like `lease`, but one message after another, in the order of the log.
+
+        With `only_returned`, only positions that came back.
+        """
 
         def first_seq(queue: QueueLeases) -> int | None:
             return queue.first_seq if queue.returned or not only_returned else None
 
-        heads = [(seq, at) for at, queue in enumerate(queues) if (seq := first_seq(queue)) is not None]
+        # A heap of (number of the queue's next message, index of the queue).
+        heads = [(seq, index) for index, queue in enumerate(queues) if (seq := first_seq(queue)) is not None]
         heapq.heapify(heads)
         free_rows = self._free_rows
         while heads and free_rows > 0:
-            _, at = heapq.heappop(heads)
+            _, index = heapq.heappop(heads)
             self._free_rows = 1
-            # A queue without a result is full, or its next entries do not match the filter.
-            if self.lease(queues[at], wanted):
+            # A queue without a result is full, or its next entries do not match the filter. It is left out.
+            if self.lease(queues[index], wanted):
                 free_rows -= 1
-                if (seq := first_seq(queues[at])) is not None:
-                    heapq.heappush(heads, (seq, at))
+                if (seq := first_seq(queues[index])) is not None:
+                    heapq.heappush(heads, (seq, index))
         self._free_rows = free_rows
         self.has_more |= bool(heads)
         self.queues = list(dict.fromkeys(self.queues))
 
     def _may_lease_in_order(self, queue: QueueLeases) -> bool:
-        """Check whether an ordered group may lease here: no position is leased, or the request is a repetition."""
+        """Check whether an ordered group may lease here: no position is leased, or the request is a repetition.
+
+        A repeated request ends the leases of the first one, so that it gets the same positions.
+        """
         if not queue.in_flight:
             return True
         if (
@@ -123,22 +131,24 @@ class Selection:
         return True
 
     def _lease_returned(self, queue: QueueLeases) -> list[int]:
+        """Lease positions that have come back. Returns their offsets."""
         if not queue.returned:
             return []
-        row_count = self._free_rows_in(
-            len(queue.in_flight)
-        )  # a parked one must not keep its key's slot waiting
+        # Parked positions do not count: a returned one may have the slot that they wait for, so it must be handed out.
+        row_count = self._free_rows_in(len(queue.in_flight))
         fitting = self._take_fitting(queue.returned_sizes(row_count))
         return queue.lease_returned(
             fitting, self.pop_ms, self.deadline_ms, since_ms=self._now_ms, in_order=self._in_order
         )
 
     def _lease_next(self, queue: QueueLeases, wanted: Filter) -> list[int]:
+        """Lease new positions that may match the filter, by the index, and advance the queue. Returns their offsets."""
         open_rows = len(queue.in_flight) + len(queue.returned) + len(queue.parked)
         index, row_count = queue.index, self._free_rows_in(open_rows)
         start = max(queue.next_offset, index.min_offset)
         if row_count <= 0 or start >= index.max_offset:
             return []
+        # The usual case: consecutive positions, without numpy.
         if wanted.matches_all and not queue.acked_ahead:
             seqs, sizes_bytes = index.read_numbers(start, row_count)
             fitting = self._take_fitting(sizes_bytes)
@@ -157,12 +167,12 @@ class Selection:
             matches = np.flatnonzero(wanted.candidates(entries)).tolist()
         if queue.acked_ahead:
             # Acknowledged before a restart, so they are done although they were not leased since.
-            matches = [i for i in matches if start + i not in queue.acked_ahead]
+            matches = [match for match in matches if start + match not in queue.acked_ahead]
         takes_all = len(matches) == len(entries) <= row_count
         chosen = entries if takes_all else entries[np.array(matches[:row_count], dtype=np.int64)]
         sizes_bytes = chosen["size"].tolist()
         fitting = self._take_fitting(sizes_bytes)
-        offsets = [start + i for i in matches[:fitting]]
+        offsets = [start + match for match in matches[:fitting]]
         queue.lease_next(
             offsets,
             chosen["seq"].tolist(),
@@ -178,6 +188,7 @@ class Selection:
         return offsets
 
     def _free_rows_in(self, open_rows: int) -> int:
+        """Compute how many rows may still be leased from a queue with `open_rows` open positions."""
         return max(0, min(self._free_rows, limits.POP_HELD_PER_QUEUE_MAX - open_rows))
 
     def _take_fitting(self, sizes_bytes: list[int]) -> int:
@@ -191,7 +202,7 @@ class Selection:
         return fitting
 
 
-def check(request: ReceiveRequest) -> None:
+def check_request(request: ReceiveRequest) -> None:
     """Raise OutOfRange for a request with invalid numbers."""
     if not 1 <= request.rows <= limits.POP_ROWS_MAX:
         raise OutOfRange(f"rows {request.rows}: between 1 and {limits.POP_ROWS_MAX}")
@@ -214,7 +225,7 @@ _TOPIC = READ_SCHEMA.get_field_index("topic")
 async def selected_rows(
     request: ReceiveRequest, seqs: list[int], *, writer: LogWriter, reader: LogReader, reader_thread: Executor
 ) -> tuple[ReadRows, BoolArray | None]:
-    """Read the rows `seqs` that are for this consumer. Returns them, and a mask of `seqs` (None: all)."""
+    """Read the rows with the numbers `seqs`. Returns those that are for this consumer, and their mask (None: all)."""
     # Rows that have just become visible are still in memory, and a read of the log would be the largest cost.
     values = writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
     if (
@@ -231,7 +242,10 @@ async def selected_rows(
 
 
 def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
-    """Read all rows, and compute the mask of the rows that are for this consumer (reader thread)."""
+    """Read these rows, and compute the mask of the rows that are for this consumer (reader thread).
+
+    Excluded are rows that do not match the filter, and rows of a shared retry topic that are for another group.
+    """
     rows = reader.read_rows(seqs)
     keep = np.ones(len(seqs), dtype=np.bool_)
     is_main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
@@ -241,7 +255,7 @@ def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple
     texts = rows.column("properties")
     for row in np.flatnonzero(~is_main).tolist():
         # `%RETRY%a_b_c` is the retry topic of group a for topic b_c, and also of group a_b for topic c.
-        keep[row] = is_of(request.group, texts[row].as_py())
+        keep[row] = is_for_group(request.group, texts[row].as_py())
     return rows, keep
 
 
@@ -249,7 +263,10 @@ def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple
 
 
 def find_readable(index: QueueIndex, start: int) -> Int64Array:
-    """Find the sequence numbers of the next messages from `start` on that may be read at once, at least one if any."""
+    """Find the numbers of the messages from offset `start` on that one read may have: at most POP_BYTES_MAX in all.
+
+    The first message may be larger.
+    """
     entries = index.read(start, SCAN_ENTRIES, is_kept=False)
     end_bytes = np.cumsum(entries["size"], dtype=np.int64)
     fitting = max(1, int(np.searchsorted(end_bytes, limits.POP_BYTES_MAX, side="right")))
@@ -257,6 +274,6 @@ def find_readable(index: QueueIndex, start: int) -> Int64Array:
 
 
 def count_unmatched(reader: LogReader, wanted: Filter, seqs: Int64Array) -> int:
-    """Count the messages before the first one that matches the filter (reader thread)."""
+    """Count the messages of `seqs` before the first one that matches the filter (reader thread)."""
     matches = np.flatnonzero(wanted.exact(reader.read_rows(seqs)))
     return int(matches[0]) if len(matches) else len(seqs)

@@ -35,6 +35,8 @@ RETURNS_PER_TURN = 1_024  # messages that requests give back together, with one 
 
 
 class _Request(NamedTuple):
+    """A request to return the message of a receipt to its group."""
+
     receipt: Receipt
     how: Return
 
@@ -66,10 +68,10 @@ class Settling:
         # sends them again.
         self._ended: OrderedDict[Receipt, None] = OrderedDict()
         self._returns: AsyncBatcher[_Request, bool] = AsyncBatcher(self._return, RETURNS_PER_TURN)
-        # Leases of the log end at the same time as they would have without the restart.
+        # Leases that the log contained end at the same time as they would have without the restart.
         for queue in leases.all():
             for offset, lease in queue.in_flight.items():
-                self.redelivery.expect(queue, [offset], lease.pop_ms, lease.deadline_ms)
+                self.redelivery.add_deadline(queue, [offset], lease.pop_ms, lease.deadline_ms)
 
     async def close(self) -> None:
         """Save the leases, so that the next start continues with them."""
@@ -91,7 +93,7 @@ class Settling:
                 queue, _ = queue_and_lease
                 if queue not in was_full:
                     was_full[queue] = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
-                queue.done(receipt.offset)
+                queue.mark_done(receipt.offset)
             # A consumer that finished its message before a crash still holds a receipt from then.
             is_valid = queue_and_lease is not None or self._ack_ahead(receipt)
             results.append(is_valid)
@@ -113,6 +115,7 @@ class Settling:
         return receipt in self._ended
 
     def _remember(self, receipt: Receipt) -> None:
+        """Remember a receipt for `was_ended`, and forget the oldest one beyond ENDED_MAX."""
         self._ended[receipt] = None
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)  # a dict would search for its first entry behind all deleted ones
@@ -120,7 +123,7 @@ class Settling:
     async def change(
         self, receipt: Receipt, invisible_ms: int, *, counts: bool, is_renamed: bool
     ) -> Receipt | None:
-        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid.
+        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if `receipt` is not valid.
 
         With `is_renamed` a new receipt replaces the old one, as in RocketMQ's POP. In an ordered group the receipt
         stays the same, because RocketMQ's clients go on using it. Without `counts`, the lease is no attempt.
@@ -132,8 +135,8 @@ class Settling:
         if not (lease.in_order or counts or invisible_ms):
             self.give_back([receipt])
             return receipt
-        # POP's clients use this call also for failures. A long lease would occupy one of the limited positions for a
-        # long time. A scheduled message in the log does not.
+        # POP's clients also use this call for failures. A long lease would occupy one of the queue's limited positions.
+        # A scheduled message in the log occupies none.
         is_crowded = queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2
         if is_renamed and invisible_ms and not lease.in_order and is_crowded:
             lease.counts = counts
@@ -143,14 +146,14 @@ class Settling:
             lease.pop_ms = max(self._clock.now_ms(), receipt.pop_ms + 1)
         now_ms, deadline_ms = self._clock.now_ms(), self._clock.elapsed_ms() + invisible_ms
         queue.prolong(receipt.offset, deadline_ms, now_ms, counts=counts or lease.in_order)
-        self.redelivery.expect(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
+        self.redelivery.add_deadline(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
         return receipt._replace(pop_ms=lease.pop_ms)
 
     async def give_up(self, receipt: Receipt, how: Return, *, counts: bool = True) -> bool:
-        """Return a message to its group, durably. False if the receipt is not valid.
+        """Return a message to its group, or move it to the dead letters, durably. False if the receipt is not valid.
 
-        In an ordered group, its lease ends after the delay, and its queue hands out nothing before.
-        Raises InvalidDelay.
+        In an ordered group, the lease ends after the delay, and its queue hands out nothing before. Raises
+        InvalidDelay, OverLimit.
         """
         queue_and_lease = self._lease_of(receipt)
         if queue_and_lease is None:
@@ -162,10 +165,11 @@ class Settling:
             now_ms = self._clock.now_ms()
             queue.prolong(receipt.offset, self._clock.elapsed_ms() + (how.delay_ms or 0), now_ms, counts=True)
             queue.nack(receipt.offset, now_ms)
-            self.redelivery.expect(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
+            self.redelivery.add_deadline(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
             await self._saver.saved([queue])
             return True
-        if not (counts or how.delay_ms or how.is_dead) and how.delay_ms is not None:
+        # A nack without a delay that is no attempt: the position itself is leased again, and no row is written.
+        if not (counts or how.is_dead) and how.delay_ms == 0:
             self.give_back([receipt])
             return True
         lease.counts = counts
@@ -175,6 +179,7 @@ class Settling:
         return is_valid
 
     def _check_delay(self, lease: Lease, delay_ms: int) -> None:
+        """Raise InvalidDelay unless a leased message may be given back with this delay."""
         # A message that is leased in order stays leased for the delay, so it has the limit of leases. For any other
         # message the delay is that of a scheduled message.
         ms_max, scope = self._nack_ms_max, ""
@@ -184,7 +189,10 @@ class Settling:
             raise InvalidDelay(f"after={delay_ms} ms: between 0 and {ms_max} ms{scope}")
 
     def give_back(self, receipts: Iterable[Receipt]) -> None:
-        """End leases whose consumer disconnected before it received the messages. They are handed out next."""
+        """End leases that are no attempt: the consumer disconnected before it received the messages, or gave them back.
+
+        Their positions are handed out next.
+        """
         ended = set()
         for receipt in receipts:
             queue_and_lease = self._lease_of(receipt)
@@ -194,7 +202,10 @@ class Settling:
         self._waiters.wake(ended)
 
     async def _return(self, requests: list[_Request]) -> Sequence[bool | TimeballError]:
-        """Write the messages of these requests to their groups again. False for each receipt that is not valid."""
+        """Write the messages of these requests to their groups again. One result each: True, or its error.
+
+        False if the receipt is not valid.
+        """
         returning: list[Returning | None] = []
         for request in requests:
             queue_and_lease = self._lease_of(request.receipt)
@@ -202,13 +213,14 @@ class Settling:
             returning.append(
                 None
                 if queue_and_lease is None
-                else self.redelivery.begin(queue_and_lease[0], request.receipt.offset, request.how)
+                else self.redelivery.begin_return(queue_and_lease[0], request.receipt.offset, request.how)
             )
         valid = [position for position in returning if position is not None]
         results = iter(await self.redelivery.write_apart(valid))
         return [False if position is None else next(results) for position in returning]
 
     def _lease_of(self, receipt: Receipt) -> tuple[QueueLeases, Lease] | None:
+        """Find the queue and the lease of a receipt. None if it is not, or no longer, valid."""
         if receipt.pop_ms < 0:  # NO_RECEIPT is negative and marks positions without a valid receipt
             return None
         queue = self._leases.get(receipt.group, receipt.topic, receipt.queue_id)
@@ -216,7 +228,10 @@ class Settling:
         return (queue, lease) if queue is not None and lease is not None else None
 
     def _ack_ahead(self, receipt: Receipt) -> bool:
-        """Accept a receipt from before a crash, so that a consumer need not process the message again."""
+        """Accept an acknowledgement with a receipt from before a restart. Returns whether it was accepted.
+
+        So the consumer need not process the message again.
+        """
         topic = self._tables.topics.find_topic(receipt.topic)
         stored = self._tables.offsets.find_offset(receipt.group, receipt.topic, receipt.queue_id)
         if topic is None or stored is None or not 0 <= receipt.pop_ms < self._started_ms:

@@ -58,7 +58,9 @@ class WaitingReceives:
     async def wait(
         self, request: ReceiveRequest, topics: Collection[str], deadline_s: float
     ) -> Selection | None:
-        """Wait until a pass has leased messages of one of `topics`. None at `deadline_s` on the loop's clock.
+        """Wait until a pass has leased messages for this request. Returns None at `deadline_s` on the loop's clock.
+
+        `topics`: those whose changes may bring messages (`mark`).
 
         The selection may also be empty, if its queues have entries that were not searched yet. Raises OverLimit, and
         the errors of `select`.
@@ -104,6 +106,7 @@ class WaitingReceives:
         self._mark(self._lines.values())
 
     def _mark(self, lines: Collection[_Line]) -> None:
+        """Add these lines to the marked ones, and schedule a slice if none is scheduled."""
         if lines and not self._marked:
             self._loop.call_soon(self._serve_slice)
         for line in lines:
@@ -112,6 +115,7 @@ class WaitingReceives:
                 self._marked.append(line)
 
     def _serve_slice(self) -> None:
+        """Serve the marked lines in turn, up to SERVED_AT_ONCE consumers. Schedule the next slice if lines remain."""
         examined_queues = 0
         for _ in range(SERVED_AT_ONCE):
             # A selection without a message is expensive too if it examines many queues.
@@ -128,9 +132,9 @@ class WaitingReceives:
             self._loop.call_soon(self._serve_slice)
 
     def _serve_first(self, line: _Line) -> tuple[bool, int]:
-        """Serve the first consumer of a line. Returns the number of queues that were examined for it, too.
+        """Serve the first consumer of a line. Returns (has_more, number of queues that were examined for it).
 
-        False if there is nothing for the next consumer, or if there is none.
+        `has_more` is False if there is nothing for the next consumer of the line, or no next consumer.
         """
         served = next((consumer for consumer in line.consumers if not consumer.done()), None)
         if served is None:
@@ -156,13 +160,15 @@ class WaitingReceives:
         return has_more and bool(line.consumers), examined_queues
 
     def _begin_line(self, request: ReceiveRequest, topics: Collection[str]) -> _Line:
+        """Create the line of a request, without consumers."""
         line = self._lines[request] = _Line(request, topics)
         for topic in topics:
             self._by_topic.setdefault(topic, {})[line] = None
         return line
 
     def _end_line(self, line: _Line) -> None:
-        # Requests contain names that clients choose, so a line without consumers is removed.
+        """Remove a line without consumers, unless that was done before."""
+        # Requests contain names that clients choose, so lines must not stay in memory.
         if self._lines.get(line.request) is not line:
             return
         del self._lines[line.request]
@@ -174,5 +180,6 @@ class WaitingReceives:
 
 
 def _end(served: asyncio.Future[Selection | None]) -> None:
+    """End the wait of a consumer whose time is up."""
     if not served.done():
         served.set_result(None)

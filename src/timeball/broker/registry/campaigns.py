@@ -57,15 +57,15 @@ class CampaignFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     groups: list[str] = []
 
     def is_finished(self, settled_before_ms: int) -> bool:
-        """Check whether all its messages are settled. Messages due before the schedule's `settled_before_ms` are."""
+        """Check whether all its messages are settled. All messages due before `settled_before_ms` are settled."""
         return self.state == "running" and self.last_due_ms < settled_before_ms
 
     def is_cancelled_for_good(self, now_ms: int) -> bool:
         """Check whether none of its messages can be delivered any more, even if this record were deleted."""
         # If messages are still held, the cancel was interrupted. Without an attach, the job may still be running, and
         # its attach must be refused.
-        is_behind = bool(self.ranges) or self.since_ms < now_ms - JOB_MS_MAX
-        return self.state == "cancelled" and self.held_from_ms is None and is_behind
+        has_job_ended = bool(self.ranges) or self.since_ms < now_ms - JOB_MS_MAX
+        return self.state == "cancelled" and self.held_from_ms is None and has_job_ended
 
 
 class Campaigns:
@@ -75,18 +75,21 @@ class Campaigns:
         self._table = MetaTable(meta, "campaign", CampaignFacts)
 
     def get(self, campaign: str) -> CampaignFacts:
-        """Find a campaign. Raise InvalidMessage, NotFound."""
+        """Find a campaign. Raises InvalidMessage, NotFound."""
         facts = self._table.values.get(check_campaign(campaign))
         if facts is None:
             raise NotFound(f"no campaign {campaign!r}; `timeball campaign list` shows those there are")
         return facts
 
     def is_known(self, campaign: str) -> bool:
-        """Check whether a campaign with this id exists. Raise InvalidMessage for an invalid id."""
+        """Check whether a campaign with this id exists. Raises InvalidMessage for an invalid id."""
         return check_campaign(campaign) in self._table.values
 
     def get_attached(self, campaign: str) -> CampaignFacts:
-        """Find a campaign that is attached and not cancelled. Raise InvalidMessage, NotFound, OutOfRange."""
+        """Find a campaign that is attached and not cancelled.
+
+        Raises InvalidMessage for an invalid id and for a cancelled campaign, OutOfRange for a planned one, NotFound.
+        """
         facts = self.get(campaign)
         if facts.state == "cancelled":
             raise InvalidMessage(f"campaign {campaign} was cancelled")
@@ -119,11 +122,12 @@ class Campaigns:
     ) -> None:
         """Plan a campaign, unless it exists. A campaign without rows is running at once, as it has nothing to attach.
 
-        Raise OverLimit.
+        `next_seq`: the end of the log. If there are too many campaigns, the oldest one that is over is deleted: all
+        messages due before `settled_before_ms` are settled. Raises InvalidMessage for an invalid id, and OverLimit.
         """
         if self.is_known(campaign):
             return
-        # Delete the oldest campaign that is over: the outcomes of its messages are in the log and the ledger.
+        # The outcomes of the deleted campaign's messages stay in the log and the ledger.
         while len(self._table.values) >= limits.CAMPAIGNS_MAX:
             self._table.put([(self._find_oldest_finished(settled_before_ms, planned_ms), None)])
         state: State = "planned" if rows else "running"
@@ -136,6 +140,7 @@ class Campaigns:
         )  # fmt: skip
 
     def _find_oldest_finished(self, settled_before_ms: int, now_ms: int) -> str:
+        """Find the oldest campaign that is over. Raises OverLimit if there is none."""
         for name, facts in self.all().items():
             if facts.is_cancelled_for_good(now_ms) or facts.is_finished(settled_before_ms):
                 return name
@@ -165,6 +170,7 @@ class Campaigns:
         return self.changed(attachment.job_id, facts)
 
     def _campaign_of(self, attachment: Attachment) -> CampaignFacts | None:
+        """Find the campaign whose files a bulk job attaches. None for other jobs, and for one without a campaign."""
         return self._table.values.get(attachment.job_id) if attachment.job == "bulk" else None
 
 
@@ -202,14 +208,15 @@ class AttachState:
         self.reserved = dict(facts.reserved)
 
     def is_repeated(self, attachment: Attachment) -> bool:
-        """Check whether this attach is already in the log. Raise RequestError if its name was used for other rows.
+        """Check whether this attach is already in the log. Raises RequestError if its name was used for other rows.
 
         A repeated attach is answered as done, because Spark repeats an epoch when it cannot know whether the first
         attempt succeeded:
 
             compact         repeated when the watermark has passed its range
-            bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same:
-                            another digest, or an epoch before the last, is another write under an old name, and refused
+            bulk, rewrite   repeated when the job's last epoch is this one or a later one. If both attaches have a
+                            digest, the rows must be the same: another digest, or an epoch before the last one, is
+                            another write under an old name, and is refused
         """
         if attachment.job == "compact":
             return attachment.from_seq < attachment.to_seq <= self.watermark
@@ -252,10 +259,12 @@ class AttachState:
             self.reserved.pop(first_seq, None)
 
     def _remember(self, attachment: Attachment, at_ms: int) -> None:
+        """Remember a job as the last one that has attached, and forget the least recent jobs beyond the limits."""
         job_id = attachment.job_id
         # Removed first, so that the job moves to the end: the dicts are in the order of the last attach.
         last_facts = self.jobs.pop(job_id, None)
         self.epochs.pop(job_id, None)
+        # A job that once had a digest stays among those with one, also if this attach has none.
         digest = attachment.digest or (ANY_ROWS if last_facts is not None else "")
         if digest:
             self.jobs[job_id] = JobFacts(attachment.epoch, at_ms, digest)
@@ -268,7 +277,7 @@ class AttachState:
             self.epochs.pop(next(iter(self.epochs)))
 
     def _check_job_slot(self, attachment: Attachment, now_ms: int) -> None:
-        """Raise OverLimit if a new job with a digest would displace a job that must still be remembered."""
+        """Raise OverLimit if a new job with a digest would displace one that must still be remembered (JOB_KEPT_MS)."""
         if not attachment.digest or attachment.job_id in self.jobs or len(self.jobs) < limits.JOBS_MAX:
             return
         oldest_ms = next(iter(self.jobs.values())).at_ms
@@ -279,10 +288,7 @@ class AttachState:
             )
 
     def check_reserve(self, rows: int) -> None:
-        """Raise InvalidMessage unless `rows` numbers may be reserved.
-
-        Drop the oldest reservation if there are too many.
-        """
+        """Raise InvalidMessage unless `rows` numbers may be reserved. Drops the oldest reservation beyond the limit."""
         if not 0 < rows <= 1 << 40:
             raise InvalidMessage(f"reserve {rows} rows: at least one")
         if len(self.reserved) >= limits.RESERVATIONS_MAX:
@@ -292,7 +298,7 @@ class AttachState:
     def check(
         self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool], now_ms: int
     ) -> None:
-        """Raise an error unless the attach fits the state of the log and the table.
+        """Raise InvalidMessage, NotFound, OutOfRange or OverLimit unless the attach fits the state of log and table.
 
         `durable_seq`: the end of the durable log. `is_live`: whether a path is a file of the table.
         """
@@ -321,6 +327,7 @@ class AttachState:
                 raise InvalidMessage(f"{entry.path} is part of the pending table already")
 
     def _check_compact(self, attachment: Attachment, durable_seq: int) -> None:
+        """Raise OutOfRange unless the range of a compact begins at the watermark and ends within the durable log."""
         if attachment.from_seq != self.watermark:
             raise OutOfRange(f"compact from seq {attachment.from_seq}: the watermark is {self.watermark}")
         if not attachment.from_seq < attachment.to_seq <= durable_seq:
@@ -329,6 +336,7 @@ class AttachState:
             )
 
     def _check_bulk(self, attachment: Attachment) -> None:
+        """Raise OutOfRange or InvalidMessage unless the ranges are reserved and the files use each number once."""
         if len(set(attachment.ranges)) < len(attachment.ranges):
             raise OutOfRange("a range of sequence numbers is named twice")
         for first_seq, rows in attachment.ranges:
@@ -361,7 +369,7 @@ def check_files(
 ) -> None:
     """Open each file and compare its footer with the attach (the table's thread).
 
-    Raise InvalidDelay for due times of a bulk job beyond the maximum delay, and the errors of unreadable files.
+    Raises InvalidDelay for due times of a bulk job beyond the maximum delay, and the errors of unreadable files.
     `cache`: the files are in an object store, and their footers are downloaded.
     """
     for entry in attachment.files:

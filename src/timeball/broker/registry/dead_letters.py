@@ -38,30 +38,30 @@ class ResolvedDeadLetters:
 
     def open_spans(self, group: str, queue: int, begin: int, end: int) -> Iterator[Span]:
         """Yield the unresolved parts of a queue's positions [begin, end), in order."""
-        for done_begin, done_end in self.spans(group, queue):  # disjoint and in order
-            if done_end <= begin:
+        for resolved_begin, resolved_end in self.spans(group, queue):
+            if resolved_end <= begin:
                 continue
-            if done_begin >= end:
+            if resolved_begin >= end:
                 break
-            if done_begin > begin:
-                yield begin, done_begin
-            begin = done_end
+            if resolved_begin > begin:
+                yield begin, resolved_begin
+            begin = resolved_end
         if begin < end:
             yield begin, end
 
-    def changed(self, group: str, positions: Iterable[Position], kept_from: dict[int, int]) -> Change:
-        """Build the row that marks more positions as resolved. Raise OverLimit.
+    def changed(self, group: str, positions: Iterable[Position], min_offsets: dict[int, int]) -> Change:
+        """Build the row that marks more positions as resolved. Raises OverLimit for too many spans.
 
-        `kept_from`: the first position of each queue that the log still contains. Earlier spans are forgotten.
+        `min_offsets`: the first offset of each queue that the log still contains. Earlier spans are forgotten.
         """
         # Copied: if the append is refused, the state in memory must not change.
         by_queue: dict[int, list[Span]] = {
-            queue: [span for span in spans if span[1] > kept_from.get(queue, 0)]
+            queue: [span for span in spans if span[1] > min_offsets.get(queue, 0)]
             for queue, spans in self._table.values.get(group, {}).items()
         }
         for queue, offset in positions:
             by_queue.setdefault(queue, []).append((offset, offset + 1))
-        merged = {queue: joined(spans) for queue, spans in by_queue.items()}
+        merged = {queue: join_spans(spans) for queue, spans in by_queue.items()}
         # Bounded, because each change writes all spans of the group, and a snapshot repeats them.
         if sum(map(len, merged.values())) > limits.DEAD_LETTER_SPANS_MAX:
             raise OverLimit(
@@ -89,6 +89,14 @@ class Run(NamedTuple):
     def end(self) -> int:
         """The offset after the last dead letter."""
         return self.offset + self.rows
+
+
+class GroupRun(NamedTuple):
+    """A run with its group and queue."""
+
+    group: str
+    queue: int
+    run: Run
 
 
 Runs = dict[int, list[Run]]  # by queue
@@ -122,22 +130,22 @@ class RepeatedDeadLetters:
         """The size of all repeated dead letters, in bytes."""
         return sum(run.size_bytes for _, _, run in self._all())
 
-    def by_age(self) -> list[tuple[str, int, Run]]:
-        """List all runs with their groups and queues, in the order of `died_ms`."""
-        return sorted(self._all(), key=lambda entry: entry[2].died_ms)
+    def by_age(self) -> list[GroupRun]:
+        """List all runs, in the order of `died_ms`."""
+        return sorted(self._all(), key=lambda entry: entry.run.died_ms)
 
-    def _all(self) -> Iterator[tuple[str, int, Run]]:
+    def _all(self) -> Iterator[GroupRun]:
         for group, queues in self._table.values.items():
             for queue, runs in queues.items():
                 for run in runs:
-                    yield group, queue, run
+                    yield GroupRun(group, queue, run)
 
     def changed(
         self,
         dropped: Mapping[str, Iterable[Position]],
         added: Iterable[tuple[str, int, Run]] = (),
     ) -> Change:
-        """Build the rows that drop these positions of each group and add these runs."""
+        """Build the rows that drop these positions of each group, and then add these runs as (group, queue, run)."""
         new_runs: dict[str, Runs] = {}
         for group, positions in dropped.items():
             new_runs[group] = self._without(group, positions)
@@ -159,6 +167,7 @@ class RepeatedDeadLetters:
             self._table.put([(group, None)])
 
     def _without(self, group: str, positions: Iterable[Position]) -> Runs:
+        """Build a group's runs without these positions. A run with a gap becomes several runs."""
         # Copied: if the append is refused, the state in memory must not change.
         remaining = {queue: list(runs) for queue, runs in self._table.values.get(group, {}).items()}
         spans: dict[int, list[Span]] = {}
@@ -166,7 +175,7 @@ class RepeatedDeadLetters:
             spans.setdefault(queue, []).append((offset, offset + 1))
         for queue, queue_spans in spans.items():
             if queue in remaining:
-                dropped_spans = joined(queue_spans)
+                dropped_spans = join_spans(queue_spans)
                 remaining[queue] = [
                     _slice_run(run, *span)
                     for run in remaining[queue]
@@ -175,30 +184,31 @@ class RepeatedDeadLetters:
         return remaining
 
 
-def subtract_spans(span: Span, done: Iterable[Span]) -> Iterator[Span]:
-    """Yield the parts of a span that are not in `done`, whose spans are disjoint and in order."""
+def subtract_spans(span: Span, removed: Iterable[Span]) -> Iterator[Span]:
+    """Yield the parts of a span that are not in `removed`, whose spans are disjoint and in order."""
     begin, end = span
     # The empty span at the end yields the part after the last span.
-    for done_begin, done_end in [*done, (end, end)]:
-        if begin < min(done_begin, end):
-            yield begin, min(done_begin, end)
-        begin = max(begin, done_end)
+    for removed_begin, removed_end in [*removed, (end, end)]:
+        if begin < min(removed_begin, end):
+            yield begin, min(removed_begin, end)
+        begin = max(begin, removed_end)
 
 
 def _slice_run(run: Run, begin: int, end: int) -> Run:
+    """Build the part of a run with the offsets [begin, end)."""
     # The sizes of single messages are unknown, so each counts with the average size.
     size_bytes = run.size_bytes * (end - begin) // run.rows
     return Run(begin, run.seq + begin - run.offset, end - begin, size_bytes, run.died_ms)
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """Merge positions into disjoint spans in order.
+def join_spans(spans: Iterable[Span]) -> list[Span]:
+    """Merge spans, in any order, into disjoint spans in order. Adjacent spans are merged, too.
 
-    >>> joined([(4, 5), (1, 2), (2, 3)])
+    >>> join_spans([(4, 5), (1, 2), (2, 3)])
     [(1, 3), (4, 5)]
     """
     merged: list[Span] = []
-    # Adjacent spans are merged: resends go through a queue in order, so they leave a single span.
+    # Resends go through a queue in order, so they leave a single span.
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
@@ -222,7 +232,7 @@ class ExpiredTopic(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExpiredFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The expired messages of a group. `is_deleted`: an operator deleted the group, but kept its offsets."""
+    """The expired messages of a group, by topic. `is_deleted`: an operator deleted the group, but kept its offsets."""
 
     topics: dict[str, ExpiredTopic] = {}
     is_deleted: bool = False
@@ -279,6 +289,7 @@ class ExpiredMessages:
     def _updated_values(
         self, expiries: Iterable[Expiry], now_ms: int
     ) -> list[tuple[str, ExpiredFacts | None]]:
+        """Build the new value of each group, by name: the counts so far plus these messages."""
         changed: dict[str, dict[str, ExpiredTopic]] = {}
         for group, topic, rows, counted_to in expiries:
             # A copy, because a refused append must not change the state in memory.

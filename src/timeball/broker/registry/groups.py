@@ -73,7 +73,7 @@ class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
 def times_max(of_group: int, of_client: int | None) -> int:
     """Choose how often a message may be delivered again: the client's value, or the group's if the client has none.
 
-    A negative value means the default.
+    A negative value means the default, TIMES_MAX.
     """
     configured = of_group if of_client is None else of_client
     return configured if configured >= 0 else TIMES_MAX
@@ -88,7 +88,7 @@ class Groups:
         self.version = 0  # counts changes since the start, so that tools can see whether anything is new
 
     def get(self, name: str) -> SubscriptionGroup:
-        """Find a group. Raise GroupNotFound."""
+        """Find a group. Raises GroupNotFound."""
         group = self._groups.get(name)
         if group is None:
             raise GroupNotFound(f"consumer group {name[: limits.GROUP_BYTES_MAX]!r} does not exist")
@@ -99,7 +99,7 @@ class Groups:
         return self._groups.get(name)
 
     def times_max(self, name: str) -> int:
-        """Compute how often a message that this group did not acknowledge may be tried again."""
+        """Find how often a message that this group did not acknowledge may be tried again."""
         group = self._groups.get(name)
         return times_max(-1 if group is None else group.retry_max_times, None)
 
@@ -113,6 +113,7 @@ class Groups:
         return self._number(name, MAX_PER_KEY) or None
 
     def _number(self, name: str, attribute: str) -> int | None:
+        """Read a numeric attribute of a group. None if it is missing or no number."""
         group = self._groups.get(name)
         text = "" if group is None else group.attributes.get(attribute, "")
         # The tools that write attributes do not check them.
@@ -127,11 +128,11 @@ class Groups:
         return set(self._groups)
 
     def ensure(self, name: str) -> SubscriptionGroup:
-        """Find a group, or create it with the defaults. Raise InvalidName, OverLimit."""
+        """Find a group, or create it with the defaults. Raises InvalidName, OverLimit."""
         return self._groups.get(name) or self.update(SubscriptionGroup(name))
 
     def update(self, group: SubscriptionGroup) -> SubscriptionGroup:
-        """Create a group or replace its configuration. Raise InvalidName, OverLimit."""
+        """Create a group or replace its configuration. Raises InvalidName, OverLimit."""
         name = group.group_name
         # Members register with every heartbeat, so an unchanged group must not add a row to the log.
         if self._groups.get(name) == group:
@@ -162,19 +163,21 @@ LEVELS_MS = (
     1 * _S, 5 * _S, 10 * _S, 30 * _S, 1 * _M, 2 * _M, 3 * _M, 4 * _M, 5 * _M, 6 * _M, 7 * _M, 8 * _M, 9 * _M,
     10 * _M, 20 * _M, 30 * _M, 1 * _H, 2 * _H,
 )  # fmt: skip
-FIRST_LEVEL = 2  # index of a customised policy's first delay: RocketMQ's levels 1 and 2 are not for retries
+FIRST_RETRY_INDEX = (
+    2  # index of a customised policy's first delay: RocketMQ's levels 1 and 2 are not for retries
+)
 # Push consumers over gRPC use all delays of the list.
 PUSH_FIRST = 0
 POWER_MAX = 32
 
 
-def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIRST_LEVEL) -> int:
+def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIRST_RETRY_INDEX) -> int:
     """Compute the delay in milliseconds between a failed attempt and the next delivery.
 
-        CUSTOMIZED    a list of durations, the last one for ever after; without one, RocketMQ's 18 levels
+        CUSTOMIZED    item first + n of a list of delays, and then always the last item. Without a list: LEVELS_MS
         EXPONENTIAL   initial x multiplier^n, at most max
 
-    Attempts are counted from 1, as consumers of RocketMQ 5 see them, and n, RocketMQ's reconsumeTimes, is one less.
+    `attempt` is counted from 1, as consumers of RocketMQ 5 see it. n is RocketMQ's reconsumeTimes, one less.
     `policy` None: RocketMQ's default.
     `first`: the index at which a list begins. RocketMQ's brokers begin with the third item (10 s), its push consumers
     over gRPC with the first (PUSH_FIRST, 1 s).
@@ -195,12 +198,14 @@ def durations_ms(policy: CustomizedRetry | None) -> list[int]:
 
 
 def _customized(policy: CustomizedRetry, index: int) -> int:
+    """Compute the delay in ms at an index of the policy's list."""
     durations = durations_ms(policy)
     # After the end of the list, its last duration is repeated.
     return durations[min(index, len(durations) - 1)]
 
 
 def _exponential(policy: ExponentialRetry, reconsume_times: int) -> int:
+    """Compute the delay in ms after `reconsume_times` earlier redeliveries."""
     # Bounded, because Python's integers grow without limit.
     factor: int = policy.multiplier ** min(reconsume_times, POWER_MAX)
     return min(policy.max, policy.initial * factor)
@@ -234,7 +239,7 @@ class RequestModes:
         return self._modes.values.get(f"{topic}@{group}") or RequestMode(topic, group)
 
     def set(self, mode: RequestMode) -> None:
-        """Change a group's mode. Raise InvalidName, OverLimit."""
+        """Change a group's mode. Raises InvalidName, OverLimit."""
         check_topic(mode.topic)
         check_name(mode.consumer_group, limits.GROUP_BYTES_MAX, "group")
         key = f"{mode.topic}@{mode.consumer_group}"
@@ -267,9 +272,9 @@ class EpochFacts(msgspec.Struct, frozen=True):
 # Changed offsets are appended as one frame of META rows: those of leases together with the leases
 # (consuming/lease_saver.py), those that consumers store themselves at most once a second (RocketMQ: every five
 # seconds). After a crash a group may see the messages of its last moments again (G4, at least once). It never misses
-# any, because the rows of offsets stand after the messages that they cover.
+# any, because the rows of offsets come after the messages that they cover.
 
-PARKED = "parked"  # a row of former versions, which is ignored
+PARKED = "parked"  # a row of earlier versions, which is ignored
 
 Table = dict[str, dict[str, dict[int, int]]]  # group -> topic -> queue -> offset
 Unit = tuple[str, str]  # a group and a topic, whose offsets are saved together
@@ -324,9 +329,9 @@ class Offsets:
             self._mark_moved(group, topic)
 
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
-        """Store offsets in memory until the next `save`. `queue_max`: the end offset of each queue.
+        """Store offsets (by queue) in memory. `changed` saves them later. `queue_max`: the end offset of each queue.
 
-        Raise OutOfRange for an offset beyond its queue's end, and InvalidName or OverLimit for a new group.
+        Raises OutOfRange for an offset beyond its queue's end, and InvalidName or OverLimit for a new group.
         """
         if group not in self.table:
             check_name(group, limits.GROUP_BYTES_MAX, "group")
@@ -352,8 +357,7 @@ class Offsets:
 
     def changed(self, units: Iterable[Unit] | None = None) -> Change:
         """Build rows with the changed offsets of these units. None: of all units."""
-        saved = self._changed if units is None else self._changed.intersection(units)
-        saved = set(saved)
+        saved = set(self._changed) if units is None else self._changed.intersection(units)
         encoded = self._meta.changed(
             (f"offsets/{group}@{topic}", self.table.get(group, {}).get(topic))
             for group, topic in sorted(saved)
@@ -367,10 +371,12 @@ class Offsets:
         return encoded._replace(keep=keep)
 
     def _mark_moved(self, group: str, topic: str) -> None:
+        """Mark the offsets of a unit as changed by another cause than its leases."""
         self._changed.add((group, topic))
         self._moved.add((group, topic))
 
     def _forget(self, group: str, topic: str) -> None:
+        """Remove the offsets of a unit from memory."""
         topics = self.table.get(group, {})
         topics.pop(topic, None)
         if not topics:

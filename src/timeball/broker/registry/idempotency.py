@@ -35,10 +35,10 @@ from timeball.model.wire import SourceStep
 
 
 class SourceState(msgspec.Struct, frozen=True, array_like=True):
-    """The value of a source's META row: its name, and its next position in each partition."""
+    """The value of a source's META row."""
 
     name: str  # stored for people: the key is a hash
-    positions: dict[int, int]  # of the next record to send
+    positions: dict[int, int]  # partition -> position of the next record to send
 
 
 class SourcePositions:
@@ -57,9 +57,9 @@ class SourcePositions:
         return {} if state is None else dict(state.positions)
 
     def moved(self, caller: str, step: SourceStep) -> Change:
-        """Build the row with a source's positions after this step.
+        """Build the row with a source's positions after this step, for the frame of its messages.
 
-        Raise Conflict if the step does not begin at the current positions, OverLimit for too many sources or
+        Raises Conflict if the step does not begin at the current positions, OverLimit for too many sources or
         partitions.
         """
         current = self.of(caller, step.source)
@@ -87,6 +87,7 @@ class SourcePositions:
 
 
 def _key(caller: str, source: str) -> str:
+    """Build the name of the META row of an account's source."""
     # Hashed with the account, so that no account can move the positions of another account.
     return hashlib.blake2b(msgspec.msgpack.encode([caller, source]), digest_size=_HASH_BYTES).hexdigest()
 
@@ -119,7 +120,7 @@ class KeyedSend(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def last_ms(self) -> int:
-        """The later of the time of the send and the due time of its last message."""
+        """The later of the time of the send and the latest due time of its messages."""
         return max(self.store_ms, self.last_due_ms)
 
     def check_same(self, use: KeyUse) -> None:
@@ -147,37 +148,37 @@ class KeyUse(NamedTuple):
 
 
 def key_use(caller: str, key: str, sends: SendBatch, attempt: str = "", *, anew: bool = False) -> KeyUse:
-    """Describe the use of a key by a send, of rows or of SEND_COLUMNS. `caller` is the name of the account.
+    """Describe the use of a key by a send. `caller` is the name of the account.
 
-    `attempt`: text by which the client names its attempt. `anew`: the client asks to send again if no message is
-    pending.
+    `sends`: the messages, as rows (SEND_NAMES) or as a batch of SEND_COLUMNS. `attempt`: text by which the client names
+    its attempt. `anew`: the client asks to send again if no message is pending.
     """
     # As lists of values, so that the same messages have the same hash as rows, as slices or with dictionaries.
     if isinstance(sends, list):
-        count, found = len(sends), dict(zip(SEND_NAMES, map(list, zip(*sends, strict=True)), strict=True))
+        count = len(sends)
+        values_of = dict(zip(SEND_NAMES, map(list, zip(*sends, strict=True)), strict=True))
     else:
-        names = sends.schema.names
-        count, found = (
-            sends.num_rows,
-            {name: sends.column(name).to_pylist() for name in _CONTENT if name in names},
-        )
-    found["properties"] = [without_context(text) for text in found.get("properties", ())]
-    columns = [found.get(name) for name in _CONTENT]
+        count, names = sends.num_rows, sends.schema.names
+        values_of = {name: sends.column(name).to_pylist() for name in _CONTENT if name in names}
+    values_of["properties"] = [without_context(text) for text in values_of.get("properties", ())]
+    columns = [values_of.get(name) for name in _CONTENT]
+    # A column of nulls counts as a missing column.
     columns = [
         column if column and any(value is not None for value in column) else None for column in columns
     ]
     return KeyUse(
-        _hash([caller, key]),
-        _hash(columns),
-        count,
-        _hash([caller, key, attempt]) if attempt else "",
-        anew,
-        _largest(found.get("due_ms")),
-        _largest(found.get("delay_ms")),
+        name=_hash([caller, key]),
+        content=_hash(columns),
+        rows=count,
+        attempt=_hash([caller, key, attempt]) if attempt else "",
+        is_anew=anew,
+        due_ms=_largest(values_of.get("due_ms")),
+        delay_ms=_largest(values_of.get("delay_ms")),
     )
 
 
 def _largest(values: Sequence[int | None] | None) -> int:
+    """Find the largest value. 0 if there is none."""
     return max((value for value in values or () if value is not None), default=0)
 
 
@@ -212,7 +213,10 @@ class IdempotencyKeys:
         return len(self._table.values)
 
     def get(self, name: str, after_ms: int, last_due_ms: LastDue) -> KeyedSend | None:
-        """Find the send that used a key. None if the send and the due times of its messages are before `after_ms`."""
+        """Find the send that used a key. None if it and all due times of its messages are at or before `after_ms`.
+
+        `last_due_ms` finds the latest due time to which one of these messages was rescheduled.
+        """
         send = self._table.values.get(name)
         # The key's row does not contain due times of reschedules, so they are looked up, but only if it would expire.
         if send is None or send.last_ms > after_ms:
@@ -220,7 +224,7 @@ class IdempotencyKeys:
         return send if last_due_ms(send.first_seq, send.rows) > after_ms else None
 
     def changed(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
-        """Build the rows of keys that are used now, and delete the oldest keys beyond the limit."""
+        """Build the rows of keys that are used now, and those that delete the oldest keys beyond the limit."""
         added: dict[str, KeyedSend | None] = dict(sends)
         values = self._table.values
         # A key that is used again is deleted first, so that it moves to the end, after older keys.
@@ -238,9 +242,9 @@ class IdempotencyKeys:
         return changed._replace(keep=keep_with_heap)
 
     def drop(self, before_ms: int, last_due_ms: LastDue) -> int:
-        """Delete keys whose sends and due times are before `before_ms`. Returns the number of deleted keys.
+        """Delete keys whose sends and due times are not after `before_ms`. Returns the number of deleted keys.
 
-        One call deletes at most DROPPED_AT_ONCE_MAX keys.
+        `last_due_ms`: as for `get`. One call deletes at most DROPPED_AT_ONCE_MAX keys.
         """
         values, expiry_heap = self._table.values, self._expiry_heap
         # After a flood of keys, most entries of the heap are of deleted keys.
@@ -251,13 +255,13 @@ class IdempotencyKeys:
         while expiry_heap and expiry_heap[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
             end_ms, name = heappop(expiry_heap)
             send = values.get(name)
-            # The key was deleted, or has been used by a newer send with another entry.
+            # A stale entry: the key was deleted, or a newer send has used it, which has another entry.
             if send is None or send.last_ms > end_ms:
                 continue
-            moved_to_ms = last_due_ms(send.first_seq, send.rows)
-            # Its message was rescheduled, so the key is checked again after the new due time.
-            if moved_to_ms > before_ms:
-                heappush(expiry_heap, (moved_to_ms, name))
+            rescheduled_ms = last_due_ms(send.first_seq, send.rows)
+            # A message was rescheduled, so the key is checked again after its new due time.
+            if rescheduled_ms > before_ms:
+                heappush(expiry_heap, (rescheduled_ms, name))
             else:
                 expired.append(name)
         self._table.put((name, None) for name in dict.fromkeys(expired))

@@ -44,15 +44,15 @@ from timeball.model.message import SNAPSHOT_KEY, LogRow, meta_row, meta_rows
 
 T = TypeVar("T")
 
-# Rows of former versions, which are ignored: leases that the last orderly stop saved.
-FORMER_PREFIXES = {"in_flight"}
+# Rows of earlier versions, which are ignored: leases that the last orderly stop saved.
+IGNORED_PREFIXES = {"in_flight"}
 
 
 class Change(NamedTuple):
     """Changed values, encoded, for a frame that may also contain other rows."""
 
-    pairs: list[tuple[str, bytes]]
-    now_ms: int
+    pairs: list[tuple[str, bytes]]  # key and value of each row. An empty value deletes the key
+    now_ms: int  # the store time of the rows
     # Applies the change in memory. Called after the append, because a refused append must not change anything.
     keep: Callable[[], None]
 
@@ -114,7 +114,7 @@ class MetaLog:
     def register(self, prefix: str, table: Restorable, holds: Holder | None = None) -> None:
         """Register the table for the values of a prefix. Every table is registered before recovery begins.
 
-        `holds` is given if the values are kept there instead of in `values`.
+        `holds`: the object that stores the values instead of `values`. None for most tables.
         """
         self._tables[prefix] = table
         if holds is not None:
@@ -149,12 +149,15 @@ class MetaLog:
         return Change(pairs, self.now_ms(), keep)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
-        """Apply values from the log, in its order. Raise SetupError for unknown state, Corrupt for a damaged value."""
+        """Recovery: apply values from the log, in its order.
+
+        Raises SetupError for an unknown prefix, Corrupt for a damaged value.
+        """
         for key, value in pairs:
             if key == SNAPSHOT_KEY:
                 continue  # its values are also in earlier rows, which have been applied
             prefix, _, name = key.rpartition("/")  # names contain no slash
-            if prefix in FORMER_PREFIXES:
+            if prefix in IGNORED_PREFIXES:
                 continue
             table = self._tables.get(prefix)
             # Unknown values must not be skipped: the next snapshot would lack them, and they would be lost.
@@ -170,8 +173,9 @@ class MetaLog:
     def copied(self) -> Callable[[], dict[str, msgspec.Raw]]:
         """Copy all values. Another thread may call the result, which encodes them in the form of a snapshot."""
         values = dict(self.values)
-        held = [holder.copied() for holder in dict.fromkeys(self._holders.values())]
-        return lambda: values | {key: msgspec.Raw(value) for copy in held for key, value in copy()}
+        # A holder may be registered for several prefixes. `fromkeys` removes duplicates.
+        encoders = [holder.copied() for holder in dict.fromkeys(self._holders.values())]
+        return lambda: values | {key: msgspec.Raw(value) for encode in encoders for key, value in encode()}
 
     def _remember(self, key: str, value: bytes) -> None:
         if value:
@@ -181,7 +185,8 @@ class MetaLog:
 
 
 def _encode_values(changes: Iterable[tuple[str, object]]) -> list[tuple[str, bytes]]:
-    # Encoded before the append, so that an invalid value changes nothing.
+    """Encode values as JSON. None becomes an empty value, which deletes the key."""
+    # Called before the append, so that an invalid value changes nothing.
     return [(key, b"" if value is None else msgspec.json.encode(value)) for key, value in changes]
 
 

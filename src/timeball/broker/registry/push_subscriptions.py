@@ -86,7 +86,7 @@ class PushSubscriptions:
         return dict(sorted(self._table.values.items()))
 
     def get(self, name: str) -> PushSubscription:
-        """Find a subscription. Raise NotFound."""
+        """Find a subscription. Raises NotFound."""
         subscription = self._table.values.get(name)
         if subscription is None:
             raise NotFound(f"no subscription {name[: limits.GROUP_BYTES_MAX]!r}")
@@ -103,34 +103,30 @@ class PushSubscriptions:
     def put(
         self, name: str, subscription: PushSubscription, now_ms: int, *, rotates: bool = False
     ) -> bytes | None:
-        """Append a subscription. The result is its new secret, or None if it keeps its secret.
+        """Append a new or changed subscription. Returns its new secret, or None if it keeps its secret.
 
-        Raise InvalidName, OutOfRange, OverLimit.
+        `rotates`: replace the secret. Raises InvalidName, OutOfRange, OverLimit.
         """
         check_name(name, limits.GROUP_BYTES_MAX, "subscription")
         subscription.check()
-        known = self._table.values.get(name)
-        if known is None and len(self._table.values) >= limits.PUSH_SUBSCRIPTIONS_MAX:
+        current = self._table.values.get(name)
+        if current is None and len(self._table.values) >= limits.PUSH_SUBSCRIPTIONS_MAX:
             raise OverLimit(f"{limits.PUSH_SUBSCRIPTIONS_MAX} subscriptions exist; delete some first")
         new_secret = None
-        if known is None or rotates:
+        if current is None or rotates:
             new_secret = secrets.token_bytes(SECRET_BYTES)
-            previous_secret = None if known is None else self._secrets.values[name].current
-            until_ms = now_ms + OVERLAP_MS
+            new_secrets = PushSecrets(new_secret)
+            if current is not None:
+                new_secrets = PushSecrets(new_secret, self._secrets.values[name].current, now_ms + OVERLAP_MS)
             # Before the subscription, so that a crash between the two leaves no subscription that cannot sign.
-            row = (
-                PushSecrets(new_secret)
-                if previous_secret is None
-                else PushSecrets(new_secret, previous_secret, until_ms)
-            )
-            self._secrets.put([(name, row)])
+            self._secrets.put([(name, new_secrets)])
         # An unchanged subscription must not add a row to the log.
-        if subscription != known:
+        if subscription != current:
             self._table.put([(name, subscription)])
         return new_secret
 
     def remove(self, name: str) -> None:
-        """Delete a subscription and its secrets. Raise NotFound."""
+        """Delete a subscription and its secrets. Raises NotFound."""
         self.get(name)
         self._table.put([(name, None)])
         self._secrets.put([(name, None)])

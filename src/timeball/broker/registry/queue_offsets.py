@@ -1,4 +1,4 @@
-"""Choose queues and offsets for a few rows, row by row and without numpy. Or take over those that a codec has chosen.
+"""Choose queues and offsets for a few rows, row by row and without numpy, or accept those that a codec has chosen.
 
 `Topics.place` chooses the same queues and offsets, but it works on columns: it calls numpy fifty times, and each call
 takes some microseconds even for one row.
@@ -18,11 +18,12 @@ from timeball.broker.registry.topics import Queue, Topic
 from timeball.log.format import ENTRY
 from timeball.model.message import DLQ_PREFIX
 
-_ENTRY = struct.Struct(">qiq")  # same layout as ENTRY: row, size, tag
+_ENTRY = struct.Struct(">qiq")  # same layout as ENTRY: sequence number, size, tag
 _SEQ = struct.Struct(">q")
 assert _ENTRY.size == ENTRY.itemsize
 
-# Topic, queue id, packed index entries (rows counted from 0), and the size of the messages in bytes.
+# Topic, queue id, packed index entries (with row numbers from 0 in place of sequence numbers), and the size of the
+# messages in bytes.
 QueueRows = tuple[Topic, int, bytearray, int]
 
 
@@ -47,7 +48,10 @@ class QueueOffsets:
 
     @classmethod
     def chosen(cls, queues: Iterable[QueueRows], turns: Mapping[Topic, int]) -> Self:
-        """Take over queues and offsets that a codec has chosen in the same way (SendRuns of admission.py)."""
+        """Accept queues and offsets that a codec has chosen in the same way (SendRuns of admission.py).
+
+        `turns`: the next queue (round robin) of each topic.
+        """
         offsets = cls()
         for topic, queue_id, entries, size_bytes in queues:
             offsets._chosen[topic, queue_id] = _QueueBatch(topic.queues[queue_id], entries, size_bytes)
@@ -57,7 +61,10 @@ class QueueOffsets:
     def choose(
         self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None, properties: str | None
     ) -> tuple[int, int]:
-        """Choose the queue and offset of a row, which become final with `reserve_offsets`. `queue_id` -1: any queue."""
+        """Choose the queue and offset of a row, which become final with `reserve_offsets`. Returns (queue id, offset).
+
+        `row`: the index of the row in the batch. `queue_id` -1: any queue. `size_bytes`: of the message.
+        """
         queues = topic.queues
         if topic.name.startswith(DLQ_PREFIX):
             self._dead_letter_keys.append(of_dead_letter(topic.name, properties))

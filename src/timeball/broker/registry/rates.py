@@ -28,10 +28,8 @@ from timeball.model import limits
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC, Int64Array, decode_properties
 
 COUNTERS_MAX = 20_000  # about 900 bytes each
-TIMER_TOPIC = (
-    # RocketMQ's topic for its pending timers: messages with a due time are counted here
-    "rmq_sys_wheel_timer"
-)
+# RocketMQ's topic for its pending timers. Messages with a due time are counted here.
+TIMER_TOPIC = "rmq_sys_wheel_timer"
 
 
 class Stat:
@@ -71,15 +69,14 @@ class Rates:
     """All counters. Belongs to the event loop. The caller passes times, in monotonic milliseconds."""
 
     def __init__(self) -> None:
-        # Maps (stat, key) to a position in `_sums` and `_times`. These are lists, so that a window copies them as one
-        # array.
+        # Maps (stat, key) to a position in `_sums` and `_additions`. These are lists, so that a window copies each of
+        # them as one array.
         self._positions: dict[tuple[str, str], int] = {}
         self._sums: list[int] = []
-        self._times: list[int] = []
+        self._additions: list[int] = []
         self._free: list[int] = []  # positions of removed counters, which are reused first
-        self._got_counters: dict[
-            tuple[str, str], tuple[int, int, int]
-        ] = {}  # (topic, group) -> the positions of the three counters of `got`
+        # (topic, group) -> the positions of the three counters of `got`
+        self._got_counters: dict[tuple[str, str], tuple[int, int, int]] = {}
         # All counters are in use. No counter can become idle before `hour` saves its next state.
         self._is_full = False
         self.minute = Window(10 * limits.SECOND_MS, 6)
@@ -95,7 +92,7 @@ class Rates:
         self.add(Stat.BROKER_PUT_NUMS, "", rows)
 
     def got(self, topic: str, group: str, rows: int, size_bytes: int) -> None:
-        """Count messages that were delivered to a group."""
+        """Count messages that were delivered to a group, with their size in bytes."""
         if not rows:
             return
         counters = self._got_counters.get((topic, group))
@@ -109,15 +106,15 @@ class Rates:
                 nums, sizes, broker_nums = (self._positions[name] for name in names)
                 self._got_counters[topic, group] = nums, sizes, broker_nums
             return
-        # Unrolled: a loop over the three counters takes as long as the rest of this function.
+        # Unrolled: a loop over the three counters takes as long as all other lines of this function.
         nums, sizes, broker_nums = counters
-        sums, times = self._sums, self._times
+        sums, additions = self._sums, self._additions
         sums[nums] += rows
         sums[sizes] += size_bytes
         sums[broker_nums] += rows
-        times[nums] += 1
-        times[sizes] += 1
-        times[broker_nums] += 1
+        additions[nums] += 1
+        additions[sizes] += 1
+        additions[broker_nums] += 1
 
     def add_each(self, stat: str, keys: Iterable[str]) -> None:
         """Count each key once per occurrence."""
@@ -130,19 +127,19 @@ class Rates:
 
     def add(self, stat: str, key: str, count: int) -> None:
         """Add `count` to a counter."""
-        row = self._positions.get((stat, key))
-        if row is None:
-            row = self._create_counter(stat, key)
-        if row >= 0:  # otherwise there are too many counters, and nothing is counted
-            self._sums[row] += count
+        position = self._positions.get((stat, key))
+        if position is None:
+            position = self._create_counter(stat, key)
+        if position >= 0:  # otherwise there are too many counters, and nothing is counted
+            self._sums[position] += count
             # The number of additions, for the average per call.
-            self._times[row] += 1
+            self._additions[position] += 1
 
     def sample(self, now_ms: int) -> None:
         """Save the state in each window whose interval has passed. Called about once a second."""
         for window in (self.minute, self.hour, self.day):
             if window.is_due(now_ms):
-                window.keep(now_ms, self._sums, self._times)
+                window.keep(now_ms, self._sums, self._additions)
                 # The hour's states determine which counters are idle, so space may have become free.
                 if window is self.hour:
                     self._is_full = False
@@ -151,17 +148,21 @@ class Rates:
 
     def total(self, stat: str, key: str = "") -> int:
         """Read the total of a counter since the start. 0 for a missing counter."""
-        row = self._positions.get((stat, key))
-        return 0 if row is None else self._sums[row]
+        position = self._positions.get((stat, key))
+        return 0 if position is None else self._sums[position]
 
     def totals(self, stat: str) -> dict[str, int]:
         """Read the totals of one kind of counter since the start, by key."""
-        return {key: self._sums[row] for (name, key), row in self._positions.items() if name == stat}
+        return {
+            key: self._sums[position] for (name, key), position in self._positions.items() if name == stat
+        }
 
     def rate(self, stat: str, key: str, window: Window, now_ms: int) -> Rate | None:
         """Compute the rate of a counter over one of the windows. None for a missing counter."""
-        row = self._positions.get((stat, key))
-        return None if row is None else window.rate(row, self._sums[row], self._times[row], now_ms)
+        position = self._positions.get((stat, key))
+        if position is None:
+            return None
+        return window.rate(position, self._sums[position], self._additions[position], now_ms)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -177,24 +178,25 @@ class Rates:
                 self._is_full = True
                 return -1
         if self._free:
-            row = self._free.pop()
+            position = self._free.pop()
         else:
-            row = len(self._sums)
+            position = len(self._sums)
             self._sums.append(0)
-            self._times.append(0)
-        self._positions[stat, key] = row
-        return row
+            self._additions.append(0)
+        self._positions[stat, key] = position
+        return position
 
     def _drop_idle(self) -> None:
+        """Remove the counters that were idle during the window `hour`."""
         # The cache may contain counters that are removed below.
         self._got_counters.clear()
-        idle = self.hour.idle(self._times)
-        for name, row in list(self._positions.items()):
-            if idle[row]:
+        idle = self.hour.idle(self._additions)
+        for name, position in list(self._positions.items()):
+            if idle[position]:
                 del self._positions[name]
                 # The position will be reused, so the windows must forget the old counter.
-                self._sums[row] = self._times[row] = 0
-                self._free.append(row)
+                self._sums[position] = self._additions[position] = 0
+                self._free.append(position)
         for window in (self.minute, self.hour, self.day):
             window.clear(np.array(self._free, dtype=np.int64))
 
@@ -204,7 +206,7 @@ class _State(NamedTuple):
 
     at_ms: int
     sums: Int64Array
-    times: Int64Array
+    additions: Int64Array
 
 
 class Window:
@@ -218,39 +220,41 @@ class Window:
         """Check whether an interval has passed since the last state."""
         return not self._states or now_ms - self._states[-1].at_ms >= self._interval_ms
 
-    def keep(self, now_ms: int, sums: list[int], times: list[int]) -> None:
+    def keep(self, now_ms: int, sums: list[int], additions: list[int]) -> None:
         """Save the current counters as a state. The oldest state is dropped if the window is full."""
-        self._states.append(_State(now_ms, np.array(sums, dtype=np.int64), np.array(times, dtype=np.int64)))
+        self._states.append(
+            _State(now_ms, np.array(sums, dtype=np.int64), np.array(additions, dtype=np.int64))
+        )
 
-    def rate(self, row: int, total: int, times: int, now_ms: int) -> Rate:
+    def rate(self, position: int, total: int, additions: int, now_ms: int) -> Rate:
         """Compute the additions to a counter since the oldest state."""
         if not self._states:
             return Rate()
-        at_ms, sums_before, times_before = self._states[0]
+        at_ms, sums_before, additions_before = self._states[0]
         # Otherwise the counter is newer than the state, and its whole count is new.
-        if row < len(sums_before):
-            total, times = total - int(sums_before[row]), times - int(times_before[row])
+        if position < len(sums_before):
+            total, additions = total - int(sums_before[position]), additions - int(additions_before[position])
         passed_ms = now_ms - at_ms
         per_second = total * limits.SECOND_MS / passed_ms if passed_ms > 0 else 0.0
-        return Rate(total, per_second, total / times if times else 0.0)
+        return Rate(total, per_second, total / additions if additions else 0.0)
 
-    def idle(self, times: list[int]) -> list[bool]:
-        """Find the positions to which nothing was added since the oldest state.
+    def idle(self, additions: list[int]) -> list[bool]:
+        """Tell for each position whether nothing was added to it since the oldest state.
 
-        None is idle while the window is not full.
+        While the window is not full, no position is idle.
         """
-        # In the first hour no counter is idle, because it may have been busy before the oldest state.
+        # The oldest state of a window that is not full is younger than the window.
         if len(self._states) < (self._states.maxlen or 0):
-            return [False] * len(times)
-        oldest_counts = self._states[0].times
-        is_unchanged = np.array(times[: len(oldest_counts)], dtype=np.int64) == oldest_counts
-        return [*is_unchanged.tolist(), *[False] * (len(times) - len(oldest_counts))]
+            return [False] * len(additions)
+        oldest_additions = self._states[0].additions
+        is_unchanged = np.array(additions[: len(oldest_additions)], dtype=np.int64) == oldest_additions
+        return [*is_unchanged.tolist(), *[False] * (len(additions) - len(oldest_additions))]
 
     def clear(self, rows: Int64Array) -> None:
         """Set the saved counts of these positions to 0, because other counters will use them."""
-        for _, sums, times in self._states:
+        for _, sums, additions in self._states:
             saved_rows = rows[rows < len(sums)]
-            sums[saved_rows] = times[saved_rows] = 0
+            sums[saved_rows] = additions[saved_rows] = 0
 
 
 def of_group(topic: str, group: str) -> str:
@@ -259,9 +263,9 @@ def of_group(topic: str, group: str) -> str:
 
 
 def of_dead_letter(topic: str, properties: str | None) -> str:
-    """Build the key of the counter for a row of `%DLQ%<group>`: the group and the original topic of the message.
+    """Build the key of the counter for a row of `%DLQ%<group>`: the original topic of the message, and the group.
 
-    >>> of_dead_letter("%DLQ%g", None)  # without a word of its origin, as a client may send one
+    >>> of_dead_letter("%DLQ%g", None)  # a client has sent it to this topic, without properties
     '%DLQ%g@g'
     """
     group = topic.removeprefix(DLQ_PREFIX)

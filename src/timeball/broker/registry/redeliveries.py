@@ -38,7 +38,7 @@ Counts = dict[GroupTopic, int]
 SWEEP_ROWS_MIN = 1_024
 
 _NONE = np.empty(0, np.int64)
-_ENDED = -1  # as a key: released or cancelled, and kept until the next sweep
+_ENDED = -1  # the key of a message that was released or cancelled. Its entry stays until the next sweep
 
 
 class Redeliveries:
@@ -47,7 +47,7 @@ class Redeliveries:
     def __init__(self) -> None:
         self._keys: list[GroupTopic] = []
         self._index: dict[GroupTopic, int] = {}
-        # Columns with `_rows` entries in use. Numbers ascend, in the order of the log.
+        # Two columns with `_rows` entries in use: numbers, ascending, and indexes of `_keys` (or _ENDED).
         self._number, self._key = _NONE, np.empty(0, np.int32)
         self._rows = 0
         self._counts = np.zeros(0, np.int64)  # by key
@@ -73,13 +73,13 @@ class Redeliveries:
     # -- changes -------------------------------------------------------------------------------------------------
 
     def add(self, keys: Sequence[GroupTopic | None], numbers: Int64Array) -> None:
-        """Add the scheduled messages of these numbers, which ascend and are larger than all known numbers.
+        """Add the scheduled messages of these numbers, which ascend and are larger than all numbers so far.
 
-        A message without a key is not counted.
+        `keys` are parallel. A message without a key is not counted.
         """
         indexes = np.array([_ENDED if key is None else self._key_index(key) for key in keys], np.int32)
-        known = indexes != _ENDED
-        numbers, indexes = numbers[known], indexes[known]
+        has_key = indexes != _ENDED
+        numbers, indexes = numbers[has_key], indexes[has_key]
         if self._rows + len(numbers) > len(self._number):
             self._sweep_and_grow(len(numbers))
         begin, end = self._rows, self._rows + len(numbers)
@@ -89,21 +89,22 @@ class Redeliveries:
         self.waiting_rows += len(numbers)
 
     def end(self, numbers: Int64Array) -> None:
-        """Count these messages no more: they were released or cancelled."""
+        """Subtract these messages from the counts, because they were released or cancelled."""
         if not self._rows or not len(numbers):
             return
-        known_numbers = self._number[: self._rows]
+        waiting_numbers = self._number[: self._rows]
         # A number that occurs twice must be counted once.
         numbers = np.unique(numbers)
         # `searchsorted` returns `_rows` for numbers after the last one, which is no valid index.
-        indexes = np.minimum(np.searchsorted(known_numbers, numbers), self._rows - 1)
-        indexes = indexes[(known_numbers[indexes] == numbers) & (self._key[indexes] != _ENDED)]
+        indexes = np.minimum(np.searchsorted(waiting_numbers, numbers), self._rows - 1)
+        indexes = indexes[(waiting_numbers[indexes] == numbers) & (self._key[indexes] != _ENDED)]
         # `subtract.at` counts repeated keys, which `-=` would count once.
         np.subtract.at(self._counts, self._key[indexes], 1)
         self._key[indexes] = _ENDED
         self.waiting_rows -= len(indexes)
 
     def _key_index(self, key: GroupTopic) -> int:
+        """Find the index of a key, or add the key."""
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self._keys)
@@ -159,13 +160,13 @@ class Redeliveries:
         if is_redelivery.any():
             scheduled_rows = rows.filter(pa.array(is_redelivery))
             self.add(keys_of(scheduled_rows), int64(scheduled_rows.column("seq")))
-        # After all additions: the row that ends a wait stands after its scheduled message.
+        # After all additions: the row that ends a wait comes after its scheduled message.
         ends = rows.filter(pa.array(has_source & np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
         self.end(int64(ends.column("source_seq")))
 
 
 def spans(numbers: Int64Array, keys: npt.NDArray[np.integer[Any]]) -> dict[int, list[tuple[int, int]]]:
-    """Compress the ascending numbers of each key to ranges (first, count)."""
+    """Compress the ascending numbers of each key to ranges (first, count). `keys` are parallel to `numbers`."""
     # Sorted once: on the event loop, one search for each of thousands of groups would take tenths of a second.
     order = np.argsort(keys, kind="stable")
     numbers, keys = numbers[order], keys[order]
@@ -181,14 +182,15 @@ def spans(numbers: Int64Array, keys: npt.NDArray[np.integer[Any]]) -> dict[int, 
 def keys_of(scheduled_rows: pa.RecordBatch) -> list[GroupTopic | None]:
     """Find the group and topic of each of these messages. None where the properties do not name the group."""
     texts = scheduled_rows.column("properties")
-    groups, firsts = (_property(texts, name).to_pylist() for name in (ORIGIN_GROUP, RETRY_TOPIC))
-    # The retry topic contains the topic. All topics share one dead-letter topic, so there the properties contain it.
+    groups, origins = (_property(texts, name).to_pylist() for name in (ORIGIN_GROUP, RETRY_TOPIC))
+    # The name of a retry topic contains the topic. A group has one dead-letter topic for all topics, so there the
+    # properties contain the topic.
     return [
         None
         if group is None
-        else (group, topic_of(group, first or topic if topic.startswith(DLQ_PREFIX) else topic))
-        for group, first, topic in zip(
-            groups, firsts, scheduled_rows.column("topic").to_pylist(), strict=True
+        else (group, topic_of(group, origin or topic if topic.startswith(DLQ_PREFIX) else topic))
+        for group, origin, topic in zip(
+            groups, origins, scheduled_rows.column("topic").to_pylist(), strict=True
         )
     ]
 

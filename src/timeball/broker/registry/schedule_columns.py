@@ -33,9 +33,9 @@ FREE = -1  # the state of a slot that is not in use
 
 UintArray = npt.NDArray[np.uint32]
 
-_FEW = 16  # numbers, up to which a search each takes less time than one for all
+_FEW = 16  # up to this many numbers, single searches take less time than one numpy search for all
 _SPARE_MIN = 4_096  # unused entries that are kept before their memory is freed
-_SPARE_BYTES = 4 * 1024 * 1024  # and their bytes
+_SPARE_BYTES = 4 * 1024 * 1024  # bytes of unused texts that are kept before their memory is freed
 _PART_SCHEMA = pa.schema(
     [
         ("text", pa.binary()),
@@ -66,8 +66,8 @@ class Texts:
         """The bytes of all texts."""
         return len(self._bytes)
 
-    def until(self, index: int, separator: bytes) -> bytes:
-        """Return the part of a text before the first separator, which the text contains."""
+    def read_until(self, index: int, separator: bytes) -> bytes:
+        """Read the part of a text before the first separator. The text must contain one."""
         begin = self._ends[index]
         return bytes(self._bytes[begin : self._bytes.index(separator, begin)])
 
@@ -90,27 +90,27 @@ class Texts:
             self._ends.frombytes((ends[1:] - ends[0] + base).astype(np.uint32).tobytes())
         return first
 
-    def taken(self, indexes: UintArray) -> pa.BinaryArray:
+    def take(self, indexes: UintArray) -> pa.BinaryArray:
         """Build an array of the texts with these indexes."""
         # No copy of all texts: the buffers are those of this object, and the result has its own.
         buffers = [None, pa.py_buffer(self._ends), pa.py_buffer(self._bytes)]
         return pa.Array.from_buffers(pa.binary(), len(self), buffers).take(pa.array(indexes))
 
-    def copied(self) -> Texts:
+    def copy(self) -> Texts:
         """Build a copy that another thread may read."""
-        copy = Texts()
-        copy._bytes, copy._ends = self._bytes[:], self._ends[:]
-        return copy
+        texts = Texts()
+        texts._bytes, texts._ends = self._bytes[:], self._ends[:]
+        return texts
 
 
 class Numbers:
-    """The slots of pending occurrences, by the numbers of their messages. Numbers grow from one occurrence to the next.
+    """The slots of pending occurrences, by the numbers of their messages. A later occurrence has a larger number.
 
-    An entry whose occurrence has ended stays until a quarter of the entries are such. `column` has the current number
-    of each slot.
+    An entry whose occurrence has ended stays until there are a quarter more entries than pending occurrences.
     """
 
     def __init__(self, column: array[int]) -> None:
+        """`column`: the number of the pending occurrence of each slot, 0 for none. The caller changes it."""
         self._column = column
         # Sorted once, at the end of a recovery. From then on each new number is the largest.
         numbers = np.array(column, np.int64)
@@ -133,11 +133,11 @@ class Numbers:
         return numbers[self._are_current(numbers, np.array(self._slots, np.uint32))]
 
     def slot(self, number: int) -> int | None:
-        """Find the slot of the schedule whose pending occurrence has this number."""
-        at = bisect_left(self._numbers, number)
-        if at == len(self._numbers) or self._numbers[at] != number:
+        """Find the slot of the schedule whose pending occurrence has this number. None if there is none."""
+        index = bisect_left(self._numbers, number)
+        if index == len(self._numbers) or self._numbers[index] != number:
             return None
-        slot = self._slots[at]
+        slot = self._slots[index]
         return slot if self._column[slot] == number else None
 
     def slots(self, numbers: Int64Array) -> Int64Array:
@@ -145,10 +145,10 @@ class Numbers:
         if not self._numbers:
             return np.full(len(numbers), -1)
         # No copy. An array cannot grow while numpy has a view of it, so no view outlives this call.
-        known = np.frombuffer(self._numbers, np.int64)
-        at = np.minimum(known.searchsorted(numbers), len(known) - 1)
-        slots = np.frombuffer(self._slots, np.uint32)[at]
-        is_current = (known[at] == numbers) & self._are_current(numbers, slots)
+        all_numbers = np.frombuffer(self._numbers, np.int64)
+        indexes = np.minimum(all_numbers.searchsorted(numbers), len(all_numbers) - 1)
+        slots = np.frombuffer(self._slots, np.uint32)[indexes]
+        is_current = (all_numbers[indexes] == numbers) & self._are_current(numbers, slots)
         return np.where(is_current, slots.astype(np.int64), -1)
 
     def has_any(self, numbers: Int64Array | Sequence[int]) -> bool:
@@ -160,9 +160,9 @@ class Numbers:
         return bool((self.slots(np.asarray(numbers, np.int64)) >= 0).any())
 
     def change(self, numbers: Sequence[int], slots: Sequence[int], *, ended: int) -> None:
-        """Add pending occurrences, whose numbers ascend and are larger than all others.
+        """Add pending occurrences with their slots. The numbers ascend and are larger than all others.
 
-        `ended`: how many occurrences have ended. Their numbers have been removed from the column.
+        `ended`: how many occurrences have ended. The caller has replaced their numbers in the column.
         """
         self._numbers.extend(numbers)
         self._slots.extend(slots[: len(numbers)])
@@ -172,12 +172,14 @@ class Numbers:
             self._sweep()
 
     def _sweep(self) -> None:
+        """Remove the entries of ended occurrences."""
         numbers, slots = np.array(self._numbers, np.int64), np.array(self._slots, np.uint32)
         is_current = self._are_current(numbers, slots)
         self._numbers, self._slots = array("q", numbers[is_current].tobytes()), array("I")
         self._slots.frombytes(slots[is_current].tobytes())
 
     def _are_current(self, numbers: Int64Array, slots: UintArray) -> npt.NDArray[np.bool_]:
+        """Compute a mask of the entries whose occurrence is still the pending one of its slot."""
         if not len(slots):
             return np.empty(0, np.bool_)
         is_current: npt.NDArray[np.bool_] = np.frombuffer(self._column, np.int64)[slots] == numbers
@@ -197,19 +199,19 @@ class Names:
         return len(self._order) + len(self._unsorted)
 
     def find(self, name: str) -> int | None:
-        """Find the slot of a name."""
+        """Find the slot of a name. None if no schedule has it."""
         slot = self._unsorted.get(name)
         if slot is None:
-            at = bisect_left(self._order, name, key=self._name_of)
-            if at < len(self._order) and self._name_of(self._order[at]) == name:
-                slot = self._order[at]
+            index = bisect_left(self._order, name, key=self._name_of)
+            if index < len(self._order) and self._name_of(self._order[index]) == name:
+                slot = self._order[index]
         return slot
 
     def after(self, name: str) -> Iterator[int]:
         """Yield the slots of the names after this one, in their order."""
         self.sort()
-        for at in range(bisect_right(self._order, name, key=self._name_of), len(self._order)):
-            yield self._order[at]
+        for index in range(bisect_right(self._order, name, key=self._name_of), len(self._order)):
+            yield self._order[index]
 
     def all(self) -> array[int]:
         """Copy all slots, in the order of the names."""
@@ -217,23 +219,23 @@ class Names:
         return self._order[:]
 
     def add(self, name: str, slot: int, *, is_recovery: bool) -> None:
-        """Add a name that is not known."""
+        """Add a new name."""
         if is_recovery:
             self._unsorted[name] = slot
         else:
             self.sort()
-            # A few kilobytes are moved for each thousand of names, which is less than the search takes.
+            # The insertion moves 4 bytes for each later name, which takes less time than the search.
             self._order.insert(bisect_left(self._order, name, key=self._name_of), slot)
 
     def extend(self, slots: range) -> None:
-        """Add unknown names of a recovery, in their order."""
+        """Recovery: add the new names of these slots, which are in the order of the names."""
         if self._order and self._name_of(self._order[-1]) > self._name_of(slots[0]):
             self._unsorted |= {self._name_of(slot): slot for slot in slots}
         else:
             self._order.extend(slots)
 
     def remove(self, name: str) -> None:
-        """Remove a name that is known. Call it before the text of its slot changes."""
+        """Remove an existing name. Call it before the text of its slot changes, because the search reads the text."""
         if self._unsorted.pop(name, None) is None:
             del self._order[bisect_left(self._order, name, key=self._name_of)]
 
@@ -246,9 +248,10 @@ class Names:
 
 
 class Planned(NamedTuple):
-    """Which texts and plans the slots had at one time, and when their pending occurrences are due.
+    """The texts and plans of all slots at one time, and the due times of their pending occurrences (0: none).
 
-    `texts` and `plans` may grow meanwhile, but known entries do not change.
+    `state`, `text`, `plan` and `due_ms` have one element for each slot. `text` and `plan` are indexes in `texts` and
+    `plans`, which may grow meanwhile, but their entries do not change.
     """
 
     texts: Texts
@@ -262,7 +265,7 @@ class Planned(NamedTuple):
 class ScheduleColumns:
     """The schedules of a broker. A schedule is found by its slot, which stays the same as long as it exists.
 
-    A text is a name, a zero byte and the template. `rest` are further values that few schedules have.
+    A text is a name, a zero byte and the template. `rest` contains, by slot, further values that few schedules have.
     """
 
     def __init__(self) -> None:
@@ -287,11 +290,11 @@ class ScheduleColumns:
         return self._numbers
 
     def name(self, slot: int) -> str:
-        """Return the name of a schedule."""
-        return self.texts.until(self.text[slot], b"\0").decode()
+        """Read the name of a schedule."""
+        return self.texts.read_until(self.text[slot], b"\0").decode()
 
     def record(self, slot: int) -> tuple[bytes, bytes]:
-        """Return the text and the plan of a schedule."""
+        """Read the text and the plan of a schedule."""
         return self.texts[self.text[slot]], self.plans[self.plan[slot]]
 
     def put(self, name: str, template: bytes, plan: bytes) -> int:
@@ -312,7 +315,7 @@ class ScheduleColumns:
         return slot
 
     def progress(self, slots: Int64Array) -> list[tuple[int, ...]]:
-        """Return state and the values of INT_COLUMNS of some schedules."""
+        """Read the progress of some schedules, a row for each: the state and the values of INT_COLUMNS."""
         columns = (np.frombuffer(column, np.int64)[slots].tolist() for column in self.ints.values())
         return list(zip(np.frombuffer(self.state, np.int8)[slots].tolist(), *columns, strict=True))
 
@@ -322,7 +325,10 @@ class ScheduleColumns:
         rows: Sequence[Sequence[int]] | Int64Array,
         rests: Sequence[bytes],
     ) -> None:
-        """Change the progress of some schedules. Rows as in `progress`. New numbers ascend. No `rests`: as before."""
+        """Set the progress of some schedules to these rows (as from `progress`). New numbers must ascend.
+
+        `rests`: the value of `rest` for each schedule, b"" for none. Empty: all stay as they are.
+        """
         # Releases change a thousand schedules at once, and a recovery one at a time.
         if len(slots) <= _FEW:
             for slot, row in zip(slots, rows, strict=True):
@@ -336,6 +342,7 @@ class ScheduleColumns:
                 self.rest.pop(slot, None)
 
     def _set_row(self, slot: int, row: Sequence[int]) -> None:
+        """Set the progress of one schedule to this row (as from `progress`)."""
         # Read the old number before the columns change: `_numbers.change` must know whether an entry has ended.
         before = self.ints["number"][slot]
         self.state[slot] = row[0]
@@ -346,6 +353,7 @@ class ScheduleColumns:
             self._numbers.change([number] if number else [], [slot], ended=before != 0)
 
     def _set_rows(self, slots: Int64Array, rows: Int64Array) -> None:
+        """Set the progress of many schedules, by whole columns."""
         before = np.frombuffer(self.ints["number"], np.int64)[slots]
         np.frombuffer(self.state, np.int8)[slots] = rows[:, 0]
         for index, column in enumerate(self.ints.values(), 1):
@@ -368,7 +376,7 @@ class ScheduleColumns:
             self._sweep()
 
     def planned(self) -> Planned:
-        """Copy the columns of rules and next occurrences. Another thread may read the result."""
+        """Copy the columns that `Planned` contains. Another thread may read the result."""
         # Copies, because an array cannot grow while numpy has a view of it. 17 bytes each, so it takes milliseconds
         # for a million.
         columns = (self.state, self.text, self.plan, self.ints["due_ms"])
@@ -378,37 +386,40 @@ class ScheduleColumns:
 
     def copied(self) -> Callable[[], Iterator[bytes]]:
         """Copy the schedules. Another thread may call the result, which yields the parts of a snapshot."""
-        # Copies, because the event loop changes the columns while the other thread encodes them. A million schedules
-        # have a hundred megabytes, which takes some tens of milliseconds.
-        texts, plans = self.texts.copied(), self.plans.copied()
+        # Copies, because the event loop changes the columns while the other thread encodes them. To copy the hundred
+        # megabytes of a million schedules takes some tens of milliseconds.
+        texts, plans = self.texts.copy(), self.plans.copy()
         slots = np.array(self.names.all(), np.uint32)
         state, text, plan = np.array(self.state), np.array(self.text), np.array(self.plan)
         ints, rest = [np.array(column) for column in self.ints.values()], dict(self.rest)
 
-        def part(chosen: UintArray) -> bytes:
-            # Equal rules are once in each part, also if most schedules share one.
-            used, indexes = np.unique(plan[chosen], return_inverse=True)
+        def encode_part(part_slots: UintArray) -> bytes:
+            """Encode the schedules in these slots as an Arrow stream."""
+            # A dictionary: each part contains a plan once, although many schedules share it.
+            used_plans, indexes = np.unique(plan[part_slots], return_inverse=True)
             columns = [
-                texts.taken(text[chosen]),
-                pa.DictionaryArray.from_arrays(pa.array(indexes.astype(np.int32)), plans.taken(used)),
-                pa.array(state[chosen]),
-                *(pa.array(column[chosen]) for column in ints),
-                pa.array([rest.get(slot) for slot in chosen.tolist()], pa.binary()),
+                texts.take(text[part_slots]),
+                pa.DictionaryArray.from_arrays(pa.array(indexes.astype(np.int32)), plans.take(used_plans)),
+                pa.array(state[part_slots]),
+                *(pa.array(column[part_slots]) for column in ints),
+                pa.array([rest.get(slot) for slot in part_slots.tolist()], pa.binary()),
             ]
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, _PART_SCHEMA, options=_COMPRESSED) as writer:
                 writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=_PART_SCHEMA))
             return bytes(sink.getvalue())
 
-        return lambda: (part(slots[begin : begin + PART_ROWS]) for begin in range(0, len(slots), PART_ROWS))
+        return lambda: (
+            encode_part(slots[begin : begin + PART_ROWS]) for begin in range(0, len(slots), PART_ROWS)
+        )
 
     def add_part(self, data: bytes) -> None:
-        """Add the schedules of a part, which are not known. Raises Arrow's errors for damaged bytes."""
+        """Recovery: add the schedules of a part, none of which exists yet. Raises Arrow's errors for damaged bytes."""
         [batch] = pa.ipc.open_stream(data).read_all().combine_chunks().to_batches()
         text, plan, state, *ints, rest = batch.columns
         # Whole columns at once: a million schedules, row by row, would take seconds of a start.
         slots = range(len(self.state), len(self.state) + batch.num_rows)
-        size_bytes = self.texts.size_bytes
+        texts_bytes_before = self.texts.size_bytes
         first_text = self.texts.extend(text)
         plans, indexes = self._add_plans(plan.dictionary), np.array(plan.indices)
         self.state.frombytes(np.array(state).tobytes())
@@ -421,16 +432,19 @@ class ScheduleColumns:
         }
         self.names.extend(slots)
         plan_sizes = np.asarray(pc.binary_length(plan.dictionary))
-        self.size_bytes += self.texts.size_bytes - size_bytes + int(plan_sizes[indexes].sum(dtype=np.int64))
+        self.size_bytes += self.texts.size_bytes - texts_bytes_before
+        self.size_bytes += int(plan_sizes[indexes].sum(dtype=np.int64))
         self.size_bytes += len(slots) * limits.SCHEDULE_PROGRESS_BYTES
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _size(self, slot: int) -> int:
+        """Compute the bytes of a schedule, as `size_bytes` counts them."""
         text, plan = self.record(slot)
         return len(text) + len(plan) + limits.SCHEDULE_PROGRESS_BYTES
 
     def _new_slot(self) -> int:
+        """Find an unused slot, or add one to all columns."""
         if self._free:
             return self._free.pop()
         for column in (*self.ints.values(), self.state, self.text, self.plan):
@@ -438,9 +452,10 @@ class ScheduleColumns:
         return len(self.state) - 1
 
     def _plan(self, plan: bytes) -> int:
+        """Find the index of a plan in `plans`, or add it. Returns the index."""
         index = self._plan_index.get(plan)
         if index is None:
-            # The index of plans is bounded: a plan that left it is stored again, which costs only memory.
+            # `_plan_index` is bounded. A plan that is no longer in it is stored again, which costs only memory.
             if len(self._plan_index) >= limits.RULES_KEPT:
                 self._plan_index.clear()
             index = self._plan_index[plan] = self.plans.append(plan)
@@ -449,25 +464,25 @@ class ScheduleColumns:
     def _add_plans(self, plans: pa.BinaryArray) -> UintArray:
         """Add the plans of a part. Returns their indexes."""
         if len(plans) > limits.RULES_KEPT // 2:
-            # Most rules are different, so a look-up of each would find few, and takes a second for a million.
+            # Most plans are different, so a look-up of each would find few, and takes a second for a million.
             first = self.plans.extend(plans)
             return np.arange(first, first + len(plans), dtype=np.uint32)
-        return np.array([self._plan(each) for each in plans.to_pylist()], np.uint32)
+        return np.array([self._plan(plan) for plan in plans.to_pylist()], np.uint32)
 
     def _sweep(self) -> None:
-        """Drop texts and plans that no schedule has any more, if they are about half of all, or of all bytes."""
+        """Remove texts and plans that no schedule has any more, if these are half of the entries or of the bytes."""
         count = max(len(self.texts), len(self.plans))
         size_bytes = max(self.texts.size_bytes, self.plans.size_bytes)
         if count <= 2 * len(self.names) + _SPARE_MIN and size_bytes <= 2 * self.size_bytes + _SPARE_BYTES:
             return
-        # Slots stay as they are, because `Numbers` and `Names` have them. Only texts and plans are numbered anew.
+        # Slots stay the same, because `Numbers` and `Names` contain them. Only texts and plans get new indexes.
         slots = np.flatnonzero(np.array(self.state) != FREE)
         text, plan = np.array(self.text), np.array(self.plan)
-        # Schedules share plans, so each that is in use is taken once.
+        # Schedules share plans, so each used plan is taken once.
         used_plans, indexes = np.unique(plan[slots], return_inverse=True)
         texts, plans = Texts(), Texts()
-        texts.extend(self.texts.taken(text[slots]))
-        plans.extend(self.plans.taken(used_plans))
+        texts.extend(self.texts.take(text[slots]))
+        plans.extend(self.plans.take(used_plans))
         text[slots], plan[slots] = np.arange(len(slots)), indexes
         self.texts, self.plans = texts, plans
         self.text, self.plan = array("I", text.tobytes()), array("I", plan.tobytes())

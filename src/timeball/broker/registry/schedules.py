@@ -183,6 +183,7 @@ def rule_of(plan: bytes) -> str:
 
 
 def _facts(plan_text: bytes, template: Template) -> ScheduleFacts:
+    """Build facts from a plan of the columns and a template."""
     plan = _decode_plan(plan_text)
     return ScheduleFacts(
         rule=msgspec.Raw(plan.rule), topic=template.topic, body=template.body, tag=template.tag,
@@ -199,9 +200,9 @@ def encode_progress(progress: Progress) -> bytes:
 
 
 class Entry(NamedTuple):
-    """A change of one schedule: its new progress, and its new facts, or None to keep them.
+    """A change of one schedule: its new progress, or None to delete it, and its new facts, or None to keep them.
 
-    Without `progress` the schedule is deleted. `slot`: where it is in memory, if that is known.
+    `slot`: its slot in the columns, or None if the caller does not know it.
     """
 
     name: str
@@ -211,12 +212,12 @@ class Entry(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A schedule. Those with the same `plan` have the same rule and policies."""
+    """A schedule. Schedules with the same `plan` have the same rule and policies."""
 
     name: str
     facts: ScheduleFacts
     progress: Progress
-    plan: int
+    plan: int  # index of its plan in the columns
 
 
 class Many(NamedTuple):
@@ -230,9 +231,10 @@ class Many(NamedTuple):
     runs: Int64Array
 
     def at(self, index: Int64Array) -> Many:
-        """Select those at some indexes."""
+        """Select the schedules at these indexes."""
+        indexes = index.tolist()
         names, plan, templates = (
-            [column[at] for at in index.tolist()] for column in (self.names, self.plan, self.templates)
+            [column[position] for position in indexes] for column in (self.names, self.plan, self.templates)
         )
         return Many(self.slots[index], names, plan, templates, self.due_ms[index], self.runs[index])
 
@@ -275,28 +277,31 @@ class Schedules:
         return found
 
     def planned(self) -> Planned:
-        """Copy what tells the later occurrences of all schedules (`topic_of`, `rule_of`). For another thread."""
+        """Copy the data from which the later occurrences of all schedules follow (`topic_of`, `rule_of`).
+
+        Another thread may read it.
+        """
         return self._columns.planned()
 
     def name_of(self, number: int) -> str:
-        """Return the name of the schedule whose pending occurrence has this number."""
+        """Find the name of the schedule whose pending occurrence has this number. There must be one."""
         slot = self.occurrences.slot(number)
         assert slot is not None, "a pending occurrence"
         return self._columns.name(slot)
 
     def at(self, slots: Int64Array) -> list[Stored]:
-        """Return the schedules in some slots."""
-        columns, found = self._columns, list[Stored]()
-        known: dict[tuple[int, bytes], ScheduleFacts] = {}  # schedules often differ only in their names
+        """Read the schedules in these slots."""
+        columns, schedules = self._columns, list[Stored]()
+        decoded: dict[tuple[int, bytes], ScheduleFacts] = {}  # schedules often differ only in their names
         for slot, row in zip(slots.tolist(), columns.progress(slots), strict=True):
             state, after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms = row
             text, plan = columns.texts[columns.text[slot]], columns.plan[slot]
             # A name contains no zero byte, but a template may.
             name, _, template = text.partition(b"\0")
             # The bytes are the key, because decoding them takes longer than a look-up.
-            facts = known.get((plan, template))
+            facts = decoded.get((plan, template))
             if facts is None:
-                facts = known[plan, template] = _facts(columns.plans[plan], _decode_template(template))
+                facts = decoded[plan, template] = _facts(columns.plans[plan], _decode_template(template))
             progress = Progress(_STATES[state], after_ms, number, due_ms, at_ms, runs, last_due_ms, last_ms)
             # Few schedules have these values, so they are no columns.
             if rest := columns.rest.get(slot):
@@ -304,27 +309,27 @@ class Schedules:
                 progress = msgspec.structs.replace(
                     progress, error=more.error, last_queue=more.last_queue, last_offset=more.last_offset
                 )
-            found.append(Stored(name.decode(), facts, progress, plan))
-        return found
+            schedules.append(Stored(name.decode(), facts, progress, plan))
+        return schedules
 
     def slots_by_zone(self) -> dict[str, Int64Array]:
-        """Return the slots of the schedules with a pending occurrence, by the zone of their rules."""
+        """Find the slots of the schedules with a pending occurrence, by the zone of their rules."""
         columns = self._columns
         slots = self.occurrences.slots(self.occurrences.all())
         plans, index_of = np.unique(np.array(columns.plan)[slots], return_inverse=True)
         zones = np.array([zone_of_rule(_decode_plan(columns.plans[plan]).rule) for plan in plans], object)
-        order = zones[index_of]
-        return {zone: slots[order == zone] for zone in set(zones.tolist())}
+        slot_zones = zones[index_of]
+        return {zone: slots[slot_zones == zone] for zone in set(zones.tolist())}
 
     def many_at(self, slots: Int64Array) -> Many:
-        """Return the schedules in some slots, as columns."""
-        columns, known = self._columns, dict[bytes, Template]()
+        """Read the schedules in these slots, as columns."""
+        columns, decoded = self._columns, dict[bytes, Template]()
         names, templates = list[str](), list[Template]()
-        for text in columns.texts.taken(np.frombuffer(columns.text, np.uint32)[slots]).to_pylist():
+        for text in columns.texts.take(np.frombuffer(columns.text, np.uint32)[slots]).to_pylist():
             name, _, encoded = text.partition(b"\0")
-            template = known.get(encoded)
+            template = decoded.get(encoded)
             if template is None:
-                template = known[encoded] = _decode_template(encoded)
+                template = decoded[encoded] = _decode_template(encoded)
             names.append(name.decode())
             templates.append(template)
         due_ms, runs = (np.frombuffer(columns.ints[name], np.int64)[slots] for name in ("due_ms", "runs"))
@@ -333,8 +338,7 @@ class Schedules:
 
     def facts_of(self, plan: int, template: Template) -> ScheduleFacts:
         """Build the facts of a schedule from its plan and its template."""
-        plan_text = self._columns.plans[plan]
-        return _facts(plan_text, template)
+        return _facts(self._columns.plans[plan], template)
 
     def has_rest(self, slots: Int64Array) -> Bools:
         """Compute a mask of the schedules with values that are no columns: an error, or a queue position."""
@@ -344,16 +348,17 @@ class Schedules:
     def released(
         self, many: Many, due_ms: Int64Array, first_seq: int, now_ms: int
     ) -> tuple[pa.RecordBatch, Callable[[], None]]:
-        """Build the rows for schedules whose pending occurrences are released, and the change in memory.
+        """Build the META rows (LOG_SCHEMA) for the release of the pending occurrences of these schedules.
 
-        The next ones, with the numbers from `first_seq` on, are due at `due_ms`. None of them has a rest (`has_rest`).
+        The next occurrences, with the numbers from `first_seq` on, are due at `due_ms`. No schedule has a rest
+        (`has_rest`). Also returns the function that changes the progress in memory, to be called after the append.
         """
         count = len(many.slots)
         after, number, due, runs = (
             pc.cast(pa.array(column), pa.string())
             for column in (many.due_ms, first_seq + np.arange(count), due_ms, many.runs + 1)
         )
-        # The JSON of `encode_progress`.
+        # The JSON that `encode_progress` would build, in whole columns.
         value = pc.binary_join_element_wise(
             "[0,", after, ",", number, ",", due, f",{now_ms},", runs, ",", after, f',{now_ms},""]', ""
         )
@@ -363,24 +368,30 @@ class Schedules:
         )  # fmt: skip
 
         def keep() -> None:
+            values: dict[str, Int64Array | int] = {
+                "after_ms": many.due_ms, "number": first_seq + np.arange(count), "due_ms": due_ms, "at_ms": now_ms,
+                "runs": many.runs + 1, "last_due_ms": many.due_ms, "last_ms": now_ms,
+            }  # fmt: skip
             progress = np.empty((count, 1 + len(INT_COLUMNS)), np.int64)
-            progress[:, 0], progress[:, 4], progress[:, 7] = State.ACTIVE, now_ms, now_ms
-            progress[:, 1] = progress[:, 6] = many.due_ms
-            progress[:, 2], progress[:, 3] = first_seq + np.arange(count), due_ms
-            progress[:, 5] = many.runs + 1
+            progress[:, 0] = State.ACTIVE
+            for index, name in enumerate(INT_COLUMNS, 1):
+                progress[:, index] = values[name]
             self._columns.set_progress(many.slots, progress, ())
 
         return rows, keep
 
     def names_after(self, name: str) -> Iterator[str]:
-        """Yield the names after this one, in order."""
+        """Yield the names of the schedules after this name, in order."""
         return map(self._columns.name, self._columns.names.after(name))
 
-    def check_new(self, name: str, facts: ScheduleFacts, known: ScheduleFacts | None) -> None:
-        """Raise InvalidName, InvalidMessage, OutOfRange or OverLimit unless the schedule may be put."""
+    def check_new(self, name: str, facts: ScheduleFacts, previous: ScheduleFacts | None) -> None:
+        """Raise InvalidName, InvalidMessage, InvalidDelay, OutOfRange or OverLimit unless the schedule may be put.
+
+        `previous`: the facts that it replaces, None for a new schedule.
+        """
         check_name(name, limits.GROUP_BYTES_MAX, "schedule")
         facts.check()
-        if known is None and len(self) >= limits.SCHEDULES_MAX:
+        if previous is None and len(self) >= limits.SCHEDULES_MAX:
             raise OverLimit(f"{limits.SCHEDULES_MAX} schedules exist; delete some first")
         if self.size_bytes + sum(map(len, _encoded(facts))) > limits.SCHEDULES_BYTES_MAX:
             raise OverLimit(f"all schedules have {self.size_bytes} bytes; delete some, or use smaller bodies")
@@ -395,18 +406,18 @@ class Schedules:
             pairs.append((f"{_PROGRESS}/{name}", b"" if progress is None else encode_progress(progress)))
 
         def keep() -> None:
-            # All progress at the end and at once, so that a release changes whole columns.
-            slots, kept = list[int](), list[Progress]()
-            for name, progress, facts, known_slot in entries:
+            # All progress at the end, together, so that a release changes whole columns.
+            slots, new_progress = list[int](), list[Progress]()
+            for name, progress, facts, entry_slot in entries:
                 if progress is None:
                     self._columns.remove(name)
                     continue
-                slot = known_slot if facts is None else self._put(name, facts)
+                slot = entry_slot if facts is None else self._put(name, facts)
                 slot = self._columns.names.find(name) if slot is None else slot
-                assert slot is not None, "a known schedule, or its facts"
+                assert slot is not None, "the schedule exists, or the entry has its facts"
                 slots.append(slot)
-                kept.append(progress)
-            self._set(slots, kept)
+                new_progress.append(progress)
+            self._set(slots, new_progress)
 
         return Change(pairs, self._meta.now_ms(), keep)
 
@@ -422,30 +433,36 @@ class Schedules:
         return self._columns.put(name, *_encoded(facts))
 
     def _set(self, slots: Sequence[int], progress: Sequence[Progress]) -> None:
+        """Set the progress of the schedules in these slots."""
         rows = [
-            (p.state, p.after_ms, p.number, p.due_ms, p.at_ms, p.runs, p.last_due_ms, p.last_ms)
-            for p in progress
-        ]
+            (each.state, each.after_ms, each.number, each.due_ms, each.at_ms, each.runs, each.last_due_ms, each.last_ms)
+            for each in progress
+        ]  # fmt: skip
         rests = [
-            _encode(_Rest(p.error, p.last_queue, p.last_offset)) if p.error or p.last_queue >= 0 else b""
-            for p in progress
+            _encode(_Rest(each.error, each.last_queue, each.last_offset))
+            if each.error or each.last_queue >= 0
+            else b""
+            for each in progress
         ]
         self._columns.set_progress(slots, rows, rests)
 
     def _restore_facts(self, name: str, value: bytes) -> None:
+        """Recovery: apply a row with the facts of a schedule. An empty value deletes the schedule."""
         if value:
             self._put(name, _decode_facts(value))
         else:
             self._columns.remove(name)
 
     def _restore_progress(self, name: str, value: bytes) -> None:
+        """Recovery: apply a row with the progress of a schedule."""
         if value:
             progress, slot = _decode_progress(value), self._columns.names.find(name)
-            # Without facts it is a rest of a deleted schedule.
+            # Without facts, the schedule was deleted.
             if slot is not None:
                 self._set([slot], [progress])
 
     def _restore_part(self, _: str, value: bytes) -> None:
+        """Recovery: add the schedules of a part of a snapshot. Raises msgspec.DecodeError for damaged bytes."""
         try:
             self._columns.add_part(_decode_part(value))
         except (pa.ArrowException, ValueError) as error:

@@ -82,7 +82,9 @@ class SelectionFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     topics: list[str] = []  # empty: every topic
     from_ms: int = FIRST_MS  # messages due in [from_ms, to_ms)
     to_ms: int = LAST_MS
-    absent: Ranges = []  # (first_seq, rows): numbers that were reserved, without messages yet
+    # Ranges (first_seq, rows) of numbers that it does not cover: those that were reserved for a bulk attach when it was
+    # accepted, and, unless it cancels, those of campaigns that were paused then or resumed since.
+    absent: Ranges = []
     campaigns: dict[str, Ranges] = {}  # the ranges of all campaigns, if the condition asks for `campaign`
     # The covered messages, None until they are counted, and their due times before. `last_due_ms` is -1 for none.
     count: int | None = None
@@ -99,7 +101,7 @@ class SelectionFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.undone_seq > 0
 
     def is_over(self, settled_before_ms: int) -> bool:
-        """Check whether all covered messages are settled. Messages due before `settled_before_ms` are."""
+        """Check whether all covered messages are settled. All messages due before `settled_before_ms` are."""
         is_counted_cancel = self.action == "cancel" and self.count is not None
         return self.is_settled or (
             is_counted_cancel and max(self.last_due_ms, self.until_ms) < settled_before_ms
@@ -117,13 +119,13 @@ def reason_of(name: str) -> str:
 
 
 class Described(NamedTuple):
-    """Messages as a condition sees them, as parallel columns. `rows` has CONDITION_COLUMNS, or is None."""
+    """Messages as a condition sees them, as parallel columns."""
 
     due_ms: Int64Array  # not shifted by a step of the clock
-    seq: Int64Array  # version
-    number: Int64Array
+    seq: Int64Array  # the version
+    number: Int64Array  # of the message
     topic: pa.Array  # string, the real topic of messages in a delay level
-    rows: pa.RecordBatch | None
+    rows: pa.RecordBatch | None  # CONDITION_COLUMNS. None if no condition reads them
 
 
 # ---- one selection, compiled ---------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class _Condition:
         return self._filter is not None
 
     def bounds(self, due_ms: Int64Array | None, seq: Int64Array) -> Bools:
-        """Compute a mask of the messages within the bounds of time and number. Without due times: of number."""
+        """Compute a mask of the messages within the bounds of due time and version. `due_ms` None: of version alone."""
         # Arrays only: this runs for each row group, and most messages are outside.
         facts = self.facts
         inside = seq < facts.seq
@@ -188,7 +190,10 @@ class _Condition:
 
 
 def with_names(rows: pa.RecordBatch, values: Mapping[str, Callable[[], pa.Array]]) -> pa.RecordBatch:
-    """Build CONDITION_COLUMNS for a filter, in which these values are properties, too."""
+    """Build CONDITION_COLUMNS for a filter from rows with these columns, and add values as further properties.
+
+    `values`: for each name of a property a function that builds its column (string, null: no property).
+    """
     columns = {name: _text(rows.column(name)) for name in CONDITION_COLUMNS}
     parts = [pc.fill_null(columns["properties"], "")]
     for name, value in values.items():
@@ -207,21 +212,25 @@ def _text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 def _campaigns_of(number: Int64Array, campaigns: Mapping[str, Ranges]) -> pa.Array:
     """Find the campaign of each message by its number. Null for messages of none."""
-    ranges = sorted((first, first + rows, name) for name, each in campaigns.items() for first, rows in each)
-    if not ranges:
+    entries = sorted(
+        (first_seq, first_seq + rows, name)
+        for name, ranges in campaigns.items()
+        for first_seq, rows in ranges
+    )
+    if not entries:
         return pa.nulls(len(number), pa.string())
-    first_seq, end_seq = (np.array([entry[at] for entry in ranges], np.int64) for at in (0, 1))
+    first_seqs, end_seqs, names = zip(*entries, strict=True)
     # The ranges are disjoint, so only the last one that begins at or before a number can contain it.
-    index = np.searchsorted(first_seq, number, side="right") - 1
-    is_outside = (index < 0) | (number >= end_seq[index])
-    return pa.array([entry[2] for entry in ranges]).take(pa.array(index, mask=is_outside))
+    index = np.searchsorted(np.array(first_seqs, np.int64), number, side="right") - 1
+    is_outside = (index < 0) | (number >= np.array(end_seqs, np.int64)[index])
+    return pa.array(names).take(pa.array(index, mask=is_outside))
 
 
 # ---- all selections ------------------------------------------------------------------------------------------
 
 
 class States(NamedTuple):
-    """The states of pending messages, as parallel columns. Indexes name selections of `Selected.names`, -1: none."""
+    """The states of pending messages, as parallel columns. A selection is an index of `Selected.names`, -1 for none."""
 
     owner: Int64Array  # the selection that has cancelled the message
     holder: Int64Array  # the selection that holds the message: it is not released
@@ -240,7 +249,7 @@ class States(NamedTuple):
         )
 
     def among(self, due_ms: Int64Array, index: Int64Array) -> States:
-        """Build the states of more messages, due at `due_ms`. These are at the positions `index`, others unchanged."""
+        """Build the states of all messages due at `due_ms`: these states at the positions `index`, others unchanged."""
         states = _unchanged(due_ms)
         for column, part in zip(states, self, strict=True):
             column[index] = part
@@ -274,7 +283,7 @@ class _WokenRun(NamedTuple):
 
     @classmethod
     def of(cls, rows: Int64Array, used_rows: int) -> _WokenRun:
-        """Describe rows, at least one."""
+        """Build a run of the first `used_rows` rows (at least one) of an array of four columns."""
         version, base_ms, _, due_ms = rows[:, :used_rows]
         return cls(
             rows, used_rows, int(version[0]), int(version[-1]), int(due_ms.min()), int(due_ms.max()), half_ms=None,
@@ -283,10 +292,11 @@ class _WokenRun(NamedTuple):
 
     @property
     def columns(self) -> Int64Array:
+        """The four columns of the wake-ups, without the free space."""
         return self.rows[:, : self.used_rows]
 
     def added(self, columns: Int64Array) -> _WokenRun:
-        """Add rows in the free space, or in a larger array. Readers of this run do not see them."""
+        """Build a run with further rows, in the free space or a larger array. Readers of this run do not see them."""
         end = self.used_rows + columns.shape[1]
         rows = self.rows
         if end > rows.shape[1]:
@@ -300,15 +310,15 @@ class _WokenRun(NamedTuple):
         )  # fmt: skip
 
     def with_half(self) -> _WokenRun:
-        """Compute `half_ms`."""
+        """Build the run with its `half_ms`."""
         middle = (self.used_rows - 1) // 2
         return self._replace(half_ms=int(np.partition(self.rows[3, : self.used_rows], middle)[middle]))
 
     def without(self, due_ms: int) -> _WokenRun:
         """Build the run without the wake-ups that are due before `due_ms`. One must remain."""
-        is_kept = self.rows[3, : self.used_rows] >= due_ms
-        kept = np.stack([column[is_kept] for column in self.columns])
-        return _WokenRun.of(kept, kept.shape[1])
+        is_later = self.rows[3, : self.used_rows] >= due_ms
+        columns = np.stack([column[is_later] for column in self.columns])
+        return _WokenRun.of(columns, columns.shape[1])
 
 
 class Woken:
@@ -326,30 +336,36 @@ class Woken:
     def __len__(self) -> int:
         return sum(run.used_rows for run in self._runs)
 
-    def add(self, version: Int64Array, base_ms: Int64Array, base: Int64Array, due_ms: Int64Array) -> None:
-        """Add wake-ups with ascending versions, later than all others."""
+    def add(
+        self, version: Int64Array, base_ms: Int64Array, base_version: Int64Array, due_ms: Int64Array
+    ) -> None:
+        """Add wake-ups: their versions (ascending, larger than all others), their bases, and their due times."""
         for begin in range(0, len(version), WOKEN_ROWS_MAX):
             part = slice(begin, begin + WOKEN_ROWS_MAX)
-            columns = np.stack([version[part], base_ms[part], base[part], due_ms[part]])
+            columns = np.stack([version[part], base_ms[part], base_version[part], due_ms[part]])
             if self._runs and self._runs[-1].used_rows + columns.shape[1] <= WOKEN_ROWS_MAX:
-                self._set([*self._runs[:-1], self._runs[-1].added(columns)])
+                self._replace_runs([*self._runs[:-1], self._runs[-1].added(columns)])
             else:
-                self._set([*self._runs, _WokenRun.of(columns, columns.shape[1])])
+                self._replace_runs([*self._runs, _WokenRun.of(columns, columns.shape[1])])
 
     def bases(self, due_ms: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Find the due times and versions of the bases of these messages, given those of the schedule."""
+        """Find the due times and versions of the bases of these messages.
+
+        `due_ms` and `seq` are the due times and versions that the schedule knows. They are the base of a message
+        without a wake-up.
+        """
         runs = self._runs
         if not runs or not len(seq) or int(seq.max()) < runs[0].first:
             return due_ms, seq
-        base_ms, base, low, high = due_ms, seq, int(seq.min()), int(seq.max())
+        base_ms, base_version, low, high = due_ms, seq, int(seq.min()), int(seq.max())
         for run in runs:
             if run.first <= high and run.last >= low:
                 version = run.rows[0, : run.used_rows]
                 index = np.minimum(np.searchsorted(version, seq), run.used_rows - 1)
                 is_woken = version[index] == seq
                 base_ms = np.where(is_woken, run.rows[1, index], base_ms)
-                base = np.where(is_woken, run.rows[2, index], base)
-        return base_ms, base
+                base_version = np.where(is_woken, run.rows[2, index], base_version)
+        return base_ms, base_version
 
     def forget_before(self, due_ms: int) -> None:
         """Remove wake-ups that are due before `due_ms`: these versions are settled.
@@ -359,8 +375,9 @@ class Woken:
         runs, copied_rows = list[_WokenRun](), 0
         for run in self._runs:
             if run.last_ms < due_ms:
-                continue
-            # A call holds the event loop, and half of many runs may be settled at once. The next calls do the rest.
+                continue  # all of its wake-ups are settled
+            # Copy the run without its settled wake-ups if at least half are settled. A call holds the event loop, so
+            # the next calls do what remains.
             if run.first_ms < due_ms and copied_rows < WOKEN_ROWS_MAX:
                 if run.half_ms is None:
                     copied_rows += run.used_rows
@@ -369,17 +386,19 @@ class Woken:
                 if run.half_ms < due_ms:
                     copied_rows += run.used_rows
                     run = run.without(due_ms)
+            # Join small runs, because each costs a search in `bases`.
             if runs and runs[-1].used_rows + run.used_rows <= WOKEN_ROWS_MAX // 2:
                 copied_rows += run.used_rows
                 run = runs.pop().added(run.columns)
             runs.append(run)
-        self._set(runs)
+        self._replace_runs(runs)
 
     def copied(self) -> list[Int64Array]:
-        """List the columns of all wake-ups as of now, by version, in parts that do not change."""
-        return [run.columns for run in self._runs]  # rows are only added behind, or runs replaced as a whole
+        """List the columns of all wake-ups as of now, by version, in parts that later changes do not affect."""
+        # Later rows are written after these, and runs are replaced as a whole.
+        return [run.columns for run in self._runs]
 
-    def _set(self, runs: list[_WokenRun]) -> None:
+    def _replace_runs(self, runs: list[_WokenRun]) -> None:
         self._runs = tuple(runs)
         self.earlier_ms = max((run.earlier_ms for run in runs), default=0)
 
@@ -393,7 +412,7 @@ class Selected:
         woken: Woken | None = None,
         keep: str | None = None,
     ) -> None:
-        """Combine selections. Keep the one named `keep`, even if it has no effect any more."""
+        """Combine selections. Includes the one named `keep`, even if it has no effect any more."""
         # The order of the log decides which selections a message belongs to.
         ordered = sorted(facts_by_name.items(), key=lambda entry: entry[1].seq)
         accepted = [facts.seq for _, facts in ordered]
@@ -412,7 +431,8 @@ class Selected:
         events += [
             (facts.undone_seq, index, True) for index, (_, facts) in enumerate(ordered) if facts.is_undone
         ]
-        self._events = [event[1:] for event in sorted(events)]
+        # (index of the selection, whether it is undone) in the order of the log.
+        self._events = [(index, is_undo) for _, index, is_undo in sorted(events)]
         # Versions from this number on belong to no selection, unless they are wake-ups.
         self.end_seq = max((facts.seq for _, facts in ordered), default=0)
         actions = {facts.action for _, facts in ordered}
@@ -456,7 +476,7 @@ class Selected:
 
     @cached_property
     def moves_to(self) -> frozenset[str]:
-        """The topics to which selections may have moved messages."""
+        """The topics to which the selections may have moved messages."""
         return frozenset(facts.to_topic for facts in self.facts if facts.to_topic)
 
     @cached_property
@@ -465,17 +485,20 @@ class Selected:
         return [condition.facts for condition in self._conditions]
 
     def may_change(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Compute a mask of the messages whose state may differ from the schedule's. Cheap: no row is read."""
+        """Compute a mask of the messages whose state may differ from the schedule's. Reads no row.
+
+        `due_ms` and `seq` are the due times and versions that the schedule knows.
+        """
         mask = np.zeros(len(seq), np.bool_)
         if not len(seq):
             return mask
-        base_ms, base = self.woken.bases(due_ms, seq)
+        base_ms, base_version = self.woken.bases(due_ms, seq)
         # Wake-ups, also if the selections that caused them are undone.
-        mask |= base != seq
-        if int(base.min()) < self.end_seq:
+        mask |= base_version != seq
+        if int(base_version.min()) < self.end_seq:
             for condition in self._conditions:
                 # A selection sees the due times that earlier selections have changed.
-                mask |= condition.bounds(base_ms if self._keeps_due else None, base)
+                mask |= condition.bounds(base_ms if self._keeps_due else None, base_version)
         return mask
 
     def states(self, messages: Described) -> States:
@@ -483,29 +506,35 @@ class Selected:
         return self._fold(messages, None)[0]
 
     def covered(self, messages: Described, name: str) -> tuple[States, Covered]:
-        """Compute the states, and which messages belong to the selection `name`, undone or not."""
+        """Compute the states, and the messages that belong to the selection `name`, undone or not."""
         states, covered = self._fold(messages, self.names.index(name))
         assert covered is not None
         return states, covered
 
     def topics(self, topic: pa.Array, mover: Int64Array) -> pa.Array:
-        """Replace the topics of moved messages."""
+        """Replace the topics of moved messages (`States.mover`) by those to which they were moved."""
         for index in np.unique(mover[mover >= 0]).tolist():
             topic = pc.if_else(pa.array(mover == index), self.facts[index].to_topic, topic)
         return topic
 
     def _fold(self, messages: Described, watched: int | None) -> tuple[States, Covered | None]:
-        base_ms, base = self.woken.bases(messages.due_ms, messages.seq)
-        count = len(base)
+        """Apply the events in the order of the log, as the module describes.
+
+        `watched`: the index of the selection whose messages are returned, None for none.
+        """
+        base_ms, base_version = self.woken.bases(messages.due_ms, messages.seq)
+        count = len(base_version)
         # The producer's message has been delivered, and a cancel of the copy would lose it for its group.
         is_redelivery = pc.or_(
             pc.starts_with(messages.topic, RETRY_PREFIX), pc.starts_with(messages.topic, DLQ_PREFIX)
         )
         is_free = ~np.asarray(is_redelivery.to_numpy(zero_copy_only=False), np.bool_)
         states, covered = _unchanged(base_ms), None
-        members = dict[int, Int64Array]()  # by selection, in the order of the log, without undone ones
+        # Selection -> the indexes of its messages, in the order of the log, without undone selections.
+        members = dict[int, Int64Array]()
         for index, is_undo in self._events:
             if is_undo:
+                # Apply the remaining selections again. Their messages stay the same.
                 if len(members.pop(index)):
                     states = _unchanged(base_ms)
                     for other, rows in members.items():
@@ -515,7 +544,7 @@ class Selected:
             if index == watched:
                 before = states.part(np.arange(count))
             # The condition is evaluated only for messages that the selection can get.
-            is_possible = is_free & (states.owner < 0) & condition.bounds(states.due_ms, base)
+            is_possible = is_free & (states.owner < 0) & condition.bounds(states.due_ms, base_version)
             is_possible &= condition.has_effect(states)
             chosen = np.flatnonzero(is_possible)
             if len(chosen):
@@ -532,12 +561,13 @@ class Selected:
 
 
 def _unchanged(due_ms: Int64Array) -> States:
+    """Build the states of messages due at `due_ms` that belong to no selection."""
     owner, holder, mover = (np.full(len(due_ms), -1, np.int64) for _ in range(3))
     return States(owner, holder, mover, due_ms.copy(), np.zeros(len(due_ms), np.bool_))
 
 
 def _apply(states: States, index: int, facts: SelectionFacts, rows: Int64Array) -> None:
-    """Change the states of the messages of one selection, in place."""
+    """Change the states of the messages of one selection, in place. `rows` are the indexes of the messages."""
     states.is_changed[rows] = True
     due_ms = states.due_ms[rows]
     if facts.action == "cancel":
@@ -579,14 +609,14 @@ class Selections:
         self.values: Mapping[str, SelectionFacts] = self._table.values  # by id. Always the same dict
         self.woken = Woken()
         self._selected: Selected | None = None
-        self._over: frozenset[str] = frozenset()  # all of their messages are settled
+        self._over: frozenset[str] = frozenset()  # the ids of selections whose messages are all settled
         # By id, since the start: messages that were counted as pending, and CANCEL rows.
         self._counted: dict[str, int] = {}
         self._ended: Counter[str] = Counter()
-        # Selections that do not cancel, since the start: when the last of their messages was due in the schedule, at
-        # the last count. Later events may have changed the due times of those in `_outdated`.
         self.epoch = 0  # grows with each event that changes states
         self.has_changed = asyncio.Event()  # set by each of them
+        # By id, since the start: when the last of its messages was due in the schedule, at the last count. Later events
+        # may have changed these times for the selections in `_outdated`.
         self._last_ms: dict[str, int] = {}
         self._outdated: set[str] = set()
 
@@ -598,13 +628,16 @@ class Selections:
         return self._selected
 
     def selected_facts(self, also: str | None = None) -> dict[str, SelectionFacts]:
-        """Build the selections that may apply to pending messages, and the one named `also`."""
+        """List the selections that may apply to pending messages, and the one named `also`, by id."""
         values = self._table.values.items()
         return {name: facts for name, facts in values if name not in self._over or name == also}
 
     @property
     def pending_rows(self) -> int:
-        """The number of messages that wait for their due time to get a CANCEL row, as far as they are counted."""
+        """The number of messages that selections have cancelled and that have no CANCEL row yet, as far as counted.
+
+        They get it at their due time.
+        """
         return sum(
             max(0, rows - self._ended[name])
             for name, rows in self._counted.items()
@@ -638,9 +671,9 @@ class Selections:
     def put(self, name: str, facts: SelectionFacts) -> None:
         """Append a selection, or its new state. Raises OverLimit if there are too many."""
         changes: list[tuple[str, SelectionFacts | None]] = [(name, facts)]
-        # Only those that are over may be forgotten: without the row, their messages would be pending again.
+        # Only one that is over may be deleted. Without its row, the messages of another one would be pending again.
         if name not in self._table.values and len(self._table.values) >= limits.SELECTIONS_MAX:
-            oldest = next((known for known in self.all() if known in self._over), None)
+            oldest = next((selection for selection in self.all() if selection in self._over), None)
             if oldest is None:
                 raise OverLimit(f"{limits.SELECTIONS_MAX} selections whose messages are not all due yet")
             changes.append((oldest, None))
@@ -653,14 +686,14 @@ class Selections:
         self._selected = None
 
     def exclude(self, ranges: Ranges) -> None:
-        """Take the messages of these ranges of numbers out of all selections that do not cancel."""
+        """Remove the messages of these ranges (first_seq, rows) from all selections that do not cancel."""
         for name, facts in self.selected_facts().items():
-            new = [each for each in ranges if each not in facts.absent]
-            if facts.action != "cancel" and new:
-                self.put(name, msgspec.structs.replace(facts, absent=[*facts.absent, *new]))
+            new_ranges = [each for each in ranges if each not in facts.absent]
+            if facts.action != "cancel" and new_ranges:
+                self.put(name, msgspec.structs.replace(facts, absent=[*facts.absent, *new_ranges]))
 
-    def counted(self, name: str, rows: int, last_ms: int) -> None:
-        """Record how many messages of a selection were pending or had become due since the start.
+    def record_count(self, name: str, rows: int, last_ms: int) -> None:
+        """Record a count: the messages of a selection that are pending or have become due since the start.
 
         The last pending one is due in the schedule at `last_ms`, -1 for none.
         """
@@ -668,23 +701,23 @@ class Selections:
         self._outdated.discard(name)
 
     def is_settled(self, name: str, settled_before_ms: int) -> bool:
-        """Check whether the last count tells that all messages of a selection are settled by now."""
+        """Check whether all messages of a selection are settled by now, according to the last count."""
         return name not in self._outdated and self._last_ms.get(name, LAST_MS) < settled_before_ms
 
     def ended_rows(self, name: str) -> int:
-        """Tell how many messages of a selection got CANCEL rows since the start."""
+        """The number of CANCEL rows for messages of a selection since the start."""
         return self._ended[name]
 
     def needs_count(self, name: str, settled_before_ms: int) -> bool:
         """Check whether the messages of a selection were not counted since the start, or must be counted again."""
         if name not in self._counted:
             return True
-        # Only when it matters, because a count reads all pending messages.
+        # An outdated count is repeated only if the selection may be over, because a count reads all pending messages.
         last_ms = self._last_ms[name]
         return name in self._outdated and (last_ms < settled_before_ms or last_ms == LAST_MS)
 
-    def recount(self) -> None:
-        """Count the messages of all selections again, because others have cancelled some of them."""
+    def forget_counts(self) -> None:
+        """Forget the counts of all selections, so that they are repeated: other requests have cancelled messages."""
         self._counted.clear()
 
     def ended(self, name: str, rows: int) -> None:
@@ -692,7 +725,10 @@ class Selections:
         self._ended[name] += rows
 
     def mark_over(self, settled_before_ms: int) -> None:
-        """Leave out selections whose messages are all settled: due before `settled_before_ms`."""
+        """Mark the selections whose messages are all settled as over. They no longer apply to pending messages.
+
+        All messages due before `settled_before_ms` are settled.
+        """
         over = frozenset(
             name for name, facts in self._table.values.items() if facts.is_over(settled_before_ms)
         )

@@ -51,7 +51,7 @@ class AdoptedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     since_ms: int  # identifies the drain
     transfer: int
-    rows: int  # in all transfers of the drain
+    rows: int  # in all transfers from the group, of this drain and of earlier ones
 
 
 class Drains:
@@ -77,12 +77,12 @@ class Drains:
     def was_handed_over(self, word: str, at_ms: int | None) -> bool:
         """Check whether a message of this log was, or may have been, handed over, by its verdict or state `word`.
 
-        `at_ms`: the time when the message ended, None if that is no longer known.
+        `at_ms`: the time when the message ended, None if no row shows it any more.
         """
-        # No row shows any more how the message ended. In a drained group it may have been handed over, so it must not
-        # be reported as cancelled.
-        is_faded = at_ms is None and word in ("cancelled", "already_cancelled")
-        return word == HANDED or (is_faded and self.out is not None)
+        # Without a row, a message that was handed over looks like a cancelled one. In a drained group it must not be
+        # reported as cancelled.
+        is_unknown = at_ms is None and word in ("cancelled", "already_cancelled")
+        return word == HANDED or (is_unknown and self.out is not None)
 
     def is_moving(self, at_ms: int | None) -> bool:
         """Check whether messages handed over at `at_ms` may not have arrived at the heir yet."""
@@ -117,9 +117,8 @@ class LeaseRun(msgspec.Struct, array_like=True):
     offset: int  # of the first one
     count: int
     pop_ms: int  # identifies the receipts, or NO_RECEIPT for positions that are leased again before new ones
-    # On the wall clock, as the next one. In memory a deadline is elapsed time.
-    deadline_ms: int
-    since_ms: int  # when the deadline was set
+    deadline_ms: int  # on the wall clock. In memory a deadline is elapsed time
+    since_ms: int  # when the deadline was set, on the wall clock
     in_order: bool = False
     counts: bool = True
     times: int = 0
@@ -180,9 +179,8 @@ class Tables:
         self.topics = Topics(files, meta, queues_per_topic=queues_per_topic)
         self.offsets, self.groups, self.request_modes = Offsets(meta), Groups(meta), RequestModes(meta)
         self.receipt_secret = ReceiptSecret(meta)
-        self.leases = MetaTable(
-            meta, "leases", SavedPart
-        )  # open leases of all groups (consuming/lease_saver.py)
+        # The open leases of all groups (consuming/lease_saver.py).
+        self.leases = MetaTable(meta, "leases", SavedPart)
         # Of each topic with a limit: how far consumers see its queues (accepting/pacing.py).
         self.shown = MetaTable(meta, "shown", dict[int, int])
         self.campaigns = Campaigns(meta)

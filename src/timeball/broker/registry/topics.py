@@ -55,7 +55,7 @@ ATTRIBUTES: dict[str, frozenset[str]] = {
     "queue.type": frozenset({"SimpleCQ"}),
     "cleanup.policy": frozenset({"DELETE"}),
     ON_PENDING: frozenset(ON_PENDING_VALUES),  # of sends with a unique key
-    MAX_PER_SECOND: frozenset({f"1 to {limits.TOPIC_RATE_MAX}"}),  # a number, see `rate_of`
+    MAX_PER_SECOND: frozenset({f"1 to {limits.TOPIC_RATE_MAX}"}),  # a number, see `parse_rate`
 }
 
 
@@ -70,8 +70,8 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     attributes: dict[str, str] = {}
 
 
-def rate_of(text: str | None) -> int | None:
-    """Parse a value of MAX_PER_SECOND. None if it is no allowed value."""
+def parse_rate(text: str | None) -> int | None:
+    """Parse a value of MAX_PER_SECOND. None for None, and for a text that is not allowed."""
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 6:
         return None
     return int(text) if 1 <= int(text) <= limits.TOPIC_RATE_MAX else None
@@ -91,8 +91,8 @@ def check_config(config: TopicConfig) -> None:
         raise RequestError(f"topicSysFlag {config.sys_flag}: between 0 and 3")
 
 
-def at_least(config: TopicConfig, queues: int) -> TopicConfig:
-    """Raise the read and write queues of a configuration to at least `queues`. None (all queues) stays None."""
+def raise_queues(config: TopicConfig, queues: int) -> TopicConfig:
+    """Build the configuration with at least `queues` read and write queues. None (all queues) stays None."""
     return msgspec.structs.replace(
         config,
         read_queues=None if config.read_queues is None else max(queues, config.read_queues),
@@ -100,23 +100,23 @@ def at_least(config: TopicConfig, queues: int) -> TopicConfig:
     )
 
 
-def altered_attributes(current: dict[str, str], changes: str) -> dict[str, str]:
-    """Apply changes such as "+message.type=DELAY,-queue.type" to attributes. Raise RequestError."""
+def apply_attribute_changes(current: dict[str, str], changes: str) -> dict[str, str]:
+    """Apply changes such as "+message.type=DELAY,-queue.type" to a copy. Raises RequestError for an invalid change."""
     # A copy: a later change in the same text may be refused, and then the topic must not change.
     result = dict(current)
     for change in filter(None, (part.strip() for part in changes.split(","))):
         sign, (name, equals, value) = change[0], change[1:].partition("=")
-        known = ATTRIBUTES.get(name)
+        allowed = ATTRIBUTES.get(name)
         if sign not in "+-" or (sign == "+") != bool(equals):
             raise RequestError(f"attribute {change[:80]!r}: +name=value sets one, -name takes it away")
-        if known is None:
+        if allowed is None:
             raise RequestError(f"unsupported attribute {name[:80]!r}: there are {', '.join(ATTRIBUTES)}")
         if sign == "-":
             result.pop(name, None)
-        elif value in known if name != MAX_PER_SECOND else rate_of(value):
+        elif value in allowed if name != MAX_PER_SECOND else parse_rate(value):
             result[name] = value
         else:
-            raise RequestError(f"attribute {name}={value[:80]!r}: it is one of {', '.join(sorted(known))}")
+            raise RequestError(f"attribute {name}={value[:80]!r}: it is one of {', '.join(sorted(allowed))}")
     return result
 
 
@@ -124,7 +124,7 @@ FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
 
 
 class TopicFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The stored form of a topic."""
+    """The value of a topic's META row."""
 
     queues: int
     filter_type: FilterType = "SINGLE_TAG"
@@ -147,11 +147,11 @@ class Queue:
 class Queues(Sequence[Queue]):
     """The queues of a topic, created at their first use."""
 
-    __slots__ = ("_count", "_indexes", "_made", "_topic")
+    __slots__ = ("_count", "_created", "_indexes", "_topic")
 
     def __init__(self, indexes: QueueIndexes, topic: str, count: int) -> None:
         self._indexes, self._topic, self._count = indexes, topic, count
-        self._made: dict[int, Queue] = {}
+        self._created: dict[int, Queue] = {}
 
     def __len__(self) -> int:
         return self._count
@@ -164,12 +164,12 @@ class Queues(Sequence[Queue]):
         if isinstance(index, slice):
             return [self[queue_id] for queue_id in range(self._count)[index]]
         # Created at the first use: a topic with a thousand queues, three of them in use, costs three.
-        queue = self._made.get(index)
+        queue = self._created.get(index)
         if queue is None:
             if not 0 <= index < self._count:
                 raise IndexError(f"queue {index} of {self._count}")
             queue_index = self._indexes.queue(self._topic, index)
-            queue = self._made[index] = Queue(queue_index, queue_index.end_offset)
+            queue = self._created[index] = Queue(queue_index, queue_index.end_offset)
         return queue
 
     def widen(self, count: int) -> None:
@@ -228,7 +228,7 @@ class Topic:
     @property
     def max_per_second(self) -> int | None:
         """The limit of messages that become visible in a second. None without a limit."""
-        return None if self.deleted else rate_of(self.config.attributes.get(MAX_PER_SECOND))
+        return None if self.deleted else parse_rate(self.config.attributes.get(MAX_PER_SECOND))
 
 
 __all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", "check_topic"]
@@ -238,9 +238,11 @@ __all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", 
 class Placement:
     """The queues and offsets of the visible rows of one append. `index` adds them to the queue indexes later."""
 
-    queue_id: Int64Array  # one element for each row, as in `queue_offset`
+    # One element for each row:
+    queue_id: Int64Array
     queue_offset: Int64Array
-    groups: list[tuple[Topic, int, Int64Array]]  # topic, queue, row numbers in order
+    groups: list[tuple[Topic, int, Int64Array]]  # topic, queue, and the indexes of its rows (ascending)
+    # One element for each row:
     sizes: Int64Array  # bytes as RocketMQ stores each message, because its clients limit responses by these
     tags: Int64Array  # the tag fields of the index entries, by each topic's filter type
     dead: list[str]  # for each dead letter the key of its counter
@@ -248,7 +250,7 @@ class Placement:
     def index(self, first_seq: int, row_seqs: Int64Array | None = None) -> None:
         """Add the rows to the queue indexes.
 
-        `row_seqs`: the rows' sequence numbers, if not consecutive from `first_seq`.
+        `row_seqs`: the rows' sequence numbers. None: they are consecutive from `first_seq`.
         """
         for topic, queue_id, rows in self.groups:
             seqs = first_seq + rows if row_seqs is None else row_seqs[rows]
@@ -300,7 +302,7 @@ class Topics:
 
         The entries come from the index files, and after their end from the log. `lengths` contains the (min_offset,
         max_offset) of each queue that the checkpoint guarantees. If the files contradict it, they are discarded and all
-        entries are built from the log. Raise Corrupt if the log has too few rows, too.
+        entries are built from the log. Raises Corrupt if the log also lacks rows of these queues.
         """
         # Set before the load, because its first read may find a damaged file.
         self.indexes.rebuild = lambda begin, end: rebuild_entries(reader, begin, end, self._is_multi_tag)
@@ -315,7 +317,7 @@ class Topics:
             self._fill(reader, reader.first_seq, lengths, next_seq)
 
     def _fill(self, reader: LogReader, begin_seq: int, lengths: Lengths, end_seq: int) -> None:
-        """Index the rows [begin_seq, end_seq) of the log, and compare the queues with `lengths`. Raise Corrupt."""
+        """Index the rows [begin_seq, end_seq) of the log, and compare the queues with `lengths`. Raises Corrupt."""
         for index in self.indexes.used():
             self._find_used_queue(index.topic, index.queue_id)
         for rows in reader.coalesced(begin_seq, end_seq, None, BATCH_ROWS, placed=True):
@@ -338,7 +340,7 @@ class Topics:
         self._is_index_loaded = True
 
     def _find_used_queue(self, name: str, queue_id: int) -> Queue:
-        """Find a queue that has index entries. Raise Corrupt if the log contains no such topic."""
+        """Find a queue that has index entries, and set its next offset. Raises Corrupt if the log lacks its topic."""
         topic = self._find_existing(name)
         # The topic has at least this queue, because the queue has entries.
         topic.configure(topic.config, queue_id + 1)
@@ -346,7 +348,7 @@ class Topics:
         return topic.queues[queue_id]
 
     def _find_existing(self, name: str) -> Topic:
-        """Find a topic, also a deleted one, whose rows are in the log. Raise Corrupt."""
+        """Find a topic, also a deleted one, whose rows are in the log. Raises Corrupt if no row creates the topic."""
         topic = self._topics.get(name)
         if topic is None:
             raise Corrupt(
@@ -359,7 +361,7 @@ class Topics:
         return topic is not None and topic.filter_type == "MULTI_TAG"
 
     def get(self, name: str) -> Topic:
-        """Find a topic. Raise NotFound if it does not exist or was deleted."""
+        """Find a topic. Raises NotFound if it does not exist or was deleted."""
         topic = self.find_topic(name)
         if topic is None:
             raise NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist")
@@ -382,7 +384,7 @@ class Topics:
         filter_type: FilterType | None = None,
         made_by: str = "",
     ) -> Topic:
-        """Create a topic or change its configuration. Raise RequestError or OverLimit, and then change nothing."""
+        """Create a topic or change its configuration. Raises RequestError or OverLimit, and then change nothing."""
         check_config(config)
         # The topic needs the larger number of queues, even if readers or writers see fewer.
         queues = max(config.read_queues or 0, config.write_queues or 0)
@@ -425,9 +427,10 @@ class Topics:
     ) -> Topic:
         """Find a topic. Create it if needed, and give it at least `queues` queues.
 
-        The caller checks the permission (policy.py). `made_by`: the account for which a new topic is created, "" for
-        the broker itself. `filter_type` None: unchanged, or SINGLE_TAG for a new topic. Raise RequestError for another
-        type of a topic with messages, InvalidName, and OverLimit.
+        The caller checks the permission (policy.py). `queues` None: the default number for a new topic. `made_by`: the
+        account for which a new topic is created, "" for the broker itself. `filter_type` None: unchanged, or SINGLE_TAG
+        for a new topic. Raises RequestError for an invalid type, or another one than that of a topic with messages.
+        Raises InvalidName, OverLimit.
         """
         if filter_type is not None and filter_type not in get_args(FilterType):
             raise RequestError(f"filter type {filter_type[:80]!r}: it is {' or '.join(get_args(FilterType))}")
@@ -460,7 +463,7 @@ class Topics:
         return topic
 
     def place(self, rows: pa.RecordBatch) -> Placement:
-        """Choose queues and offsets for rows of LOG_SCHEMA that are about to become visible.
+        """Choose queues and offsets for rows of LOG_SCHEMA that are about to become visible. Reserves the offsets.
 
         The rows have been accepted, so a topic that was deleted meanwhile is created again.
         """
@@ -487,7 +490,10 @@ class Topics:
         )
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
-        """Recovery: add visible rows of the log to the queue indexes. Skip rows that an index already has."""
+        """Recovery: add visible rows of the log, with the numbers `seqs`, to the queue indexes.
+
+        Skips rows that an index already has. Raises Corrupt if rows of a queue are missing before them.
+        """
         codes, names = codes_of(rows.column("topic"))
         queue_ids, offsets = (
             rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset")
@@ -525,7 +531,10 @@ class Topics:
             self._files.remove(name)
 
     def _choose_queues(self, topic: Topic, queue_ids: Int64Array, rows: Int64Array | None) -> None:
-        """Set the final queues of a topic's rows in `queue_ids`. -1 there means: any queue. `rows` None: all rows."""
+        """Set the final queues of a topic's rows in `queue_ids`, in place. -1 there means: any queue.
+
+        `rows`: the indexes of the topic's rows, None for all rows.
+        """
         chosen = queue_ids if rows is None else queue_ids[rows]
         has_no_queue = chosen < 0
         if has_no_queue.any():
@@ -541,6 +550,7 @@ class Topics:
         queue_ids[slice(None) if rows is None else rows] = chosen
 
     def _add_topic(self, name: str, facts: TopicFacts) -> Topic:
+        """Create a topic in memory."""
         queues = Queues(self.indexes, name, facts.queues)
         topic = self._topics[name] = Topic(name, queues, facts)
         self.made_by[facts.made_by] = self.made_by.get(facts.made_by, 0) + 1
@@ -555,7 +565,7 @@ class Topics:
 
     def _set_visible_queues(self, topic: Topic, queues: int) -> None:
         """Show at least `queues` queues of a topic, including ones that were hidden."""
-        config = at_least(topic.config, queues)
+        config = raise_queues(topic.config, queues)
         if queues > len(topic.queues) or config != topic.config:
             topic.configure(config, queues)
             self._append_state(topic)
@@ -584,7 +594,7 @@ def _hide_deleted(topic: Topic) -> None:
 
 
 def check_topic(name: str) -> None:
-    """Raise InvalidName unless a topic may have this name. Names that contain another topic's may be longer."""
+    """Raise InvalidName unless a topic may have this name. A name that contains another topic's name may be longer."""
     has_other = name.startswith((RETRY_PREFIX, EXPIRED_PREFIX))
     check_name(name, limits.OWN_TOPIC_BYTES_MAX if has_other else limits.TOPIC_BYTES_MAX, "topic")
 
@@ -609,7 +619,9 @@ CHECKED_QUEUES = 64  # queues that are checked when an index is loaded; takes so
 def index_tags(
     rows: pa.RecordBatch, codes: Int64Array, names: Sequence[str], multi_tag: Sequence[bool]
 ) -> Int64Array:
-    """Compute the tag field of each row's entry. `multi_tag` states for each topic whether the field is a mask.
+    """Compute the tag field of the index entry of each row.
+
+    `names` are the topics, `codes` the index of each row's topic, and `multi_tag` whether its field is a mask.
 
     For a scheduled message in the queue of a delay level, the field is the due time in ms. The scan of that queue reads
     only the entries.
@@ -640,7 +652,10 @@ def _tag_values(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) ->
 
 
 def by_queue(codes: Int64Array, queue_id: Int64Array) -> Iterator[tuple[int, int, Int64Array]]:
-    """Yield (topic code, queue, row positions) for each queue, with the positions in ascending order."""
+    """Yield (topic code, queue, indexes of its rows) for each queue, with the indexes in ascending order.
+
+    `codes` and `queue_id` have one element for each row.
+    """
     # Combine topic and queue into one number, so that one sort finds the rows of each queue.
     for rows in alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
         yield int(codes[rows[0]]), int(queue_id[rows[0]]), rows
@@ -662,6 +677,7 @@ def check_index_ends(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
 
 
 def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Array) -> None:
+    """Raise Corrupt unless the row `seqs[0]` is the message at an offset of this queue."""
     position = f"queue {index.queue_id} of {index.topic!r}, offset {offset}"
     try:
         rows = reader.read_rows(seqs).select(["topic", "queue_id", "queue_offset"]).to_pylist()
@@ -676,7 +692,10 @@ def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Arr
 def rebuild_entries(
     reader: LogReader, first_seq: int, next_seq: int, is_multi_tag: Callable[[str], bool]
 ) -> list[Part]:
-    """Build the entries of the log's rows [first_seq, next_seq) that still exist. Any thread."""
+    """Build the index entries of the log's rows [first_seq, next_seq) that still exist, one part for each queue.
+
+    Any thread.
+    """
     parts_by_queue: dict[tuple[str, int], list[Part]] = {}
     # Rows that retention has removed need no entries: their offsets are below each queue's first offset.
     begin = max(first_seq, reader.first_seq)

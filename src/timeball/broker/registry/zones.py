@@ -33,13 +33,13 @@ class ZoneUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ZoneMoves(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Messages and occurrences of a zone that an update moved by the same distance: their number, and the first."""
+    """The messages and occurrences of a zone that an update of the rules moved by the same distance."""
 
     zone: str
-    before_ms: int
-    after_ms: int
-    messages: int = 0
-    schedules: int = 0
+    before_ms: int  # the due time of the first one before the update
+    after_ms: int  # and after it
+    messages: int = 0  # number of messages
+    schedules: int = 0  # number of occurrences
 
 
 class ZoneUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +57,13 @@ class ZoneFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tzdata: str
     zones: dict[str, ZoneUse] = {}
     update: ZoneUpdate | None = (
-        None  # the last one; the one that was begun, if its `after` differs from `tzdata`
+        None  # the last update. It is not finished if its `after` differs from `tzdata`
     )
 
 
 class _Rule(msgspec.Struct):
+    """The zone in the JSON form of a rule. Its other fields are ignored."""
+
     zone: str = UTC
 
 
@@ -85,17 +87,17 @@ class Zones:
         return self._table.values.get(_NAME)
 
     def use(self, zone: str, due_ms: int = 0) -> None:
-        """Record that a zone is in use, with a message due at `due_ms` if it is not 0. Nothing if that is recorded.
+        """Record that a zone is in use, by a message due at `due_ms`, or by a schedule (0).
 
-        UTC and names that are no zones are ignored.
+        Appends nothing if the record already says so. UTC and names that are no zones are ignored.
         """
         facts = self.facts or ZoneFacts(tzdata=time_parsing.VERSION)
-        known = facts.zones.get(zone)
-        if zone == UTC or (known is not None and due_ms <= known.until_ms):
+        recorded = facts.zones.get(zone)
+        if zone == UTC or (recorded is not None and due_ms <= recorded.until_ms):
             return
         until_ms = -(-due_ms // _STEP_MS) * _STEP_MS
-        # A known hash stays until an update has moved the messages that were sent by these rules.
-        rules = rules_hash(zone) if known is None else known.rules
+        # A recorded hash stays until an update has moved the messages that were sent by these rules.
+        rules = rules_hash(zone) if recorded is None else recorded.rules
         if rules:
             zones = facts.zones | {zone: ZoneUse(rules, until_ms)}
             self._table.put([(_NAME, msgspec.structs.replace(facts, zones=zones))])
@@ -106,7 +108,7 @@ class Zones:
         if properties.null_count == len(properties):
             return
         has_local_time = pc.match_substring(properties, LOCAL_TIME)
-        # Hardly any batch has one, so nothing is decoded before this check.
+        # Few batches contain a local time, so nothing is decoded before this check.
         if not pc.any(has_local_time).as_py():
             return
         rows = rows.filter(pc.and_(has_local_time, rows.column("due_ms").is_valid()))
