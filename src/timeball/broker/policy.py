@@ -105,7 +105,7 @@ class Policy:
         return topic
 
     def destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
-        """Call `destination` for each name. None if a first message would create one of the topics."""
+        """Find the topics to send to, by name, as `destination`. None if a first message would create one of them."""
         topics: dict[str, Topic] = {}
         for name in names:
             topic = self.destination(name, caller)

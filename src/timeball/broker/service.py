@@ -630,7 +630,7 @@ class Broker:
         }
 
     def offsets(self, group: str, topic: str, caller: Caller = ANONYMOUS) -> dict[int, int]:
-        """Find the stored offsets of a group in a topic, by queue."""
+        """Find the stored offsets of a group in a topic, by queue. Empty if it has none. Raises Forbidden."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         return self.tables.offsets.get(group, topic)

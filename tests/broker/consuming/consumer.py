@@ -21,12 +21,14 @@ def engine(world: World) -> Consuming:
 
 
 async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
+    """Send messages to TOPIC, which has two queues. They go to the queues in turn."""
     if TOPIC not in world.broker.topics():
         await world.broker.create_topic(TOPIC, 2)
     await world.broker.send(batch(len(bodies), topic=[TOPIC] * len(bodies), body=bodies, **columns))
 
 
 async def pop(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Received:
+    """Lease messages for GROUP, as RocketMQ's POP does. `ask`: fields of the request."""
     return await engine(world).receive(ReceiveRequest(GROUP, TOPIC, rows=rows, **ask), wait_ms)
 
 
@@ -48,9 +50,11 @@ async def pass_time(world: World, ms: int) -> None:
 
 
 def stored(world: World, topic: str = TOPIC) -> dict[int, int]:
+    """The stored offsets of GROUP, by queue."""
     found: dict[int, int] = world.broker.offsets(GROUP, topic)
     return found
 
 
 async def send_in_order(world: World, count: int = 4) -> None:
+    """Send messages to queue 0. Their bodies are their offsets."""
     await send(world, [b"%d" % i for i in range(count)], queue_id=pa.array([0] * count, pa.int32()))

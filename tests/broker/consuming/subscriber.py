@@ -13,7 +13,8 @@ from timeball.broker.registry.groups import SubscriptionGroup
 
 MINUTE_MS = 60_000
 GROUP, TOPIC = "g", "orders"
-AGAIN, DEAD = f"%RETRY%{GROUP}_{TOPIC}", f"%DLQ%{GROUP}"
+AGAIN = f"%RETRY%{GROUP}_{TOPIC}"  # the retry topic, in which the group gets messages of TOPIC again
+DEAD = f"%DLQ%{GROUP}"  # the group's dead letters
 
 
 def engine(world: World) -> Consuming:
@@ -22,12 +23,14 @@ def engine(world: World) -> Consuming:
 
 
 async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
+    """Send messages to TOPIC, which has two queues. They go to the queues in turn."""
     if TOPIC not in world.broker.topics():
         await world.broker.create_topic(TOPIC, 2)
     await world.broker.send(batch(len(bodies), topic=[TOPIC] * len(bodies), body=bodies, **columns))
 
 
 async def receive(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Received:
+    """Lease messages for GROUP for one minute. The broker counts the attempts. `ask`: fields of the request."""
     return await engine(world).receive(
         ReceiveRequest(
             GROUP,
@@ -48,6 +51,7 @@ def bodies(received: Received) -> list[bytes]:
 
 
 def attempts(received: Received) -> list[int]:
+    """The number of the attempt of each message, from 1."""
     return [times + 1 for times in column(received.rows, "reconsume_times")]
 
 
@@ -66,6 +70,7 @@ async def power_cut(world: World) -> None:
 
 
 def try_at_most(world: World, times_max: int) -> None:
+    """Let a message of the group be delivered again so often, after its first delivery."""
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=times_max))
 
 

@@ -209,7 +209,7 @@ async def test_positions_whose_rows_cannot_be_read_are_leased_again_without_an_a
 
 @on_node()
 async def test_a_full_disk_does_not_prevent_receives_and_acknowledgements(world: World) -> None:
-    """A lease needs no free position before it is answered."""
+    """Leases are in memory, and are saved later. So a receive needs no space on the disk."""
     await send(world, [b"a", b"b"])
     await acknowledge(world, await receive(world, 1))
     writer = world.broker.log.writer

@@ -24,9 +24,11 @@ from timeball.log.writer import NewestRows
 @on_node()
 async def test_a_consumer_that_disconnects_before_its_answer_leaves_no_lease(world: World) -> None:
     await send(world, [b"a"])
-    world.broker.log.writer.newest = NewestRows()  # or nothing would be waited for
+    world.broker.log.writer.newest = (
+        NewestRows()
+    )  # without the rows in memory, the receive waits for the reader
     asking = asyncio.create_task(pop(world))
-    await asyncio.sleep(0)  # it has taken and waits for the reader
+    await asyncio.sleep(0)  # now the position is leased, and its row is being read
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert bodies(await pop(world)) == [b"a"]
@@ -105,4 +107,4 @@ async def test_positions_whose_rows_retention_removed_do_not_block_the_queue(
     await send(world, [b"new"])
     await pass_time(world, MINUTE_MS)
     assert bodies(await pop(world, in_order=in_order)) == [b"new"]
-    await world.until(lambda: engine(world).leases.count.rows == 1, "only the new one is in hand")
+    await world.until(lambda: engine(world).leases.count.rows == 1, "only the new message is leased")

@@ -182,24 +182,25 @@ async def test_a_cancel_finds_a_message_before_during_and_after_its_transfer(
 async def test_a_cancel_that_finds_the_message_in_neither_group_asks_again(
     neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    """The receiving group answered before the message arrived, and the source after the message had left."""
+    """The heir answers before it has the message, and the drained group after it has handed the message over."""
     (key,) = await drained.send("orders", [HOUR_MS])
     await drained.broker.drain("g1")
-    looked, ask, has_gone = heir.broker._answer, heir.broker.others.ask, asyncio.Event()
+    answer_here, ask_other = heir.broker._answer, heir.broker.others.ask
+    is_handed_over = asyncio.Event()
 
-    async def answered_before_the_drain(*asked: object) -> object:
-        answer = await looked(*asked)
-        if not isinstance(asked[0], AdoptHere):
+    async def answer_before_the_transfer(*arguments: object) -> object:
+        answer = await answer_here(*arguments)
+        if not isinstance(arguments[0], AdoptHere):
             while heir.broker.tables.drains.adopted("g2") is None or drained.broker.tables.drains.out.rows:
                 await drained.broker.draining.hand_over()
-            has_gone.set()
+            is_handed_over.set()
         return answer
 
-    async def asked_behind_it(*asked: object) -> object:
-        await has_gone.wait()
-        return await ask(*asked)
+    async def ask_after_the_transfer(*arguments: object) -> object:
+        await is_handed_over.wait()
+        return await ask_other(*arguments)
 
-    heir.broker._answer, heir.broker.others.ask = answered_before_the_drain, asked_behind_it
+    heir.broker._answer, heir.broker.others.ask = answer_before_the_transfer, ask_after_the_transfer
     assert verdict_words(await heir.broker.cancel(ids=[key])) == ["cancelled"]
 
 

@@ -39,6 +39,7 @@ from timeball.broker.registry.schedules import (
     SCHEDULED_MS,
     Entry,
     Progress,
+    Schedule,
     ScheduleFacts,
     Schedules,
     State,
@@ -124,14 +125,14 @@ class ScheduleChanges:
         """Find a schedule. Raises NotFound, also if the caller may not look at its topic."""
         return await self._show(name, *self._visible(name, caller), caller)
 
-    def _visible(self, name: str, caller: Caller) -> tuple[ScheduleFacts, Progress]:
+    def _visible(self, name: str, caller: Caller) -> Schedule:
         """Find a schedule. Raises NotFound, also if the caller may not look at its topic, and Forbidden."""
         self._policy.allow_somewhere(caller, Verb.LOOK)
-        facts, progress = self._schedules.get(name)
-        if not self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
+        schedule = self._schedules.get(name)
+        if not self._policy.allows(caller, Verb.LOOK, topic=schedule.facts.topic):
             # The same error in both cases, so it does not reveal names.
             raise NotFound(f"no schedule {name!r}")
-        return facts, progress
+        return schedule
 
     async def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
         """List up to `rows` schedules whose names come after `after`, in order: all, or those of a topic.
@@ -175,7 +176,7 @@ class ScheduleChanges:
 
         The messages may be in any topic at which the caller may look. Raises NotFound, Forbidden.
         """
-        facts = self._visible(name, caller)[0]
+        facts = self._visible(name, caller).facts
         past = list[Past]()
         # In a thread, because each step backwards asks the rule some tens of times.
         times = await asyncio.to_thread(
@@ -202,45 +203,45 @@ class ScheduleChanges:
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         # Until nothing has changed the schedule between the look-up and the decision.
         while True:
-            known = await self._find_durable(name)
-            if known is not None:
-                if not self._policy.allows(caller, Verb.LOOK, topic=known[0].topic):
+            existing = await self._find_durable(name)
+            if existing is not None:
+                if not self._policy.allows(caller, Verb.LOOK, topic=existing.facts.topic):
                     raise Forbidden(f"schedule {name!r} exists for another topic, which you may not see")
-                self._policy.allow(caller, Verb.CANCEL, topic=known[0].topic)
-                if known[0] == facts and known[1].state != State.FAILED:
+                self._policy.allow(caller, Verb.CANCEL, topic=existing.facts.topic)
+                if existing.facts == facts and existing.progress.state != State.FAILED:
                     await self._log.writer.flushed()  # the first copy of the request may not be durable yet
-                    return await self._show(name, *known, caller), "unchanged"
-            self._schedules.check_new(name, facts, None if known is None else known[0])
+                    return await self._show(name, *existing, caller), "unchanged"
+            self._schedules.check_new(name, facts, None if existing is None else existing.facts)
             self._check_template(name, facts)
             now_ms = self._clock.now_ms()
             # An occurrence that a selection has cancelled, held or moved stays pending, and the new facts are for the
             # next one. With another rule, topic or keys it is replaced: its later rows are built from the facts.
             stays = (
-                known is not None
-                and _keeps_occurrence(known[0], facts)
-                and await self._selected(name, *known)
+                existing is not None
+                and _keeps_occurrence(existing.facts, facts)
+                and await self._selected(name, *existing)
             )
-            if known is not None and stays:
-                after = Next(name, facts, known[1], is_put=True)
+            if existing is not None and stays:
+                after = Next(name, facts, existing.progress, is_put=True)
             else:
-                after = await self._first(name, facts, known, now_ms)
+                after = await self._first(name, facts, existing, now_ms)
             # Another request or a release may have changed the schedule meanwhile.
-            if self._schedules.find(name) == known:
+            if self._schedules.find(name) == existing:
                 break
         # A new rule without a next time is probably a mistake. A rule that is put again may have ended meanwhile.
-        has_ended = known is not None and known[0].rule == facts.rule and not after.progress.error
+        has_ended = existing is not None and existing.facts.rule == facts.rule and not after.progress.error
         if after.occurrence is None and not (has_ended or stays):
             raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
-        if known is not None and known[1].state == State.PAUSED:
+        if existing is not None and existing.progress.state == State.PAUSED:
             paused = msgspec.structs.replace(after.progress, state=State.PAUSED)
             after = Next(name, facts, paused, is_put=True)
         # Last, because it may create the topic.
         self._policy.admit([facts.topic], caller)
         self._zones.use(zone_of_rule(facts.rule))
-        await self._append(after, now_ms, None if stays else known)
+        await self._append(after, now_ms, None if stays else existing)
         # Another request may have changed or deleted it meanwhile.
-        current = self._schedules.find(name) or (facts, after.progress)
-        return await self._show(name, *current, caller), "created" if known is None else "replaced"
+        current = self._schedules.find(name) or Schedule(facts, after.progress)
+        return await self._show(name, *current, caller), "created" if existing is None else "replaced"
 
     async def pause(self, name: str, caller: Caller) -> Shown:
         """Cancel the pending occurrence, and append no other until the schedule is resumed. Durable on return.
@@ -259,7 +260,7 @@ class ScheduleChanges:
                     State.PAUSED, after_ms, runs=before.runs, last_due_ms=before.last_due_ms,
                     last_ms=before.last_ms, last_queue=before.last_queue, last_offset=before.last_offset,
                 )  # fmt: skip
-                await self._append(Next(name, facts, paused), self._clock.now_ms(), (facts, before))
+                await self._append(Next(name, facts, paused), self._clock.now_ms(), Schedule(facts, before))
                 break
         return await self.get(name, caller)
 
@@ -290,7 +291,10 @@ class ScheduleChanges:
         # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
         change = self._schedules.changed([Entry(name, None)])
         await self._append_rows(
-            name, Continuation(lambda *_: (change.rows, change.keep)), self._clock.now_ms(), (facts, before)
+            name,
+            Continuation(lambda *_: (change.rows, change.keep)),
+            self._clock.now_ms(),
+            Schedule(facts, before),
         )
 
     async def run(self, name: str, caller: Caller) -> str:
@@ -298,7 +302,7 @@ class ScheduleChanges:
 
         Durable on return. Raises NotFound, Forbidden, and the errors of a send.
         """
-        facts = self._visible(name, caller)[0]
+        facts = self._visible(name, caller).facts
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         # The number of the next row, because several messages may be sent in one millisecond.
         message_id = f"{name}.run-{self._log.writer.next_seq}"
@@ -312,15 +316,15 @@ class ScheduleChanges:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _first(
-        self, name: str, facts: ScheduleFacts, known: tuple[ScheduleFacts, Progress] | None, now_ms: int
-    ) -> Next:
-        """Compute the first occurrence of a schedule that is put. `known`: the schedule that it replaces."""
-        before = None if known is None else known[1]
-        if known is not None and known[0].topic != facts.topic:  # the last position is of another topic
-            before = msgspec.structs.replace(known[1], last_queue=-1, last_offset=-1)
+    async def _first(self, name: str, facts: ScheduleFacts, existing: Schedule | None, now_ms: int) -> Next:
+        """Compute the first occurrence of a schedule that is put. `existing`: the schedule that it replaces."""
+        before = None if existing is None else existing.progress
+        if (
+            existing is not None and existing.facts.topic != facts.topic
+        ):  # the last position is of another topic
+            before = msgspec.structs.replace(existing.progress, last_queue=-1, last_offset=-1)
         # An equal rule continues, so that a change of the body neither skips nor repeats an occurrence.
-        continues = known is not None and known[0].rule == facts.rule
+        continues = existing is not None and existing.facts.rule == facts.rule
         after_ms = before.after_ms if before is not None and continues else now_ms
         while True:
             await self._compute(facts, after_ms, now_ms)
@@ -371,25 +375,25 @@ class ScheduleChanges:
         may_read = self._policy.allows(caller, Verb.RECEIVE, topic=facts.topic)
         return Shown(name, facts, progress, next_local, may_read)
 
-    async def _find_durable(self, name: str) -> tuple[ScheduleFacts, Progress] | None:
+    async def _find_durable(self, name: str) -> Schedule | None:
         """Find a schedule, and wait until its pending occurrence is durable. None if there is no schedule.
 
         So the scheduler knows the occurrence, and can cancel it.
         """
         # Found again after each wait, because the schedule may have changed meanwhile.
         while (found := self._schedules.find(name)) is not None:
-            if found[1].number < self._log.reader.next_seq:
+            if found.progress.number < self._log.reader.next_seq:
                 break
             await self._log.writer.flushed()
         return found
 
-    async def _get_durable(self, name: str, caller: Caller, verb: Verb) -> tuple[ScheduleFacts, Progress]:
+    async def _get_durable(self, name: str, caller: Caller, verb: Verb) -> Schedule:
         """Find a schedule as `_find_durable`, for a caller with the permission `verb`. Raises NotFound, Forbidden."""
         self._visible(name, caller)  # raises NotFound
         found = await self._find_durable(name)
         if found is None:
             raise NotFound(f"no schedule {name!r}")
-        self._policy.allow(caller, verb, topic=found[0].topic)
+        self._policy.allow(caller, verb, topic=found.facts.topic)
         return found
 
     def _check_template(self, name: str, facts: ScheduleFacts) -> None:
@@ -402,9 +406,7 @@ class ScheduleChanges:
         )  # fmt: skip
         self._appender.admit([row])
 
-    async def _append(
-        self, after: Next, now_ms: int, replaced: tuple[ScheduleFacts, Progress] | None = None
-    ) -> None:
+    async def _append(self, after: Next, now_ms: int, replaced: Schedule | None = None) -> None:
         """Append the next state of a schedule, and cancel the occurrence of the `replaced` state. Durable on return."""
         await self._append_rows(after.name, self._successors.continuation([after], now_ms), now_ms, replaced)
 
@@ -413,13 +415,13 @@ class ScheduleChanges:
         name: str,
         continuation: Continuation,
         now_ms: int,
-        replaced: tuple[ScheduleFacts, Progress] | None,
+        replaced: Schedule | None,
     ) -> None:
         """Append the rows of `continuation`, and cancel the occurrence of the `replaced` state. Durable on return."""
         self._log.writer.check_admission()
         # No await until the append: the scheduler decides about the cancel now.
         parts = list[pa.RecordBatch]()
-        if replaced is not None and replaced[1].number:
+        if replaced is not None and replaced.progress.number:
             facts, before = replaced
             was_pending = self._scheduler.cancel(np.array([before.due_ms]), np.array([before.number]))
             if was_pending[0]:
@@ -431,9 +433,9 @@ class ScheduleChanges:
         await durable
 
 
-def _keeps_occurrence(known: ScheduleFacts, facts: ScheduleFacts) -> bool:
-    """Check whether a pending occurrence of `known` may stay if the schedule gets new facts."""
-    return (known.rule, known.topic, known.keys) == (facts.rule, facts.topic, facts.keys)
+def _keeps_occurrence(existing: ScheduleFacts, facts: ScheduleFacts) -> bool:
+    """Check whether a pending occurrence of `existing` may stay if the schedule gets new facts."""
+    return (existing.rule, existing.topic, existing.keys) == (facts.rule, facts.topic, facts.keys)
 
 
 def _may_be_of(name: str, place: MessagePlace) -> bool:

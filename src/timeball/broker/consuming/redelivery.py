@@ -467,7 +467,10 @@ class Redelivery:
         )
 
     def _limit_uncounted(self, rows: pa.RecordBatch, returning: Sequence[Returning]) -> None:
-        """Make a nack without an attempt count as one if the message had as many of them as its group allows."""
+        """Set `counts` of leases that a nack without an attempt ends.
+
+        True if the message had as many of these nacks as its group allows: then this one is an attempt.
+        """
         # The row contains the number of these nacks, because a count in memory would begin anew with each leader.
         for index, position in enumerate(returning):
             if position.is_uncounted_nack:

@@ -39,6 +39,10 @@ class Selection:
     def __init__(
         self, rows: int, pop_ms: int, deadline_ms: int, *, now_ms: int, in_order: bool, attempt_id: str
     ) -> None:
+        """`rows`: the most positions to lease. `deadline_ms`: the end of the leases, by elapsed time.
+
+        `in_order`: for an ordered group. `attempt_id`: that of the request (requests.py).
+        """
         self._free_rows = rows  # how many more rows fit into the answer
         self._free_bytes = limits.POP_BYTES_MAX  # how many more bytes fit, apart from the first row
         self.pop_ms, self.deadline_ms, self._now_ms = pop_ms, deadline_ms, now_ms

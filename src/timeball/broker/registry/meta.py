@@ -178,6 +178,7 @@ class MetaLog:
         return lambda: values | {key: msgspec.Raw(value) for encode in encoders for key, value in encode()}
 
     def _remember(self, key: str, value: bytes) -> None:
+        """Store an encoded value in memory. An empty value deletes the key."""
         if value:
             self.values[key] = msgspec.Raw(value)
         else:
@@ -223,6 +224,7 @@ class MetaTable(Generic[T]):
         self._remember(name, msgspec.json.decode(value, type=self._kind) if value else None)
 
     def _remember(self, name: str, value: T | None) -> None:
+        """Store a decoded value in memory. None deletes the name."""
         if value is None:
             self.values.pop(name, None)
         else:

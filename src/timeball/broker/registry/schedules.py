@@ -211,8 +211,15 @@ class Entry(NamedTuple):
     slot: int | None = None
 
 
+class Schedule(NamedTuple):
+    """A schedule: its rule and template, and its progress."""
+
+    facts: ScheduleFacts
+    progress: Progress
+
+
 class Stored(NamedTuple):
-    """A schedule. Schedules with the same `plan` have the same rule and policies."""
+    """A schedule with its name and plan. Schedules with the same `plan` have the same rule and policies."""
 
     name: str
     facts: ScheduleFacts
@@ -261,15 +268,15 @@ class Schedules:
         """The bytes of all rules, templates and progress, about as a snapshot has them."""
         return self._columns.size_bytes
 
-    def find(self, name: str) -> tuple[ScheduleFacts, Progress] | None:
+    def find(self, name: str) -> Schedule | None:
         """Find a schedule, or None if there is none of this name."""
         slot = self._columns.names.find(name)
         if slot is None:
             return None
         [stored] = self.at(np.array([slot]))
-        return stored.facts, stored.progress
+        return Schedule(stored.facts, stored.progress)
 
-    def get(self, name: str) -> tuple[ScheduleFacts, Progress]:
+    def get(self, name: str) -> Schedule:
         """Find a schedule. Raises NotFound."""
         found = self.find(name)
         if found is None:

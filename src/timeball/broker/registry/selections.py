@@ -176,7 +176,7 @@ class _Condition:
         return mask & np.asarray(self._filter.exact(self._as_properties(messages)))
 
     def _as_properties(self, messages: Described) -> pa.RecordBatch:
-        """Add the values of OWN_NAMES to the properties, which are all that a filter knows."""
+        """Build rows for the filter, which reads properties only: add the values of OWN_NAMES as properties."""
         rows = messages.rows
         assert rows is not None
         values = {
