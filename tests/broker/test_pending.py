@@ -74,7 +74,7 @@ async def send_many(world: World) -> list[str]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_lists_its_pending_messages(strategy: str) -> None:
     @on_node(strategy=strategy)
-    async def told_as_it_is(world: World) -> None:
+    async def check_listing(world: World) -> None:
         keys = await send_many(world)
         assert due_times_and_keys(await list_all_pages(world)) == expected(world)
         await world.advance(HOUR_MS // 2)
@@ -88,7 +88,7 @@ def test_every_strategy_lists_its_pending_messages(strategy: str) -> None:
         await world.advance(60 * HOUR_MS)
         assert due_times_and_keys(await list_all_pages(world)) == expected(world)
 
-    told_as_it_is()
+    check_listing()
 
 
 @on_node()

@@ -301,20 +301,20 @@ async def test_merging_and_removing_files_excludes_files_with_held_messages(worl
     assert len(await delivered(world)) == 3 * FILES_MIN + 2
 
 
-def behind_the_files(
+def call_after_files(
     world: World, monkeypatch: pytest.MonkeyPatch, then: Callable[[], Awaitable[None]]
 ) -> None:
     """Call `then` once, when the next resume has written its files and before they are in the table."""
     mover = world.broker.mover
     write = mover._write_resumed
 
-    async def written(*args: object) -> None:
+    async def write_then_call(*args: object) -> None:
         await write(*args)
         if args[1]:
             monkeypatch.undo()
             await then()
 
-    monkeypatch.setattr(mover, "_write_resumed", written)
+    monkeypatch.setattr(mover, "_write_resumed", write_then_call)
 
 
 @on_node()
@@ -329,7 +329,7 @@ async def test_a_cancel_of_one_message_during_a_resume_stays_in_effect(
     async def cancel() -> None:
         assert await said(world, ids=keys[:1]) == ["cancelled"]
 
-    behind_the_files(world, monkeypatch, cancel)
+    call_after_files(world, monkeypatch, cancel)
     resumed = asyncio.ensure_future(world.broker.change_campaign("spring", "resume", shift=True))
     assert (await resumed).count == 2
     await world.advance(HOUR_MS)
@@ -375,7 +375,7 @@ async def test_messages_due_during_a_pause_or_resume_are_not_late(
     async def take_long() -> None:
         world.clock.advance(2 * MINUTE_MS)
 
-    behind_the_files(world, monkeypatch, take_long)
+    call_after_files(world, monkeypatch, take_long)
     await world.broker.change_campaign("spring", "resume")
     await world.until(lambda: world.broker.lateness.released == 2, "all are released")
     assert world.broker.lateness.max_ms == 0

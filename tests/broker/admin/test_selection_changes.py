@@ -482,7 +482,7 @@ async def test_a_move_needs_the_permission_for_both_topics(world: World) -> None
 
 
 @on_node()
-async def test_the_rights_for_the_present_topic_find_a_moved_message(world: World) -> None:
+async def test_a_moved_message_is_found_with_rights_for_its_new_topic(world: World) -> None:
     broker, other = world.broker, principal(topics={"b": "PUB"})
     (key,) = await world.send("a", [MINUTE_MS])
     assert await broker.find(key, None, other) == []
