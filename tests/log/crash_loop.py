@@ -22,48 +22,49 @@ FAR_FUTURE_MS = 1 << 60
 
 @dataclass
 class Witness:
-    """The appended batches by first sequence number, and those that were acknowledged."""
+    """The rows that the scenario appended, and the acknowledged ones."""
 
-    asked: dict[int, list[bytes]] = field(default_factory=dict)
-    aside: set[int] = field(default_factory=set)
-    acknowledged: set[int] = field(default_factory=set)
-    acknowledged_to: int = 0
-    let_go_below: int = 1
+    appended: dict[int, list[bytes]] = field(default_factory=dict)  # first seq of a batch -> its bodies
+    reserved: set[int] = field(default_factory=set)  # numbers without a row
+    acknowledged: set[int] = field(default_factory=set)  # first seqs of the acknowledged batches
+    acknowledged_to: int = 0  # the number after the last acknowledged row
+    removed_below: int = 1  # retention may have removed the rows before this number
 
     async def append(self, log: Log, *batches: pa.RecordBatch, span: int | None = None) -> None:
-        """Append batches in one go, and note each one when it is acknowledged."""
-        scheduled_rows = []
+        """Append batches in one iteration of the loop, and record each one when it is acknowledged."""
+        calls = []
         for rows in batches:
             first_seq, done = log.writer.append(rows, span=span)
-            self.asked[first_seq] = bodies([rows])
-            length = span or rows.num_rows
-            self.aside.update(range(first_seq + rows.num_rows, first_seq + length))
-            scheduled_rows.append((first_seq, first_seq + length, done))
-        for first_seq, next_seq, done in scheduled_rows:
+            self.appended[first_seq] = bodies([rows])
+            next_seq = first_seq + (span or rows.num_rows)
+            self.reserved.update(range(first_seq + rows.num_rows, next_seq))
+            calls.append((first_seq, next_seq, done))
+        for first_seq, next_seq, done in calls:
             await done
             self.acknowledged.add(first_seq)
             self.acknowledged_to = next_seq
 
-    def let_go(self, files: CrashFiles, log: Log) -> None:
-        """Retention: all segments but the last may go."""
+    def remove_segments(self, files: CrashFiles, log: Log) -> None:
+        """Remove all segments but the last, as retention does."""
         expired = log.segments.expired(
             now_ms=FAR_FUTURE_MS, retention_ms=0, needed_from_seq=log.segments.last.first_seq
         )
         assert expired, "the scenario is too small"
-        self.let_go_below = expired[-1].next_seq
+        self.removed_below = expired[-1].next_seq
         log.segments.remove(files, expired)
 
 
 async def scenario(files: CrashFiles, witness: Witness) -> None:
-    """Two runs of a log."""
+    """Run a log twice: append rows alone and in groups, reserve numbers, roll, and remove segments."""
     reserve = build_rows(1, kind=int(Kind.TABLE), body=b"10")
     async with opened(files, disk=AtOnce()) as log:
-        for n in range(5):
-            await witness.append(log, batch(100 * n + 1, 3, body_bytes=200))
-            await witness.append(log, *[batch(100 * n + 11 * k, k, body_bytes=50) for k in (1, 2, 3)])
+        for hundred in range(0, 500, 100):
+            await witness.append(log, batch(hundred + 1, 3, body_bytes=200))
+            group = [batch(hundred + 11 * count, count, body_bytes=50) for count in (1, 2, 3)]
+            await witness.append(log, *group)
         await witness.append(log, reserve, span=11)
         assert log.segments.all[1:], "the scenario is too small"
-        witness.let_go(files, log)
+        witness.remove_segments(files, log)
         await witness.append(log, batch(1_000, 2), batch(1_100, 20, body_bytes=1_000))
         await witness.append(log, batch(1_200, 1))
     async with opened(files, disk=AtOnce(), durable_before_seq=witness.acknowledged_to) as log:
@@ -71,8 +72,8 @@ async def scenario(files: CrashFiles, witness: Witness) -> None:
         await witness.append(log, batch(1_400, 4, body_bytes=700))
 
 
-def live(files: CrashFiles) -> Witness:
-    """Run the scenario until its end or until the power cut."""
+def run_scenario(files: CrashFiles) -> Witness:
+    """Run the scenario on these files until its end, or until their power is cut."""
     witness = Witness()
     try:
         asyncio.run(scenario(files, witness))
@@ -82,29 +83,34 @@ def live(files: CrashFiles) -> Witness:
 
 
 def violations(files: CrashFiles, witness: Witness, *, durable_before_seq: int = 0) -> list[str]:
-    """Open the log that a crash has left and compare it with the witness. Empty if there is no violation."""
+    """Open the log that a crash has left, and compare it with the witness. Returns a text for each violation.
+
+    A batch is complete or absent, and an acknowledged one complete.
+    """
     try:
         segments = reopened(files, durable_before_seq=durable_before_seq).segments
         kept_bodies = read_all(segments)
     except StorageError as error:
         return [f"refused: {error}"]
-    wrong = []
-    for first_seq, expected in witness.asked.items():
-        there = [kept_bodies.get(first_seq + i) for i in range(len(expected))]
-        is_owed = first_seq in witness.acknowledged and first_seq >= witness.let_go_below
-        if there != expected and (is_owed or there != [None] * len(expected)):
-            wrong.append(f"{'acknowledged' if is_owed else 'not acknowledged'} {first_seq}: {there}")
-    known = {first_seq + i for first_seq, rows in witness.asked.items() for i in range(len(rows))}
-    wrong += [f"nobody appended {seq}" for seq in kept_bodies.keys() - known]
-    dense = set(range(segments.first_seq, segments.next_seq)) - witness.aside
-    wrong += [f"hole at {seq}" for seq in dense - kept_bodies.keys()]
-    if segments.first_seq > witness.let_go_below:
-        wrong.append(f"begins with {segments.first_seq}, but {witness.let_go_below} may still be needed")
-    return wrong
+    problems = []
+    for first_seq, expected in witness.appended.items():
+        kept = [kept_bodies.get(first_seq + row) for row in range(len(expected))]
+        must_exist = first_seq in witness.acknowledged and first_seq >= witness.removed_below
+        if kept != expected and (must_exist or kept != [None] * len(expected)):
+            problems.append(f"{'acknowledged' if must_exist else 'not acknowledged'} {first_seq}: {kept}")
+    appended_seqs = {
+        first_seq + row for first_seq, rows in witness.appended.items() for row in range(len(rows))
+    }
+    problems += [f"nobody appended {seq}" for seq in kept_bodies.keys() - appended_seqs]
+    with_rows = set(range(segments.first_seq, segments.next_seq)) - witness.reserved
+    problems += [f"hole at {seq}" for seq in with_rows - kept_bodies.keys()]
+    if segments.first_seq > witness.removed_below:
+        problems.append(f"begins with {segments.first_seq}, but {witness.removed_below} may still be needed")
+    return problems
 
 
-def goes_on(files: CrashFiles) -> list[str]:
-    """Append to a recovered log, cut the power again, and check that all rows are there."""
+def problems_after_an_append(files: CrashFiles) -> list[str]:
+    """Append to a recovered log, cut the power, and check that the log has the new rows and all rows before."""
     before = read_all(reopened(files).segments)
     rows = batch(9_000, 5, body_bytes=300)
 
@@ -114,5 +120,5 @@ def goes_on(files: CrashFiles) -> list[str]:
 
     first_seq = asyncio.run(append())
     after = read_all(reopened(files.crash(survival="nothing")).segments)
-    expected = before | {first_seq + i: body for i, body in enumerate(bodies([rows]))}
+    expected = before | dict(enumerate(bodies([rows]), first_seq))
     return [] if after == expected else [f"appended at {first_seq}, found {sorted(after)}"]

@@ -33,32 +33,32 @@ class AtOnce(Disk):
         future: Future[object] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        # A thread would hand on whatever was raised, so this does too: a PowerCut is no Exception.
+        # A thread would pass on any exception, and a PowerCut is no Exception.
         except BaseException as error:
             future.set_exception(error)
         return future
 
 
-class OnDemand(Disk):
-    """A disk that keeps calls until the test releases them, such as a slow disk."""
+class HeldDisk(Disk):
+    """A disk that holds its calls until the test runs them, such as a slow disk."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Callable[[], object], Future[object]]] = []
+        self.held: list[tuple[Callable[[], object], Future[object]]] = []
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
         future: Future[object] = Future()
-        self.waiting.append((lambda: fn(*args, **kwargs), future))
+        self.held.append((lambda: fn(*args, **kwargs), future))
         return future
 
-    def let_go(self, count: int | None = None) -> None:
-        """Run the next `count` calls, or all that wait now."""
-        calls, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
+    def run_held(self, count: int | None = None) -> None:
+        """Run the next `count` held calls, or all that are held now."""
+        calls, self.held = self.held[:count], self.held[len(self.held[:count]) :]
         for call, future in calls:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(call())
-            # As above: a thread would hand on whatever was raised.
+            # A thread would pass on any exception.
             except BaseException as error:
                 future.set_exception(error)
 
@@ -75,7 +75,10 @@ class Log:
     failures: list[BaseException] = field(default_factory=list)
 
     async def append(self, *batches: pa.RecordBatch) -> list[int]:
-        """Append batches in one go and wait until they are durable; their first sequence numbers."""
+        """Append batches in one iteration of the loop, and wait until they are durable.
+
+        Returns their first sequence numbers.
+        """
         return list(await asyncio.gather(*[self.writer.append(batch)[1] for batch in batches]))
 
 
@@ -88,7 +91,7 @@ async def opened(
     durability: Durability = "sync",
     durable_before_seq: int = 0,
 ) -> AsyncIterator[Log]:
-    """Open the log below `files` for a test, with recovery. It is closed at the end."""
+    """Open the log below `files` with recovery, for the length of the block. Without a `disk`, with a disk thread."""
     clock = ManualClock()
     recovered = reopened(files, segment_bytes=segment_bytes, durable_before_seq=durable_before_seq)
     threads = disk or DiskThread()
@@ -107,11 +110,11 @@ async def opened(
 
 
 async def until(work: Awaitable[None], disk: Executor | None) -> None:
-    """Wait for `work`, and release the calls that an OnDemand disk keeps meanwhile."""
+    """Wait for `work`, and run the calls of a HeldDisk meanwhile."""
     task = asyncio.ensure_future(work)
-    while not task.done() and isinstance(disk, OnDemand):
+    while not task.done() and isinstance(disk, HeldDisk):
         await asyncio.sleep(0)
-        disk.let_go()
+        disk.run_held()
     await asyncio.wait_for(task, BOUND_S)
 
 
@@ -147,22 +150,23 @@ def batch(first: int, count: int = 3, *, body_bytes: int = 20) -> pa.RecordBatch
 
 
 def bodies(rows: Iterable[pa.RecordBatch]) -> list[bytes]:
+    """List the bodies of all rows of these batches."""
     return [body for part in rows for body in part.column("body").to_pylist()]
 
 
 def read_all(segments: Segments) -> dict[int, bytes]:
     """Read the bodies of all kept rows by sequence number."""
     reader = LogReader(segments)
-    found: dict[int, bytes] = {}
+    body_of: dict[int, bytes] = {}
     for rows in reader.rows(reader.first_seq, reader.next_seq):
         for seq, body in zip(rows.column("seq").to_pylist(), rows.column("body").to_pylist(), strict=True):
-            assert seq not in found
-            found[seq] = body
-    return found
+            assert seq not in body_of
+            body_of[seq] = body
+    return body_of
 
 
 def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
-    """Append `commits` commits of `rows` messages. Returns the bodies, the first of which has seq 1."""
+    """Write a log of `commits` commits of `rows` messages each, and close it. Returns all bodies, from seq 1 on."""
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
@@ -178,12 +182,12 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 2 * BOUND_S))
 
 
-async def turns(count: int = 5) -> None:
-    """Run some iterations of the event loop."""
+async def run_loop(count: int = 5) -> None:
+    """Let the event loop run `count` iterations."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def syncs(files: CrashFiles, name: str = "") -> int:
     """Count the syncs of files whose name contains `name`."""
-    return sum(call == "sync" and name in where for call, where in files.trace)
+    return sum(call == "sync" and name in file_name for call, file_name in files.trace)

@@ -79,19 +79,21 @@ def checkpoint(
     moved: Sequence[tuple[int, ...]] = (),
     woken: Sequence[tuple[int, ...]] = (),
 ) -> Checkpoint:
-    due, seq = (np.array([pair[at] for pair in settled], np.int64) for at in (0, 1))
-    return Checkpoint(
-        known, due, seq, *(np.array(rows, np.int64).reshape(-1, 4).T for rows in (moved, woken))
-    )
+    """Build a checkpoint from rows instead of columns. `settled` are pairs (due_ms, seq)."""
+    due = np.array([due_ms for due_ms, _ in settled], np.int64)
+    seq = np.array([seq for _, seq in settled], np.int64)
+    moved_columns, woken_columns = (np.array(rows, np.int64).reshape(-1, 4).T for rows in (moved, woken))
+    return Checkpoint(known, due, seq, moved_columns, woken_columns)
 
 
-def numbered(seq: int) -> Checkpoint:
+def checkpoint_at(seq: int) -> Checkpoint:
+    """Build a small checkpoint of row `seq`, which differs from that of any other row."""
     return checkpoint(
         Facts(seq=seq, files=[], queues={"orders": {0: (1, seq)}}), [(seq, n) for n in range(seq % 7)]
     )
 
 
-def same(one: Checkpoint | None, other: Checkpoint) -> bool:
+def are_equal(one: Checkpoint | None, other: Checkpoint) -> bool:
     return (
         one is not None
         and one.facts == other.facts
@@ -115,12 +117,12 @@ def test_saved_checkpoint_is_loaded_back(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cp, "PIECE_ROWS", piece_rows)
         save(files, encode(saved))
-    assert same(load(files), saved)
-    assert same(parse(files.content(NAME)), saved)
+    assert are_equal(load(files), saved)
+    assert are_equal(parse(files.content(NAME)), saved)
 
 
 @given(pairs, columns, columns, st.lists(st.integers(0, 20), max_size=3), st.sampled_from([1, 3, 8]))
-def test_a_table_may_be_encoded_in_parts(
+def test_a_table_encoded_in_parts_is_decoded_whole(
     settled: list[tuple[int, int]],
     moved: list[tuple[int, ...]],
     woken: list[tuple[int, ...]],
@@ -128,7 +130,7 @@ def test_a_table_may_be_encoded_in_parts(
     piece_rows: int,
 ) -> None:
     wanted = checkpoint(Facts(seq=7), settled, moved, woken)
-    bounds = [0, *sorted(cuts), 99]
+    bounds = [0, *sorted(cuts), 99]  # of the parts; no table has as many rows
     tables = ((wanted.settled_due, wanted.settled_seq), wanted.moved, wanted.woken)
     parts = [
         [tuple(column[low:high] for column in table) for low, high in pairwise(bounds)] for table in tables
@@ -136,53 +138,51 @@ def test_a_table_may_be_encoded_in_parts(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cp, "PIECE_ROWS", piece_rows)
         pieces = list(cp.encoded_pieces(wanted.facts, *parts))
-    assert same(decode(b"".join(pieces)), wanted)
+    assert are_equal(decode(b"".join(pieces)), wanted)
 
 
 def test_loaded_arrays_are_copies() -> None:
-    """The caller changes them, so they must not be views of the mapped file."""
+    """The caller changes the arrays, so they must not be views of the mapped file."""
     files = CrashFiles()
-    save(files, encode(numbered(6)))
-    found = load(files)
-    assert found is not None
-    found.settled_due[0] = 99
-    assert same(load(files), numbered(6))
+    save(files, encode(checkpoint_at(6)))
+    loaded = load(files)
+    assert loaded is not None
+    loaded.settled_due[0] = 99
+    assert are_equal(load(files), checkpoint_at(6))
 
 
 def test_missing_checkpoint_loads_as_none() -> None:
     assert load(CrashFiles()) is None
 
 
-def former(facts: bytes, due_and_seq: Sequence[int] = ()) -> bytes:
-    """Build a payload of version 1."""
+def payload_of_version_1(facts: bytes, due_and_seq: Sequence[int] = ()) -> bytes:
+    """Build a payload as version 1 wrote it. `due_and_seq`: due times of the settled messages, then their numbers."""
     pairs = np.array(due_and_seq, "<i8")
     return struct.pack("<QQ", len(facts), len(pairs) // 2) + facts + pairs.tobytes()
 
 
 def test_columns_of_version_1_are_read() -> None:
     facts = b'{"seq":9,"moved":[[7,1,3,8],[6,2,4,6]],"woken":[[5,70,2,6]]}'
-    found = decode(former(facts, [10, 20, 3, 4]))
-    assert same(
-        found, checkpoint(Facts(seq=9), [(10, 3), (20, 4)], [(7, 1, 3, 8), (6, 2, 4, 6)], [(5, 70, 2, 6)])
-    )
+    decoded = decode(payload_of_version_1(facts, [10, 20, 3, 4]))
+    settled, moved, woken = [(10, 3), (20, 4)], [(7, 1, 3, 8), (6, 2, 4, 6)], [(5, 70, 2, 6)]
+    assert are_equal(decoded, checkpoint(Facts(seq=9), settled, moved, woken))
 
 
-def test_two_million_settled_and_woken_messages_need_a_twentieth_of_a_row() -> None:
+def test_two_million_settled_and_woken_messages_need_a_twentieth_of_the_largest_frame() -> None:
     rows = 2_000_000
     due_ms = np.sort(np.random.default_rng(1).integers(0, 3_600_000, rows))
     seq = np.arange(rows) * 3
     woken = np.stack([seq, due_ms, seq + 1, due_ms + 7])
     row = snapshot_row(encode(Checkpoint(Facts(seq=1), due_ms, seq, woken=woken)), 7)
     assert pa.ipc.get_record_batch_size(row) < FRAME_BYTES_MAX // 20
-    found = decode(row.column("body")[0].as_py())
-    assert np.array_equal(found.woken, woken) and np.array_equal(found.settled_due, due_ms)
+    decoded = decode(row.column("body")[0].as_py())
+    assert np.array_equal(decoded.woken, woken) and np.array_equal(decoded.settled_due, due_ms)
 
 
 def test_missing_facts_have_defaults_and_unknown_ones_are_ignored() -> None:
-    payload = b'{"seq":9,"table_attach_seq":0}'
-    payload = len(payload).to_bytes(8, "little") + bytes(8) + payload
-    found = parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
-    assert same(found, checkpoint(Facts(seq=9), []))
+    payload = payload_of_version_1(b'{"seq":9,"table_attach_seq":0}')
+    parsed = parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
+    assert are_equal(parsed, checkpoint(Facts(seq=9), []))
 
 
 # ---- damage ----------------------------------------------------------------------------------------------
@@ -190,48 +190,50 @@ def test_missing_facts_have_defaults_and_unknown_ones_are_ignored() -> None:
 
 def test_every_flipped_bit_and_every_missing_byte_is_noticed() -> None:
     files = CrashFiles()
-    save(files, encode(numbered(6)))
+    save(files, encode(checkpoint_at(6)))
     content = files.content(NAME)
-    for at in range(len(content)):
-        for damaged in (bytearray(content), bytearray(content)):
-            damaged[at] ^= 1 << at % 8
+    for position in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
             with pytest.raises(Corrupt):
                 parse(bytes(damaged))
         with pytest.raises(Corrupt):
-            parse(content[:at])
+            parse(content[:position])
     with pytest.raises(Corrupt):
         parse(content + b"\0")
+
+
+def claimed(facts_bytes: int, pairs: int, content: bytes) -> bytes:
+    """Build a payload of version 1 whose header claims these lengths."""
+    return struct.pack("<QQ", facts_bytes, pairs) + content
+
+
+def claimed_state(facts_bytes: int, settled: int, content: bytes) -> bytes:
+    """Build a payload whose header claims these lengths."""
+    return STATE_HEADER.pack(STATE_MAGIC, facts_bytes, settled, 0, 0) + content
+
+
+def zstd(content: bytes) -> bytes:
+    compressed: bytes = pa.compress(content, "zstd", asbytes=True)
+    return compressed
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        b"",
-        bytes(15),
-        (5).to_bytes(8, "little") + bytes(8) + b"{}",
-        (2).to_bytes(8, "little") + bytes(8) + b"[]",
-        (2).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"{}" + bytes(31),
-        (2).to_bytes(8, "little") + (2**63).to_bytes(8, "little") + b"{}" + bytes(32),
-        (2**63).to_bytes(8, "little") + bytes(8) + b"{}",
-        STATE_HEADER.pack(STATE_MAGIC, 2, 0, 0, 0) + b"{}",
-        STATE_HEADER.pack(STATE_MAGIC, 2, 1, 0, 0) + pa.compress(b"{}" + bytes(8), "zstd", asbytes=True),
-        STATE_HEADER.pack(STATE_MAGIC, 2**62, 0, 0, 0) + pa.compress(b"{}", "zstd", asbytes=True),
-        STATE_HEADER.pack(STATE_MAGIC, 2, 2**63, 0, 0) + pa.compress(b"{}", "zstd", asbytes=True),
-        (3_005).to_bytes(8, "little") + bytes(8) + b'{"x":' + b"[" * 3_000,
-    ],
-    ids=[
-        "empty",
-        "short",
-        "cut facts",
-        "no facts",
-        "few pairs",
-        "too many pairs",
-        "endless facts",
-        "plain",
-        "few rows",
-        "endless facts of a state",
-        "endless rows",
-        "nested facts",
+        pytest.param(b"", id="empty"),
+        pytest.param(bytes(15), id="short"),
+        pytest.param(claimed(5, 0, b"{}"), id="cut facts"),
+        pytest.param(claimed(2, 0, b"[]"), id="no facts"),
+        pytest.param(claimed(2, 2, b"{}" + bytes(31)), id="few pairs"),
+        pytest.param(claimed(2, 2**63, b"{}" + bytes(32)), id="too many pairs"),
+        pytest.param(claimed(2**63, 0, b"{}"), id="endless facts"),
+        pytest.param(claimed(3_005, 0, b'{"x":' + b"[" * 3_000), id="nested facts"),
+        pytest.param(claimed_state(2, 0, b"{}"), id="not compressed"),
+        pytest.param(claimed_state(2, 1, zstd(b"{}" + bytes(8))), id="few rows"),
+        pytest.param(claimed_state(2**62, 0, zstd(b"{}")), id="endless facts of a state"),
+        pytest.param(claimed_state(2, 2**63, zstd(b"{}")), id="endless rows"),
     ],
 )
 def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
@@ -241,90 +243,98 @@ def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
 
 def test_damaged_checkpoint_loads_as_none_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     files = CrashFiles()
-    save(files, encode(numbered(6)))
+    save(files, encode(checkpoint_at(6)))
     files.open(NAME).write_at(40, b"?")
     with caplog.at_level(logging.WARNING):
         assert load(files) is None
     assert "the log is replayed from its last snapshot" in caplog.text
     caplog.clear()
-    save(files, encode(numbered(7)))
-    assert same(load(files), numbered(7)), "and the next one is good again"
+    save(files, encode(checkpoint_at(7)))
+    assert are_equal(load(files), checkpoint_at(7)), "and the next one is good again"
     assert not caplog.records
 
 
 # ---- power cuts ------------------------------------------------------------------------------------------
 
 
-def after_cuts(**forgotten: bool) -> list[Checkpoint | None]:
-    """Replace a checkpoint with a power cut at each call. Returns the checkpoint that is loaded after each."""
-    whole = CrashFiles(**forgotten)
-    save(whole, encode(numbered(5)))
-    begun = whole.calls
-    save(whole, encode(numbered(13)))
-    found: list[Checkpoint | None] = []
-    for cut in range(begun + 1, whole.calls + 1):
+OLD, NEW = checkpoint_at(5), checkpoint_at(13)
+
+
+def loaded_after_power_cuts(**forgotten: bool) -> list[Checkpoint | None]:
+    """Replace OLD by NEW, with a power cut at each call of the second save. Returns what is loaded after each one."""
+    uncut = CrashFiles(**forgotten)
+    save(uncut, encode(OLD))
+    first_calls = uncut.calls
+    save(uncut, encode(NEW))
+    loaded: list[Checkpoint | None] = []
+    for cut in range(first_calls + 1, uncut.calls + 1):
         files = CrashFiles(crash_at=cut, **forgotten)
         with pytest.raises(PowerCut):
-            save(files, encode(numbered(5)))
-            save(files, encode(numbered(13)))
-        found += [load(files.crash(seed)) for seed in range(20)]
-    return found
+            save(files, encode(OLD))
+            save(files, encode(NEW))
+        loaded += [load(files.crash(seed)) for seed in range(20)]
+    return loaded
 
 
 def test_power_cut_leaves_the_old_checkpoint_or_the_new_one() -> None:
-    checkpoints = after_cuts()
-    assert all(same(each, numbered(5)) or same(each, numbered(13)) for each in checkpoints)
-    assert {each.facts.seq for each in checkpoints if each} == {5, 13}
+    checkpoints = loaded_after_power_cuts()
+    assert all(are_equal(loaded, OLD) or are_equal(loaded, NEW) for loaded in checkpoints)
+    assert {loaded.facts.seq for loaded in checkpoints if loaded} == {5, 13}, "both occur"
 
 
 @pytest.mark.parametrize("forgotten", ["forget_sync", "forget_sync_dir"])
 def test_disk_that_ignores_fsync_is_noticed(forgotten: str) -> None:
-    assert any(each is None for each in after_cuts(**{forgotten: True}))
+    """The control: without syncs, a power cut leaves no valid checkpoint."""
+    assert any(loaded is None for loaded in loaded_after_power_cuts(**{forgotten: True}))
 
 
 def test_checkpoint_is_saved_and_loaded_in_a_real_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
-    save(files, encode(numbered(5)))
-    save(files, encode(numbered(13)))
-    assert same(cp.load(RealFiles(tmp_path)), numbered(13))
+    save(files, encode(OLD))
+    save(files, encode(NEW))
+    assert are_equal(cp.load(RealFiles(tmp_path)), NEW)
     assert files.list_dir(".") == [NAME]
 
+
+# ---- snapshots -------------------------------------------------------------------------------------------
 
 SETTLED = np.array([5, 9], dtype=np.int64)
 
 
 def state(seq: int) -> Checkpoint:
+    """Build a state of row `seq` with two settled messages and a secret."""
     facts = Facts(seq=seq, watermark=3, meta={"secret/receipts": msgspec.Raw(b'"c2VjcmV0"')})
     return Checkpoint(facts, SETTLED, SETTLED + 1)
 
 
 async def append_snapshot(log: Log, seq: int) -> int:
+    """Append a snapshot of row `seq`. Returns the number of the snapshot's row."""
     first_seq, durable = log.writer.append(snapshot_row(encode(state(seq)), 7), flags=fmt.SNAPSHOT)
     await durable
     return first_seq
 
 
-async def fill(log: Log, commits: int) -> None:
+async def append_commits(log: Log, commits: int) -> None:
     for _ in range(commits):
         await log.append(batch(log.writer.next_seq))
 
 
-@pytest.mark.parametrize("commits_behind", [0, 3, 40])
-def test_last_snapshot_is_found_with_any_rows_after_it(commits_behind: int) -> None:
+@pytest.mark.parametrize("commits_after", [0, 3, 40])
+def test_last_snapshot_is_found_with_any_rows_after_it(commits_after: int) -> None:
     files = CrashFiles()
 
     async def main() -> None:
         async with opened(files) as log:
             assert last_snapshot(log.segments) is None
             for seq in (4, 10):
-                await fill(log, 12)
-                first_seq = await append_snapshot(log, seq)
-            await fill(log, commits_behind)
-            committed = last_snapshot(log.segments, first_seq)
-            assert committed is not None and committed.facts.seq == 4
+                await append_commits(log, 12)
+                snapshot_seq = await append_snapshot(log, seq)
+            await append_commits(log, commits_after)
+            earlier = last_snapshot(log.segments, snapshot_seq)
+            assert earlier is not None and earlier.facts.seq == 4, "only rows below `to_seq` count"
             assert last_snapshot(log.segments, 4) is None
             assert log_bytes_from(log.segments, log.writer.next_seq) == 0
-            assert log_bytes_from(log.segments, 1) >= log_bytes_from(log.segments, first_seq) > 0
+            assert log_bytes_from(log.segments, 1) >= log_bytes_from(log.segments, snapshot_seq) > 0
         snapshot = last_snapshot(reopened(files).segments)
         assert snapshot is not None and snapshot.facts == state(10).facts
         assert (snapshot.settled_due == SETTLED).all() and (snapshot.settled_seq == SETTLED + 1).all()
@@ -337,11 +347,10 @@ def test_snapshot_has_a_frame_of_its_own_in_any_commit() -> None:
 
     async def main() -> None:
         async with opened(files) as log:
-            one, two = log.writer.append(batch(1))[1], append_snapshot(log, 2)
-            await asyncio.gather(one, two, log.writer.append(batch(5))[1])
-            frames = [
-                fmt.read_frame(log.segments.last.buffer, int(at)) for at in log.segments.last.frame_positions
-            ]
+            before = log.writer.append(batch(1))[1]
+            await asyncio.gather(before, append_snapshot(log, 2), log.writer.append(batch(5))[1])
+            last = log.segments.last
+            frames = [fmt.read_frame(last.buffer, int(position)) for position in last.frame_positions]
             flagged = [(frame.rows, frame.flags) for frame in frames if frame is not None and frame.flags]
             assert flagged == [(1, fmt.SNAPSHOT)]
 

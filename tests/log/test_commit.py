@@ -2,47 +2,68 @@
 
 import asyncio
 from concurrent.futures import Future
+from typing import NamedTuple
 
-import pyarrow as pa
-
-from timeball.log.row_encoder import build_by_pyarrow
-from timeball.log.writer import Entry, frames_of
+from timeball.log.row_encoder import Payload, build_by_pyarrow
+from timeball.log.writer import Entry, group_entries
 from timeball.model.message import LOG_SCHEMA, SMALL_ROWS, Kind, meta_rows
 
 
-def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:
-    """Group entries of one row, each (first_seq, span, flags). Returns (first_seq, span, flags, rows) of the frames."""
+class OneRow(NamedTuple):
+    """An entry of one row."""
 
-    async def work() -> list[tuple[int, int, int, int]]:
+    first_seq: int
+    span: int = 1
+    flags: int = 0
+
+
+class Frame(NamedTuple):
+    """A frame of `rows` rows."""
+
+    first_seq: int
+    rows: int = 1
+    span: int = 1
+    flags: int = 0
+
+
+def frames(*entries: OneRow) -> list[Frame]:
+    """Group these entries of one commit. Returns its frames."""
+
+    async def work() -> list[Frame]:
         loop, rows = asyncio.get_running_loop(), meta_rows([("key", b"value")], now_ms=0)
         appended = [
-            Entry(rows, first_seq, span, rows.nbytes, loop.create_future(), None, flags)
-            for first_seq, span, flags in entries
+            Entry(rows, entry.first_seq, entry.span, rows.nbytes, loop.create_future(), None, entry.flags)
+            for entry in entries
         ]
         return [
-            (group.first_seq, group.span, group.flags, group.rows.num_rows) for group in frames_of(appended)
+            Frame(frame.first_seq, frame.rows.num_rows, frame.span, frame.flags)
+            for frame in group_entries(appended)
         ]
 
     return asyncio.run(work())
 
 
 def test_neighbouring_entries_share_a_frame() -> None:
-    assert frames((1, 1, 0), (2, 1, 0), (3, 1, 0)) == [(1, 3, 0, 3)]
+    assert frames(OneRow(1), OneRow(2), OneRow(3)) == [Frame(1, rows=3, span=3)]
 
 
-def test_reservations_and_flagged_rows_get_a_frame_of_their_own() -> None:
-    alone = frames((1, 1, 0), (2, 10, 0), (12, 1, 0), (13, 1, 1), (14, 1, 0))
-    assert alone == [(1, 1, 0, 1), (2, 10, 0, 1), (12, 1, 0, 1), (13, 1, 1, 1), (14, 1, 0, 1)]
+def test_a_reservation_gets_a_frame_of_its_own() -> None:
+    assert frames(OneRow(1), OneRow(2, span=10), OneRow(12)) == [Frame(1), Frame(2, span=10), Frame(12)]
+
+
+def test_flagged_rows_get_a_frame_of_their_own() -> None:
+    assert frames(OneRow(1), OneRow(2, flags=1), OneRow(3)) == [Frame(1), Frame(2, flags=1), Frame(3)]
 
 
 def test_rows_encoded_ahead_get_a_frame_of_their_own() -> None:
     async def work() -> None:
         loop, rows = asyncio.get_running_loop(), meta_rows([("key", b"value")], now_ms=0)
-        ahead: Future[bytes | pa.Buffer] = Future()
+        payload: Future[Payload] = Future()
         appended = [Entry(rows, seq, 1, rows.nbytes, loop.create_future(), None) for seq in range(1, 5)]
-        appended[1].payload = ahead
-        groups = [(group.first_seq, group.span, group.payload) for group in frames_of(appended)]
-        assert groups == [(1, 1, None), (2, 1, ahead), (3, 2, None)]
+        appended[1].payload = payload
+        frames = group_entries(appended)
+        assert [(frame.first_seq, frame.span) for frame in frames] == [(1, 1), (2, 1), (3, 2)]
+        assert [frame.payload for frame in frames] == [None, payload, None]
 
     asyncio.run(work())
 
@@ -51,19 +72,15 @@ def test_many_encoded_rows_get_a_frame_of_their_own_and_few_share_one() -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
         value = tuple({"kind": int(Kind.MESSAGE), "topic": "t"}.get(name) for name in LOG_SCHEMA.names)
-        counts, appended, seq = (SMALL_ROWS, 1, 2, SMALL_ROWS, SMALL_ROWS), [], 1
-        for count in counts:
+        many = SMALL_ROWS
+        appended, next_seq = [], 1
+        for count in (many, 1, 2, many, many):
             rows = build_by_pyarrow([value] * count)
-            appended.append(Entry(rows, seq, count, len(rows.message), loop.create_future(), None))
-            seq += count
-        groups = frames_of(appended)
-        assert [group.rows.num_rows for group in groups] == [SMALL_ROWS, 3, SMALL_ROWS, SMALL_ROWS]
-        assert groups[0].rows is appended[0].rows, "it is not encoded once more"
-        assert [group.first_seq for group in groups] == [
-            1,
-            SMALL_ROWS + 1,
-            SMALL_ROWS + 4,
-            2 * SMALL_ROWS + 4,
-        ]
+            appended.append(Entry(rows, next_seq, count, len(rows.message), loop.create_future(), None))
+            next_seq += count
+        frames = group_entries(appended)
+        assert [frame.rows.num_rows for frame in frames] == [many, 3, many, many]
+        assert [frame.first_seq for frame in frames] == [1, many + 1, many + 4, 2 * many + 4]
+        assert frames[0].rows is appended[0].rows, "the rows are not encoded again"
 
     asyncio.run(work())

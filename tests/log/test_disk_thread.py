@@ -13,63 +13,64 @@ from tests.bounds import BOUND_S
 from timeball.log.disk_thread import DiskThread, InlineDisk
 
 
-class Power(BaseException):
-    pass
+class Failure(BaseException):
+    """An exception that is no Exception."""
 
 
-def test_calls_run_in_their_order_in_one_thread() -> None:
-    disk, seen = DiskThread(), []
-    for at in range(100):
-        call = lambda at=at: seen.append((at, threading.get_ident()))  # noqa: E731
-        _ = disk.post(call) if at % 3 else disk.submit(call)
+def test_calls_run_in_their_order_in_one_other_thread_and_before_a_shutdown() -> None:
+    disk, calls = DiskThread(), []
+    for number in range(100):
+        call = lambda number=number: calls.append((number, threading.get_ident()))  # noqa: E731
+        _ = disk.post(call) if number % 3 else disk.submit(call)
     disk.shutdown()
-    assert [at for at, _ in seen] == list(range(100)), "a stop runs what waits"
-    assert len({thread for _, thread in seen} | {threading.get_ident()}) == 2
+    assert [number for number, _ in calls] == list(range(100))
+    threads = {thread for _, thread in calls}
+    assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_an_outcome_of_any_kind_reaches_its_caller() -> None:
+def test_results_and_exceptions_of_any_kind_reach_the_caller() -> None:
     disk = DiskThread()
 
     def fail() -> None:
-        raise Power
+        raise Failure
 
     assert disk.submit(pow, 2, 3, mod=5).result() == 3
-    with pytest.raises(Power):
+    with pytest.raises(Failure):
         disk.submit(fail).result()
-    assert disk.submit(lambda: "on").result() == "on", "a failure ends no thread"
+    assert disk.submit(lambda: "next").result() == "next", "the thread continues after a failure"
     disk.shutdown()
 
 
 def test_shutdown_refuses_calls_and_may_cancel_queued_ones() -> None:
-    disk, go, seen = DiskThread(), threading.Event(), []
-    first = disk.submit(go.wait)
-    while not first.running():
+    disk, may_end, run = DiskThread(), threading.Event(), []
+    running = disk.submit(may_end.wait)
+    while not running.running():
         pass
-    waiting = disk.submit(seen.append, 1)
-    disk.post(lambda: seen.append(2))
+    queued = disk.submit(run.append, "queued by submit")
+    disk.post(lambda: run.append("queued by post"))
     disk.shutdown(wait=False, cancel_futures=True)
-    go.set()
+    may_end.set()
     disk.shutdown()
-    assert first.result() and seen == []
+    assert running.result()
     with pytest.raises(CancelledError):
-        waiting.result()
+        queued.result()
     with pytest.raises(RuntimeError, match="shut down"):
-        disk.submit(go.wait)
-    disk.post(lambda: seen.append(3))
-    assert seen == []
+        disk.submit(may_end.wait)
+    disk.post(lambda: run.append("posted after the shutdown"))
+    assert run == []
 
 
 def test_call_is_not_referenced_after_it_has_run() -> None:
-    class Held:
+    class Argument:
         pass
 
-    disk, held = DiskThread(), Held()
-    gone = weakref.ref(held)
-    disk.submit(lambda held: None, held).result()
+    disk, argument = DiskThread(), Argument()
+    reference = weakref.ref(argument)
+    disk.submit(lambda argument: None, argument).result()
     disk.submit(lambda: None).result()
-    del held
+    del argument
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     disk.shutdown()
 
 
@@ -83,15 +84,15 @@ def test_thread_ends_when_the_disk_is_garbage_collected() -> None:
     assert not thread.is_alive()
 
 
-def test_calls_without_a_thread_have_run_when_they_are_submitted() -> None:
-    disk, seen = InlineDisk(), []
+def test_an_inline_disk_runs_each_call_at_once_in_the_thread_of_its_caller() -> None:
+    disk, threads = InlineDisk(), []
 
     def fail() -> None:
-        raise Power
+        raise Failure
 
-    disk.post(lambda: seen.append(threading.get_ident()))
-    assert seen == [threading.get_ident()]
+    disk.post(lambda: threads.append(threading.get_ident()))
+    assert threads == [threading.get_ident()]
     assert disk.submit(pow, 2, 3, mod=5).done()
     failed = disk.submit(fail)
-    assert isinstance(failed.exception(), Power)
+    assert isinstance(failed.exception(), Failure)
     disk.shutdown()

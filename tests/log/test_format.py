@@ -17,11 +17,21 @@ from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, with_seq
 
-CRC_AT = 52
-VERSION_AT = 4
+# Byte positions in the header of a frame.
+VERSION_AT, FLAGS_AT, LENGTH_AT, ROWS_AT, SPAN_AT, PAYLOAD_AT, CRC_AT, SYNCED_TO_AT = (
+    4,
+    6,
+    8,
+    12,
+    24,
+    48,
+    52,
+    56,
+)
 
 
 def encode(rows: pa.RecordBatch, *, first_seq: int = 17, position: int = 64, synced_to: int = 64) -> bytes:
+    """Encode a frame, by default the first of a segment that begins with row 17."""
     frame, parts = fmt.encode_frame(
         rows, first_seq=first_seq, span=rows.num_rows, append_ms=5, epoch=1, position=position, synced_to=synced_to
     )  # fmt: skip
@@ -30,8 +40,9 @@ def encode(rows: pa.RecordBatch, *, first_seq: int = 17, position: int = 64, syn
     return data
 
 
-def segment(*frames: bytes, tail: int = 256) -> pa.Buffer:
-    return pa.py_buffer(fmt.encode_segment_header(17, 5) + b"".join(frames) + bytes(tail))
+def segment(*frames: bytes, blank_bytes: int = 256) -> pa.Buffer:
+    """Build a segment: a header, the frames, and zeros."""
+    return pa.py_buffer(fmt.encode_segment_header(17, 5) + b"".join(frames) + bytes(blank_bytes))
 
 
 def sealed_again(frame: bytearray) -> bytes:
@@ -100,37 +111,36 @@ def test_columns_of_a_frame_are_views_of_the_segment() -> None:
 
 
 def test_every_flipped_bit_of_a_frame_is_noticed() -> None:
-    good = segment(encode(batch(1, 2)), tail=64)
-    end = good.size - 64
-    for at in range(64, end):
-        for bit in (1, 0x80):
-            damaged = bytearray(good.to_pybytes())
-            damaged[at] ^= bit
+    undamaged = segment(encode(batch(1, 2)), blank_bytes=64).to_pybytes()
+    for position in range(64, len(undamaged) - 64):
+        for bit in range(8):
+            damaged = bytearray(undamaged)
+            damaged[position] ^= 1 << bit
             with pytest.raises((Corrupt, SetupError)):
                 fmt.read_frame(pa.py_buffer(bytes(damaged)), 64)
 
 
 def test_every_cut_of_a_frame_is_noticed() -> None:
-    data = segment(encode(batch(1, 2)), tail=0).to_pybytes()
+    data = segment(encode(batch(1, 2)), blank_bytes=0).to_pybytes()
     for length in range(128, len(data)):
         with pytest.raises(Corrupt):
             fmt.read_frame(pa.py_buffer(data[:length]), 64)
 
 
 def test_truncated_header_at_the_end_of_a_segment_is_no_frame() -> None:
-    data = segment(encode(batch(1, 2)), tail=0).to_pybytes()
+    data = segment(encode(batch(1, 2)), blank_bytes=0).to_pybytes()
     assert fmt.read_frame(pa.py_buffer(data[:127]), 64) is None
 
 
 def test_header_with_one_nonzero_byte_is_corrupt() -> None:
-    for at in range(4, 64):
+    for position in range(4, 64):  # behind the magic
         blank = bytearray(segment().to_pybytes())
-        blank[64 + at] = 1
+        blank[64 + position] = 1
         with pytest.raises(Corrupt, match="half written"):
             fmt.read_frame(pa.py_buffer(bytes(blank)), 64)
 
 
-def test_frame_of_another_version_raises_setup_error() -> None:
+def test_frame_of_a_newer_version_raises_setup_error() -> None:
     data = bytearray(encode(batch(1, 2)))
     struct.pack_into("<H", data, VERSION_AT, 2)
     with pytest.raises(SetupError, match="version 2"):
@@ -139,36 +149,36 @@ def test_frame_of_another_version_raises_setup_error() -> None:
 
 def test_unknown_flags_are_refused() -> None:
     data = bytearray(encode(batch(1, 2)))
-    struct.pack_into("<H", data, 6, 2)
+    struct.pack_into("<H", data, FLAGS_AT, 2)
     with pytest.raises(Corrupt):
         fmt.read_frame(segment(sealed_again(data)), 64)
 
 
 @pytest.mark.parametrize(
-    ("at", "form", "value"),
+    ("field", "form", "value"),
     [
-        (8, "<I", 0),
-        (8, "<I", 63),
-        (8, "<I", 2**31),
-        (8, "<I", limits.FRAME_BYTES_MAX + 64),
-        (12, "<I", 0),
-        (12, "<I", 3),  # more rows than sequence numbers
-        (24, "<q", 1),
-        (24, "<q", -1),
-        (48, "<I", 2**31),
-        (56, "<Q", 128),
+        pytest.param(LENGTH_AT, "<I", 0, id="no length"),
+        pytest.param(LENGTH_AT, "<I", 63, id="shorter than a header"),
+        pytest.param(LENGTH_AT, "<I", 2**31, id="longer than the segment"),
+        pytest.param(LENGTH_AT, "<I", limits.FRAME_BYTES_MAX + 64, id="longer than a frame may be"),
+        pytest.param(ROWS_AT, "<I", 0, id="no rows"),
+        pytest.param(ROWS_AT, "<I", 3, id="more rows than sequence numbers"),
+        pytest.param(SPAN_AT, "<q", 1, id="fewer sequence numbers than rows"),
+        pytest.param(SPAN_AT, "<q", -1, id="negative span"),
+        pytest.param(PAYLOAD_AT, "<I", 2**31, id="payload longer than the frame"),
+        pytest.param(SYNCED_TO_AT, "<Q", 128, id="synced behind the frame's begin"),
     ],
 )
-def test_inconsistent_header_with_a_valid_checksum_is_refused(at: int, form: str, value: int) -> None:
+def test_inconsistent_header_with_a_valid_checksum_is_refused(field: int, form: str, value: int) -> None:
     data = bytearray(encode(batch(1, 2)))
-    struct.pack_into(form, data, at, value)
+    struct.pack_into(form, data, field, value)
     with pytest.raises(Corrupt, match="contradicts itself"):
         fmt.read_frame(segment(sealed_again(data)), 64)
 
 
-def test_rows_fewer_than_the_header_says_are_corrupt() -> None:
+def test_another_number_of_rows_than_in_the_header_is_corrupt() -> None:
     data = bytearray(encode(batch(1, 3)))
-    struct.pack_into("<I", data, 12, 2)
+    struct.pack_into("<I", data, ROWS_AT, 2)
     buffer = segment(sealed_again(data))
     frame = fmt.read_frame(buffer, 64)
     assert frame is not None
@@ -224,15 +234,16 @@ def test_blank_or_short_segment_has_no_first_seq() -> None:
 
 
 def test_every_flipped_bit_of_a_segment_header_is_noticed() -> None:
-    good = fmt.encode_segment_header(17, 5)
-    for at in range(64):
-        damaged = bytearray(good)
-        damaged[at] ^= 1
-        with pytest.raises(Corrupt):
-            fmt.read_segment_header(pa.py_buffer(bytes(damaged)))
+    undamaged = fmt.encode_segment_header(17, 5)
+    for position in range(64):
+        for bit in range(8):
+            damaged = bytearray(undamaged)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(Corrupt):
+                fmt.read_segment_header(pa.py_buffer(bytes(damaged)))
 
 
-def test_segment_of_another_format_raises_setup_error() -> None:
+def test_segment_of_a_newer_format_raises_setup_error() -> None:
     raw = bytearray(fmt.encode_segment_header(17, 5))
     struct.pack_into("<I", raw, 8, 2)
     struct.pack_into("<I", raw, 60, google_crc32c.value(bytes(raw[:60])))
@@ -241,7 +252,7 @@ def test_segment_of_another_format_raises_setup_error() -> None:
 
 
 @given(st.binary(min_size=0, max_size=400))
-def test_random_bytes_raise_only_typed_errors(data: bytes) -> None:
+def test_random_bytes_are_no_frame_and_raise_only_corrupt_or_setup_error(data: bytes) -> None:
     for position in range(0, 256, 64):
         try:
             assert fmt.read_frame(pa.py_buffer(data), position) is None
@@ -253,7 +264,7 @@ def test_random_bytes_raise_only_typed_errors(data: bytes) -> None:
         pass
 
 
-def test_header_is_read_without_the_payload() -> None:
+def test_a_damaged_payload_does_not_matter_when_only_the_header_is_read() -> None:
     data = bytearray(encode(batch(1, 2)))
     data[-1] ^= 1
     buffer = segment(bytes(data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from tests.crash_files import CrashFiles
@@ -24,30 +25,29 @@ def log_with_indexes(files: CrashFiles) -> Segments:
     return segments
 
 
-def replace_byte(files: CrashFiles, name: str, at: int) -> None:
+def damage(files: CrashFiles, name: str, position: int) -> None:
+    """Change one byte of a file."""
     data = bytearray(files.content(name))
-    data[at] ^= 0xFF
+    data[position] ^= 0xFF
     files.replace(name, bytes(data))
 
 
 def test_loaded_index_equals_the_frames() -> None:
     files = CrashFiles()
     indexed = log_with_indexes(files)
-    scanned = reopened(files).segments  # nothing is known to be durable: all of it is read
+    scanned = reopened(files).segments  # without a checkpoint, recovery reads all frames
     assert not any(segment.is_indexed for segment in scanned.all)
     assert all(segment.is_indexed for segment in indexed.all[:-1]) and not indexed.last.is_indexed
-    for one, other in zip(indexed.all, scanned.all, strict=True):
-        assert list(one.frame_positions) == list(other.frame_positions)
-        assert list(one.frame_seqs) == list(other.frame_seqs)
-        assert (one.end, one.next_seq, one.newest_append_ms) == (
-            other.end,
-            other.next_seq,
-            other.newest_append_ms,
-        )
+    for from_index, from_frames in zip(indexed.all, scanned.all, strict=True):
+        assert list(from_index.frame_positions) == list(from_frames.frame_positions)
+        assert list(from_index.frame_seqs) == list(from_frames.frame_seqs)
+        assert from_index.end == from_frames.end
+        assert from_index.next_seq == from_frames.next_seq
+        assert from_index.newest_append_ms == from_frames.newest_append_ms
     assert read_all(indexed) == read_all(scanned)
 
 
-def test_only_sealed_segments_get_an_index_once() -> None:
+def test_only_sealed_segments_get_an_index_and_only_once() -> None:
     files = CrashFiles()
     segments = log_with_indexes(files)
     assert save_sealed(files, segments) == 0
@@ -60,7 +60,7 @@ def test_start_reads_no_segment_below_the_checkpoint() -> None:
     first = reopened(files, durable_before_seq=next_seq).segments.all[0]
     assert first.is_indexed
     # A read finds damage in the segment. The start finds it only without the index.
-    replace_byte(files, first.name, first.end - 8)
+    damage(files, first.name, first.end - 8)
     segments = reopened(files, durable_before_seq=next_seq).segments
     with pytest.raises(Corrupt):
         list(LogReader(segments).rows(1, segments.all[0].next_seq))
@@ -76,18 +76,20 @@ def test_start_reads_segments_that_a_replay_needs() -> None:
     assert [segment.is_indexed for segment in opened.all[:3]] == [True, False, False]
 
 
-@pytest.mark.parametrize("at", [0, 8, HEADER.size - 1, HEADER.size, HEADER.size + 9, ARRAYS_AT + 3, -1])
-def test_a_damaged_index_is_ignored(at: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("position", [0, 8, HEADER.size - 1, HEADER.size, HEADER.size + 9, ARRAYS_AT + 3, -1])
+def test_a_damaged_index_is_ignored_and_written_again(
+    position: int, caplog: pytest.LogCaptureFixture
+) -> None:
     files = CrashFiles()
     segments = log_with_indexes(files)
     name = index_name(segments.all[0])
-    replace_byte(files, name, at)
+    damage(files, name, position)
     with caplog.at_level(logging.WARNING):
         again = reopened(files, durable_before_seq=segments.next_seq).segments
     assert name in caplog.text
     assert [segment.is_indexed for segment in again.all[:2]] == [False, True]
     assert read_all(again) == read_all(segments)
-    assert save_sealed(files, again) == 1  # and made again
+    assert save_sealed(files, again) == 1
 
 
 @pytest.mark.parametrize("size", [0, 10, ARRAYS_AT - 1, ARRAYS_AT + 8])
@@ -108,20 +110,20 @@ def test_an_index_of_another_segment_is_ignored() -> None:
     assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
 
 
-def test_power_cut_leaves_the_whole_index_or_none() -> None:
-    whole = CrashFiles()
-    log_with_indexes(whole)
-    expected = read_all(reopened(whole).segments)
+def test_power_cut_after_the_indexes_were_saved_leaves_all_of_them() -> None:
+    before = CrashFiles()
+    log_with_indexes(before)
+    expected = read_all(reopened(before).segments)
     for seed in range(10):
-        files = whole.crash(seed, "random")
+        files = before.crash(seed, "random")
         segments = reopened(files, durable_before_seq=1).segments
         assert read_all(segments) == expected
         for segment in segments.all[:-1]:
             assert recovery.load(files, segment, segment.next_seq)
 
 
-def test_index_in_a_real_file_is_mapped(tmp_path: object) -> None:
-    files = RealFiles(tmp_path)  # type: ignore[arg-type]
+def test_index_in_a_real_file_is_mapped(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
     fill(files, 30)
     segments = reopened(files).segments
     before = read_all(segments)

@@ -39,26 +39,26 @@ def segments(files: BadDisk, durable_before_seq: int = 0) -> Segments:
     return reopened(files, segment_bytes=SEGMENT_BYTES, durable_before_seq=durable_before_seq).segments
 
 
-def place(files: BadDisk, name: str, frame_number: int) -> int:
-    """The position of a page inside a frame."""
+def page_in_frame(files: BadDisk, name: str, frame_number: int) -> int:
+    """Find the position of a page that lies inside a frame of a segment."""
     (segment,) = (segment for segment in segments(files).all if segment.name == name)
     return int(segment.frame_positions[frame_number]) // PAGE * PAGE + PAGE
 
 
 @pytest.mark.parametrize(("name", "number"), [(FIRST, 2), (LAST, 1), (LAST, 3)])
-def test_a_start_and_a_replica_name_the_byte(files: BadDisk, name: str, number: int) -> None:
-    bad = place(files, name, number)
+def test_a_start_and_a_replica_name_the_unreadable_byte(files: BadDisk, name: str, number: int) -> None:
+    bad = page_in_frame(files, name, number)
     files.bad = {name: [bad + 17]}
     with pytest.raises(Corrupt, match=f"{name}: the disk cannot read byte {bad}; restore this file"):
         segments(files)
-    found, damage = read_replica(files, batch_bytes=8 << 20)
+    read_segments, damage = read_replica(files, batch_bytes=8 << 20)
     assert damage.startswith(f"{name}")
     assert f"the disk cannot read byte {bad}" in damage
-    assert found[-1].name == name
+    assert read_segments[-1].name == name
 
 
 @pytest.mark.parametrize("torn", [b"", b"a torn commit"])
-def test_a_page_behind_the_last_frame_is_no_torn_commit(files: BadDisk, torn: bytes) -> None:
+def test_an_unreadable_page_behind_the_last_frame_is_no_torn_commit(files: BadDisk, torn: bytes) -> None:
     end = segments(files).last.end
     files.open(LAST).write_at(end, torn)
     files.bad = {LAST: [end + 5 * PAGE]}
@@ -68,14 +68,14 @@ def test_a_page_behind_the_last_frame_is_no_torn_commit(files: BadDisk, torn: by
     assert read_replica(files, batch_bytes=8 << 20)[1] == f"{LAST}: the disk cannot read byte {bad}"
 
 
-def test_the_header_of_a_segment(files: BadDisk) -> None:
+def test_a_segment_with_an_unreadable_header_is_refused(files: BadDisk) -> None:
     files.bad = {FIRST: [0]}
     with pytest.raises(Corrupt, match=f"{FIRST}: the disk cannot read byte 0"):
         segments(files)
 
 
-def test_a_row_of_a_segment_that_a_start_has_not_read(files: BadDisk) -> None:
-    bad, next_seq = place(files, FIRST, 2), segments(files).next_seq
+def test_an_unreadable_row_of_a_segment_that_the_start_did_not_read_raises_corrupt(files: BadDisk) -> None:
+    bad, next_seq = page_in_frame(files, FIRST, 2), segments(files).next_seq
     files.bad = {FIRST: [bad]}
     reader = LogReader(segments(files, durable_before_seq=next_seq))
     assert len(list(reader.rows(1, 3))) == 2
@@ -83,17 +83,19 @@ def test_a_row_of_a_segment_that_a_start_has_not_read(files: BadDisk) -> None:
         list(reader.rows(1, 4))
 
 
-def test_whole_frames_are_found_around_it_and_it_counts_as_written(files: BadDisk) -> None:
+def test_whole_frames_are_found_before_and_after_an_unreadable_one(files: BadDisk) -> None:
     positions = [int(position) for position in segments(files).last.frame_positions]
-    files.bad = {LAST: [place(files, LAST, 1)]}
-    mapped = files.map_readonly(LAST)
-    found = [frame.position for frame in whole_frames(mapped, fmt.ALIGN)]
-    assert found == positions[:1] + positions[2:]
+    files.bad = {LAST: [page_in_frame(files, LAST, 1)]}
+    frames = whole_frames(files.map_readonly(LAST), fmt.ALIGN)
+    assert [frame.position for frame in frames] == positions[:1] + positions[2:]
+
+
+def test_an_unreadable_page_counts_as_written(files: BadDisk) -> None:
     files.bad = {LAST: [SEGMENT_BYTES - PAGE]}
     assert last_written(files.map_readonly(LAST), fmt.ALIGN) == SEGMENT_BYTES
 
 
-def test_a_checkpoint_is_not_used(files: BadDisk) -> None:
+def test_an_unreadable_checkpoint_is_not_used(files: BadDisk) -> None:
     files.replace(cp.NAME, bytes(100 * 1024))
     files.bad = {cp.NAME: [80 * 1024]}
     with pytest.raises(Corrupt, match="cannot read byte"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,19 +28,22 @@ def hashes(*texts: str) -> UInt64Array:
     return np.array([hash_string(text) for text in texts], np.uint64)
 
 
-def index(files: Files, log: Log) -> KeyIndex:
+def index_of(files: Files, log: Log) -> KeyIndex:
     return KeyIndex(files, log.segments, log.reader)
 
 
-def rows_of(files: Files, commits: int, *, look_after: tuple[int, ...] = ()) -> KeyIndex:
-    """Make a log of `commits` commits of three messages 0, 1, …. Message n has seq n + 1. The index is used."""
+def index_of_commits(files: Files, commits: int, *, look_up_after: tuple[int, ...] = ()) -> KeyIndex:
+    """Write a log of commits of three messages. Returns its index.
+
+    Messages are numbered from 0, and message n has seq n + 1. After the commits `look_up_after`, the index is used.
+    """
 
     async def write() -> KeyIndex:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
-            keys = index(files, log)
-            for n in range(commits):
-                await log.append(batch(3 * n))
-                if n in look_after:
+            keys = index_of(files, log)
+            for commit in range(commits):
+                await log.append(batch(3 * commit))
+                if commit in look_up_after:
                     keys.find_rows(hashes("id-0"))
             return keys
 
@@ -61,32 +66,30 @@ def test_find_rows_equals_a_plain_search(
 
     async def work() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
-            keys, expected = index(files, log), []
-            for messages, look in commits:
-                ids, texts = zip(*messages, strict=True)
-                (first,) = await log.append(
-                    build_rows(len(ids), kind=int(Kind.MESSAGE), unique_key=list(ids), keys=list(texts))
+            keys, expected = index_of(files, log), []
+            for messages, is_looked_up in commits:
+                ids, keys_texts = zip(*messages, strict=True)
+                (first_seq,) = await log.append(
+                    build_rows(len(ids), kind=int(Kind.MESSAGE), unique_key=list(ids), keys=list(keys_texts))
                 )
-                for seq, (unique_key, text) in enumerate(messages, first):
-                    mine = {unique_key, *filter(None, (text or "").split(" "))}
-                    if mine & set(wanted):
+                for seq, (unique_key, keys_text) in enumerate(messages, first_seq):
+                    if {unique_key, *filter(None, (keys_text or "").split(" "))} & set(wanted):
                         expected.append(seq)
-                if look:
+                if is_looked_up:
                     assert keys.find_rows(hashes(*wanted)).tolist() == expected
             assert keys.find_rows(hashes(*wanted)).tolist() == expected
-            assert index(files, log).find_rows(hashes(*wanted)).tolist() == expected, (
-                "and one that starts afresh"
-            )
+            new_index = index_of(files, log)
+            assert new_index.find_rows(hashes(*wanted)).tolist() == expected
 
     asyncio.run(work())
 
 
 def test_an_empty_log_has_no_rows() -> None:
-    assert rows_of(CrashFiles(), 0).find_rows(hashes("id-1")).tolist() == []
+    assert index_of_commits(CrashFiles(), 0).find_rows(hashes("id-1")).tolist() == []
 
 
 def test_the_same_row_by_id_and_by_key_is_one_row() -> None:
-    keys = rows_of(CrashFiles(), 10)
+    keys = index_of_commits(CrashFiles(), 10)
     assert keys.find_rows(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
 
 
@@ -98,7 +101,7 @@ def test_reserved_numbers_are_skipped() -> None:
             await log.append(batch(0))
             await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
             await log.append(batch(3))
-            assert index(files, log).find_rows(hashes("id-2", "id-3")).tolist() == [3, 14]
+            assert index_of(files, log).find_rows(hashes("id-2", "id-3")).tolist() == [3, 14]
 
     asyncio.run(work())
 
@@ -112,7 +115,7 @@ def runs_of(files: Files) -> list[str]:
 
 def test_only_a_look_up_makes_key_runs_and_only_of_sealed_segments() -> None:
     files = CrashFiles()
-    keys = rows_of(files, 8)
+    keys = index_of_commits(files, 8)
     assert runs_of(files) == []
     keys.find_rows(hashes("id-1"))
     sealed = [f"{segment.ordinal:010d}.keys" for segment in reopened(files).segments.all[:-1]]
@@ -121,57 +124,54 @@ def test_only_a_look_up_makes_key_runs_and_only_of_sealed_segments() -> None:
 
 def test_key_run_contains_every_id_and_key_of_its_segment() -> None:
     files = CrashFiles()
-    rows_of(files, 8).find_rows(hashes("id-1"))
+    index_of_commits(files, 8).find_rows(hashes("id-1"))
     first = reopened(files).segments.all[0]
     stored = KeyRun(files.map_readonly("log/0000000001.keys"))
-    expected = [
-        (hash_string(key), seq)
-        for seq in range(first.first_seq, first.next_seq)
-        for key in [
-            f"id-{seq - 1}",
-            *([f"order-{seq - 1}", f"customer-{(seq - 1) % 5}"] if seq % 2 == 0 else []),
-        ]
-    ]
+    expected = []
+    for number, seq in enumerate(range(first.first_seq, first.next_seq)):  # message n has seq n + 1
+        keys = [f"id-{number}", *([f"order-{number}", f"customer-{number % 5}"] if number % 2 else [])]
+        expected += [(hash_string(key), seq) for key in keys]
     assert sorted(zip(*(column.tolist() for column in stored.columns()), strict=True)) == sorted(expected)
 
 
 def test_existing_key_run_is_read_and_not_rebuilt() -> None:
     files = CrashFiles()
-    rows_of(files, 8).find_rows(hashes("id-1"))
-    calls = files.calls
+    index_of_commits(files, 8).find_rows(hashes("id-1"))
     segments = reopened(files).segments
-    again = KeyIndex(files, segments, LogReader(segments))
-    before = files.calls
-    assert again.find_rows(hashes("id-1", "id-20")).tolist() == [2, 21]
-    assert files.calls == before > calls, "opening the log makes calls, looking up none"
+    new_index = KeyIndex(files, segments, LogReader(segments))
+    calls_before = files.calls
+    assert new_index.find_rows(hashes("id-1", "id-20")).tolist() == [2, 21]
+    assert files.calls == calls_before, "the look-up writes nothing"
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
-def test_damaged_key_run_is_rebuilt_from_the_log(damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda run: run[:40] + bytes([run[40] ^ 1]) + run[41:], id="flipped bit"),
+        pytest.param(lambda run: run[:-8], id="cut"),
+        pytest.param(lambda run: b"", id="empty"),
+        pytest.param(lambda run: run[:-8] + b"TBKEYS9\0", id="another format"),
+    ],
+)
+def test_damaged_key_run_is_rebuilt_from_the_log(damage: Callable[[bytes], bytes]) -> None:
     files = CrashFiles()
-    rows_of(files, 8).find_rows(hashes("id-1"))
+    index_of_commits(files, 8).find_rows(hashes("id-1"))
     name = "log/0000000001.keys"
-    whole = files.content(name)
-    wrong = {
-        "flip": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
-        "cut": whole[:-8],
-        "empty": b"",
-        "foreign": whole[:-8] + b"TBKEYS9\0",
-    }[damage]
-    files.replace(name, wrong)
+    undamaged = files.content(name)
+    files.replace(name, damage(undamaged))
     segments = reopened(files).segments
     assert KeyIndex(files, segments, LogReader(segments)).find_rows(hashes("id-1")).tolist() == [2]
-    assert files.content(name) == whole
+    assert files.content(name) == undamaged
 
 
 def test_power_cut_while_key_runs_are_made_loses_nothing() -> None:
-    whole = CrashFiles()
-    keys = rows_of(whole, 8)
-    begun = whole.calls
+    uncut = CrashFiles()
+    keys = index_of_commits(uncut, 8)
+    calls_before = uncut.calls
     keys.find_rows(hashes("id-1"))
-    for cut in range(begun + 1, whole.calls + 1):
+    for cut in range(calls_before + 1, uncut.calls + 1):
         files = CrashFiles()
-        keys = rows_of(files, 8)
+        keys = index_of_commits(files, 8)
         files.crash_at = cut
         with pytest.raises(BaseException, match="power"):
             keys.find_rows(hashes("id-1"))
@@ -186,22 +186,22 @@ def test_power_cut_while_key_runs_are_made_loses_nothing() -> None:
 
 
 def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        module, "NEWEST_PAIRS_MAX", 13
-    )  # an id and a key a row, so each third look-up makes a run
+    # A commit has three rows with an id, and one or two of them have two keys. So each third look-up makes a run.
+    monkeypatch.setattr(module, "NEWEST_PAIRS_MAX", 13)
     files, sizes = CrashFiles(), set[int]()
 
     async def work() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=256 * 1024) as log:
-            keys = index(files, log)
-            for n in range(24):
-                await log.append(batch(3 * n))
-                assert keys.find_rows(hashes(*[f"id-{m}" for m in range(3 * n + 3)])).tolist() == list(
-                    range(1, 3 * n + 4)
+            keys = index_of(files, log)
+            for messages in range(0, 72, 3):
+                await log.append(batch(messages))
+                ids = [f"id-{message}" for message in range(messages + 3)]
+                assert keys.find_rows(hashes(*ids)).tolist() == list(range(1, messages + 4))
+                run_sizes = [run.pairs for run in keys._runs]
+                assert all(size > 2 * following for size, following in itertools.pairwise(run_sizes)), (
+                    run_sizes
                 )
-                runs = [run.pairs for run in keys._runs]
-                assert all(before > 2 * behind for before, behind in itertools.pairwise(runs)), runs
-                sizes.update(runs)
+                sizes.update(run_sizes)
             assert len(sizes) > 2, "runs were merged"
             assert len(log.segments.all) == 1
 
@@ -209,16 +209,17 @@ def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyP
 
 
 def test_a_roll_between_two_look_ups_loses_nothing() -> None:
-    keys = rows_of(CrashFiles(), 10, look_after=(0, 1, 4, 5))
-    assert keys.find_rows(hashes(*[f"id-{n}" for n in range(30)])).tolist() == list(range(1, 31))
+    keys = index_of_commits(CrashFiles(), 10, look_up_after=(0, 1, 4, 5))
+    ids = [f"id-{message}" for message in range(30)]
+    assert keys.find_rows(hashes(*ids)).tolist() == list(range(1, 31))
 
 
-def test_rows_removed_by_retention_are_not_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_rows_removed_by_retention_are_not_found(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
 
     async def work() -> None:
         async with opened(files, segment_bytes=SMALL) as log:
-            keys = index(files, log)
+            keys = index_of(files, log)
             for n in range(8):
                 await log.append(batch(3 * n))
             assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [1, 21]

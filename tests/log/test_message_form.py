@@ -16,8 +16,8 @@ from timeball.log.row_encoder import build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow, build_rows
 
 MIN = row_encoder.SHARING_ROWS_MIN
-NOTHING = {pa.string(): "", pa.binary(): b""}
-SOME: dict[pa.DataType, list[Any]] = {
+EMPTY = {pa.string(): "", pa.binary(): b""}  # 0 for any other type
+VALUES: dict[pa.DataType, list[Any]] = {
     pa.int8(): [-1, 0, 1],
     pa.int32(): [-1, 0, 1],
     pa.int64(): [0, 1, -(2**63)],
@@ -32,9 +32,9 @@ def rows(draw: st.DrawFn) -> list[LogRow]:
     count, chance = draw(st.integers(1, 3 * MIN)), random.Random(draw(st.integers(0, 2**32)))
     columns = []
     for field in LOG_SCHEMA:
-        nothing = NOTHING.get(field.type, 0)
-        of = draw(st.sampled_from([[None], [nothing], [None, nothing], [None, *SOME[field.type]]]))
-        columns.append(chance.choices(of, k=count))
+        empty = EMPTY.get(field.type, 0)
+        values = draw(st.sampled_from([[None], [empty], [None, empty], [None, *VALUES[field.type]]]))
+        columns.append(chance.choices(values, k=count))
     return list(zip(*columns, strict=True))
 
 
@@ -55,11 +55,14 @@ def test_columns_with_shared_zeros_equal_the_original(values: list[LogRow]) -> N
     if row_encoder.MessageEncoder is not None:
         encoded = build_compiled(values)
         assert encoded.message == message.to_pybytes()
-        assert [row_encoder.read_numbered_row(encoded, at, 7)[1:] for at in range(len(values))] == values
+        rows_without_seq = [
+            row_encoder.read_numbered_row(encoded, index, 7)[1:] for index in range(len(values))
+        ]
+        assert rows_without_seq == values
 
 
-def test_frame_of_a_large_message_has_its_parts_in_order() -> None:
-    """Without a copy: the bodies are a view of the message that pyarrow wrote."""
+def test_the_parts_of_a_large_message_are_the_message_that_a_frame_contains() -> None:
+    """Large messages stay in parts, so that bodies are not copied."""
     rows = build_rows(
         2 * MIN,
         kind=int(Kind.SCHEDULED),
@@ -93,5 +96,5 @@ def test_scheduled_rows_store_their_zeros_once(count: int, least: int, most: int
     full_bytes = pa.ipc.get_record_batch_size(batch)
     saved = full_bytes - len(row_encoder.encode(batch))
     assert least * count <= saved <= most * count
-    # The same of a part of other rows, whose buffers begin before it.
+    # A slice has the same message, although its buffers begin with rows of the whole batch.
     assert row_encoder.encode(pa.concat_batches([batch, batch]).slice(count)) == row_encoder.encode(batch)

@@ -21,10 +21,10 @@ class Warmed(CrashFiles):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[tuple[str, int, int]] = []
+        self.warmed: list[tuple[str, int, int]] = []
 
     def warm(self, name: str, begin: int, end: int) -> None:
-        self.parts.append((name, begin, end))
+        self.warmed.append((name, begin, end))
 
 
 def test_announced_bytes_within_the_segment_are_warmed_once() -> None:
@@ -35,11 +35,11 @@ def test_announced_bytes_within_the_segment_are_warmed_once() -> None:
             await log.writer.next_segment.make_ready(4_000)
             await log.writer.next_segment.make_ready(4_000)
             begin = log.segments.last.end
-            assert files.parts == [(first, begin, begin + 4_000)]
+            assert files.warmed == [(first, begin, begin + 4_000)]
             await log.append(batch(1, 1, body_bytes=1_000))
             await log.writer.next_segment.make_ready(4_000)
-            assert files.parts[1:] == [(first, begin + 4_000, log.segments.last.end + 4_000)]
-            assert not files.exists(segment_name(2)), "there is room enough"
+            assert files.warmed[1:] == [(first, begin + 4_000, log.segments.last.end + 4_000)]
+            assert not files.exists(segment_name(2)), "the segment has enough space"
 
     run(work())
 
@@ -52,14 +52,15 @@ def test_announced_bytes_beyond_the_segment_prepare_the_next_one() -> None:
             await eventually(lambda: log.writer.next_segment.spare)
             await log.writer.next_segment.make_ready(SEGMENT_BYTES)
             begin = log.segments.last.end
-            assert files.parts == [(segment_name(1), begin, SEGMENT_BYTES), (segment_name(2), 0, begin)]
+            assert files.warmed == [(segment_name(1), begin, SEGMENT_BYTES), (segment_name(2), 0, begin)]
             await log.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))
             await log.append(batch(2, 1, body_bytes=SEGMENT_BYTES // 2))
-            assert [s.ordinal for s in log.segments.all] == [1, 2] and len(read_all(log.segments)) == 2
+            assert [segment.ordinal for segment in log.segments.all] == [1, 2]
+            assert len(read_all(log.segments)) == 2
             # The warmed segment is now the current one, and its warmed pages still count.
             await log.writer.next_segment.make_ready(100)
             end = log.segments.last.end + 100
-            assert files.parts[2:] == [(segment_name(2), max(begin, log.segments.last.end), end)]
+            assert files.warmed[2:] == [(segment_name(2), max(begin, log.segments.last.end), end)]
 
     run(work())
 
@@ -87,7 +88,7 @@ class Filling(CrashFiles):
 def test_disk_space_is_reserved_a_step_ahead(tmp_path: Path) -> None:
     """Checks the blocks of the file system, not the file's length."""
 
-    def held(ordinal: int) -> int:
+    def allocated_bytes(ordinal: int) -> int:
         return (tmp_path / segment_name(ordinal)).stat().st_blocks * 512
 
     async def work() -> None:
@@ -95,14 +96,14 @@ def test_disk_space_is_reserved_a_step_ahead(tmp_path: Path) -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:
             assert files.size(segment_name(1)) == LARGE
             slack = STEP_BYTES // 8  # for the file system's own blocks
-            assert STEP_BYTES <= held(1) < STEP_BYTES + slack
+            assert STEP_BYTES <= allocated_bytes(1) < STEP_BYTES + slack
             await log.append(batch(1, 1, body_bytes=1_000))
-            await eventually(lambda: held(1) >= 2 * STEP_BYTES)
-            assert held(1) < 2 * STEP_BYTES + slack and not files.exists(segment_name(2))
-            # More at once than the room that is left: the commit reserves it.
+            await eventually(lambda: allocated_bytes(1) >= 2 * STEP_BYTES)
+            assert allocated_bytes(1) < 2 * STEP_BYTES + slack and not files.exists(segment_name(2))
+            # A commit that is larger than the reserved space reserves more itself.
             await log.append(batch(2, 1, body_bytes=2 * STEP_BYTES))
             await eventually(lambda: files.exists(segment_name(2)))
-            assert STEP_BYTES <= held(2) < STEP_BYTES + slack
+            assert STEP_BYTES <= allocated_bytes(2) < STEP_BYTES + slack
             assert [*read_all(log.segments)] == [1, 2] and log.failures == []
 
     run(work())

@@ -22,15 +22,17 @@ Queue = tuple[str, int]
 QUEUES: list[Queue] = [("a", 0), ("a", 1), ("b", 0)]
 
 
-def numbers(first: int, count: int) -> Int64Array:
+def seqs_from(first: int, count: int) -> Int64Array:
     return np.arange(first, first + count, dtype=np.int64)
 
 
 def append(queue: QueueIndex, seqs: Int64Array) -> None:
+    """Append an entry for each row. Its size and tag follow from the row, so that `seqs_of` can check them."""
     queue.append(seqs, seqs % 1_000, -seqs)
 
 
 def save(indexes: QueueIndexes, next_seq: int, *, seals: bool = False) -> None:
+    """Write the open range, as a checkpoint of the rows below `next_seq` does. `seals`: also seal it."""
     flush = indexes.flush(next_seq)
     # A broker seals only large ranges (SEAL_ENTRIES): two files of an empty range would have the same name.
     flush.seals |= seals and flush.first_seq < flush.next_seq
@@ -39,15 +41,17 @@ def save(indexes: QueueIndexes, next_seq: int, *, seals: bool = False) -> None:
 
 
 def seqs_of(queue: QueueIndex) -> list[int]:
+    """Read all entries of a queue, and check their sizes and tags. Returns the rows."""
     entries = queue.read(queue.min_offset, queue.max_offset)
     assert entries["size"].tolist() == [seq % 1_000 for seq in entries["seq"].tolist()]
     assert entries["tag"].tolist() == [-seq for seq in entries["seq"].tolist()]
     return [int(seq) for seq in entries["seq"]]
 
 
-def flip(files: Files, name: str, at: int) -> None:
+def flip(files: Files, name: str, position: int) -> None:
+    """Flip a bit of a file."""
     data = bytearray(files.map_readonly(name))
-    data[at] ^= 8
+    data[position] ^= 8
     files.replace(name, bytes(data))
 
 
@@ -59,13 +63,16 @@ class Log:
         self.next_seq = self.first_seq = 1
 
     def rebuild(self, first_seq: int, next_seq: int) -> list[Part]:
+        """Build the entries of rows [first_seq, next_seq) that the log keeps, as a Rebuild does."""
         parts = []
         for (topic, queue_id), rows in self.rows.items():
-            mine = [row for row in rows if max(first_seq, self.first_seq) <= row[1] < next_seq]
-            entries = np.empty(len(mine), ENTRY)
-            seqs = np.array([seq for _, seq in mine], np.int64)
+            kept = [(offset, seq) for offset, seq in rows if max(first_seq, self.first_seq) <= seq < next_seq]
+            entries = np.empty(len(kept), ENTRY)
+            seqs = np.array([seq for _, seq in kept], np.int64)
             entries["seq"], entries["size"], entries["tag"] = seqs, seqs % 1_000, -seqs
-            parts += [Part(topic, queue_id, mine[0][0], entries)] if mine else []
+            if kept:
+                first_offset, _ = kept[0]
+                parts.append(Part(topic, queue_id, first_offset, entries))
         return parts
 
 
@@ -75,18 +82,20 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.files, self.log = CrashFiles(), Log()
-        self.known: tuple[int, dict[Queue, int]] = (1, {})  # of the checkpoint: its row, and where queues end
+        # The checkpoint: the row that follows it, and the end offset of each queue.
+        self.checkpoint: tuple[int, dict[Queue, int]] = (1, {})
         self.open()
 
     def open(self) -> None:
+        """Open the index as recovery does: load the files, replay the rows after them, and remove old files."""
         self.indexes = QueueIndexes(self.files, self.log.rebuild)
-        next_seq, ends = self.known
-        covered = self.indexes.load(self.log.first_seq, next_seq)
-        for part in self.log.rebuild(covered, self.log.next_seq):  # as recovery replays
+        checkpoint_seq, ends = self.checkpoint
+        covered = self.indexes.load(self.log.first_seq, checkpoint_seq)
+        for part in self.log.rebuild(covered, self.log.next_seq):
             index = self.indexes.queue(part.topic, part.queue_id)
             if index.max_offset < part.first_offset and index.min_offset == index.max_offset:
                 index.start_at(part.first_offset)
-            index.append(*(part.entries[name] for name in ("seq", "size", "tag")))
+            index.extend(part.entries)
         for queue, end in ends.items():
             index = self.indexes.queue(*queue)
             if index.min_offset == index.max_offset < end:
@@ -96,15 +105,17 @@ class Machine(RuleBasedStateMachine):
     @rule(queue=st.sampled_from(QUEUES), count=st.integers(1, 35), gap=st.integers(0, 3))
     def append(self, queue: Queue, count: int, gap: int) -> None:
         index = self.indexes.queue(*queue)
-        fresh = self.log.next_seq + np.arange(count) * (1 + gap)
+        seqs = self.log.next_seq + np.arange(count) * (1 + gap)
         offsets = index.max_offset + np.arange(count)
-        append(index, fresh)
-        self.log.rows[queue] += list(zip(offsets.tolist(), fresh.tolist(), strict=True))
-        self.log.next_seq = int(fresh[-1]) + 1
+        append(index, seqs)
+        self.log.rows[queue] += list(zip(offsets.tolist(), seqs.tolist(), strict=True))
+        self.log.next_seq = int(seqs[-1]) + 1
 
     @rule(share=st.floats(0, 1))
-    def let_go(self, share: float) -> None:
-        self.log.first_seq = max(self.log.first_seq, int(self.known[0] * share))
+    def remove_old_rows(self, share: float) -> None:
+        """Remove this share of the rows before the checkpoint, as retention does."""
+        checkpoint_seq, _ = self.checkpoint
+        self.log.first_seq = max(self.log.first_seq, int(checkpoint_seq * share))
         for name in self.indexes.forget(self.log.first_seq):
             self.files.remove(name)
 
@@ -112,25 +123,27 @@ class Machine(RuleBasedStateMachine):
     def save(self, seals: bool) -> None:
         save(self.indexes, self.log.next_seq, seals=seals)
         ends = {queue: self.indexes.queue(*queue).max_offset for queue in QUEUES}
-        self.known = (self.log.next_seq, ends)
+        self.checkpoint = (self.log.next_seq, ends)
 
-    @rule(which=st.integers(0, 9), at=st.integers(0, 10_000))
-    def damage(self, which: int, at: int) -> None:
-        """Flip a bit in a sealed file. A start or a read finds it."""
+    @rule(file_number=st.integers(0, 9), position=st.integers(0, 10_000))
+    def damage(self, file_number: int, position: int) -> None:
+        """Flip a bit in a file. A start or a read finds it."""
         names = self.files.list_dir("queues")
         if names:
-            name = f"queues/{names[which % len(names)]}"
+            name = f"queues/{names[file_number % len(names)]}"
             file = self.files.open(name)
-            at %= self.files.size(name)
-            file.write_at(at, bytes([self.files.content(name)[at] ^ 1]))
-            if at < 64 + 24 * len(QUEUES) + 50 or which % 3 == 0:
-                self.open()  # tables are checked at the start
+            position %= self.files.size(name)
+            file.write_at(position, bytes([self.files.content(name)[position] ^ 1]))
+            # The tables before the entries are checked only at a start. So damage to them must be followed by one.
+            tables_end = 64 + 24 * len(QUEUES) + 50
+            if position < tables_end or file_number % 3 == 0:
+                self.open()
 
-    @rule(which=st.integers(0, 9))
-    def lose(self, which: int) -> None:
+    @rule(file_number=st.integers(0, 9))
+    def remove_a_file(self, file_number: int) -> None:
         names = self.files.list_dir("queues")
         if names:
-            self.files.remove(f"queues/{names[which % len(names)]}")
+            self.files.remove(f"queues/{names[file_number % len(names)]}")
             self.open()
 
     @rule(seed=st.integers(0, 2**16))
@@ -139,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         self.open()
 
     @invariant()
-    def dense(self) -> None:
+    def queues_equal_the_log(self) -> None:
         for queue in QUEUES if hasattr(self, "indexes") else ():
             index = self.indexes.queue(*queue)
             kept_seqs = [seq for _, seq in self.log.rows[queue] if seq >= self.log.first_seq]
@@ -158,9 +171,9 @@ def test_random_steps_keep_the_entries_of_the_log() -> None:
 def test_any_range_can_be_read(counts: list[int], offset: int, count: int, seals: bool) -> None:
     indexes = QueueIndexes(CrashFiles())
     queue = indexes.queue("t", 0)
-    for each in counts:
-        append(queue, numbers(1 + queue.max_offset, each))
-        save(indexes, 1 + queue.max_offset, seals=seals and each % 2 == 0)
+    for appended in counts:
+        append(queue, seqs_from(1 + queue.max_offset, appended))
+        save(indexes, 1 + queue.max_offset, seals=seals and appended % 2 == 0)
     total = sum(counts)
     if offset > total:
         with pytest.raises(OutOfRange, match=f"keeps 0 to {total}"):
@@ -170,28 +183,29 @@ def test_any_range_can_be_read(counts: list[int], offset: int, count: int, seals
         assert queue.read(offset, count)["seq"].tolist() == expected
 
 
-def three_stretches(files: Files, *, each: int = 300) -> tuple[QueueIndexes, QueueIndex]:
-    """Make one queue with two sealed runs and one in memory."""
+def queue_of_900_entries(files: Files) -> tuple[QueueIndexes, QueueIndex]:
+    """Make one queue with two sealed runs and one in memory, of 300 entries each. Offset n has row n + 1."""
     indexes = QueueIndexes(files)
     queue = indexes.queue("t", 0)
-    for n in range(3):
-        append(queue, numbers(1 + n * each, each))
-        save(indexes, 1 + (n + 1) * each, seals=n < 2)
+    for first_seq, seals in ((1, True), (301, True), (601, False)):
+        append(queue, seqs_from(first_seq, 300))
+        save(indexes, first_seq + 300, seals=seals)
     return indexes, queue
 
 
 @pytest.mark.parametrize("offsets", [[], [7], [899, 7, 7, 301, 600, 0, 255, 256, 899]])
 def test_at_returns_the_entries_of_the_offsets(offsets: list[int]) -> None:
-    _, queue = three_stretches(CrashFiles())
+    _, queue = queue_of_900_entries(CrashFiles())
     wanted = np.array(offsets, np.int64)
     assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
 
 
-def test_numbers_are_those_of_the_entries_also_when_they_are_read_again() -> None:
+def test_read_numbers_returns_the_present_entries_also_when_its_last_result_was_cached() -> None:
     indexes = QueueIndexes(CrashFiles())
     index = indexes.queue("t", 0)
 
     def append(first: int, count: int) -> None:
+        """Append entries whose size is the row plus 10."""
         seqs = np.arange(first, first + count)
         index.append(seqs, 10 + seqs, np.zeros(count, np.int64))
 
@@ -210,10 +224,10 @@ def test_numbers_are_those_of_the_entries_also_when_they_are_read_again() -> Non
 
 def test_read_returns_a_copy() -> None:
     queue = QueueIndexes(CrashFiles()).queue("t", 0)
-    append(queue, numbers(1, 2))
-    part = queue.read(0, 2)
-    append(queue, numbers(3, 30))
-    part["seq"] = 0
+    append(queue, seqs_from(1, 2))
+    entries = queue.read(0, 2)
+    append(queue, seqs_from(3, 30))
+    entries["seq"] = 0
     assert seqs_of(queue) == list(range(1, 33))
 
 
@@ -224,12 +238,12 @@ def test_large_range_is_sealed_and_its_memory_freed(
     files = CrashFiles()
     indexes = QueueIndexes(files)
     queue = indexes.queue("t", 0)
-    held = []
-    for n in range(5):
-        append(queue, numbers(1 + 4 * n, 4))
-        save(indexes, 5 + 4 * n)
-        held.append(indexes.unsealed)
-    assert held == [4, 8, 0, 4, 8]
+    unsealed = []
+    for first_seq in range(1, 21, 4):
+        append(queue, seqs_from(first_seq, 4))
+        save(indexes, first_seq + 4)
+        unsealed.append(indexes.unsealed)
+    assert unsealed == [4, 8, 0, 4, 8]
     assert files.list_dir("queues") == [file_name(seq).split("/")[1] for seq in (1, 13)]
     assert seqs_of(queue) == list(range(1, 21))
 
@@ -237,28 +251,31 @@ def test_large_range_is_sealed_and_its_memory_freed(
 def test_entries_appended_during_a_flush_stay_in_memory() -> None:
     indexes = QueueIndexes(CrashFiles())
     queue = indexes.queue("t", 0)
-    append(queue, numbers(1, 5))
+    append(queue, seqs_from(1, 5))
     flush = indexes.flush(6)
     flush.seals = True
-    append(queue, numbers(6, 3))
-    append(indexes.queue("u", 0), numbers(9, 1))
+    append(queue, seqs_from(6, 3))
+    append(indexes.queue("another", 0), seqs_from(9, 1))
     flush.write()
     indexes.finish(flush)
-    assert (indexes.unsealed, seqs_of(queue)) == (4, list(range(1, 9)))
+    assert indexes.unsealed == 4
+    assert seqs_of(queue) == list(range(1, 9))
     save(indexes, 10, seals=True)
-    assert (indexes.unsealed, seqs_of(queue)) == (0, list(range(1, 9)))
+    assert indexes.unsealed == 0
+    assert seqs_of(queue) == list(range(1, 9))
 
 
 def test_lengths_are_those_at_the_time_of_the_flush() -> None:
-    indexes, sealed = three_stretches(CrashFiles())
-    fresh = indexes.queue("u", 3)
-    append(fresh, numbers(901, 2))
+    indexes, sealed = queue_of_900_entries(CrashFiles())
+    growing = indexes.queue("u", 3)
+    append(growing, seqs_from(901, 2))
     save(indexes, 903, seals=True)
-    append(fresh, numbers(903, 1))
+    append(growing, seqs_from(903, 1))
     flush = indexes.flush(904)
-    for queue in (sealed, fresh):
-        append(queue, numbers(1_000, 40))
-    append(indexes.queue("v", 0), numbers(2_000, 1))
+    # These entries come after the flush.
+    for queue in (sealed, growing):
+        append(queue, seqs_from(1_000, 40))
+    append(indexes.queue("v", 0), seqs_from(2_000, 1))
     assert flush.lengths() == {"t": {0: (0, 900)}, "u": {3: (0, 3)}}
     assert [part.entries["seq"].tolist() for part in flush.parts] == [[903]]
 
@@ -266,27 +283,28 @@ def test_lengths_are_those_at_the_time_of_the_flush() -> None:
 def test_queue_without_its_first_entries_starts_at_the_offset_of_its_rows() -> None:
     queue = QueueIndexes(CrashFiles()).queue("t", 0)
     queue.start_at(25)
-    append(queue, numbers(7, 2))
+    append(queue, seqs_from(7, 2))
     assert (queue.min_offset, queue.max_offset) == (25, 27)
     with pytest.raises(AssertionError):
         queue.start_at(30)
 
 
-def test_forget_returns_files_below_the_first_kept_row() -> None:
-    indexes, queue = three_stretches(CrashFiles())
+def test_forget_hides_the_entries_before_a_row_and_returns_the_files_that_have_no_others() -> None:
+    indexes, queue = queue_of_900_entries(CrashFiles())
     assert indexes.forget(450) == [file_name(1)]
     assert (queue.min_offset, queue.max_offset) == (449, 900)
     assert indexes.forget(5) == []
-    assert queue.min_offset == 449, "it never goes back"
+    assert queue.min_offset == 449, "entries stay hidden"
     assert indexes.forget(10_000) == [file_name(301)]
     assert (queue.min_offset, queue.max_offset) == (900, 900)
-    append(queue, numbers(10_000, 3))
+    append(queue, seqs_from(10_000, 3))
     assert seqs_of(queue) == [10_000, 10_001, 10_002]
 
 
 def test_offsets_are_hidden_before_their_file_is_forgotten() -> None:
-    indexes, queue = three_stretches(CrashFiles())
-    assert indexes.beginning_before(1) == [] and indexes.beginning_before(450) == [queue]
+    indexes, queue = queue_of_900_entries(CrashFiles())
+    assert indexes.beginning_before(1) == []
+    assert indexes.beginning_before(450) == [queue]
     assert first_offsets([queue], 450) == [449]
     queue.hide_before(449)
     queue.hide_before(3)
@@ -295,8 +313,8 @@ def test_offsets_are_hidden_before_their_file_is_forgotten() -> None:
 
 
 def test_a_reader_whose_entries_were_hidden_meanwhile_gets_out_of_range() -> None:
-    """Its offsets were kept when it began. It must not take their absence for damage."""
-    indexes, queue = three_stretches(CrashFiles())
+    """The offsets were visible when the reader began. It must not take the missing entries for damage."""
+    indexes, queue = queue_of_900_entries(CrashFiles())
     offsets = np.array([5])
     assert queue.at(offsets)["seq"].tolist() == [6]
     indexes.forget(450)
@@ -307,24 +325,24 @@ def test_a_reader_whose_entries_were_hidden_meanwhile_gets_out_of_range() -> Non
 @pytest.mark.parametrize("make", [lambda path: CrashFiles(), RealFiles], ids=["crash", "real"])
 def test_damaged_file_is_rebuilt_at_a_read(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     files: Files = make(tmp_path)
-    three_stretches(files)
+    queue_of_900_entries(files)
     log = Log()
     log.rows = {("t", 0): [(n, n + 1) for n in range(900)]}
     indexes = QueueIndexes(files, log.rebuild)
     size = files.size(file_name(1))
-    flip(files, file_name(1), size - 13)
-    flip(files, file_name(301), size - 20 * 290)
+    flip(files, file_name(1), size - 13)  # in the last entry
+    flip(files, file_name(301), size - 20 * 290)  # in one of the first entries, of 20 bytes each
     assert indexes.load(1, 901) == 901
     assert seqs_of(indexes.queue("t", 0)) == list(range(1, 901))
-    whole = QueueIndexes(files)
-    whole.load(1, 901)
-    assert seqs_of(whole.queue("t", 0)) == list(range(1, 901)), "and on the disk too"
+    without_a_log = QueueIndexes(files)
+    without_a_log.load(1, 901)
+    assert seqs_of(without_a_log.queue("t", 0)) == list(range(1, 901)), "the files were replaced"
 
 
 def test_without_a_rebuild_function_damage_raises_corrupt() -> None:
     """The control of the test above."""
     files = CrashFiles()
-    three_stretches(files)
+    queue_of_900_entries(files)
     flip(files, file_name(1), files.size(file_name(1)) - 13)
     indexes = QueueIndexes(files)
     indexes.load(1, 901)
@@ -334,10 +352,11 @@ def test_without_a_rebuild_function_damage_raises_corrupt() -> None:
 
 def test_files_with_a_gap_in_a_queue_are_corrupt() -> None:
     files = CrashFiles()
-    three_stretches(files)
+    queue_of_900_entries(files)
+    # The first file is replaced by one of the same rows, with 5 entries instead of 300.
     other = CrashFiles()
     indexes = QueueIndexes(other)
-    append(indexes.queue("t", 0), numbers(1, 5))
+    append(indexes.queue("t", 0), seqs_from(1, 5))
     save(indexes, 301)
     files.replace(file_name(1), other.content(file_name(1)))
     with pytest.raises(Corrupt, match="no entry for offset 5"):
@@ -347,7 +366,7 @@ def test_files_with_a_gap_in_a_queue_are_corrupt() -> None:
 def test_without_a_sync_a_crash_loses_entries() -> None:
     """The control of the crashes above: files must be written before a checkpoint relies on them."""
     files = CrashFiles()
-    append(QueueIndexes(files).queue("t", 0), numbers(1, 9))
+    append(QueueIndexes(files).queue("t", 0), seqs_from(1, 9))
     after = QueueIndexes(files.crash(survival="nothing"))
     assert (after.load(1, 10), after.queue("t", 0).max_offset) == (1, 0)
 
@@ -356,7 +375,8 @@ def test_queue_without_entries_is_not_registered() -> None:
     files = CrashFiles()
     indexes = QueueIndexes(files)
     calls = files.calls
-    queues = [indexes.queue("t", n) for n in range(100)]
-    assert (files.calls, list(indexes.used())) == (calls, [])
-    append(queues[7], numbers(1, 1))
-    assert (files.calls, list(indexes.used())) == (calls, [queues[7]])
+    queues = [indexes.queue("t", queue_id) for queue_id in range(100)]
+    assert list(indexes.used()) == []
+    append(queues[7], seqs_from(1, 1))
+    assert list(indexes.used()) == [queues[7]]
+    assert files.calls == calls, "neither makes a call of the disk"

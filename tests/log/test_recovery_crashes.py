@@ -3,90 +3,112 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 import pytest
 from tests.crash_files import CrashFiles, PowerCut, Survival
-from tests.log.crash_loop import Witness, goes_on, live, scenario, violations
+from tests.log.crash_loop import Witness, problems_after_an_append, run_scenario, scenario, violations
 from tests.log.small_log import read_all, reopened
 
 from timeball.model.errors import StorageError, TimeballError
 
 # ---- the crash loop --------------------------------------------------------------------------------------
 
-IMAGES: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything"), (1, "random"), (2, "random")]
+
+class Image(NamedTuple):
+    """A disk after the power cut: the writes without a sync that have reached it, and the start's knowledge."""
+
+    seed: int
+    survival: Survival
+    has_checkpoint: bool  # a checkpoint states up to which row the log is durable
+
+
+IMAGES = [
+    Image(0, "nothing", True),
+    Image(0, "everything", True),
+    Image(1, "random", False),
+    Image(2, "random", True),
+]
+
+
+def calls_of_a_whole_run(**forgotten: bool) -> int:
+    """Count the disk calls of the scenario without a power cut."""
+    files = CrashFiles(**forgotten)
+    run_scenario(files)
+    return files.calls
 
 
 def test_power_cut_loses_no_acknowledged_row() -> None:
-    whole = CrashFiles()
-    live(whole)
-    kept = 0
-    for cut in range(1, whole.calls + 1):
+    calls, acknowledged = calls_of_a_whole_run(), 0
+    for cut in range(1, calls + 1):
         files = CrashFiles(crash_at=cut)
-        witness = live(files)
-        for seed, survival in IMAGES:
-            known = witness.acknowledged_to if seed != 1 else 0
-            after = files.crash(cut + seed, survival)
-            assert violations(after, witness, durable_before_seq=known) == [], (cut, seed, survival)
-            assert goes_on(after) == [], (cut, seed, survival)
-        kept += len(witness.acknowledged)
-    assert kept > whole.calls, "the loop has acknowledged next to nothing"
+        witness = run_scenario(files)
+        for image in IMAGES:
+            durable_before_seq = witness.acknowledged_to if image.has_checkpoint else 0
+            after = files.crash(cut + image.seed, image.survival)
+            assert violations(after, witness, durable_before_seq=durable_before_seq) == [], (cut, image)
+            assert problems_after_an_append(after) == [], (cut, image)
+        acknowledged += len(witness.acknowledged)
+    assert acknowledged > calls, "the scenario acknowledges too few rows"
 
 
 def test_power_cut_during_recovery_does_not_change_its_result() -> None:
-    whole = CrashFiles()
-    live(whole)
-    for cut in range(1, whole.calls + 1):
-        files = CrashFiles(crash_at=cut)
-        witness = live(files)
-        again = 1
+    for first_cut in range(1, calls_of_a_whole_run() + 1):
+        files = CrashFiles(crash_at=first_cut)
+        witness = run_scenario(files)
+        second_cut = 1  # a call of the recovery
         while True:
-            image = files.crash(cut, crash_at=again)
+            image = files.crash(first_cut, crash_at=second_cut)
             try:
                 reopened(image)
             except PowerCut:
-                assert violations(image.crash(again), witness) == [], (cut, again)
-                again += 1
+                assert violations(image.crash(second_cut), witness) == [], (first_cut, second_cut)
+                second_cut += 1
             else:
                 break
-        assert again > 2, "recovery makes calls of its own"
+        assert second_cut > 2, "recovery makes calls of its own"
 
 
 @pytest.mark.parametrize("forgotten", [{"forget_sync": True}, {"forget_sync_dir": True}], ids=str)
 def test_disk_that_ignores_fsync_is_noticed(forgotten: dict[str, bool]) -> None:
-    whole = CrashFiles(**forgotten)
-    live(whole)
-    lost = 0
-    for cut in range(1, whole.calls + 1, 5):
+    """The control: a disk that loses synced bytes, or synced names, loses acknowledged rows."""
+    losses = 0
+    for cut in range(1, calls_of_a_whole_run(**forgotten) + 1, 5):
         files = CrashFiles(crash_at=cut, **forgotten)
-        witness = live(files)
-        wrong = violations(files.crash(cut, "nothing"), witness, durable_before_seq=0)
-        lost += any("acknowledged" in line for line in wrong)
-    assert lost > 0
+        witness = run_scenario(files)
+        problems = violations(files.crash(cut, "nothing"), witness, durable_before_seq=0)
+        losses += any(problem.startswith("acknowledged") for problem in problems)
+    assert losses > 0
 
 
 def test_the_checker_notices_a_changed_a_missing_and_an_unasked_row() -> None:
     files = CrashFiles()
-    witness = live(files)
+    witness = run_scenario(files)
     assert violations(files, witness) == []
-    last = max(witness.asked)
-    witness.asked[last][0] = b"another"
-    assert violations(files, witness) != []
-    del witness.asked[last]
-    assert any("nobody appended" in line for line in violations(files, witness))
-    witness.asked[last + 100] = [b"x"]
-    witness.acknowledged.add(last + 100)
-    assert any(line.startswith("acknowledged") for line in violations(files, witness))
+    last_seq = max(witness.appended)
+    witness.appended[last_seq][0] = b"another"
+    assert any(problem.startswith(f"acknowledged {last_seq}") for problem in violations(files, witness)), (
+        "changed"
+    )
+    del witness.appended[last_seq]
+    assert any("nobody appended" in problem for problem in violations(files, witness)), "unasked"
+    missing_seq = last_seq + 100
+    witness.appended[missing_seq] = [b"x"]
+    witness.acknowledged.add(missing_seq)
+    assert any(problem.startswith(f"acknowledged {missing_seq}") for problem in violations(files, witness)), (
+        "missing"
+    )
 
 
-# ---- killed, and only then without power -----------------------------------------------------------------
+# ---- a kill of the process, then a power cut -------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """The process has been killed. The machine runs on."""
+    """The process has been killed. The machine continues to run."""
 
 
 class KillFiles(CrashFiles):
-    """A CrashFiles whose process can be killed: written bytes stay in memory, and no more reach the disk."""
+    """Files whose process is killed at call `kill_at`. Bytes without a sync stay in the page cache, not on the disk."""
 
     def __init__(self, kill_at: int) -> None:
         super().__init__()
@@ -105,21 +127,25 @@ class KillFiles(CrashFiles):
             raise Killed
 
     def start_again(self) -> None:
+        """Let the next process call."""
         self.killed = False
+
+
+def run_until_killed(kill_at: int) -> tuple[KillFiles, Witness]:
+    """Run the scenario until its process is killed at this call. The files are ready for the next process."""
+    files, witness = KillFiles(kill_at), Witness()
+    try:
+        asyncio.run(scenario(files, witness))
+    except (Killed, StorageError):
+        assert files.killed
+    files.start_again()
+    return files, witness
 
 
 def test_rows_shown_after_a_restart_survive_a_power_cut() -> None:
     """After a kill, bytes in the page cache look like bytes on the disk until the power is cut."""
-    whole = CrashFiles()
-    live(whole)
-    for kill_at in range(1, whole.calls + 1):
-        files = KillFiles(kill_at)
-        witness = Witness()
-        try:
-            asyncio.run(scenario(files, witness))
-        except (Killed, StorageError):
-            assert files.killed
-        files.start_again()
+    for kill_at in range(1, calls_of_a_whole_run() + 1):
+        files, witness = run_until_killed(kill_at)
         shown = read_all(reopened(files).segments)
         after = files.crash(survival="nothing")
         assert violations(after, witness) == [], kill_at
@@ -129,16 +155,10 @@ def test_rows_shown_after_a_restart_survive_a_power_cut() -> None:
 def test_a_power_cut_in_the_first_commit_after_a_kill_is_no_damage() -> None:
     for kill_at in range(1, 14):
         for cut in range(1, 12):
-            files = KillFiles(kill_at)
-            witness = Witness()
-            try:
-                asyncio.run(scenario(files, witness))
-            except (Killed, StorageError):
-                assert files.killed
-            files.start_again()
+            files, _ = run_until_killed(kill_at)
             files.crash_at = files.calls + cut
             try:
-                goes_on(files)
+                problems_after_an_append(files)
             except (PowerCut, StorageError):
                 assert files.cut
             for seed in range(3):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.log import row_encoder
-from timeball.log.row_encoder import build_by_pyarrow, build_compiled, rows_of
+from timeball.log.row_encoder import Build, build_by_pyarrow, build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
 IS_COMPILED = row_encoder.MessageEncoder is not None
@@ -44,17 +44,18 @@ def test_the_compiled_encoder_writes_the_bytes_of_pyarrow(values: list[LogRow]) 
 
 @compiled
 @given(ROWS, st.integers(0, len(LOG_SCHEMA) - 1), ANY)
-def test_values_of_another_type_give_the_result_of_pyarrow(
+def test_any_value_in_any_column_gives_the_message_or_the_error_of_pyarrow(
     values: list[LogRow], column: int, value: object
 ) -> None:
-    odd = [*values[:-1], (*values[-1][:column], value, *values[-1][column + 1 :])]
-    ends: list[object] = []
-    for build in (build_by_pyarrow, build_compiled):
+    rows = [*values[:-1], (*values[-1][:column], value, *values[-1][column + 1 :])]
+
+    def outcome(build: Build) -> object:
         try:
-            ends.append(bytes(build(odd).message))
+            return bytes(build(rows).message)
         except (pa.ArrowException, OverflowError, UnicodeError, TypeError, ValueError) as error:
-            ends.append((type(error), str(error)))
-    assert ends[0] == ends[1]
+            return type(error), str(error)
+
+    assert outcome(build_compiled) == outcome(build_by_pyarrow)
 
 
 @compiled
@@ -62,7 +63,8 @@ def test_rows_that_are_no_tuples_of_all_columns_are_left_to_pyarrow() -> None:
     encoder = row_encoder.LOG_ENCODER
     row = (None,) * len(LOG_SCHEMA)
     assert encoder.encode([row]) is not None
-    assert [encoder.encode([bad]) for bad in (row[:-1], [*row], None)] == [None] * 3
+    for wrong in (row[:-1], [*row], None):
+        assert encoder.encode([wrong]) is None
 
 
 def test_the_compiled_builder_is_used_if_it_is_installed() -> None:
@@ -94,20 +96,18 @@ def test_few_joined_rows_are_encoded_again_and_many_are_not() -> None:
 def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
     values: list[LogRow], seqs: list[int], data: st.DataObject
 ) -> None:
-    which = data.draw(st.lists(st.integers(0, len(values) - 1), unique=True, min_size=1).map(sorted))
-    seqs = seqs[: len(which)]
-    ways = [
-        row_encoder.numbered(build(values), seqs, which) for build in (row_encoder.build, build_by_pyarrow)
-    ]
+    indexes = data.draw(st.lists(st.integers(0, len(values) - 1), unique=True, min_size=1).map(sorted))
+    seqs = seqs[: len(indexes)]
+    as_values = row_encoder.numbered(row_encoder.build(values), seqs, indexes)
+    as_batch = row_encoder.numbered(build_by_pyarrow(values), seqs, indexes)
+    assert isinstance(as_values, row_encoder.NumberedRows) == IS_COMPILED
+    assert isinstance(as_batch, pa.RecordBatch)
     expected = [
-        dict(zip(READ_SCHEMA.names, (seq, *values[at]), strict=True))
-        for seq, at in zip(seqs, which, strict=True)
+        dict(zip(READ_SCHEMA.names, (seq, *values[index]), strict=True))
+        for seq, index in zip(seqs, indexes, strict=True)
     ]
     keep = np.array([seq % 2 == 0 for seq in seqs], dtype=np.bool_)
-    assert (
-        isinstance(ways[1], pa.RecordBatch) and isinstance(ways[0], row_encoder.NumberedRows) == IS_COMPILED
-    )
-    for rows in ways:
+    for rows in (as_values, as_batch):
         assert row_encoder.read_batch(rows).to_pylist() == expected
         kept_rows = row_encoder.read_batch(row_encoder.filtered(rows, keep)).to_pylist()
         assert kept_rows == [row for row, is_kept in zip(expected, keep, strict=True) if is_kept]
@@ -116,24 +116,29 @@ def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
 @compiled
 @given(ROWS, st.data())
 def test_rows_read_from_a_message_equal_its_values(values: list[LogRow], data: st.DataObject) -> None:
-    due_ms = LOG_SCHEMA.get_field_index("due_ms")
-    instants = data.draw(st.lists(FITTING[pa.int64()], min_size=len(values), max_size=len(values)))
-    values = [(*row[:due_ms], at, *row[due_ms + 1 :]) for row, at in zip(values, instants, strict=True)]
-    seqs, which = list(range(100, 100 + len(values))), list(range(len(values)))
-    in_message = row_encoder.numbered(build_compiled(values), seqs, which)
+    due_ms_column = LOG_SCHEMA.get_field_index("due_ms")
+    all_due_ms = data.draw(st.lists(FITTING[pa.int64()], min_size=len(values), max_size=len(values)))
+    values = [
+        (*row[:due_ms_column], due_ms, *row[due_ms_column + 1 :])
+        for row, due_ms in zip(values, all_due_ms, strict=True)
+    ]
+    seqs = list(range(100, 100 + len(values)))
+    in_message = row_encoder.numbered(build_compiled(values), seqs, list(range(len(values))))
     assert isinstance(in_message, row_encoder.NumberedRows)
     as_values = row_encoder.NumberedRows([(seq, *row) for seq, row in zip(seqs, values, strict=True)])
-    assert [column.tolist() for column in in_message.pairs] == [instants, seqs]
-    assert [column.tolist() for column in as_values.pairs] == [instants, seqs]
+    assert [column.tolist() for column in in_message.pairs] == [all_due_ms, seqs]
+    assert [column.tolist() for column in as_values.pairs] == [all_due_ms, seqs]
+    large_texts = [LOG_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
     sizes = [
         sum(
             len(text if isinstance(text, bytes) else text.encode())
-            for text in (row[7], row[8], row[5])
+            for text in (row[column] for column in large_texts)
             if text
         )
         for row in values
     ]
-    assert [entry[:3] for entry in in_message.entries()] == list(zip(instants, seqs, sizes, strict=True))
+    entries = [(due_ms, seq, size_bytes) for due_ms, seq, size_bytes, _, _ in in_message.entries()]
+    assert entries == list(zip(all_due_ms, seqs, sizes, strict=True))
     assert in_message.values == as_values.values
     for rows in (in_message, as_values):
         assert row_encoder.NumberedRows.gathered(rows.entries(), rows.pairs).values == as_values.values
@@ -144,18 +149,22 @@ def test_many_rows_and_long_messages_become_columns() -> None:
     """Each row that stays in its message keeps the whole message in memory."""
     row: LogRow = (1, "t", *[None] * (len(LOG_SCHEMA) - 2))
     many = build_compiled([row] * (row_encoder.HELD_ROWS_MAX + 1))
-    long = build_compiled([(*row[:7], b"x" * row_encoder.HELD_BYTES_MAX, *row[8:])])
+    body = LOG_SCHEMA.get_field_index("body")
+    long = build_compiled([(*row[:body], b"x" * row_encoder.HELD_BYTES_MAX, *row[body + 1 :])])
     for rows in (many, long):
-        which = list(range(rows.num_rows))
-        assert isinstance(row_encoder.numbered(rows, which, which), pa.RecordBatch)
-        assert isinstance(row_encoder.numbered(many, [1], [7]), row_encoder.NumberedRows)
+        indexes = list(range(rows.num_rows))
+        assert isinstance(row_encoder.numbered(rows, indexes, indexes), pa.RecordBatch)
+    assert isinstance(row_encoder.numbered(many, [1], [7]), row_encoder.NumberedRows), "one row of many"
 
 
 def test_a_message_of_another_layout_is_read_as_columns() -> None:
-    values: list[LogRow] = [(0, "t", 0, 0, *[None] * 17)]
-    message = build_by_pyarrow(values).message
     other = pa.record_batch([pa.array([1])], names=["other"]).serialize()
     assert row_encoder.readable(pa.py_buffer(other)) is None
-    if row_encoder.LOG_ENCODER is not None:
-        readable = row_encoder.readable(pa.py_buffer(message))
-        assert readable is not None and row_encoder.read_numbered_row(readable, 0, 7) == (7, *values[0])
+
+
+@compiled
+def test_single_rows_are_read_from_a_readable_message() -> None:
+    values: list[LogRow] = [(0, "t", 0, 0, *[None] * 17)]
+    message = row_encoder.readable(pa.py_buffer(build_by_pyarrow(values).message))
+    assert message is not None
+    assert row_encoder.read_numbered_row(message, 0, 7) == (7, *values[0])

@@ -11,8 +11,7 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import (
     SEGMENT_BYTES,
     AtOnce,
-    Log,
-    OnDemand,
+    HeldDisk,
     batch,
     bodies,
     eventually,
@@ -20,13 +19,12 @@ from tests.log.small_log import (
     read_all,
     reopened,
     run,
+    run_loop,
     syncs,
-    turns,
 )
 from tests.starving import no_descriptors
 
 from timeball.io.files import RealFiles
-from timeball.log import writer
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
 from timeball.model import limits
@@ -41,9 +39,10 @@ def test_after_the_first_failure_no_caller_is_acknowledged_and_no_write_is_tried
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
             await log.append(batch(1))
+            # A commit is a write and a sync.
             files.fail_at(files.calls + (1 if call == "write_at" else 2), DiskFailed("broken"))
             failing = log.writer.append(batch(4))[1], log.writer.append(batch(7))[1]
-            await turns()
+            await run_loop()
             for done in failing:
                 with pytest.raises(DiskFailed, match="broken"):
                     await done
@@ -55,7 +54,7 @@ def test_after_the_first_failure_no_caller_is_acknowledged_and_no_write_is_tried
                 await log.writer.flushed()
             assert log.reader.next_seq == 4, "rows that may not be on the disk are invisible"
             assert len(log.failures) == 1
-        assert files.calls == calls, "not even closing touches the disk"
+        assert files.calls == calls, "closing makes no call of the disk either"
         assert files.syncs_after_failure == []
         assert sorted(read_all(reopened(files.crash(survival="nothing")).segments)) == [1, 2, 3]
 
@@ -64,25 +63,26 @@ def test_after_the_first_failure_no_caller_is_acknowledged_and_no_write_is_tried
 
 def test_entries_after_a_failed_commit_fail_too() -> None:
     async def work() -> None:
-        files, disk = CrashFiles(), OnDemand()
+        files, disk = CrashFiles(), HeldDisk()
         async with opened(files, disk=disk) as log:
             _, first = log.writer.append(batch(1))
-            await turns()
+            await run_loop()
             _, second = log.writer.append(batch(4))
             flushed = asyncio.ensure_future(log.writer.flushed())
-            await turns()
+            await run_loop()
             files.fail_at(files.calls + 2, DiskFailed("broken"))
-            disk.let_go()
+            disk.run_held()
             for waiting in (first, second, flushed):
                 with pytest.raises(DiskFailed):
                     await waiting
-            assert disk.waiting == []
+            assert disk.held == [], "the second commit is not tried"
 
     run(work())
 
 
-def test_every_call_failing_once_stops_the_log_or_costs_nothing() -> None:
+def test_any_failed_call_stops_the_log_and_loses_no_acknowledged_row() -> None:
     async def work(files: CrashFiles) -> dict[int, bytes]:
+        """Append until the log stops. Returns the acknowledged bodies by number."""
         acknowledged: dict[int, bytes] = {}
         async with opened(files, disk=AtOnce()) as log:
             for n in range(12):
@@ -94,12 +94,12 @@ def test_every_call_failing_once_stops_the_log_or_costs_nothing() -> None:
                     break
                 assert not log.failures, "acknowledged after a failure"
                 acknowledged.update(enumerate(bodies([rows]), first_seq))
-                await turns()
+                await run_loop()
         return acknowledged
 
-    whole = CrashFiles()
-    assert len(asyncio.run(work(whole))) == 24
-    for call in range(8, whole.calls + 1):
+    without_failure = CrashFiles()
+    assert len(asyncio.run(work(without_failure))) == 24
+    for call in range(8, without_failure.calls + 1):
         files = CrashFiles()
         files.fail_at(call, DiskFailed("broken"))
         try:
@@ -107,19 +107,19 @@ def test_every_call_failing_once_stops_the_log_or_costs_nothing() -> None:
         except DiskFailed:  # while opening
             continue
         assert files.syncs_after_failure == [], call
-        found = read_all(reopened(files.crash(survival="nothing")).segments)
-        assert acknowledged.items() <= found.items(), call
+        recovered = read_all(reopened(files.crash(survival="nothing")).segments)
+        assert acknowledged.items() <= recovered.items(), call
 
 
 def test_failing_on_durable_stops_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    def full() -> None:
+    def fail() -> None:
         raise OverLimit("disk full while growing an index")
 
     async def work() -> None:
         async with opened(CrashFiles()) as log:
-            _, done = log.writer.append(batch(1), on_durable=full)
-            behind = log.writer.append(batch(4))[1]
-            for waiting in (done, behind):
+            _, failing = log.writer.append(batch(1), on_durable=fail)
+            _, following = log.writer.append(batch(4))
+            for waiting in (failing, following):
                 with pytest.raises(OverLimit):
                     await asyncio.wait_for(waiting, 30)
             assert [type(error) for error in log.failures] == [OverLimit]
@@ -144,7 +144,7 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
             assert files.trace[-2:] == [("sync", segment_name(2)), ("remove", segment_name(2))]
             with pytest.raises(StorageError, match="has stopped"):
                 log.writer.append(batch(2))
-        gc.collect()  # a task that ended unnoticed would complain now
+        gc.collect()  # a task whose exception was not retrieved would warn now
 
     run(work())
 
@@ -155,7 +155,7 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
 def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writer, "DISK_FULL_RETRY_S", 0.001)
+    monkeypatch.setattr(writer_module, "DISK_FULL_RETRY_S", 0.001)
 
     async def work() -> None:
         files = CrashFiles()
@@ -163,15 +163,15 @@ def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_ag
             log.writer.check_admission()
             files.fail_at(1, OverLimit("disk full"), forever=True)
             await log.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))
-            await turns()
+            await run_loop()
             with pytest.raises(OverLimit, match="disk full"):
                 log.writer.check_admission()
-            # Releases and cancels do not ask: they fit into the segment at hand.
+            # Releases and cancels are not checked: they fit into the present segment.
             assert await log.append(batch(2, 2)) == [2]
             assert not files.exists(segment_name(2))
             files.heal()
             await eventually(lambda: files.exists(segment_name(2)))
-            await turns()
+            await run_loop()
             log.writer.check_admission()
             for n in range(4, 30):
                 await log.append(batch(n, 1, body_bytes=900))
@@ -199,21 +199,21 @@ def test_a_disk_that_stays_full_stops_the_log_when_the_segment_is_full() -> None
     run(work())
 
 
-def test_without_descriptors_the_log_rolls_into_the_segment_that_was_prepared(tmp_path: Path) -> None:
-    """Admission is closed until the segment after it can be prepared."""
+def test_without_descriptors_the_log_rolls_into_the_spare_and_then_closes_admission(tmp_path: Path) -> None:
+    """A roll into the spare needs no descriptor. The next spare would need one."""
 
     async def work() -> None:
         files = RealFiles(tmp_path)
         async with opened(files, disk=AtOnce()) as log:
             while log.writer.next_segment.spare is None:
                 await log.append(batch(1))
-                await turns()
+                await run_loop()
             with no_descriptors():
                 while not log.writer.statistics.rolls:
                     await log.append(batch(1))
                 while log.segments.last.end < SEGMENT_BYTES * 3 // 4:
                     await log.append(batch(1))
-                await turns()
+                await run_loop()
                 with pytest.raises(OverLimit, match="too many open files"):
                     log.writer.check_admission()
             assert log.failures == []
@@ -227,13 +227,13 @@ def test_too_many_pending_bytes_refuse_admission_until_they_are_written(
     monkeypatch.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", 10_000)
 
     async def work() -> None:
-        disk = OnDemand()
+        disk = HeldDisk()
         async with opened(CrashFiles(), disk=disk) as log:
             _, done = log.writer.append(batch(1, 1, body_bytes=10_000))
             with pytest.raises(OverLimit, match="wait for the disk"):
                 log.writer.check_admission()
-            await turns()
-            disk.let_go()
+            await run_loop()
+            disk.run_held()
             await done
             log.writer.check_admission()
 
@@ -251,12 +251,12 @@ def test_async_durability_acknowledges_before_the_sync_and_syncs_soon(
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce(), durability="async") as log:
-            before = syncs(files)
+            syncs_before = syncs(files)
             _, done = log.writer.append(batch(1))
             await done
-            assert syncs(files) == before
-            assert reopened(files.crash(survival="nothing")).segments.next_seq == 1, "that is the price"
-            await eventually(lambda: syncs(files) > before)
+            assert syncs(files) == syncs_before
+            assert reopened(files.crash(survival="nothing")).segments.next_seq == 1, "the row would be lost"
+            await eventually(lambda: syncs(files) > syncs_before)
             assert reopened(files.crash(survival="nothing")).segments.next_seq == 4
 
     run(work())
@@ -267,14 +267,13 @@ def test_async_durability_loses_only_a_tail() -> None:
         async with opened(files, disk=AtOnce(), durability="async") as log:
             for n in range(20):
                 await log.append(batch(1 + 2 * n, 2, body_bytes=400))
-                await turns()
+                await run_loop()
             assert log.writer.statistics.rolls >= 2
+            appended = bodies([batch(1, 40, body_bytes=400)])
             for seed in range(40):
-                kept_bodies = read_all(reopened(files.crash(seed)).segments)
-                assert (
-                    list(kept_bodies.values()) == bodies([batch(1, 40, body_bytes=400)])[: len(kept_bodies)]
-                )
-                assert len(kept_bodies) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
+                kept = list(read_all(reopened(files.crash(seed)).segments).values())
+                assert kept == appended[: len(kept)]
+                assert len(kept) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
 
     files = CrashFiles()
     run(work(files))
@@ -288,8 +287,8 @@ def test_async_damage_before_the_last_sync_is_refused(monkeypatch: pytest.Monkey
         files = CrashFiles()
         async with opened(files, disk=AtOnce(), durability="async") as log:
             await log.append(batch(1))
-            before = syncs(files)
-            await eventually(lambda: syncs(files) > before)
+            syncs_before = syncs(files)
+            await eventually(lambda: syncs(files) > syncs_before)
             await log.append(batch(4))
         file = files.open(segment_name(1))
         file.write_at(400, b"damage")
@@ -305,21 +304,21 @@ def test_async_failed_sync_stops_the_log_and_fails_entries_in_flight(
     monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
 
     async def work() -> None:
-        files, disk = CrashFiles(), OnDemand()
+        files, disk = CrashFiles(), HeldDisk()
         async with opened(files, disk=disk, durability="async") as log:
             _, first = log.writer.append(batch(1))
-            await turns()
-            disk.let_go()
+            await run_loop()
+            disk.run_held()
             await first
-            await eventually(lambda: disk.waiting)
-            # Behind the sync that fails waits a commit that would roll, and sync once more on the way.
-            _, behind = log.writer.append(batch(4, 1, body_bytes=SEGMENT_BYTES))
-            await turns()
-            assert len(disk.waiting) == 2
+            await eventually(lambda: disk.held)
+            # The next commit would roll, and a roll syncs the old segment.
+            _, following = log.writer.append(batch(4, 1, body_bytes=SEGMENT_BYTES))
+            await run_loop()
+            assert len(disk.held) == 2
             files.fail_at(files.calls + 1, DiskFailed("broken"))
-            disk.let_go()
+            disk.run_held()
             with pytest.raises(StorageError):
-                await behind
+                await following
             assert len(log.failures) == 1
         assert files.syncs_after_failure == []
 
@@ -335,12 +334,8 @@ def test_async_failed_sync_is_reported_without_further_appends(monkeypatch: pyte
             files.fail_at(files.calls + 2, DiskFailed("broken"))
             await log.append(batch(1))
             await eventually(lambda: log.failures)
-            assert isinstance(await fails_to_flush(log), StorageError)
+            with pytest.raises(StorageError):
+                await log.writer.flushed()
         assert files.syncs_after_failure == []
-
-    async def fails_to_flush(log: Log) -> BaseException:
-        with pytest.raises(StorageError) as failure:
-            await log.writer.flushed()
-        return failure.value
 
     run(work())

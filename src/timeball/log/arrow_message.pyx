@@ -103,6 +103,7 @@ cdef class MessageEncoder:
             PyBuffer_Release(&view)
 
     cdef bytes shared(self, const char* data):
+        """Build a copy of the pyarrow message at `data` in which the buffers of zeros overlap."""
         cdef bint are_zeros[3 * COLUMNS_MAX]
         cdef Py_ssize_t head_bytes = len(self.head), buffers = 0, zeros = 0, done = 0, size, each, at
         cdef const char* old = data + self.buffers_at
@@ -203,6 +204,7 @@ cdef class MessageEncoder:
 
 
 cdef bint is_zeros(const char* data, Py_ssize_t size) noexcept:
+    """Check whether all bytes are 0. `size` is a multiple of 8."""
     cdef Py_ssize_t at
     for at in range(0, size, 8):
         if get64(data + at):
@@ -229,6 +231,7 @@ cdef inline int32_t text_at(Column* column, Py_ssize_t at, int32_t* begin) noexc
 
 
 cdef object value_at(Column* column, Py_ssize_t at):
+    """Read the value of row `at` in a column that `open` has set. None if it is null."""
     cdef int64_t number
     cdef int32_t number32, begin, size
     if column.valid != NULL and not (column.valid[at >> 3] >> (at & 7)) & 1:
@@ -247,16 +250,20 @@ cdef object value_at(Column* column, Py_ssize_t at):
 
 
 cdef inline Py_ssize_t valid_bytes(Column* column, Py_ssize_t count) noexcept:
+    """Return the bytes of a column's validity bitmap for `count` rows, without padding. 0 if no row is null."""
     return (count + 7) // 8 if column.nulls else 0
 
 
 cdef inline Py_ssize_t values_bytes(Column* column, Py_ssize_t count) noexcept:
-    """Return the bytes of a column's numbers, or of its text offsets."""
+    """Return the bytes of a column's numbers, or of its text offsets, for `count` rows, without padding."""
     return column.width * count if column.width > 0 else 4 * (count + 1)
 
 
 cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size, bint are_zeros) noexcept nogil:
-    """Write a buffer's position and size into the metadata. Returns the address of the next buffer's entry."""
+    """Write a buffer's position and size into the metadata, and move `done`, the end of the buffers placed so far.
+
+    A buffer of zeros (`are_zeros`) is at position 0. Returns the address of the next buffer's entry.
+    """
     put64(buffer, 0 if are_zeros else done[0])
     put64(buffer + 8, size)
     if not are_zeros:
@@ -265,7 +272,10 @@ cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size, bint ar
 
 
 cdef bint measure(Column* column, list rows, Py_ssize_t at) except -1:
-    """Count a column's nulls and text bytes. Returns whether each value has exactly the column's type and range."""
+    """Count the nulls and text bytes of column `at`, and find out whether its numbers are all 0 or null.
+
+    Returns False if a value does not have exactly the column's type, or is out of its range.
+    """
     cdef Py_ssize_t size = 0
     cdef int overflow = 0
     cdef long long number
@@ -299,6 +309,7 @@ cdef bint measure(Column* column, list rows, Py_ssize_t at) except -1:
 
 
 cdef int write_validity(char* bits, list rows, Py_ssize_t at) except -1:
+    """Set the bit of each row that has a value in column `at`. All bits must be 0 before."""
     cdef Py_ssize_t number = 0
     for row in rows:
         if (<tuple> row)[at] is not None:
@@ -308,6 +319,7 @@ cdef int write_validity(char* bits, list rows, Py_ssize_t at) except -1:
 
 
 cdef int write_numbers(char* out, list rows, Py_ssize_t at, int width) except -1:
+    """Write the numbers of column `at`, `width` bytes each. A null leaves its bytes unchanged."""
     cdef int64_t number
     cdef int overflow = 0
     for row in rows:
@@ -320,6 +332,7 @@ cdef int write_numbers(char* out, list rows, Py_ssize_t at, int width) except -1
 
 
 cdef int write_texts(char* ends, char* data, list rows, Py_ssize_t at) except -1:
+    """Write the texts of column `at` to `data`, and the end of each one to `ends`, behind the first offset, 0."""
     cdef Py_ssize_t size
     cdef int32_t end = 0
     cdef const char* text

@@ -5,6 +5,8 @@
           | "TBCHECK1"| length | crc32c  |"TBSTATE2"| f | s | m | w | zstd: JSON facts, columns |
           +-----------+--------+---------+----------+---+---+---+---+------------ … ------------+
 
+f is the number of bytes of the facts. s, m and w are the numbers of rows of settled, moved and woken.
+
 The file is written whole with `Files.replace`, after all files that it relies on have been synced. It is a cache:
 without it, a start reads the log from the last snapshot on and computes the same state.
 
@@ -18,8 +20,8 @@ useless.
 A message is *settled* when it is durably released or cancelled.
 
 A row has a limit, and there may be ten million settled messages. So the payload is compressed, in one or more frames
-of zstd, and the columns are stored as differences from row to row. Former versions stored the facts and the settled
-pairs as they are: f, number of pairs, facts, due times, numbers.
+of zstd, and the columns are stored as differences from row to row: int64, little-endian, column after column. Former
+versions stored the facts and the settled pairs uncompressed: f, number of pairs, facts, due times, numbers.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ NAME = "checkpoint"
 MAGIC = b"TBCHECK1"
 HEADER = struct.Struct("<8sQQ")  # magic, bytes of the payload, crc32c of the payload
 STATE_MAGIC = b"TBSTATE2"
-PIECE_ROWS = 131_072  # of a column, in a piece of the encoded state
+PIECE_ROWS = 131_072  # values of a column that are encoded at once
 STATE_HEADER = struct.Struct("<8s4Q")  # magic, bytes of the facts, rows: settled, moved, woken
+WIDTHS = (2, 4, 4)  # columns of settled, moved and woken
 
 
 class LevelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,10 +103,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Key: queue of the schedule topic, which is the delay level minus one.
     levels: dict[int, LevelFacts] = {}
     # ReleaseCursor (schedule/outcomes.py): start (ms) of the newest second with a release, and its durable releases.
-    tick: tuple[int, int] = (
-        0,
-        0,
-    )
+    tick: tuple[int, int] = (0, 0)
     schedule: str = "hour_log"  # the strategy that stored scheduled messages
     kept: dict[str, Any] | None = None  # state of that strategy outside its files
     # Live data files (table/attachment.py): the result of all TABLE rows below `seq`.
@@ -145,30 +145,34 @@ def encode(checkpoint: Checkpoint) -> bytes:
     return b"".join(encoded_pieces(checkpoint.facts, [settled], [checkpoint.moved], [checkpoint.woken]))
 
 
-# Parts of a table, each with all columns of some rows. Together they are the columns of a `Checkpoint`.
+# All rows of settled, moved or woken, in consecutive ranges. A range is a (columns, rows) array, or a tuple with one
+# array per column.
 Parts = Sequence[Int64Array | tuple[Int64Array, ...]]
 
 
 def encoded_pieces(facts: Facts, settled: Parts, moved: Parts, woken: Parts) -> Iterator[bytes]:
-    """Encode the payload in pieces that take some milliseconds each: frames of zstd, the first behind a header."""
+    """Yield the payload in pieces of some milliseconds of work: a zstd frame each, the first one after the header.
+
+    Together the frames contain the JSON facts, then each column in turn, as differences from row to row.
+    """
     encoded_facts, tables = msgspec.json.encode(facts), (settled, moved, woken)
     rows = (sum(len(part[0]) for part in parts) for parts in tables)
     head = STATE_HEADER.pack(STATE_MAGIC, len(encoded_facts), *rows)
-    pending, size_bytes = [encoded_facts], len(encoded_facts)
-    for parts, width in zip(tables, (2, 4, 4), strict=True):
-        for index in range(width):
-            before = 0
-            for values in _short_columns(parts, index):
-                if size_bytes >= 8 * PIECE_ROWS:
-                    yield head + _compressed(pending)
-                    head, pending, size_bytes = b"", [], 0
-                pending.append(np.diff(values, prepend=before).astype("<i8").tobytes())
-                before, size_bytes = values[-1], size_bytes + 8 * len(values)
-    yield head + _compressed(pending)
+    buffered, buffered_bytes = [encoded_facts], len(encoded_facts)
+    for parts, width in zip(tables, WIDTHS, strict=True):
+        for column in range(width):
+            previous = 0  # the last value of the column that was encoded
+            for values in _split_column(parts, column):
+                if buffered_bytes >= 8 * PIECE_ROWS:
+                    yield head + _compressed(buffered)
+                    head, buffered, buffered_bytes = b"", [], 0
+                buffered.append(np.diff(values, prepend=previous).astype("<i8").tobytes())
+                previous, buffered_bytes = values[-1], buffered_bytes + 8 * len(values)
+    yield head + _compressed(buffered)
 
 
-def _short_columns(parts: Parts, index: int) -> Iterator[Int64Array]:
-    """Split a column of a table into parts of at most PIECE_ROWS rows."""
+def _split_column(parts: Parts, index: int) -> Iterator[Int64Array]:
+    """Split column `index` of a table into arrays of at most PIECE_ROWS values."""
     for part in parts:
         for begin in range(0, len(part[index]), PIECE_ROWS):
             yield part[index][begin : begin + PIECE_ROWS]
@@ -188,8 +192,9 @@ def decode(payload: bytes) -> Checkpoint:
 
 
 def _decode(payload: bytes) -> Checkpoint:
+    """Decode a payload of the present form. Raises various errors, which `decode` converts."""
     _, facts_size, *rows = STATE_HEADER.unpack_from(payload)
-    shapes = list(zip((2, 4, 4), rows, strict=True))
+    shapes = list(zip(WIDTHS, rows, strict=True))
     size_bytes = facts_size + sum(8 * columns * count for columns, count in shapes)
     content = pa.decompress(payload[STATE_HEADER.size :], size_bytes, "zstd", asbytes=True)
     if len(content) != size_bytes:  # numpy would read fewer rows, and settled messages would be forgotten
@@ -204,6 +209,7 @@ def _decode(payload: bytes) -> Checkpoint:
 
 
 def _decode_former(payload: bytes) -> Checkpoint:
+    """Decode a payload of a former version: without compression, and with moved and woken rows in the JSON."""
     facts_size, pair_count = struct.unpack_from("<QQ", payload)
     if 16 + facts_size + 16 * pair_count != len(payload):
         raise ValueError("facts and pairs do not fill the payload")
@@ -260,11 +266,14 @@ def snapshot_row(payload: bytes, now_ms: int) -> pa.RecordBatch:
 
 
 def last_snapshot(segments: Segments, to_seq: int | None = None) -> Checkpoint | None:
-    """Find and decode the newest snapshot among the rows below `to_seq`, or None when there is none. Raises Corrupt."""
+    """Find and decode the newest snapshot among the rows below `to_seq` (None: among all rows).
+
+    Returns None when there is none. Raises Corrupt.
+    """
     for segment in reversed(segments.all):
         frame_number = _find_snapshot_frame(segment, segment.next_seq if to_seq is None else to_seq)
-        # A damaged snapshot is an error. The one before it cannot replace it: retention may have removed rows after the
-        # older one that it needs.
+        # A damaged snapshot is an error. An older snapshot cannot replace it, because retention may have removed rows
+        # between the two.
         if frame_number is not None:
             try:
                 return _read_snapshot(segment, int(segment.frame_positions[frame_number]))
@@ -279,10 +288,10 @@ def log_bytes_from(segments: Segments, seq: int) -> int:
     for segment in reversed(segments.all):
         if segment.next_seq <= seq:
             break
-        frame_number = max(0, segment.frame_at(seq)) if len(segment.frame_seqs) else -1
-        size_bytes += segment.end - (
-            int(segment.frame_positions[frame_number]) if frame_number >= 0 else fmt.ALIGN
-        )
+        begin = fmt.ALIGN  # the segment has no frames
+        if len(segment.frame_seqs):
+            begin = int(segment.frame_positions[max(0, segment.frame_at(seq))])
+        size_bytes += segment.end - begin
     return size_bytes
 
 

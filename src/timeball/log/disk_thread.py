@@ -47,19 +47,22 @@ class DiskThread(Disk):
         """Queue a call. Returns the future of its result. Raises RuntimeError after `shutdown`."""
         if self._is_shut_down:
             raise RuntimeError("the disk thread has been shut down")
-        call = _Call(partial(fn, *args, **kwargs))
+        call = Call(partial(fn, *args, **kwargs))
         self._calls.put(call)
         return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further submits, cancel the queued ones if asked, and end the thread after the rest. See Executor."""
+        """Refuse further submits, and end the thread after the queued calls (see Executor).
+
+        `cancel_futures` drops the queued calls and cancels their futures. `wait` waits for the end of the thread.
+        """
         self._is_shut_down = True
         while cancel_futures:
             try:
                 call = self._calls.get_nowait()
             except Empty:
                 break
-            if isinstance(call, _Call):
+            if isinstance(call, Call):
                 call.future.cancel()
         # None ends the thread, after all calls that were queued before.
         self._calls.put(None)
@@ -82,7 +85,7 @@ class InlineDisk(Disk):
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run a call. Returns the future of its result, which is done."""
-        call = _Call(partial(fn, *args, **kwargs))
+        call = Call(partial(fn, *args, **kwargs))
         call()
         return call.future
 
@@ -91,14 +94,15 @@ class InlineDisk(Disk):
         call()
 
 
-class _Call:
-    """A call with a future for its result."""
+class Call:
+    """A call that runs in another thread, with a future for its result."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
         self._call = call
 
     def __call__(self) -> None:
+        """Run the call, unless its future was cancelled, and set the future's result or error."""
         if self.future.set_running_or_notify_cancel():
             try:
                 self.future.set_result(self._call())
@@ -120,8 +124,7 @@ class Extent(NamedTuple):
     position: int
     end_seq: int  # the sequence number after the last row
     frames: bytes
-    # True for the first commit of a segment, whose header is on disk already.
-    begins: bool
+    begins: bool  # True for the first commit of a segment, whose header is on disk already
 
 
 class Replication(Protocol):
@@ -132,7 +135,9 @@ class Replication(Protocol):
         """The epoch of the frames that this leader writes."""
 
     def commit(self, extent: Extent) -> None:
-        """Write, sync and replicate. Returns when committed. Raises NotLeader when this node will never commit it.
+        """Write, sync and replicate a commit. Returns when enough replicas have it.
+
+        Raises NotLeader when this node will never commit it, and DiskFailed.
 
         After NotLeader the rows may or may not be in the next leader's log, so their senders get no answer.
         """
@@ -149,8 +154,8 @@ class FileReplication(Protocol):
         """
 
 
-# Returns if no other leader had committed a row when the call began, and raises NotLeader otherwise. An answer from
-# memory that commits nothing is checked so after the memory was read (docs/decisions/0141-look-ups-are-fenced.md).
+# A call that returns if no other leader had committed a row when it began, and raises NotLeader otherwise. It is called
+# after an answer was read from memory, if the request commits nothing (docs/decisions/0141-look-ups-are-fenced.md).
 ConfirmLead = Callable[[], Awaitable[None]]
 
 

@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     span: int
     append_ms: int
     epoch: int
-    payload: int
+    payload: int  # bytes of the Arrow message, without padding
     synced_to: int
     flags: int = 0
 
@@ -129,6 +129,7 @@ def encode_frame(
     assert length <= limits.FRAME_BYTES_MAX
 
     def pack_header(crc: int) -> bytes:
+        """Encode the header with this checksum."""
         return FRAME.pack(
             FRAME_MAGIC, SCHEMA_VERSION, flags, length, rows.num_rows, first_seq, span, append_ms, epoch,
             payload_bytes, crc, synced_to,
@@ -145,19 +146,20 @@ def encode_frame(
 
 
 def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
-    """Read and check the frame at `position`. Returns None at the end of the log, raises Corrupt on a wrong checksum.
+    """Read and check the frame at `position`. Returns None at the end of the log.
 
+    Raises Corrupt for damage, and SetupError for a frame of a newer version. `segment` holds the bytes of a segment.
     `origin` is the position of the buffer in its segment, when the buffer is only a part of it.
     """
     frame = read_frame_header(segment, position, origin=origin)
     if frame is None:
         return None
-    if not _has_its_checksum(segment, position, frame.length):
+    if not _matches_checksum(segment, position, frame.length):
         raise Corrupt(f"frame at byte {position} (seq {frame.first_seq}) does not match its checksum")
     return frame
 
 
-def _has_its_checksum(segment: pa.Buffer, position: int, length: int) -> bool:
+def _matches_checksum(segment: pa.Buffer, position: int, length: int) -> bool:
     """Check the frame of `length` bytes at `position` against the checksum in its header."""
     # Only the header is copied, to set its checksum to zero. The payload is checked in the mapping.
     header = bytearray(segment.slice(position, ALIGN))
@@ -168,7 +170,10 @@ def _has_its_checksum(segment: pa.Buffer, position: int, length: int) -> bool:
 
 
 def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
-    """Read the frame at `position` as `read_frame` does, but check only its header."""
+    """Read and check the header of the frame at `position`, without its checksum. None at the end of the log.
+
+    Raises Corrupt, and SetupError for a frame of a newer version. `origin` is as in `read_frame`.
+    """
     if position + ALIGN > segment.size:
         return None
     magic, version, flags, length, rows, first_seq, span, append_ms, epoch, payload, _, synced_to = (
@@ -195,7 +200,7 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
         raise Corrupt(f"frame header at byte {position} contradicts itself")
     # Checked last, and with the checksum, so that damage is not reported as a newer version.
     if version != SCHEMA_VERSION:
-        if not _has_its_checksum(segment, position, length):
+        if not _matches_checksum(segment, position, length):
             raise Corrupt(f"frame at byte {position} (version {version}) does not match its checksum")
         raise SetupError(
             f"frame of version {version}; this Timeball reads version {SCHEMA_VERSION}: use a newer one"
@@ -226,7 +231,10 @@ def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
 
 
 def read_segment_header(segment: pa.Buffer) -> int | None:
-    """Read a segment's first sequence number, or None for a blank header (a prepared spare). Raises Corrupt."""
+    """Read a segment's first sequence number, or None for a blank header (a spare).
+
+    Raises Corrupt, and SetupError for a newer format.
+    """
     if segment.size < ALIGN:
         return None
     raw = bytes(segment.slice(0, ALIGN))

@@ -37,6 +37,7 @@ class FrameScan:
         return fmt.read_frame(self.segment, position)
 
     def _load(self, begin: int, end: int) -> None:
+        """Load the bytes [begin, end) from the disk, with the next ones up to the step. Raises Unreadable."""
         loaded_begin, loaded_end = self._loaded
         if loaded_begin <= begin and end <= loaded_end:
             return

@@ -72,7 +72,7 @@ class KeyIndex:
                 self._sealed_runs.pop(segment.ordinal, None)
 
     def _find_sealed(self, segment: Segment, hashes: UInt64Array) -> Int64Array:
-        """Search the key run of a sealed segment. Rebuilds a damaged run."""
+        """Search the key run of a sealed segment. Rebuilds a damaged run. Raises Corrupt if the segment is damaged."""
         try:
             return self._open_run(segment).find_numbers(hashes)
         except Corrupt:
@@ -106,7 +106,10 @@ class KeyIndex:
             self._indexed_to = to_seq
 
     def _add_pairs(self, pairs: Pairs) -> None:
-        """Add pairs of hash and row number to the table of the newest rows, or make a sorted run of both."""
+        """Add pairs of hash and row number to the table of the newest rows.
+
+        If the table would be too large, make a sorted run of its pairs and the new ones instead.
+        """
         hashes, seqs = pairs
         if self._newest_pairs + len(seqs) <= NEWEST_PAIRS_MAX:
             for key, seq in zip(hashes.tolist(), seqs.tolist(), strict=True):
@@ -130,18 +133,20 @@ class KeyIndex:
         self._newest_pairs = 0
 
     def _hash_rows(self, from_seq: int, to_seq: int) -> Pairs:
-        """Hash the ids and keys of the rows [from_seq, to_seq). Return hashes and sequence numbers, unsorted."""
+        """Hash the ids and keys of the rows [from_seq, to_seq).
+
+        Returns pairs of a hash and a sequence number, as two arrays, unsorted. A row has a pair for its id and for each
+        of its keys. Raises Corrupt.
+        """
         # The usual case: a cancel appended one row since the last look-up. Values cost a tenth of columns.
-        rows_of_values = (
-            self._reader.read_values(range(from_seq, to_seq)) if to_seq - from_seq <= FEW else None
-        )
-        if rows_of_values is not None:
+        few_rows = self._reader.read_values(range(from_seq, to_seq)) if to_seq - from_seq <= FEW else None
+        if few_rows is not None:
             few = list[tuple[int, int]]()
-            for row in rows_of_values:
+            for row in few_rows:
                 keys = [key for key in (row[_KEYS] or "").split(" ") if key]
                 if row[_UNIQUE_KEY] is not None:
                     keys.append(row[_UNIQUE_KEY])
-                few += [(hash_string(key), row[0]) for key in keys]
+                few += [(hash_string(key), row[0]) for key in keys]  # row[0]: the sequence number
             few_hashes, few_seqs = zip(*few, strict=True) if few else ((), ())
             return np.array(few_hashes, np.uint64), np.array(few_seqs, np.int64)
         pairs = []

@@ -60,6 +60,7 @@ SUFFIX = ".cq"
 # ---- the content of a file -----------------------------------------------------------------------------------
 
 MAGIC = b"TBQUEUE1"
+# Magic, crc32c, first_seq, next_seq, and the numbers of runs, blocks, bytes of the names, and entries.
 HEADER = struct.Struct("<8sQ6q")
 RUN = np.dtype([("name", "<u4"), ("queue", "<u4"), ("first_offset", "<i8"), ("count", "<i8")])
 BLOCK_ENTRIES = 256  # 5 KB: the unit of checking, 1 us for a read of one entry
@@ -76,7 +77,7 @@ class Part:
 
 
 def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
-    """Encode the file for the log's rows [first_seq, next_seq)."""
+    """Encode the file for the log's rows [first_seq, next_seq), with a run for each of the `parts`."""
     # Converted to the file's byte order, because numpy's concatenate returns the native one.
     entry_bytes = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
     names: dict[str, int] = {}
@@ -108,6 +109,16 @@ def _checksums(entries: bytes) -> Iterator[int]:
     step = BLOCK_ENTRIES * ENTRY.itemsize
     for position in range(0, len(entries), step):
         yield google_crc32c.value(entries[position : position + step])
+
+
+class RunRange(NamedTuple):
+    """The entries of one queue in a file: a run. `number` is the position of the run among the runs of the file."""
+
+    number: int
+    topic: str
+    queue_id: int
+    first_offset: int
+    end_offset: int  # exclusive
 
 
 class QueueFile:
@@ -146,13 +157,16 @@ class QueueFile:
         """The number of entries."""
         return len(self._entries)
 
-    def queues(self) -> Iterator[tuple[int, str, int, int, int]]:
-        """Yield (number, topic, queue id, first offset, end offset) of each run. The end is exclusive."""
+    def run_ranges(self) -> Iterator[RunRange]:
+        """Yield the queue and the offsets of each run."""
         for number, (name, queue_id, first, count) in enumerate(self.runs.tolist()):
-            yield number, self.names[name], queue_id, first, first + count
+            yield RunRange(number, self.names[name], queue_id, first, first + count)
 
     def read(self, run: int, begin: int, end: int) -> EntryArray:
-        """Copy entries [begin, end) of a run, counted from its first entry. Raises Corrupt."""
+        """Copy entries [begin, end) of run number `run`, counted from its first entry.
+
+        Raises Corrupt if a block with one of them does not match its checksum.
+        """
         first, count = int(self._first_entry[run]), int(self.runs["count"][run])
         for block in range(begin // BLOCK_ENTRIES, -(-end // BLOCK_ENTRIES)):
             block_begin, block_end = block * BLOCK_ENTRIES, min(count, (block + 1) * BLOCK_ENTRIES)
@@ -166,8 +180,13 @@ class QueueFile:
     def parts(self) -> list[Part]:
         """Read the entries of all runs. Raises Corrupt."""
         return [
-            Part(topic, queue_id, first, self.read(number, 0, end - first))
-            for number, topic, queue_id, first, end in self.queues()
+            Part(
+                run.topic,
+                run.queue_id,
+                run.first_offset,
+                self.read(run.number, 0, run.end_offset - run.first_offset),
+            )
+            for run in self.run_ranges()
         ]
 
 
@@ -175,10 +194,10 @@ class QueueFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedFiles:
     """The usable files of the index, without gaps. The newest will grow, so its entries (`tail`) go to memory."""
 
-    sealed: list[QueueFile]
+    sealed: list[QueueFile]  # all usable files but the newest
     tail: list[Part]
     open_seq: int  # first row that the newest file covers
     covered_seq: int  # the files and `tail` contain all entries of rows below it
@@ -198,7 +217,7 @@ def write(files: Files, first_seq: int, next_seq: int, parts: list[Part]) -> str
     return name
 
 
-def open_files(files: Files, first_seq: int, to_seq: int) -> Opened:
+def open_files(files: Files, first_seq: int, to_seq: int) -> OpenedFiles:
     """Open the files that contain entries of the log's rows [first_seq, to_seq).
 
     A file that does not continue the one before it is removed: its entries can be rebuilt from the log.
@@ -214,10 +233,10 @@ def open_files(files: Files, first_seq: int, to_seq: int) -> Opened:
         else:
             files.remove(file.name)
     # The newest file is read now, because its entries go to memory. A damaged one is not used: the replay of the log
-    # rebuilds its entries, and the file before it becomes the newest.
+    # rebuilds its entries, and the file before it becomes the newest. Without any file there are no entries to read.
     while (tail := _read_newest(usable, to_seq)) is None:
         covered_seq = max(first_seq, usable.pop().first_seq)
-    return Opened(usable[:-1], tail, usable[-1].first_seq if usable else first_seq, covered_seq)
+    return OpenedFiles(usable[:-1], tail, usable[-1].first_seq if usable else first_seq, covered_seq)
 
 
 def remove_all(files: Files) -> None:
@@ -244,7 +263,7 @@ def _open_undamaged(files: Files) -> list[QueueFile]:
 
 
 def _read_newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
-    """Read the newest file's entries of rows below `to_seq`, or None when the file is damaged."""
+    """Read the entries of rows below `to_seq` in the newest file. Empty without files. None when it is damaged."""
     try:
         parts = usable[-1].parts() if usable else []
     except Corrupt as error:
@@ -292,8 +311,9 @@ class _State(NamedTuple):
 
 _NO_ENTRIES = np.empty(0, ENTRY)
 _EMPTY = _State((), 0, _NO_ENTRIES)
+# Offset, sequence numbers and sizes, as `read_numbers` caches them. No offset is -1.
 _NO_NUMBERS: tuple[int, list[int], list[int]] = (-1, [], [])
-_KEPT_NUMBERS_MAX = 64
+_CACHED_NUMBERS_MAX = 64  # of each queue
 
 
 class QueueIndex:
@@ -326,12 +346,12 @@ class QueueIndex:
         self._count_entries(len(entries))
 
     def _next_entries(self, count: int) -> EntryArray:
-        """Return the place of the next entries, which readers do not see yet."""
+        """Return a view of the tail where the next `count` entries will be, which readers do not see yet."""
         begin = self.end_offset - self._state.tail_first
         return self._reserve_tail(begin + count)[begin : begin + count]
 
     def _count_entries(self, count: int) -> None:
-        """Count entries that were written to their place."""
+        """Move `end_offset` behind `count` new entries, and `max_offset` unless the topic is limited."""
         self.end_offset += count
         self._indexes.unsealed += count
         if self.topic in self._indexes.limited:
@@ -386,20 +406,23 @@ class QueueIndex:
         if offset != last_offset or length != len(seqs) or offset < self.min_offset:
             entries = self.read(offset, count, is_kept=False)
             seqs, sizes_bytes = entries["seq"].tolist(), entries["size"].tolist()
-            if length <= _KEPT_NUMBERS_MAX:  # of each queue
+            if length <= _CACHED_NUMBERS_MAX:
                 self._last_numbers = offset, seqs, sizes_bytes
         return seqs, sizes_bytes
 
     def at(self, offsets: Int64Array) -> EntryArray:
-        """Copy the entries at these offsets, each from `min_offset` up to but not including `end_offset`."""
+        """Copy the entries at these offsets, in their order.
+
+        Each offset must be in [min_offset, end_offset). Raises OutOfRange if one of them has just been hidden.
+        """
         entries = np.empty(len(offsets), ENTRY)
         _, tail_first, tail = self._state
         in_tail = offsets >= tail_first
         entries[in_tail] = tail[offsets[in_tail] - tail_first]
+        # The indexes of the offsets whose entries are in files, by ascending offset.
         remaining = np.flatnonzero(~in_tail)
         remaining = remaining[np.argsort(offsets[remaining], kind="stable")]
-        # `remaining` are the indexes of offsets whose entries are in files, by ascending offset. Each round reads and
-        # checks one block, and takes all entries in it.
+        # Each round reads and checks one block, and takes all entries in it.
         while len(remaining):
             offset = int(offsets[remaining[0]])
             first = offset - (offset - self._find_run(offset).first) % BLOCK_ENTRIES
@@ -428,7 +451,8 @@ class QueueIndex:
     def first_offset_from_seq(self, seq: int, from_offset: int = 0, *, hidden: bool = False) -> int:
         """Find the first offset from `from_offset` on whose row is `seq` or later. If there is none, `max_offset`.
 
-        With `hidden`, also among the entries from `max_offset` on, and `end_offset` if there is none.
+        With `hidden`, also among the entries from `max_offset` on, and `end_offset` if there is none. Raises OutOfRange
+        if retention removes the entries meanwhile.
         """
         low, high = max(from_offset, self.min_offset), self.end_offset if hidden else self.max_offset
         if low >= high or int(self.read(low, 1, is_kept=False, hidden=hidden)["seq"][0]) >= seq:
@@ -442,7 +466,10 @@ class QueueIndex:
         return low
 
     def _read_sealed(self, offset: int, end: int) -> EntryArray:
-        """Read entries from `offset` to `end` or to the end of their file. Rebuilds a damaged file."""
+        """Read entries from `offset` to `end`, or to the end of their file. Rebuilds a damaged file.
+
+        Raises OutOfRange if the entries are hidden, and Corrupt if the file cannot be rebuilt.
+        """
         run = self._find_run(offset)
         try:
             return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
@@ -513,8 +540,8 @@ class QueueIndex:
     def replace_runs(self, file: QueueFile, replacement: _Run | None) -> None:
         """Replace the run in `file` with `replacement`, or remove it if that is None."""
         runs, tail_first, tail = self._state
-        kept = tuple(replacement if run.file is file else run for run in runs)
-        self._state = _State(tuple(run for run in kept if run is not None), tail_first, tail)
+        replaced = tuple(replacement if run.file is file else run for run in runs)
+        self._state = _State(tuple(run for run in replaced if run is not None), tail_first, tail)
 
 
 def first_offsets(indexes: list[QueueIndex], first_seq: int) -> list[int]:
@@ -622,15 +649,16 @@ class QueueIndexes:
         opened = open_files(self._files, first_seq, to_seq)
         self._sealed, self._first_seq = opened.sealed, opened.open_seq
         for file in self._sealed:
-            for number, topic, queue_id, first, end in file.queues():
-                index = self._used.setdefault((topic, queue_id), QueueIndex(self, topic, queue_id))
-                index.add_sealed_run(_Run(first, end, file, number))
+            for run in file.run_ranges():
+                key = run.topic, run.queue_id
+                index = self._used.setdefault(key, QueueIndex(self, *key))
+                index.add_sealed_run(_Run(run.first_offset, run.end_offset, file, run.number))
         for part in opened.tail:
             index = self.queue(part.topic, part.queue_id)
             if index.end_offset == 0:
                 index.start_at(part.first_offset)
             _check_follows(index, part.first_offset)
-            index.append(part.entries["seq"], part.entries["size"], part.entries["tag"])
+            index.extend(part.entries)
         return opened.covered_seq
 
     def clear(self, first_seq: int) -> None:
@@ -651,7 +679,7 @@ class QueueIndexes:
         return Flush(self._files, self._first_seq, next_seq, list(self._open), ends, used, seals)
 
     def finish(self, flush: Flush) -> None:
-        """Finish a written flush. If it seals the range, read it from its file from now on and free its memory."""
+        """Finish a written flush. If it seals the range, its entries are read from the file from now on."""
         # Either the flush does not seal, or the range was sealed or cleared while this flush was being written.
         if flush.written is None or flush.first_seq != self._first_seq:
             return
@@ -665,7 +693,7 @@ class QueueIndexes:
             self._first_seq = flush.next_seq
 
     def seal_if_large(self, next_seq: int) -> None:
-        """Write and seal the open range when it is large enough. Blocking: for recovery."""
+        """Write and seal the open range, which ends before row `next_seq`, if it is large. Blocking: for recovery."""
         if self.unsealed >= SEAL_ENTRIES:
             flush = self.flush(next_seq)
             flush.write()
@@ -674,7 +702,10 @@ class QueueIndexes:
     # -- retention and damage ------------------------------------------------------------------------------
 
     def forget(self, first_seq: int) -> list[str]:
-        """Hide the entries of rows before `first_seq` and forget files, as `forget_files`. Blocking: for recovery."""
+        """Hide the entries of rows before `first_seq`, and forget the files that have no others.
+
+        Returns the names of these files, which the caller must remove. Blocking: for recovery.
+        """
         indexes = self.beginning_before(first_seq)
         for index, offset in zip(indexes, first_offsets(indexes, first_seq), strict=True):
             index.hide_before(offset)
@@ -683,7 +714,7 @@ class QueueIndexes:
     def beginning_before(self, first_seq: int) -> list[QueueIndex]:
         """List the queues that may have entries of rows before `first_seq` (any thread)."""
         files = [file for file in self._sealed if file.first_seq < first_seq]
-        keys = dict.fromkeys((topic, queue) for file in files for _, topic, queue, _, _ in file.queues())
+        keys = dict.fromkeys((run.topic, run.queue_id) for file in files for run in file.run_ranges())
         indexes = dict.fromkeys(self._used[key] for key in keys)
         return list(indexes | self._open if self._first_seq < first_seq else indexes)
 
@@ -716,10 +747,11 @@ class QueueIndexes:
                 logger.warning("queue index file kept in memory alone file=%s reason=%s", damaged.name, full)
             rebuilt = QueueFile(damaged.name, data)
             runs = {
-                (topic, queue): _Run(first, end, rebuilt, number)
-                for number, topic, queue, first, end in rebuilt.queues()
+                (run.topic, run.queue_id): _Run(run.first_offset, run.end_offset, rebuilt, run.number)
+                for run in rebuilt.run_ranges()
             }
             with self.changing:
-                for _, topic, queue, _, _ in damaged.queues():
-                    self._used[topic, queue].replace_runs(damaged, runs.get((topic, queue)))
+                for run in damaged.run_ranges():
+                    key = run.topic, run.queue_id
+                    self._used[key].replace_runs(damaged, runs.get(key))
                 self._sealed = [rebuilt if file is damaged else file for file in self._sealed]

@@ -39,7 +39,7 @@ _BODY = READ_SCHEMA.get_field_index("body")
 _NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
 T = TypeVar("T")
-Place = tuple[int, int]  # location of a frame: ordinal of the segment, position in it
+Place = tuple[int, int]  # of a frame: ordinal of the segment, position in it
 
 
 class FrameCache(Generic[T]):
@@ -153,8 +153,10 @@ class LogReader:
 
         Each batch except the last one is made of at least `coalesce_rows` rows of the log, before the filters. This
         saves time: a frame may contain only ten rows, and making a batch takes 120 us, three times as long as decoding
-        the frame. `kinds`: select rows of these kinds (None: all). `columns`: return only these columns of READ_SCHEMA,
-        in this order; the others are not copied. `placed`: True selects rows with a queue position (visible messages,
+        the frame. Raises OutOfRange as `frames` does, and Corrupt.
+
+        `kinds`: select rows of these kinds (None: all). `columns`: return only these columns of READ_SCHEMA, in this
+        order. The other columns are not copied. `placed`: True selects rows with a queue position (visible messages,
         and scheduled messages of delay levels), False rows without one, None all.
         """
         kind_filter = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
@@ -162,7 +164,7 @@ class LogReader:
         needed_columns = (
             LOG_SCHEMA.names
             if columns is None
-            else [n for n in LOG_SCHEMA.names if n in {*columns, "kind", "queue_offset"}]
+            else [name for name in LOG_SCHEMA.names if name in {*columns, "kind", "queue_offset"}]
         )
         buffered: list[tuple[int, pa.RecordBatch]] = []
         buffered_rows = 0
@@ -178,7 +180,10 @@ class LogReader:
         yield from _join_and_filter(buffered, kind_filter, placed, schema)
 
     def row_bytes(self, from_seq: int, to_seq: int) -> int:
-        """Estimate the average bytes of a row in the frames that overlap [from_seq, to_seq), without opening them."""
+        """Estimate the average bytes of a row in the frames that overlap [from_seq, to_seq), without opening them.
+
+        0 if there are none. Reserved numbers count as rows.
+        """
         rows = size_bytes = 0
         if from_seq >= to_seq:
             return 0
@@ -198,7 +203,7 @@ class LogReader:
         return size_bytes // rows if rows else 0
 
     def read_rows(self, seqs: Int64Array, columns: Sequence[str] | None = None) -> pa.RecordBatch:
-        """Read READ_SCHEMA rows with exactly these sequence numbers, in the given order. Raises OutOfRange.
+        """Read READ_SCHEMA rows with exactly these sequence numbers, in the given order. Raises OutOfRange, Corrupt.
 
         `columns`: return only these columns besides `seq`, which comes first. The others are not copied.
         """
@@ -208,19 +213,17 @@ class LogReader:
         order = np.argsort(seqs, kind="stable")
         sorted_seqs = seqs[order]
         batches = []
-        done = 0
-        while done < len(sorted_seqs):
-            segment = self.segments.holding(int(sorted_seqs[done]))
-            first_seq, rows = self._decode(
-                segment, segment.frame_position_of(int(sorted_seqs[done])), keep=True
-            )
+        begin = 0
+        while begin < len(sorted_seqs):
+            # Rows [begin, end) of the sorted numbers are in one frame.
+            seq = int(sorted_seqs[begin])
+            segment = self.segments.holding(seq)
+            first_seq, rows = self._decode(segment, segment.frame_position_of(seq), keep=True)
             end = int(np.searchsorted(sorted_seqs, first_seq + rows.num_rows))
-            if end == done:
-                raise OutOfRange(
-                    f"seq {sorted_seqs[done]} was set aside for a bulk attach and is not in the log"
-                )
+            if end == begin:
+                raise OutOfRange(f"seq {seq} was set aside for a bulk attach and is not in the log")
             rows = rows if columns is None else rows.select(columns)
-            row_indexes = sorted_seqs[done:end] - first_seq
+            row_indexes = sorted_seqs[begin:end] - first_seq
             # Consecutive rows (none of them twice) are sliced without a copy, while pyarrow's `take` copies every body.
             consecutive = len(row_indexes) == row_indexes[-1] - row_indexes[0] + 1 and bool(
                 np.all(np.diff(row_indexes))
@@ -231,7 +234,7 @@ class LogReader:
                 else rows.take(pa.array(row_indexes))
             )
             batches.append(picked_rows)
-            done = end
+            begin = end
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         schema = READ_SCHEMA
         if columns is not None:
@@ -245,10 +248,10 @@ class LogReader:
         return result.take(pa.array(inverse))
 
     def read_values(self, seqs: Sequence[int]) -> list[ReadRow] | None:
-        """Read the rows with these ascending sequence numbers, a value for each column. None if columns are needed.
+        """Read the rows with these ascending sequence numbers, as tuples with a value for each column of READ_SCHEMA.
 
-        That is so if a frame is large (`readable`), or the bodies have more than VALUES_BYTES_MAX together. Numbers
-        that were set aside have no row, and are left out. Raises OutOfRange.
+        None if the rows must be read as columns: if a frame is large (`readable`), or the bodies have more than
+        VALUES_BYTES_MAX together. Reserved numbers have no row, and are left out. Raises OutOfRange, Corrupt.
         """
         values: list[ReadRow] = []
         end_seq = body_bytes = 0
@@ -280,6 +283,7 @@ class LogReader:
             raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
 
     def _scan_of(self, segment: Segment) -> FrameScan:
+        """Get the scan of the last segment that was read, or begin one of this segment."""
         scan = self._scan
         if scan is None or scan.segment is not segment.buffer:
             scan = self._scan = FrameScan(segment.buffer, NEAR_BYTES)

@@ -101,7 +101,10 @@ def encode(segment: Segment) -> bytes:
 
 
 def load(files: Files, segment: Segment, next_seq: int) -> bool:
-    """Load the frame index of `segment`, which must end at `next_seq`. Returns false if there is no valid index."""
+    """Load the frame index of `segment`, which must end at `next_seq`, into the segment.
+
+    Returns false if there is no valid index: the segment must be read.
+    """
     name = index_name(segment)
     if not files.exists(name):
         return False
@@ -143,7 +146,10 @@ class Opened:
 
 
 def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_seq: int = 0) -> Opened:
-    """Open or create the log below `files`. Raises Corrupt, SetupError (newer format) or OverLimit (no space)."""
+    """Open or create the log below `files`. Raises Corrupt, SetupError (newer format), OverLimit and DiskFailed.
+
+    `durable_before_seq`: the log must have all rows below this number, because a checkpoint covers them.
+    """
     files.make_dir(FOLDER)
     begun, spares = _find_segments(files)
     for ordinal in spares:
@@ -183,6 +189,8 @@ def read_replica(
 ) -> tuple[list[Segment], str]:
     """Read the segments of a replica's log up to its end or to damage. Returns them and the damage ("" if none).
 
+    Raises SetupError for a newer format. Nothing is changed on the disk.
+
     A replica syncs after at most `batch_bytes`, and the `synced_to` of a frame refers to the disk of its leader. So a
     frame after a hole proves damage only if it states that more than a batch after the hole was on disk. Frames of
     `own_epoch` refer to this disk, because this replica led in that epoch (0: in none). A log that ends before `synced`
@@ -203,9 +211,10 @@ def read_replica(
             continue  # a spare
         segment = Segment(ordinal, first_seq, buffer)
         if segments and (segments[-1].ordinal + 1, segments[-1].next_seq) != (ordinal, first_seq):
+            last = segments[-1]
             return (
                 segments,
-                f"{segments[-1].name} ends at seq {segments[-1].next_seq} ({reason}), {segment.name} begins later",
+                f"{last.name} ends at seq {last.next_seq} ({reason}), {segment.name} begins later",
             )
         segments.append(segment)
         try:
@@ -229,7 +238,10 @@ def read_replica(
 
 
 def _read_frames(segment: Segment) -> str:
-    """Add all whole frames to `segment`. Returns a description of the bytes after them. Raises Unreadable."""
+    """Add all whole frames to `segment`. Returns a description of the bytes after them.
+
+    Raises Unreadable, and SetupError for a newer format.
+    """
     scan, text = FrameScan(segment.buffer), "nothing behind it"
     try:
         while (frame := scan.read(segment.end)) is not None:
@@ -244,7 +256,7 @@ def _read_frames(segment: Segment) -> str:
 
 
 def _find_segments(files: Files) -> tuple[list[Segment], list[int]]:
-    """Find the begun segments, in order, and the ordinals of the spares."""
+    """Find the begun segments, in order, and the ordinals of the spares. Raises Corrupt for a gap."""
     ordinals = [int(name.removesuffix(SUFFIX)) for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
     begun: list[Segment] = []
     spares: list[int] = []
@@ -265,7 +277,10 @@ def _find_segments(files: Files) -> tuple[list[Segment], list[int]]:
 
 
 def _read_first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
-    """Read a segment's first sequence number, or None for a spare. Raises Corrupt."""
+    """Read a segment's first sequence number, or None for a spare. Raises Corrupt.
+
+    `is_last`: only the last file may have a header that was torn while the segment was begun.
+    """
     try:
         first_seq = read_segment_header(buffer)
     except Corrupt as error:
@@ -294,7 +309,11 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
 
 
 def _scan_last(segment: Segment) -> tuple[str, int]:
-    """Add all whole frames to `segment`. Returns a description of the bytes after them, and the end of these bytes."""
+    """Add all whole frames to the last begun segment.
+
+    Returns a description of the bytes after them, and the end of these bytes. Raises Corrupt if they are damage and not
+    a torn commit.
+    """
     try:
         end_state = _read_frames(segment)
     except Unreadable as error:
@@ -328,29 +347,24 @@ def find_later_proof(
     """Find a whole frame after `end` whose `synced_to` states that the bytes at `end` were on disk earlier.
 
     `batch_bytes`: up to this many bytes after `end` may have been written without a sync in between, except by the
-    writer of `own_epoch`.
+    writer of `own_epoch`. Only a `synced_to` after them counts.
 
-    Such a frame proves that the bytes at `end` were acknowledged, so they are damaged, not torn. Its sequence numbers
+    The frame proves that the bytes at `end` were acknowledged, so they are damaged, not torn. Its sequence numbers
     must come after `next_seq`, which the bytes at `end` used: a copy of an older frame in the body of a torn commit
     proves nothing. Returns None if there is no such frame.
     """
-    frames = whole_frames(buffer, end + fmt.ALIGN)
-    return next(
-        (
-            frame
-            for frame in frames
-            if frame.synced_to > end + (batch_bytes if frame.epoch != own_epoch else 0)
-            and frame.first_seq > next_seq
-        ),
-        None,
-    )
+    for frame in whole_frames(buffer, end + fmt.ALIGN):
+        unsynced_bytes = 0 if frame.epoch == own_epoch else batch_bytes
+        if frame.synced_to > end + unsynced_bytes and frame.first_seq > next_seq:
+            return frame
+    return None
 
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
     """Yield every whole frame at or after the aligned `position`. Skips the bytes between them."""
     scan = FrameScan(buffer)
-    for at in _magic_positions(buffer, position, last_written(buffer, position)):
-        frame = _frame_or_none(scan, at)
+    for candidate in _magic_positions(buffer, position, last_written(buffer, position)):
+        frame = _frame_or_none(scan, candidate)
         if frame is not None:
             yield frame
 
@@ -411,7 +425,10 @@ def last_written(buffer: pa.Buffer, start: int) -> int:
 def _last_written_part(
     buffer: pa.Buffer, view: np.ndarray, start: int, end: int, step: int
 ) -> tuple[int, int]:
-    """Return begin and end of the last part of `step` bytes that has a non-zero byte; no bytes if there is none."""
+    """Find begin and end of the last part of `step` bytes in [start, end) that has a non-zero byte.
+
+    A part that the disk cannot read counts as one. Returns (start, start) if there is none.
+    """
     for end_at in range(end, start, -step):
         begin = max(start, end_at - step)
         if load_bytes(buffer, begin, end_at) is not None:
@@ -431,7 +448,7 @@ def _zero_torn_tail(file: File, segment: Segment, end: int) -> int:
         logger.warning(
             "torn commit cut file=%s size_bytes=%d behind_seq=%d", segment.name, size, segment.next_seq - 1
         )
-        step = 1 << 20
-        for position in range(segment.end, end, step):
-            file.write_at(position, bytes(min(step, end - position)))
+        step_bytes = 1 << 20  # of zeros in memory
+        for position in range(segment.end, end, step_bytes):
+            file.write_at(position, bytes(min(step_bytes, end - position)))
     return size

@@ -53,8 +53,8 @@ class MessageLayout(NamedTuple):
 def derive_layout(schema: pa.Schema) -> MessageLayout:
     """Derive the layout of messages of this schema from a message that pyarrow writes."""
     no_value = {pa.string(): "", pa.binary(): b""}
-    row = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]
-    message = pa.RecordBatch.from_arrays(row, schema=schema).serialize().to_pybytes()
+    columns = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]  # of one row
+    message = pa.RecordBatch.from_arrays(columns, schema=schema).serialize().to_pybytes()
     _, metadata_bytes = _PREFIX.unpack_from(message)
     message_at = fb.target(message, _ROOT_AT)
     batch_at = fb.target(message, fb.present_field(message, message_at, fb.MESSAGE_HEADER))
@@ -75,7 +75,7 @@ def derive_layout(schema: pa.Schema) -> MessageLayout:
 _LOG_LAYOUT = derive_layout(LOG_SCHEMA)
 _HEAD_BYTES = len(_LOG_LAYOUT.head)
 # Whether each buffer may share the zeros. The bytes of texts (the third buffer of a column) are never examined.
-_MAY_SHARE = np.array([at < 2 for field in LOG_SCHEMA for at in range(field.type.num_buffers)])
+_MAY_SHARE = np.array([buffer < 2 for field in LOG_SCHEMA for buffer in range(field.type.num_buffers)])
 
 
 Payload: TypeAlias = "Sequence[bytes | pa.Buffer]"  # the parts of an encoded message, in their order
@@ -84,8 +84,8 @@ Payload: TypeAlias = "Sequence[bytes | pa.Buffer]"  # the parts of an encoded me
 def share_zeros(message: pa.Buffer) -> Payload:
     """Let all buffers of zeros in a LOG_SCHEMA message of pyarrow overlap at the beginning of its body.
 
-    Returns the parts of the new message. They are views of `message` as far as possible, so that bodies are not copied.
-    All lengths and positions are in words of 8 bytes.
+    Returns the parts of the new message: its metadata with one run of zeros, then the other buffers as views of
+    `message`, so that bodies are not copied. In this function, lengths and positions are in words of 8 bytes.
     """
     positions, sizes = (
         np.frombuffer(message, np.int64, 2 * len(_MAY_SHARE), _LOG_LAYOUT.buffers_at).reshape(-1, 2).T
@@ -101,16 +101,17 @@ def share_zeros(message: pa.Buffer) -> Payload:
     ]
     if not shared_buffers:
         return [message]
-    zero_words, kept_words = int(word_counts[shared_buffers].max()), word_counts.copy()
-    kept_words[shared_buffers] = 0
-    new_first_words = zero_words + np.cumsum(kept_words) - kept_words
+    # The new body: zeros as long as the longest shared buffer, then the other buffers in their order.
+    zero_words, copied_words = int(word_counts[shared_buffers].max()), word_counts.copy()
+    copied_words[shared_buffers] = 0
+    new_first_words = zero_words + np.cumsum(copied_words) - copied_words
     new_first_words[shared_buffers] = 0
     head = bytearray(memoryview(message)[:_HEAD_BYTES])
     head[_LOG_LAYOUT.buffers_at : _LOG_LAYOUT.buffers_at + 16 * len(new_first_words)] = np.column_stack(
         (_WORD * new_first_words, sizes)
     ).tobytes()
-    _NUMBER.pack_into(head, _LOG_LAYOUT.body_bytes_at, _WORD * (zero_words + int(kept_words.sum())))
-    # pyarrow writes the buffers one after the other, so the kept ones are the stretches between the shared ones.
+    _NUMBER.pack_into(head, _LOG_LAYOUT.body_bytes_at, _WORD * (zero_words + int(copied_words.sum())))
+    # pyarrow writes the buffers one after the other, so the other buffers are the stretches between the shared ones.
     stretch_ends = [*first_words[shared_buffers].tolist(), len(body)]
     stretch_starts = [0, *(first_words[shared_buffers] + word_counts[shared_buffers]).tolist()]
     stretches = [
@@ -128,7 +129,7 @@ try:
 except ImportError:  # built without a compiler
     MessageEncoder = None
 
-_TEXT, _BINARY = -1, -2
+_TEXT, _BINARY = -1, -2  # as in arrow_message.pxd
 JOINED_ROWS = 64  # rows per part on average: above it, joining columns costs less than encoding again
 _ROW, _READ_ROW = pa.struct(list(LOG_SCHEMA)), pa.struct(list(READ_SCHEMA))
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
@@ -232,7 +233,7 @@ def build_compiled(values: list[LogRow]) -> EncodedRows:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Concatenate rows (disk thread).
+    """Concatenate rows, given as batches or encoded rows (disk thread).
 
     A few rows that were made from values are encoded again: opening a message costs as much as encoding some fifty
     rows.
@@ -277,7 +278,10 @@ class NumberedRows:
 
     @classmethod
     def of(cls, message: bytes, seqs: list[int], row_indexes: list[int]) -> NumberedRows:
-        """Make the rows at `row_indexes` of a message of the compiled encoder. `seqs` are their sequence numbers."""
+        """Make the rows at `row_indexes` of a LOG_SCHEMA message that the compiled encoder has written.
+
+        `seqs` are their sequence numbers, in the same order.
+        """
         rows = cls([])
         rows._values, rows._message, rows._seqs, rows._row_indexes = None, message, seqs, row_indexes
         rows.num_rows = len(row_indexes)
@@ -285,22 +289,24 @@ class NumberedRows:
 
     @classmethod
     def gathered(cls, entries: Sequence[Entry], pairs: Pairs) -> NumberedRows:
-        """Collect the rows of these entries as values. `pairs` contains their due times and numbers."""
+        """Collect the rows of these entries (see Entry) as values. `pairs` contains their due times and numbers."""
         return cls(
-            [held if at < 0 else LOG_ENCODER.row(held, at, seq) for _, seq, _, held, at in entries], pairs
+            [held if index < 0 else LOG_ENCODER.row(held, index, seq) for _, seq, _, held, index in entries],
+            pairs,
         )
 
     def entries(self) -> list[Entry]:
-        """List each row as an Entry."""
+        """Describe each row as an Entry, in their order."""
         if self._values is None:
             message, texts = self._message, _LARGE_TEXTS
             return [
                 (
-                    LOG_ENCODER.number(message, row, _LOG_DUE_MS), seq,
-                    LOG_ENCODER.text_bytes(message, row, texts), message, row,
+                    LOG_ENCODER.number(message, index, _LOG_DUE_MS), seq,
+                    LOG_ENCODER.text_bytes(message, index, texts), message, index,
                 )
-                for seq, row in zip(self._seqs, self._row_indexes, strict=True)
+                for seq, index in zip(self._seqs, self._row_indexes, strict=True)
             ]  # fmt: skip
+        # row[0] is the sequence number, so the columns of LOG_SCHEMA begin at row[1].
         return [
             (row[_DUE_MS], row[0], sum([len(row[1 + text] or "") for text in _LARGE_TEXTS]), row, -1)
             for row in self._values
@@ -316,8 +322,10 @@ class NumberedRows:
         """The rows as tuples, with a value for each column."""
         if self._values is not None:
             return self._values
-        row_of, message = LOG_ENCODER.row, self._message
-        return [row_of(message, row, seq) for seq, row in zip(self._seqs, self._row_indexes, strict=True)]
+        read_row, message = LOG_ENCODER.row, self._message
+        return [
+            read_row(message, index, seq) for seq, index in zip(self._seqs, self._row_indexes, strict=True)
+        ]
 
     @property
     def batch(self) -> pa.RecordBatch:
@@ -338,7 +346,9 @@ class NumberedRows:
         if self._pairs is None:
             if self._values is None:
                 seqs = self._seqs
-                due_ms = [LOG_ENCODER.number(self._message, row, _LOG_DUE_MS) for row in self._row_indexes]
+                due_ms = [
+                    LOG_ENCODER.number(self._message, index, _LOG_DUE_MS) for index in self._row_indexes
+                ]
             else:
                 seqs = [row[0] for row in self._values]
                 due_ms = [row[_DUE_MS] for row in self._values]
@@ -387,7 +397,10 @@ def filtered(rows: ReadRows, keep: BoolArray) -> ReadRows:
 
 
 def numbered(rows: EncodedRows, seqs: list[int], row_indexes: list[int]) -> ReadRows:
-    """Select the rows at `row_indexes`, with `seqs` as their sequence numbers, as READ_SCHEMA rows."""
+    """Select the rows at `row_indexes`, with `seqs` as their sequence numbers, as READ_SCHEMA rows.
+
+    A few rows of a small message stay in it (NumberedRows). Many rows become a batch.
+    """
     # The compiled encoder accepted the rows, so each value has its column's type.
     is_compiled = LOG_ENCODER is not None and isinstance(rows.message, bytes)
     if is_compiled and len(row_indexes) <= HELD_ROWS_MAX and len(rows.message) <= HELD_BYTES_MAX:
@@ -405,9 +418,9 @@ def as_message(batch: pa.RecordBatch) -> Rows | bytes:
 
 
 def read_numbered_row(rows: Rows | bytes, index: int, seq: int) -> ReadRow:
-    """Read the row at `index`: its sequence number `seq`, then a value for each column.
+    """Read the row at `index` as a tuple: its sequence number `seq`, then a value for each column of LOG_SCHEMA.
 
-    `rows` may be the result of `as_message`.
+    `rows` may be the result of `as_message` or `readable`.
     """
     if isinstance(rows, bytes):
         row_values: ReadRow = LOG_ENCODER.row(rows, index, seq)
@@ -422,6 +435,7 @@ def read_numbered_row(rows: Rows | bytes, index: int, seq: int) -> ReadRow:
 
 
 READABLE_BYTES_MAX = 256 * 1024  # copying a larger message costs more than reading its columns
+# (position, length) in bytes of the numbers in the metadata that differ between messages of one layout.
 _HEAD_NUMBERS = sorted(
     [
         (_LOG_LAYOUT.rows_at, 8),
@@ -434,8 +448,8 @@ _HEAD_NUMBERS = sorted(
 
 def _fixed_head(message: bytes) -> bytes:
     """Extract the metadata of a message without its numbers: the same for all messages of the layout."""
-    begins = [0, *(at + size for at, size in _HEAD_NUMBERS)]
-    ends = [*(at for at, _ in _HEAD_NUMBERS), _HEAD_BYTES]
+    begins = [0, *(position + size for position, size in _HEAD_NUMBERS)]
+    ends = [*(position for position, _ in _HEAD_NUMBERS), _HEAD_BYTES]
     return b"".join([message[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
 
@@ -443,10 +457,10 @@ _FIXED_HEAD = _fixed_head(_LOG_LAYOUT.head)
 
 
 def readable(message: pa.Buffer) -> bytes | None:
-    """Copy a message for `read_numbered_row`. None if its columns must be read.
+    """Copy a LOG_SCHEMA message for `read_numbered_row`, or return None if its columns must be read.
 
-    This is so without the compiled encoder, for a large message, and for one that another version of pyarrow has laid
-    out in another way.
+    They must be read without the compiled encoder, for a message of more than READABLE_BYTES_MAX, and for a message
+    with another layout, which another version of pyarrow has written.
     """
     if LOG_ENCODER is None or message.size > READABLE_BYTES_MAX:
         return None
@@ -468,7 +482,10 @@ def _width(arrow_type: pa.DataType) -> int:
 
 
 def encoder_of(schema: pa.Schema, sharing_rows_min: int = sys.maxsize) -> Any:
-    """Make a MessageEncoder for rows of this schema, or None where the compiled module is missing."""
+    """Make a MessageEncoder for rows of this schema, or None where the compiled module is missing.
+
+    In messages of at least `sharing_rows_min` rows, buffers of zeros overlap.
+    """
     if MessageEncoder is None:
         return None
     return MessageEncoder(*derive_layout(schema), [_width(field.type) for field in schema], sharing_rows_min)

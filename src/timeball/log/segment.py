@@ -96,7 +96,7 @@ class Segment:
         return None if frame is None else frame.append_ms
 
     def frame_position_of(self, seq: int) -> int:
-        """Find the position of the frame that contains row `seq`."""
+        """Find the byte position of the frame that contains row `seq`, which must be in the segment."""
         return int(self.frame_positions[self.frame_at(seq)])
 
     def frame_bytes(self, position: int) -> int:
@@ -167,11 +167,14 @@ class Segments:
             assert segment.first_seq == self.next_seq
             self._segments = [*self._segments, segment]
 
-    def cut(self, kept: list[Segment]) -> None:
-        """Keep only the first segments, `kept`. The last may have lost frames. No row that is cut was committed."""
+    def cut(self, first_segments: list[Segment]) -> None:
+        """Keep only these first segments. The last of them may have lost frames.
+
+        No row that is cut was committed.
+        """
         with self._lock:
-            assert kept == self._segments[: len(kept)] and kept
-            self._segments = kept
+            assert first_segments == self._segments[: len(first_segments)] and first_segments
+            self._segments = first_segments
 
     def drop(self, segments: list[Segment]) -> None:
         """Remove expired segments from the list. They must be the oldest."""
@@ -197,7 +200,7 @@ class Segments:
         A time in the future is wrong. The wall clock was ahead when the frames were written, or has been set back
         since. The next segment without such a time bounds it, because rows are appended in the order of the log.
         """
-        times, bound_ms = list[int](), now_ms
+        times, bound_ms = list[int](), now_ms  # from the newest segment to the oldest one
         for segment in reversed(self._segments):
             if segment.next_seq > segment.first_seq and segment.newest_append_ms <= now_ms:
                 bound_ms = segment.newest_append_ms
@@ -286,10 +289,10 @@ def prepare(files: Files, ordinal: int, size_bytes: int) -> SegmentFile:
 
 
 def begin_segment(spare: SegmentFile, first_seq: int, now_ms: int) -> Segment:
-    """Turn a spare into the segment being written. It is durable before its first frame.
+    """Turn a spare into the segment being written, whose first row will be `first_seq`. Raises DiskFailed.
 
-    The header has a sync of its own: so frames in a segment without a valid header are always damage, never an
-    interrupted roll.
+    The header has a sync of its own, before the first frame. So frames in a segment without a valid header are always
+    damage, never an interrupted roll.
     """
     spare.file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
     spare.file.sync()
@@ -319,7 +322,7 @@ def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
         frame_number = 0
         while frame_number < frame_count:
             frame = frame_of(segment, frame_number)
-            # `previous` may be in the segment before: a restart continues the same file, and a roll the same epoch.
+            # `previous` may be in the segment before, because the epoch need not change at the start of a segment.
             if (
                 previous is not None
                 and frame.epoch != previous.epoch
@@ -343,7 +346,10 @@ def epoch_ends(segment: Segment) -> list[fmt.Frame]:
 
 
 def _find_epoch_end(segment: Segment, low: int, high: int, epoch: int) -> int:
-    """Find the first frame in (low, high) of a later epoch, or `high` if there is none."""
+    """Find the first frame after number `low` that is not of `epoch`, or `high` if all frames before it are.
+
+    Frame `low` is of `epoch`. Raises Corrupt.
+    """
     # The usual case, a whole segment of one epoch, costs one header.
     if frame_of(segment, high - 1).epoch == epoch:
         return high

@@ -10,11 +10,11 @@ both rules to distinguish a torn commit from damage.
 The log stops at the first failed write or sync, because the page cache may then show bytes that are not on disk
 (decision 0003, G9).
 
-    NextSegment    reserves disk space for coming frames
-    LogWriter      appends and commits
-    NewestRows     the newest visible rows, read without a thread or a frame
-    frames_of      combines the appends of a commit into frames
-    CommitLog      writer, reader and key index of one broker
+    NextSegment      reserves disk space for coming frames
+    LogWriter        appends and commits
+    NewestRows       the newest visible rows, read without a thread or a frame
+    group_entries    combines the appends of a commit into frames
+    CommitLog        writer, reader and key index of one broker
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ logger = logging.getLogger(__name__)
 
 # ---- disk space for coming frames ----------------------------------------------------------------------------
 # Space is reserved ahead of need, so that no commit waits for it, and before an announced large write (`make_ready`):
-# the next step of the segment being written, then the next segment. So a full disk is noticed while releases and
-# cancels still have space: half a segment of disk space is kept free for them. `disk_full_error` then states why new
-# scheduled messages are refused.
+# the next step of the segment being written, then the next segment (the *spare*). So a full disk is noticed while
+# releases and cancels still have space: half a segment of disk space is kept free for them. `disk_full_error` then
+# states why new scheduled messages are refused.
 
 # Pause between two tries while the disk is full. Admission is closed meanwhile, so a shorter pause would only repeat
 # the warning more often.
@@ -100,39 +100,39 @@ class NextSegment:
         self._segment_bytes, self._on_failure = segment_bytes, on_failure
         self._loop = asyncio.get_running_loop()
         # Only the disk thread replaces these two, or a roll could miss the spare.
-        self.current = current
-        self.spare: SegmentFile | None = None
+        self.current = current  # the file of the segment being written
+        self.spare: SegmentFile | None = None  # the file of the next segment, created ahead
         self.ahead_bytes = min(STEP_BYTES, segment_bytes // 2)  # bytes to reserve after the last frame
-        self.is_over = False  # True when the log is closed or has stopped; set by any thread
+        self.is_stopped = False  # True once the log is closed or has failed; set by any thread
         self._task: asyncio.Task[None] | None = None
         self.disk_full_error: OverLimit | None = None
         self._warm: dict[str, int] = {}  # segment name -> position up to which it is warmed
 
-    def prepare(self) -> None:
-        """Begin to reserve STEP_BYTES more, or the next segment. A no-op while that runs, or if both exist."""
+    def start_reserving(self) -> None:
+        """Begin to reserve STEP_BYTES more, or to create the spare. A no-op while that runs, or if both exist."""
         if self._task is None and (self.spare is None or self.current.reserved_to < self.current.size_bytes):
             self._task = self._loop.create_task(self._reserve_ahead())
 
     async def make_ready(self, size_bytes: int) -> None:
-        """Prepare for `size_bytes` to be written soon: reserve the space and warm its pages."""
+        """Reserve space for `size_bytes` of coming frames, unless the disk is full, and warm its pages."""
         last = self._segments.last
         end = last.end + size_bytes
         await self._loop.run_in_executor(self._disk, self._reserve, last.ordinal, end)
         if end > last.buffer.size:
-            self.prepare()
+            self.start_reserving()
         await self._warm_up(last.name, last.end, min(end, last.buffer.size))
         # Checked after the await: if the log has rolled into the spare meanwhile, `self.spare` is another file.
         if self.spare is not None and last is self._segments.last:
             await self._warm_up(segment_name(last.ordinal + 1), 0, end - last.buffer.size)
 
-    def prepare_spare(self) -> None:
-        """Prepare the next segment before this one is full (disk thread). Raises OverLimit."""
-        if self.spare is None and not self.is_over:
+    def create_spare_early(self) -> None:
+        """Create the spare before this segment is full (disk thread). Raises OverLimit when the disk is full."""
+        if self.spare is None and not self.is_stopped:
             self._check_free_space()
             self.spare = prepare(self._files, self.current.ordinal + 1, self._segment_bytes)
 
     def begin(self, needed_bytes: int) -> SegmentFile:
-        """Take the file of the next segment (disk thread): the spare, enlarged if needed, or a new one."""
+        """Take the next file (disk thread): the spare, enlarged if needed, or a new one. Raises OverLimit."""
         spare, self.spare = self.spare, None
         ordinal, size = self.current.ordinal + 1, max(self._segment_bytes, needed_bytes)
         if spare is None:
@@ -146,7 +146,7 @@ class NextSegment:
 
     async def stop(self) -> None:
         """Cancel a running preparation. Nothing is prepared afterwards."""
-        self.is_over = True
+        self.is_stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -174,17 +174,17 @@ class NextSegment:
         await self._loop.run_in_executor(None, self._files.warm, name, begin, end)
 
     def _reserve(self, ordinal: int, end: int) -> None:
-        """Reserve space up to `end` of a segment, continuing into the spare (disk thread), if the disk has enough."""
+        """Reserve up to byte `end` of this segment and its spare (disk thread), unless the log has rolled since."""
         with suppress(OverLimit):  # reported when the space is needed
-            if not self.is_over and self.current.ordinal == ordinal:
+            if not self.is_stopped and self.current.ordinal == ordinal:
                 self.current.reserve(end)
                 if self.spare is not None:
                     self.spare.reserve(end - self.current.size_bytes)
 
     async def _reserve_ahead(self) -> None:
-        """Reserve the next step or segment. While the disk is full, set `disk_full_error` and try again every 2 s."""
+        """Reserve a step or create the spare. While the disk is full, set `disk_full_error` and try again."""
         try:
-            while not self.is_over:
+            while not self.is_stopped:
                 try:
                     await self._loop.run_in_executor(self._disk, self._reserve_next)
                     self.disk_full_error = None
@@ -200,9 +200,9 @@ class NextSegment:
             self._task = None
 
     def _reserve_next(self) -> None:
-        """Reserve one more step. When the segment is fully reserved, prepare a spare (disk thread)."""
+        """Reserve one more step, or create the spare (disk thread). Raises OverLimit when the disk is full."""
         current = self.current
-        if self.is_over:
+        if self.is_stopped:
             return
         self._check_free_space()
         if current.reserved_to < current.size_bytes:
@@ -302,7 +302,9 @@ class LogWriter:
     ) -> tuple[int, asyncio.Future[int]]:
         """Append `rows` (LOG_SCHEMA).
 
-        Returns their first sequence number and a future that is done when they are durable.
+        Returns their first sequence number and a future that is done when they are durable. Raises OverLimit if the
+        rows are too large for one frame, Unavailable once `close` was called, and StorageError or NotLeader after a
+        failure.
 
         `span` is the count of sequence numbers to use, if it is more than the rows: the others are reserved. Rows with
         `flags` get a frame of their own. `on_durable` runs on the event loop, in log order, right before the future is
@@ -343,7 +345,7 @@ class LogWriter:
                 entry.payload = self._encoder.submit(fmt.encode_rows, entry.rows)
 
     def commit(self) -> None:
-        """Begin a scheduled commit now, for callers that have already collected the rows of a loop iteration."""
+        """Begin the scheduled commit now, if any: the caller has collected the rows of a whole loop iteration."""
         if self._scheduled_commit is not None:
             self._scheduled_commit.cancel()
             self._start_commit()
@@ -367,7 +369,7 @@ class LogWriter:
     async def roll(self) -> None:
         """Make the next commit begin a new segment. Raises OverLimit when the disk has no space for one."""
         segment = self._segments.last
-        await self._loop.run_in_executor(self._disk, self.next_segment.prepare_spare)
+        await self._loop.run_in_executor(self._disk, self.next_segment.create_spare_early)
         self._segment_to_end = segment
 
     async def synced(self) -> None:
@@ -377,7 +379,7 @@ class LogWriter:
             await self._loop.run_in_executor(self._disk, self._sync)
 
     def _start_commit(self) -> None:
-        """Take pending entries up to the limits of a commit, and let the disk thread write them."""
+        """Take pending entries up to the limits of a commit, at least one, and let the disk thread write them."""
         self._scheduled_commit = None
         entry_count, row_count, size_bytes = 0, 0, 0
         for entry in self._pending:
@@ -409,25 +411,29 @@ class LogWriter:
 
     @contextmanager
     def _guard_disk(self) -> Iterator[None]:
-        """Run a write or a sync in the disk thread, but raise StorageError after the first one that has failed."""
+        """Guard a write or a sync (disk thread): after the first one that has failed, raise StorageError instead."""
         if self._has_disk_failed:
             raise StorageError("the log has stopped")
         try:
             yield
         except BaseException:  # the state of the disk is unknown now
-            self._has_disk_failed = self.next_segment.is_over = True
+            self._has_disk_failed = self.next_segment.is_stopped = True
             raise
 
     def _write(self, entries: list[Entry]) -> Commit:
-        """Encode, write and sync one commit (disk thread)."""
+        """Encode, write, sync and replicate one commit (disk thread). Begins the next segment if it does not fit.
+
+        Raises OverLimit when the disk is full, DiskFailed, and NotLeader when another node leads.
+        """
         segment = self._current_segment
-        # A single entry is used as its own frame.
-        groups: Sequence[Entry | Group] = entries if len(entries) == 1 else frames_of(entries)
-        needed_bytes = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
+        # A single entry has the fields of FrameRows, and becomes a frame of its own.
+        frame_rows: Sequence[Entry | FrameRows] = entries if len(entries) == 1 else group_entries(entries)
+        # For each frame the header, and padding of less than ALIGN.
+        needed_bytes = sum(part.size_bytes + 2 * fmt.ALIGN for part in frame_rows)
         # Rolled before the first byte: recovery could not distinguish a commit that spans two segments from damage
         # (recovery.py).
         if segment.end + needed_bytes > segment.buffer.size or self._must_end(segment):
-            segment = self._current_segment = self._roll(groups[0].first_seq, needed_bytes)
+            segment = self._current_segment = self._roll(frame_rows[0].first_seq, needed_bytes)
         # The commit is larger than the space reserved ahead.
         if segment.end + needed_bytes > self._file.reserved_to:
             self._file.reserve(segment.end + needed_bytes)
@@ -436,11 +442,11 @@ class LogWriter:
         # In `sync` mode all earlier commits are synced.
         if self._durability == "sync":
             self._synced_to = position
-        for group in groups:
+        for part in frame_rows:
             frame, buffers = fmt.encode_frame(
-                group.rows, first_seq=group.first_seq, span=group.span, flags=group.flags, append_ms=now_ms,
+                part.rows, first_seq=part.first_seq, span=part.span, flags=part.flags, append_ms=now_ms,
                 epoch=self._epoch, position=position, synced_to=self._synced_to,
-                payload=None if group.payload is None else group.payload.result(),
+                payload=None if part.payload is None else part.payload.result(),
             )  # fmt: skip
             end = frame.end
             assert end <= segment.buffer.size
@@ -479,7 +485,7 @@ class LogWriter:
             position += len(buffer)
 
     def _roll(self, first_seq: int, needed_bytes: int) -> Segment:
-        """Begin the next segment (disk thread)."""
+        """Begin the next segment with row `first_seq` (disk thread). Raises OverLimit when the disk is full."""
         # In `sync` mode every commit is synced already. In `async` mode the old segment is synced first, because the
         # existence of the new one states that all of the old one was acknowledged.
         if self._durability != "sync":
@@ -492,7 +498,7 @@ class LogWriter:
         return begin_segment(spare, first_seq, self._clock.wall_ms())
 
     def _finish_commit(self, entries: list[Entry], outcome: Commit | BaseException) -> None:
-        """Make a durable commit visible to readers and caches, then complete the futures. Stop the log on an error."""
+        """Make a durable commit visible to readers and caches, then complete its futures. Stop the log on an error."""
         if isinstance(outcome, BaseException) or self.failed is not None:
             self._stop(entries, outcome if isinstance(outcome, BaseException) else self.failed)
             return
@@ -534,7 +540,7 @@ class LogWriter:
             self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._start_periodic_sync)
         # Reserved ahead, so that a full disk is noticed while releases and cancels still have space.
         if last.end + self.next_segment.ahead_bytes > self.next_segment.current.reserved_to:
-            self.next_segment.prepare()
+            self.next_segment.start_reserving()
         if self._pending:
             self._start_commit()
         else:
@@ -560,12 +566,12 @@ class LogWriter:
             self._stop([], done.exception())
 
     def _stop(self, entries: list[Entry], error: BaseException | None) -> None:
-        """Stop for good: fail all pending and later calls. Only a restart helps, because it reads the disk again."""
+        """Stop for good: fail these and all later calls. Only a restart helps, because it reads the disk again."""
         assert error is not None
         is_first = self.failed is None
         if is_first:
             self.failed = error
-            self.next_segment.is_over = True
+            self.next_segment.is_stopped = True
             # A change of the leader is a normal end of this log's writer.
             level = logging.WARNING if isinstance(error, NotLeader) else logging.CRITICAL
             # As text, because some handlers keep their records, and the frames of an error keep the broker.
@@ -588,7 +594,7 @@ class LogWriter:
         self._stop([], NotLeader(LEADS_NO_MORE))
 
     async def close(self) -> None:
-        """Commit all accepted rows, sync, and close the file."""
+        """Commit all accepted rows, sync, and close the file. Raises DiskFailed if the last sync fails."""
         self._closing = True
         await self._idle.wait()
         await self.next_segment.stop()
@@ -621,7 +627,7 @@ BYTES_MAX = 8 * 1024 * 1024  # of all rows, including the other memory that thei
 # A larger append is not kept: the next append could not reuse its memory, and would take a tenth longer.
 APPEND_BYTES_MAX = 1024 * 1024
 # Appends kept at most: an append of one row takes some kilobytes of memory.
-COMMITTED_MAX = 4_096
+APPENDS_MAX = 4_096
 
 
 class NewestRows:
@@ -643,8 +649,9 @@ class NewestRows:
         return len(self._appends)
 
     def add(self, first_seq: int, rows: Rows) -> None:
-        """Keep the rows of a durable append."""
+        """Keep the rows of a durable append, unless they are too large. Drops the oldest appends above the bounds."""
         if isinstance(rows, EncodedRows):
+            # The Python values take about as much memory as the message.
             size_bytes = len(rows.message) * (2 if rows.values else 1)
         else:
             size_bytes = rows.get_total_buffer_size()
@@ -653,7 +660,7 @@ class NewestRows:
         self._first_seqs.append(first_seq)
         self._appends.append((rows, rows.num_rows, size_bytes))
         self._size_bytes += size_bytes
-        while self._size_bytes > BYTES_MAX or len(self._appends) > COMMITTED_MAX:
+        while self._size_bytes > BYTES_MAX or len(self._appends) > APPENDS_MAX:
             self._size_bytes -= self._appends.popleft()[2]
             self._dropped_appends += 1
         # Cut only when half of the list is unused: cutting at each append would move all entries each time.
@@ -662,16 +669,17 @@ class NewestRows:
             self._dropped_appends = 0
 
     def values_of(self, seqs: Sequence[int]) -> list[ReadRow] | None:
-        """Read the rows with these numbers, a value for each column, or None when one of them is no longer kept."""
+        """Read the rows with these sequence numbers, as tuples with a value for each column of READ_SCHEMA.
+
+        None if one of the rows is not kept, or not any more.
+        """
         values: list[ReadRow] = []
         for seq in seqs:
             index = bisect_right(self._first_seqs, seq, lo=self._dropped_appends) - 1
             if index < self._dropped_appends:
                 return None
-            (rows, row_count, size_bytes), row_index = (
-                self._appends[index - self._dropped_appends],
-                seq - self._first_seqs[index],
-            )
+            rows, row_count, size_bytes = self._appends[index - self._dropped_appends]
+            row_index = seq - self._first_seqs[index]
             if row_index >= row_count:
                 return None
             if isinstance(rows, pa.RecordBatch):
@@ -705,7 +713,7 @@ class Entry:
     flushed: asyncio.Future[None] | None = None
 
 
-class Group(NamedTuple):
+class FrameRows(NamedTuple):
     """Rows that become one frame."""
 
     rows: Rows
@@ -716,37 +724,40 @@ class Group(NamedTuple):
     payload: Future[Payload] | None = None
 
 
-def frames_of(entries: list[Entry]) -> list[Group]:
-    """Combine entries into groups, each of which becomes one frame.
+def group_entries(entries: list[Entry]) -> list[FrameRows]:
+    """Group the entries of a commit into the rows of its frames, in the same order.
 
     Neighbouring entries share a frame, except an entry that reserves numbers, has flags, or is encoded already. Encoded
     entries of fewer than SMALL_ROWS rows are encoded again together with their neighbours: a reader pays the same for a
     frame of one row as for a frame of many.
     """
-    groups: list[Group] = []
-    shared_run: list[Entry] = []
+    frames: list[FrameRows] = []
+    sharing: list[Entry] = []  # neighbours that will share the next frame
 
-    def flush() -> None:
-        if shared_run:
-            rows, size_bytes = shared_run[0].rows, shared_run[0].size_bytes
-            if len(shared_run) > 1:
-                rows = joined([entry.rows for entry in shared_run])
+    def end_shared_frame() -> None:
+        """Add the frame of the neighbours collected so far, if there are any."""
+        if sharing:
+            rows, size_bytes = sharing[0].rows, sharing[0].size_bytes
+            if len(sharing) > 1:
+                rows = joined([entry.rows for entry in sharing])
                 size_bytes = message_bytes(rows)
-            groups.append(Group(rows, shared_run[0].first_seq, rows.num_rows, size_bytes))
-            shared_run.clear()
+            frames.append(FrameRows(rows, sharing[0].first_seq, rows.num_rows, size_bytes))
+            sharing.clear()
 
     for entry in entries:
-        # Not joined: a large message would have to be decoded and encoded again.
-        is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
-        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_encoded:
-            flush()
-            groups.append(
-                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
+        # To join a large encoded message, it would have to be decoded and encoded again.
+        is_large_message = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
+        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_large_message:
+            end_shared_frame()
+            frames.append(
+                FrameRows(
+                    entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload
+                )
             )
         else:
-            shared_run.append(entry)
-    flush()
-    return groups
+            sharing.append(entry)
+    end_shared_frame()
+    return frames
 
 
 @dataclass(slots=True)
