@@ -76,7 +76,7 @@ class GroupProcesses(BrokerProcess):
         return self.cluster.leader(self.epoch - 1)
 
     def wait_leads(self, above: int) -> int:
-        """Wait for an epoch above this one whose leader serves, and return it."""
+        """Wait until a leader serves in an epoch above this one. Returns its epoch."""
         return int(
             self.cluster.wait(  # type: ignore[call-overload]
                 f"an epoch above {above} serves",

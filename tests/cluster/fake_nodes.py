@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from tests.cluster.worlds import LONG_TTL_MS, World, made, next_record
+from tests.cluster.worlds import LONG_TTL_MS, World, make_group, next_record
 
 from timeball.cluster.coordination.coordinator import Lease, Node
 from timeball.cluster.coordination.keys import KeyCoordinator
@@ -49,6 +49,6 @@ async def group_of_three(world: World, **leader: object) -> dict[str, tuple[KeyC
 async def led_by(world: World, node: tuple[KeyCoordinator, Lease]) -> None:
     """Create the group's record, and let a node lead it."""
     coordinator, lease = node
-    view = await made(world.coordinator("maker"))
+    view = await make_group(world.coordinator("maker"))
     swap = await coordinator.lead("g1", view.revision, next_record(view, "a"), lease)
     assert swap.won

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 from tests.cluster.etcd_cluster import EtcdCluster
-from tests.cluster.worlds import World, made, next_record, seen, world_of
+from tests.cluster.worlds import World, make_group, next_record, wait_until, world_of
 
 from timeball.cluster.coordination.coordinator import Directory, GroupView, HeldLease, Node
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
@@ -29,7 +29,7 @@ POLL_S = 1.0  # the interval of a node's reads, independent of its watch
 
 
 class Share(NamedTuple):
-    """Milliseconds."""
+    """Percentiles of durations, in milliseconds."""
 
     p50: float
     p99: float
@@ -45,6 +45,7 @@ class Share(NamedTuple):
 
 
 async def timed(call: Callable[[], Awaitable[object]], count: int) -> Share:
+    """Measure `count` calls, one after the other."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -57,7 +58,7 @@ async def verbs(endpoints: list[str], count: int) -> dict[str, Share]:
     """Measure single requests."""
     async with world_of(endpoints) as world:
         coordinator = world.coordinator("a")
-        view, lease = await made(coordinator), await coordinator.grant(60_000)
+        view, lease = await make_group(coordinator), await coordinator.grant(60_000)
 
         async def swap() -> None:
             nonlocal view
@@ -84,6 +85,7 @@ async def verbs(endpoints: list[str], count: int) -> dict[str, Share]:
 def node_of(
     world: World, endpoints: list[str], name: str, ttl_ms: int
 ) -> tuple[EtcdStore, KeyCoordinator, HeldLease]:
+    """Make a node in a new store: the store, its coordinator, and its lease."""
     store = EtcdStore(EtcdAccess(endpoints), ttl_ms=ttl_ms)
     world.stores.append(store)
     coordinator = KeyCoordinator(store, world.clock, cluster=world.cluster, node=name)
@@ -99,7 +101,7 @@ async def takeovers(endpoints: list[str], ttl_ms: int, count: int) -> Share:
             _, waiter, waiting = node_of(world, endpoints, "b", ttl_ms)
             tasks = [asyncio.create_task(each.run()) for each in (holding, waiting)]
             await registered(waiter, 2)
-            view = await made(holder)
+            view = await make_group(holder)
             assert holding.lease is not None
             view = (await holder.lead("g1", view.revision, next_record(view, "a"), holding.lease)).view
             won = asyncio.create_task(stand(waiter, waiting, view))
@@ -115,7 +117,7 @@ async def registered(coordinator: KeyCoordinator, count: int) -> None:
     async def are_there() -> bool:
         return len(await coordinator.nodes()) >= count
 
-    await seen(are_there)
+    await wait_until(are_there)
 
 
 async def stand(coordinator: KeyCoordinator, held: HeldLease, view: GroupView) -> float:
@@ -138,7 +140,7 @@ async def outage(etcd: EtcdCluster, ttl_ms: int) -> float:
     endpoints = [leader.client, *(each for each in etcd.endpoints if each != leader.client)]
     async with world_of(endpoints) as world:
         _, coordinator, _ = node_of(world, endpoints, "a", ttl_ms)
-        view = await made(coordinator)
+        view = await make_group(coordinator)
         assert view.record is not None
         leader.kill()
         began = time.perf_counter()
@@ -186,12 +188,12 @@ async def idle(endpoints: list[str], ttl_ms: int, seconds: float, *, has_group: 
         running = [asyncio.create_task(each.run()) for each in (held, directory)]
         await registered(coordinator, 1)
         if has_group:
-            await made(coordinator)
+            await make_group(coordinator)
 
         async def is_read() -> bool:
             return bool(directory.nodes) and bool(directory.views) == has_group
 
-        await seen(is_read)
+        await wait_until(is_read)
         before, began = store.requests, time.perf_counter()
         await asyncio.sleep(seconds)
         for task in running:

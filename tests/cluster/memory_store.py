@@ -27,6 +27,8 @@ from timeball.model.errors import LeaseLost, Unavailable
 
 @dataclass
 class Granted:
+    """A lease."""
+
     ttl_s: int
     ends_ms: int
 
@@ -43,22 +45,26 @@ class Memory:
     ttl_s_min: int = 1
     is_down: bool = False
     loses_answers: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    written: dict[str, int] = field(default_factory=dict)  # key -> revision, deleted ones included
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next write, then replaced
+    written: dict[str, int] = field(default_factory=dict)  # key -> revision of its last write or deletion
 
     def newest(self, prefix: str) -> int:
+        """Find the revision of the last change below a prefix."""
         return max((revision for key, revision in self.written.items() if key.startswith(prefix)), default=0)
 
     def expire(self) -> None:
+        """End the leases whose time is over."""
         for lease_id, lease in list(self.leases.items()):
             if self.clock.boot_ms() >= lease.ends_ms:
                 self.end(lease_id)
 
     def end(self, lease_id: int) -> None:
+        """End a lease, and delete its keys."""
         self.leases.pop(lease_id, None)
         self.write({key: None for key, kv in self.keys.items() if kv.lease_id == lease_id})
 
     def write(self, changes: dict[str, KeyValue | None]) -> None:
+        """Write these keys in one revision. None deletes a key."""
         if not changes:
             return
         self.revision += 1
@@ -134,6 +140,7 @@ class MemoryStore:
         pass
 
     async def _up(self) -> Memory:
+        """Return the memory, once other tasks have run. Raises Unavailable while it is down."""
         await asyncio.sleep(0)  # others run between a request and its effect, as over a wire
         if self.memory.is_down:
             raise Unavailable("down")
@@ -141,6 +148,7 @@ class MemoryStore:
         return self.memory
 
     def _answer(self) -> None:
+        """Raise Unavailable if answers are lost."""
         if self.memory.loses_answers:
             raise Unavailable("the answer is lost")
 

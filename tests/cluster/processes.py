@@ -33,7 +33,7 @@ EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", 
 
 
 def client_of(nodes: Iterable[NodeProcess], **options: Any) -> Timeball:
-    """A client that may ask any of these nodes, with columns."""
+    """Return a client that may ask any of these nodes, over HTTP and Flight."""
     nodes = list(nodes)
     http, flight = (
         ",".join(f"{node.host}:{node.ports[edge]}" for node in nodes) for edge in ("http-port", "port")
@@ -42,7 +42,10 @@ def client_of(nodes: Iterable[NodeProcess], **options: Any) -> Timeball:
 
 
 def pulled_ids(nodes: Iterable[NodeProcess], topic: str, count: int) -> list[str | None]:
-    """Pull the messages of a topic, and return their ids: all that come, and fewer than `count` if some are lost."""
+    """Pull messages of a topic and return their ids, until `count` or more have come and no more do.
+
+    Returns fewer when the bound of time is over: messages are lost then.
+    """
     found, until_s = list[str | None](), time.monotonic() + BOUND_S
     with client_of(nodes) as ball:
         while time.monotonic() < until_s:
@@ -68,7 +71,7 @@ class NodeProcess:
     module: str = "timeball"  # another one is `timeball` with a fault made on purpose
     environment: dict[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    within: list[str] = field(default_factory=list)  # the command that runs it elsewhere (namespaces.py)
+    within: list[str] = field(default_factory=list)  # the command that runs it in a namespace (namespaces.py)
 
     def __post_init__(self) -> None:
         self.ports = self.ports or dict(zip(EDGES, free_ports(len(EDGES)), strict=True))
@@ -96,6 +99,7 @@ class NodeProcess:
         return client_of([self], **options)
 
     def start(self) -> None:
+        """Start the process without waiting for it. Its output is appended to a file, which `text` reads."""
         assert self.process is None
         command = [*self.within, sys.executable, "-m", self.module, "serve", "--json", "--log-level", "info"]
         command += [
@@ -117,6 +121,7 @@ class NodeProcess:
             )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL and SIGTERM, wait for the end of the process."""
         assert self.process is not None
         self.process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
@@ -145,9 +150,9 @@ class Cluster:
     group: str = GROUP
 
     def ask(self, call: str, *args: object) -> object:
-        """Ask the coordinator once."""
+        """Return the result of one method of KeyCoordinator."""
 
-        async def asked() -> object:
+        async def connect_and_call() -> object:
             store = EtcdStore(EtcdAccess(self.etcd.endpoints), ttl_ms=20_000)
             coordinator = KeyCoordinator(store, SystemClock(), cluster=CLUSTER, node="tests")
             try:
@@ -155,7 +160,7 @@ class Cluster:
             finally:
                 await coordinator.close()
 
-        return asyncio.run(asked())
+        return asyncio.run(connect_and_call())
 
     def view(self) -> GroupView:
         view = self.ask("read", self.group)
@@ -165,20 +170,20 @@ class Cluster:
     def begin(self) -> None:
         """Create the group's record of the registered replicas."""
 
-        def registered() -> list[str]:
+        def list_replicas_of_all_nodes() -> list[str]:
             nodes = self.ask("nodes")
             assert isinstance(nodes, dict)
-            found = [node.replica for name, node in nodes.items() if name in self.nodes]
-            return found if len(found) == len(self.nodes) else []
+            replicas = [node.replica for name, node in nodes.items() if name in self.nodes]
+            return replicas if len(replicas) == len(self.nodes) else []
 
-        replicas = self.wait("all nodes have registered", registered)
+        replicas = self.wait("all nodes have registered", list_replicas_of_all_nodes)
         assert isinstance(replicas, list)
         self.ask("change", self.group, 0, Record(0, "", tuple(sorted(replicas))))
 
     def leader(self, epoch_above: int = 0) -> NodeProcess:
-        """Wait until a node reports that it leads in a later epoch."""
+        """Wait until a node reports that it leads in an epoch above this one, and return the node."""
 
-        def found() -> NodeProcess | None:
+        def find_leader() -> NodeProcess | None:
             for node in self.nodes.values():
                 if node.process is None:
                     continue
@@ -187,7 +192,7 @@ class Cluster:
                     return node
             return None
 
-        leader = self.wait("a node leads", found)
+        leader = self.wait("a node leads", find_leader)
         assert isinstance(leader, NodeProcess)
         return leader
 
@@ -196,11 +201,12 @@ class Cluster:
         return record.epoch if record else 0
 
     def wait(self, what: str, condition: object, bound_s: float = BOUND_S) -> object:
+        """Return the first true result of `condition`. Fails with the nodes' last output when `bound_s` is over."""
         deadline = time.monotonic() + bound_s
         while time.monotonic() < deadline:
-            found = condition()  # type: ignore[operator]
-            if found:
-                return found
+            result = condition()  # type: ignore[operator]
+            if result:
+                return result
             time.sleep(0.02)
         raise AssertionError(
             f"not seen: {what}\n" + "\n".join(f"{n.name}: {n.text[-1500:]}" for n in self.nodes.values())
@@ -216,10 +222,10 @@ def running_cluster(
     module: str = "timeball",
     **options: str,
 ) -> Iterator[Cluster]:
-    """Three members of etcd and a node for each name; `unfenced`: which fences they lack (unfenced.py).
+    """Start three members of etcd and a node for each letter of `names`, and create their group's record.
 
-    `net`: a network in which they run, each in a namespace. `module`: another one than `timeball`, such as
-    tests.cluster.stalled.
+    `unfenced` names the fences that the nodes lack (unfenced.py). With `net`, each runs in a namespace of this network.
+    `module` is run in place of `timeball`, such as tests.cluster.stalled. At the end all nodes are killed.
     """
     with EtcdCluster(folder / "etcd", host=net.addresses[ETCD] if net else "127.0.0.1") as etcd:
         cluster = Cluster(folder, etcd)
@@ -247,7 +253,7 @@ def running_cluster(
 
 @contextmanager
 def running_groups(folder: Path, names: Mapping[str, str], **options: str) -> Iterator[dict[str, Cluster]]:
-    """Three members of etcd and groups of their own, `names`: the nodes of each, a letter each."""
+    """Start three members of etcd and several groups. `names`: name of a group -> a letter for each of its nodes."""
     with EtcdCluster(folder / "etcd") as etcd:
         groups = {group: Cluster(folder, etcd, group=group) for group in names}
         try:

@@ -269,7 +269,7 @@ class Machine:
         self.baton.give()
         try:
             for _ in range(4):
-                self.data_files.turn(0)
+                self.data_files.run_once(0)
         except (PowerCut, TimeballError) as error:
             self.end(error)
         self.loop.turn()

@@ -14,7 +14,7 @@ SEEDS = rounds(8, 50)
 CONTROL_SEEDS = 20  # seeds among which each fault must be found at least once
 
 
-def test_a_broker_s_seeds_break_nothing() -> None:
+def test_one_seed_breaks_nothing() -> None:
     simulation = run(1)
     assert len(simulation.epochs) > 1 and simulation.deaths and simulation.acknowledged
 
@@ -46,7 +46,7 @@ def test_a_broken_group_is_noticed(fault: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_failing_seed_is_one_command() -> None:
+def test_a_seed_can_be_run_by_one_command() -> None:
     command = [sys.executable, "-m", "tests.cluster.broker_simulation", "--seed", "1", "--steps", "20"]
     root = Path(__file__).parents[2]
     run_once = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from timeball.cluster.replica_thread import SAMPLES, ClockOffsets
 
 
-def test_the_middle_of_the_round_trip_is_assumed() -> None:
+def test_an_offset_assumes_that_the_clock_was_read_in_the_middle_of_the_round_trip() -> None:
     offsets = ClockOffsets()
     offsets.add("b", peer_wall_ms=1_500, round_trip_ms=20, wall_ms=1_010)
     assert offsets.ms == {"b": 500.0}
 
 
-def test_the_quickest_of_the_last_answers_counts() -> None:
+def test_the_answer_with_the_shortest_round_trip_of_the_last_samples_counts() -> None:
     offsets = ClockOffsets()
     offsets.add("b", 1_000, 2, 1_001)
     offsets.add("b", 2_000, 400, 2_390)

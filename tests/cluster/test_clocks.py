@@ -71,7 +71,9 @@ def set_wrong(cluster: Cluster, name: str, skew_ms: int) -> None:
 
 
 @pytest.mark.parametrize("skew_ms", [0, 300, 1_000, 5_000, -3_000])
-def test_a_wrong_clock_takes_over(tmp_path: Path, skew_ms: int) -> None:
+def test_messages_are_early_by_at_most_the_error_of_the_new_leader_s_clock(
+    tmp_path: Path, skew_ms: int
+) -> None:
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         cluster.leader()

@@ -37,10 +37,10 @@ def two_groups(folder: Path, module: str = "timeball") -> Iterator[Groups]:
         for cluster in groups.values():
             cluster.leader()
         if module != "timeball":
-            heir = node_of(groups, "g1")
-            heir.kill()
-            heir.module = module
-            heir.start()
+            receiver = node_of(groups, "g1")
+            receiver.kill()
+            receiver.module = module
+            receiver.start()
         for name in groups:
             groups[name].wait("it knows both groups", lambda name=name: knows_both(groups, name))
         yield groups
@@ -64,7 +64,7 @@ def knows_both(groups: Groups, name: str) -> bool:
 
 
 def send(groups: Groups, count: int, body: str) -> list[str]:
-    """Schedule so many messages in g2; return their ids."""
+    """Schedule messages in g2. Returns their ids."""
     ids = [f"m{number:05d}" for number in range(count)]
     with client(groups, "g2") as ball:
         ball.create_topic("orders", 2)
@@ -83,36 +83,38 @@ def start_drain(groups: Groups) -> subprocess.Popen[str]:
 
 
 def end_drain(drain: subprocess.Popen[str]) -> dict[str, object]:
-    said, notes = drain.communicate(timeout=2 * BOUND_S)
-    assert drain.returncode == 0, notes
-    return dict(json.loads(said))
+    output, errors = drain.communicate(timeout=2 * BOUND_S)
+    assert drain.returncode == 0, errors
+    return dict(json.loads(output))
 
 
 def cancel(groups: Groups, name: str, ids: list[str]) -> dict[str, str]:
     """Cancel through one group's node until each has a definite verdict, whichever processes are killed meanwhile."""
-    told: dict[str, str] = {}
+    definite: dict[str, str] = {}
     deadline = time.monotonic() + BOUND_S
-    while len(told) < len(ids):
-        assert time.monotonic() < deadline, told
+    while len(definite) < len(ids):
+        assert time.monotonic() < deadline, definite
         try:
             with client(groups, name) as ball:
-                verdicts = ball.cancel(ids=[each for each in ids if each not in told])
+                answers = ball.cancel(ids=[message_id for message_id in ids if message_id not in definite])
         except Unavailable:
             time.sleep(0.05)
             continue
-        words = {verdict.subject: set[str]() for verdict in verdicts}
-        for verdict in verdicts:
-            words[verdict.subject].add(verdict.verdict)
-        assert not any("not_found" in each or "handed" in each for each in words.values()), words
-        told |= {subject: each.pop() for subject, each in words.items() if "unavailable" not in each}
-    return told
+        verdicts = {answer.subject: set[str]() for answer in answers}
+        for answer in answers:
+            verdicts[answer.subject].add(answer.verdict)
+        assert not any("not_found" in words or "handed" in words for words in verdicts.values()), verdicts
+        definite |= {
+            subject: words.pop() for subject, words in verdicts.items() if "unavailable" not in words
+        }
+    return definite
 
 
 def released(groups: Groups, ids: list[str]) -> Counter[str]:
-    """Make all pending messages due now, and return how often each is in a queue of any group."""
+    """Make all pending messages due now. Returns how often each is in a queue of any group."""
     with client(groups, "g2") as ball:
-        for at in range(0, len(ids), CHUNK):
-            ball.reschedule(ids=ids[at : at + CHUNK], after="0s")
+        for begin in range(0, len(ids), CHUNK):
+            ball.reschedule(ids=ids[begin : begin + CHUNK], after="0s")
     for name in groups:
         with client(groups, name) as ball:
             groups[name].wait("nothing waits", lambda ball=ball: not ball.status()["waiting_messages"])
@@ -125,7 +127,7 @@ def released(groups: Groups, ids: list[str]) -> Counter[str]:
     return found
 
 
-def test_both_sides_are_killed_and_each_message_is_released_once(tmp_path: Path) -> None:
+def test_each_message_is_released_once_although_both_groups_are_killed_during_a_drain(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         ids = send(groups, MESSAGES, BODY)
         cancelled = cancel(groups, "g1", ids[:5])
@@ -153,7 +155,7 @@ def test_both_sides_are_killed_and_each_message_is_released_once(tmp_path: Path)
 
 
 def wait_moved(groups: Groups, rows: int) -> int:
-    """Wait until the heir has so many; return how many it has."""
+    """Wait until the receiver has at least `rows` messages. Returns how many it has."""
     found = 0
 
     def has_moved() -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import certificate
 from tests.cluster.etcd_cluster import EtcdCluster, Member, need_etcd
-from tests.cluster.worlds import RECORD, made, next_record, seen
+from tests.cluster.worlds import RECORD, make_group, next_record, wait_until
 
 from timeball.cluster.coordination.coordinator import HeldLease, Lease, Node
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
@@ -69,10 +69,10 @@ class Election:
         finally:
             await coordinator.close()
 
-    async def goes_on(self, wins: int = 5) -> None:
+    async def wait_for_wins(self, wins: int = 5) -> None:
         """Wait until `wins` further epochs have been won."""
         goal = len(self.wins) + wins
-        await seen(lambda: self._has(goal))
+        await wait_until(lambda: self._has(goal))
 
     async def _has(self, goal: int) -> bool:
         return len(self.wins) >= goal
@@ -92,10 +92,10 @@ def test_one_leads_an_epoch_whatever_happens_to_members(tmp_path: Path) -> None:
     async def scenario(etcd: EtcdCluster) -> None:
         election = Election(etcd.endpoints)
         maker = election.coordinator("maker")
-        await made(maker)
+        await make_group(maker)
         nodes = [asyncio.create_task(election.compete(number)) for number in range(3)]
         try:
-            await election.goes_on()
+            await election.wait_for_wins()
             for fault in [
                 kill_leader,
                 kill_other,
@@ -106,7 +106,7 @@ def test_one_leads_an_epoch_whatever_happens_to_members(tmp_path: Path) -> None:
                 stop_leader,
             ]:
                 await fault(etcd, election, choice)
-                await election.goes_on()
+                await election.wait_for_wins()
         finally:
             for task in nodes:
                 task.cancel()
@@ -123,34 +123,38 @@ def test_one_leads_an_epoch_whatever_happens_to_members(tmp_path: Path) -> None:
 
 
 async def kill_leader(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
-    await down_and_up(etcd, election, await asyncio.to_thread(etcd.leader))
+    await kill_and_restart(etcd, election, await asyncio.to_thread(etcd.leader))
 
 
 async def kill_other(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
     leader = await asyncio.to_thread(etcd.leader)
-    await down_and_up(etcd, election, choice.choice([each for each in etcd.members if each is not leader]))
+    await kill_and_restart(
+        etcd, election, choice.choice([each for each in etcd.members if each is not leader])
+    )
 
 
-async def down_and_up(etcd: EtcdCluster, election: Election, member: Member) -> None:
+async def kill_and_restart(etcd: EtcdCluster, election: Election, member: Member) -> None:
     member.kill()
-    await election.goes_on()
+    await election.wait_for_wins()
     member.start()
     await asyncio.to_thread(etcd.wait_ready)
 
 
 async def stop_leader(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
-    await stop_and_go_on(etcd, election, await asyncio.to_thread(etcd.leader))
+    await stop_and_continue(etcd, election, await asyncio.to_thread(etcd.leader))
 
 
 async def stop_other(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
     leader = await asyncio.to_thread(etcd.leader)
-    await stop_and_go_on(etcd, election, choice.choice([each for each in etcd.members if each is not leader]))
+    await stop_and_continue(
+        etcd, election, choice.choice([each for each in etcd.members if each is not leader])
+    )
 
 
-async def stop_and_go_on(etcd: EtcdCluster, election: Election, member: Member) -> None:
+async def stop_and_continue(etcd: EtcdCluster, election: Election, member: Member) -> None:
     member.stop()
     try:
-        await election.goes_on()
+        await election.wait_for_wins()
     finally:
         member.go_on()
     await asyncio.to_thread(etcd.wait_ready)
@@ -160,13 +164,13 @@ async def restart_all(etcd: EtcdCluster, election: Election, choice: random.Rand
     for each in etcd.members:
         each.kill()
     before = election.unknown
-    await seen(lambda: more_than(election, before))  # nodes are told, and go on asking
+    await wait_until(lambda: has_more_unknown(election, before))  # the nodes get no answer, and try again
     for each in etcd.members:
         each.start()
     await asyncio.to_thread(etcd.wait_ready)
 
 
-async def more_than(election: Election, before: int) -> bool:
+async def has_more_unknown(election: Election, before: int) -> bool:
     return election.unknown > before
 
 
@@ -177,8 +181,8 @@ def test_the_check_of_elections_sees_a_fault() -> None:
             Election([], wins=list(wins)).check(last)
 
 
-def test_a_lease_outlives_the_death_of_a_member(tmp_path: Path) -> None:
-    """One of three is killed, the leader of etcd too: etcd keeps the lease, and the holder asks the others."""
+def test_a_lease_is_renewed_after_the_death_of_a_member(tmp_path: Path) -> None:
+    """Any of three members may be killed, the leader too. etcd keeps the lease, and the holder asks another member."""
     need_etcd()
 
     async def scenario(etcd: EtcdCluster) -> None:
@@ -193,7 +197,7 @@ def test_a_lease_outlives_the_death_of_a_member(tmp_path: Path) -> None:
                 continue
             member.kill()
             killed_ms = clock.boot_ms()
-            await seen(partial(renewed_since, held, killed_ms))
+            await wait_until(partial(renewed_since, held, killed_ms))
             member.start()
             await asyncio.to_thread(etcd.wait_ready)
         running.cancel()
@@ -211,7 +215,7 @@ async def renewed_since(held: HeldLease, boot_ms: int) -> bool:
 # ---- certificates and users ---------------------------------------------------------------------------------
 
 
-def test_only_the_right_certificate_and_user_reach_etcd(tmp_path: Path) -> None:
+def test_etcd_is_reached_only_with_the_right_certificate_and_user(tmp_path: Path) -> None:
     need_etcd()
     tls = certificate(tmp_path / "tls")
     stranger = certificate(tmp_path / "stranger")
@@ -223,7 +227,7 @@ def test_only_the_right_certificate_and_user_reach_etcd(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         good = coordinator("timeball", "right")
-        await made(good)  # before users are asked for: no token is needed
+        await make_group(good)  # before users are asked for: no token is needed
         admin = enable_users(etcd)
         for _ in range(2):
             lease = await good.grant(60_000)
@@ -237,7 +241,7 @@ def test_only_the_right_certificate_and_user_reach_etcd(tmp_path: Path) -> None:
             for member in etcd.members:
                 member.kill()
                 member.start()
-            await seen(lambda: answers(good))
+            await wait_until(lambda: answers(good))
         # A change of users makes tokens old.
         assert etcd.post(etcd.members[0], "/v3/auth/user/add", {"name": "x", "password": "y"}, admin()) != {}
         assert (await good.read("g1")).record is not None

@@ -21,5 +21,5 @@ def test_all_figures_of_etcd_are_measured() -> None:
     assert all(float(line.split()[-2]) < 40 for line in lines if line.startswith("idle"))
 
 
-def test_shares_are_of_what_was_counted() -> None:
+def test_a_share_has_the_percentiles_of_its_values() -> None:
     assert figures.Share.of([0.001 * each for each in range(100)]) == pytest.approx((50, 99, 99))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.processes import Cluster, NodeProcess, running_cluster
 
+from timeball import Timeball
 from timeball.cluster.transport.data_files import SUFFIX
 from timeball.model.errors import TimeballError
 
@@ -17,6 +18,7 @@ TOPIC = "later"
 
 
 def files_of(node: NodeProcess, suffix: str = ".parquet") -> dict[str, bytes]:
+    """Return the data files of a node's pending table: name -> bytes."""
     table = node.data / "pending"
     return {
         path.relative_to(table).as_posix(): path.read_bytes()
@@ -25,17 +27,22 @@ def files_of(node: NodeProcess, suffix: str = ".parquet") -> dict[str, bytes]:
 
 
 def released(node: NodeProcess) -> Counter[bytes]:
+    """Count the released messages that a node has of each body."""
     with node.client() as ball:
-        queues = ball.queues(TOPIC)
-        bodies: list[bytes] = []
-        for queue_id, found in queues.items():
-            if found.max > found.min:
-                batches = ball.read_queue(TOPIC, queue_id, found.min, found.max - found.min)
-                bodies += batches.read_all().column("body").to_pylist()
-        return Counter(bodies)
+        return Counter(bodies_of(ball, TOPIC))
+
+
+def bodies_of(ball: Timeball, topic: str) -> list[bytes]:
+    bodies: list[bytes] = []
+    for queue_id, offsets in ball.queues(topic).items():
+        if offsets.max > offsets.min:
+            batches = ball.read_queue(topic, queue_id, offsets.min, offsets.max - offsets.min)
+            bodies += batches.read_all().column("body").to_pylist()
+    return bodies
 
 
 def send(node: NodeProcess, count: int, after: str) -> Counter[bytes]:
+    """Send scheduled messages, due after `after`. Returns how often each body was sent: once."""
     bodies = [b"message %d" % number for number in range(count)]
     with node.client() as ball:
         ball.create_topic(TOPIC)
@@ -57,7 +64,7 @@ def cluster(tmp_path: Path, etcd: object) -> Cluster:
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("etcd")]
 
 
-def test_messages_in_the_table_outlive_the_leader_and_its_disk(cluster: Cluster) -> None:
+def test_messages_in_the_table_are_released_once_after_the_leader_has_lost_its_disk(cluster: Cluster) -> None:
     first = cluster.leader()
     sent = send(first, 2_000, "12s")
     compact(first)
@@ -69,9 +76,11 @@ def test_messages_in_the_table_outlive_the_leader_and_its_disk(cluster: Cluster)
     with second.client() as ball:
         assert ball.status()["schedule"]["table_rows"] == 2_000
     first.start()
-    cluster.wait("all are released, once", lambda: released(second) == sent)
-    # The new disk counts when it has the files too: then the last of the first two may go.
-    cluster.wait("the new disk joins", lambda: set(files_of(first)) >= names and _is_member(cluster, first))
+    cluster.wait("each message is released once", lambda: released(second) == sent)
+    # The replica on the new disk becomes a member only when it has the files.
+    cluster.wait(
+        "the new replica joins", lambda: set(files_of(first)) >= names and _is_member(cluster, first)
+    )
 
 
 def _is_member(cluster: Cluster, node: NodeProcess) -> bool:
@@ -80,7 +89,7 @@ def _is_member(cluster: Cluster, node: NodeProcess) -> bool:
     return record is not None and replica in record.replicas
 
 
-def test_a_follower_that_is_killed_while_it_is_sent_a_file_gets_it_later(cluster: Cluster) -> None:
+def test_a_follower_that_is_killed_while_it_receives_a_file_fetches_it_later(cluster: Cluster) -> None:
     leader = cluster.leader()
     down, other = [node for node in cluster.nodes.values() if node is not leader]
     with leader.client() as ball:
@@ -91,14 +100,17 @@ def test_a_follower_that_is_killed_while_it_is_sent_a_file_gets_it_later(cluster
     compacting.start()
     cluster.wait("a file is on its way", lambda: files_of(down, SUFFIX))
     down.kill()
-    assert files_of(down, SUFFIX), "it was killed in the middle"
+    assert files_of(down, SUFFIX), "killed while it received the file"
     compacting.join()
     assert files_of(leader) and files_of(other) == files_of(leader)
     down.start()
-    cluster.wait("it has them too", lambda: files_of(down) == files_of(leader) and not files_of(down, SUFFIX))
+    cluster.wait(
+        "the restarted follower has the files",
+        lambda: files_of(down) == files_of(leader) and not files_of(down, SUFFIX),
+    )
 
 
-def test_an_attach_waits_for_a_majority_and_is_only_later(cluster: Cluster) -> None:
+def test_an_attach_without_a_majority_fails_and_a_later_one_loses_nothing(cluster: Cluster) -> None:
     leader = cluster.leader()
     followers = [node for node in cluster.nodes.values() if node is not leader]
     sent = send(leader, 500, "8s")
@@ -107,22 +119,24 @@ def test_an_attach_waits_for_a_majority_and_is_only_later(cluster: Cluster) -> N
         node.kill()
     with pytest.raises(TimeballError):
         compact(leader)
-    # The process of this leader ends, for it hears no majority: what it has not attached is in the log.
-    cluster.wait("it stops", lambda: leader.text.count('"event":"ready"') == 2)
+    # The leader hears no majority, so its process ends and starts again. Rows that it has not attached are in the log.
+    cluster.wait("the leader's process starts again", lambda: leader.text.count('"event":"ready"') == 2)
     for node in followers:
         node.start()
     second = cluster.leader(1)
     with second.client() as ball:
         assert ball.status()["schedule"]["table_rows"] == 0
     compact(second)
-    cluster.wait("all are released, once", lambda: released(second) == sent)
+    cluster.wait("each message is released once", lambda: released(second) == sent)
 
 
 def segments(node: NodeProcess) -> list[str]:
     return sorted(path.name for path in (node.data / "log").glob("*.log"))
 
 
-def test_a_replica_that_was_down_while_the_log_was_let_go_begins_anew(tmp_path: Path, etcd: object) -> None:
+def test_a_replica_that_lacks_deleted_segments_begins_with_the_leaders_first_segment(
+    tmp_path: Path, etcd: object
+) -> None:
     with running_cluster(tmp_path, **{"retention-ms": "1000", "checkpoint-interval-ms": "1000"}) as cluster:
         leader = cluster.leader()
         down, other = [node for node in cluster.nodes.values() if node is not leader]
@@ -135,25 +149,23 @@ def test_a_replica_that_was_down_while_the_log_was_let_go_begins_anew(tmp_path: 
         with leader.client() as ball:
             for _ in range(50):
                 ball.send_many([{"body": os.urandom(10_000)} for _ in range(100)], topic="now")
-        cluster.wait("the leader lets segments go", lambda: segments(leader)[0] > segments(down)[-1], 150)
-        cluster.wait("so does the follower", lambda: segments(other)[0] == segments(leader)[0])
+        cluster.wait("the leader deletes segments", lambda: segments(leader)[0] > segments(down)[-1], 150)
+        cluster.wait(
+            "the follower deletes the same segments", lambda: segments(other)[0] == segments(leader)[0]
+        )
         down.start()
-        cluster.wait("it begins with the same segment", lambda: segments(down)[:1] == segments(leader)[:1])
+        cluster.wait(
+            "the restarted replica begins with the same segment",
+            lambda: segments(down)[:1] == segments(leader)[:1],
+        )
         replicas = {event["replica"] for event in down.events() if event["event"] == "ready"}
-        assert len(replicas) == 1, "it is the same replica: its acknowledgements count"
+        assert len(replicas) == 1, "still the same replica, so its acknowledgements count"
         other.kill()
         with leader.client() as ball:
-            ball.send("now", b"acknowledged by the two")
+            ball.send("now", b"acknowledged by two replicas")
         leader.kill()
         other.start()
         second = cluster.leader(1)
         with second.client() as ball:
             assert ball.status()["schedule"]["table_rows"] == sum(sent.values())
-            found = [
-                ball.read_queue("now", i, q.min, q.max - q.min)
-                for i, q in ball.queues("now").items()
-                if q.min < q.max
-            ]
-            assert b"acknowledged by the two" in [
-                b for rows in found for b in rows.read_all()["body"].to_pylist()
-            ]
+            assert b"acknowledged by two replicas" in bodies_of(ball, "now")

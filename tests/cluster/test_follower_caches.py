@@ -103,7 +103,9 @@ def entry(path: str) -> FileEntry:
     )
 
 
-def test_a_learner_whose_first_rows_are_gone_waits_for_the_snapshot_that_allows_it() -> None:
+def test_a_learner_without_the_first_rows_applies_nothing_before_a_snapshot_that_needs_no_earlier_rows() -> (
+    None
+):
     learner = Shortened()
     learner.append_state(3)
     learner.snapshot(40, "old")  # the snapshot before: it needs rows from 40 on
@@ -121,7 +123,7 @@ def test_a_learner_whose_first_rows_are_gone_waits_for_the_snapshot_that_allows_
     assert learner.caches.finish(learner.seq).applied_seq == learner.caches.files.seq == learner.seq
 
 
-def test_files_are_those_that_applied_rows_name() -> None:
+def test_the_files_of_the_caches_are_those_that_the_applied_rows_name() -> None:
     follower = Shortened()
     follower.snapshot(50, "one", "two")
     follower.caches.apply(follower.seq)

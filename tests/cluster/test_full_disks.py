@@ -46,23 +46,25 @@ def test_a_follower_with_a_full_disk_acknowledges_nothing_until_it_has_space(tmp
         with full_disks(tmp_path / follower.name):
             for number in range(40):  # over several segments
                 await leader.append(10 + 10 * number, 10)
-            await trio.seen(lambda: follower.thread.problem, "it reports its disk")
+            await trio.wait_until(lambda: follower.thread.problem, "it reports its disk")
             assert follower.thread.problem.startswith("acknowledges nothing: disk full")
-            await trio.seen(
+            await trio.wait_until(
                 lambda: follower.name not in lead_peers(leader), "the leader does not count on it"
             )
             # It still votes.
             promised = follower.thread.state.promised
             other = trio.others(leader)[1]
             leader.thread.tell(on.HandOver(other.name))
-            await trio.seen(lambda: follower.thread.state.promised > promised, "it has promised the epoch")
+            await trio.wait_until(
+                lambda: follower.thread.state.promised > promised, "it has promised the epoch"
+            )
             await leader.crash()
             await leader.start()
             successor = await trio.leader(leader.epochs[-1])
             assert successor is other and not follower.ended and follower.role is Role.FOLLOWER
         await successor.append(1_000)
-        await trio.seen(lambda: not follower.thread.problem, "it has found the space")
-        await trio.equal()
+        await trio.wait_until(lambda: not follower.thread.problem, "it has found the space")
+        await trio.wait_for_equal_logs()
 
     def lead_peers(leader: object) -> dict[str, object]:
         lead = leader.thread.state.lead  # type: ignore[attr-defined]

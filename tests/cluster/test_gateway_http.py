@@ -67,7 +67,7 @@ def run(scenario: Awaitable[None]) -> None:
     asyncio.run(within())
 
 
-def test_all_is_forwarded_but_what_is_asked_of_the_node_itself() -> None:
+def test_a_gateway_forwards_all_requests_but_those_about_the_node() -> None:
     async def scenario() -> None:
         async with leader() as there, gateway(lambda edge: there, Http(LOCAL)) as ports:
             assert await said(ports["flight"], b"GET /health/live\n") == b"evil/htlaeh/ TEG\n"
@@ -133,7 +133,7 @@ class Asked:
             await asyncio.sleep(0.01)
 
 
-def test_a_request_waits_for_a_leader() -> None:
+def test_a_forwarded_connection_waits_for_a_leader() -> None:
     async def scenario() -> None:
         known = Asked()
         async with leader() as there, gateway(known) as ports:
@@ -146,7 +146,7 @@ def test_a_request_waits_for_a_leader() -> None:
     run(scenario())
 
 
-def test_under_tls_http_is_read_and_the_leader_s_certificate_checked(tmp_path: Path) -> None:
+def test_under_tls_a_gateway_answers_http_and_checks_the_leader_s_certificate(tmp_path: Path) -> None:
     made = certificate(tmp_path)
     ours = load_tls(made.cert, made.key)
     client = load_client_tls(made.roots, "", "")
@@ -171,7 +171,7 @@ def test_under_tls_http_is_read_and_the_leader_s_certificate_checked(tmp_path: P
     run(scenario())
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named_in_the_error() -> None:
     async def scenario() -> None:
         async with leader() as there:
             with pytest.raises(SetupError, match=f"{there[1]} .flight"):

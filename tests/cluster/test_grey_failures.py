@@ -94,7 +94,7 @@ def received(nodes: Sequence[NodeProcess], count: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_leader_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
+def test_a_leader_whose_disk_hangs_steps_down_and_follows_later(tmp_path: Path) -> None:
     need_etcd()
     with running_cluster(tmp_path, module="tests.cluster.stalled", **{"lease-ttl-ms": "1s"}) as cluster:
         leader, epoch = cluster.leader(), cluster.epoch()
@@ -123,7 +123,7 @@ def test_a_leader_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_candidate_whose_disk_hangs_gives_way(tmp_path: Path) -> None:
+def test_a_candidate_whose_disk_hangs_releases_the_group_and_follows_later(tmp_path: Path) -> None:
     """Its disk hangs in an idle group, so its promise is the first sync that shows it."""
     need_etcd()
     with running_cluster(tmp_path, module="tests.cluster.stalled", **{"lease-ttl-ms": "1s"}) as cluster:
@@ -170,7 +170,7 @@ def test_keyed_sends_go_to_another_node_when_a_leader_s_disk_fails(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_an_etcd_that_comes_back_interrupts_nothing(tmp_path: Path) -> None:
+def test_a_leader_continues_without_etcd_and_holds_the_group_again_afterwards(tmp_path: Path) -> None:
     """The leader goes on without etcd, and creates the holder's key again, which has ended with its lease."""
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:

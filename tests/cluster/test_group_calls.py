@@ -94,25 +94,27 @@ async def asking(
             await node.stop()
 
 
-def test_a_leader_answers(tmp_path: Path) -> None:
+def test_the_leader_of_another_group_finds_and_cancels(tmp_path: Path) -> None:
     async def run() -> None:
-        async with asking(tmp_path) as it:
-            assert it.calls.names() == ["g1"]
-            assert it.calls.grpc_address("g1") == ("127.0.0.1", 8081)
-            await it.send("orders", "k")
-            answer = await it.calls.ask("g1", FindHere(id="k"), ANONYMOUS)
+        async with asking(tmp_path) as asking_node:
+            assert asking_node.calls.names() == ["g1"]
+            assert asking_node.calls.grpc_address("g1") == ("127.0.0.1", 8081)
+            await asking_node.send("orders", "k")
+            answer = await asking_node.calls.ask("g1", FindHere(id="k"), ANONYMOUS)
             assert answer is not None
             (place,) = answer.places
             assert place.state == "waiting" and place.content is not None and place.content.body == b"x"
-            assert await it.cancel("k") == ["cancelled"]
-            assert await it.cancel("k") == ["already_cancelled"]
-            many = await it.calls.ask("g1", CancelHere(ids=[f"{n:0250}" for n in range(10_000)]), ANONYMOUS)
+            assert await asking_node.cancel("k") == ["cancelled"]
+            assert await asking_node.cancel("k") == ["already_cancelled"]
+            many = await asking_node.calls.ask(
+                "g1", CancelHere(ids=[f"{n:0250}" for n in range(10_000)]), ANONYMOUS
+            )
             assert many is not None and len(many.verdicts) == 10_000
 
     asyncio.run(run())
 
 
-def test_an_account_is_asked_again_on_the_far_side(tmp_path: Path) -> None:
+def test_the_other_group_checks_the_caller_s_account_and_permissions(tmp_path: Path) -> None:
     async def run() -> None:
         file = tmp_path / "access.toml"
         file.write_text(ACCOUNTS)
@@ -122,62 +124,66 @@ def test_an_account_is_asked_again_on_the_far_side(tmp_path: Path) -> None:
         def caller(name: str, secret: str) -> Caller:
             return here.authenticate({"authorization": f"Bearer {name}:{secret}"}, 0)
 
-        async with asking(tmp_path, access_file=str(file)) as it:
-            await it.send("orders", "k")
-            await it.send("secrets", "s")
+        async with asking(tmp_path, access_file=str(file)) as asking_node:
+            await asking_node.send("orders", "k")
+            await asking_node.send("secrets", "s")
             shop = caller("shop", "shop's secret")
-            assert await it.cancel("s", shop) == ["not_found"], "it may not cancel there"
-            assert await it.cancel("k", shop) == ["cancelled"]
-            assert await it.cancel("s") is None, "no account"
-            assert await it.cancel("s", caller("other", "another secret")) is None, "another secret there"
+            assert await asking_node.cancel("s", shop) == ["not_found"], "it may not cancel there"
+            assert await asking_node.cancel("k", shop) == ["cancelled"]
+            assert await asking_node.cancel("s") is None, "no account"
+            assert await asking_node.cancel("s", caller("other", "another secret")) is None, (
+                "another secret there"
+            )
 
     asyncio.run(run())
 
 
-def test_a_leader_under_tls_is_asked_if_its_certificate_is_of_the_authority(tmp_path: Path) -> None:
+def test_a_leader_under_tls_is_asked_only_with_a_certificate_of_the_authority(tmp_path: Path) -> None:
     async def run() -> None:
         ours, theirs = (certificate(tmp_path / name) for name in ("ours", "theirs"))
         for roots, words in ((ours.roots, ["not_found"]), (theirs.roots, None)):
             tls, within_s = load_client_tls(roots, "", ""), 30.0 if words else SHORT_S
             data = tmp_path / f"data-{within_s}"
-            async with asking(data, within_s, tls=tls, **ours.settings) as it:
-                assert await it.cancel("k") == words
+            async with asking(data, within_s, tls=tls, **ours.settings) as asking_node:
+                assert await asking_node.cancel("k") == words
 
     asyncio.run(run())
 
 
-def test_a_silence_is_told_once_and_as_a_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leader_that_gives_no_answer_counts_as_silent_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
-        async with asking(tmp_path, SHORT_S) as it:
-            it.directory.nodes.clear()
-            assert await it.cancel("k") is None and "no leader" in caplog.text
-            assert await it.cancel("k") is None and caplog.text.count("did not answer") == 1
+        async with asking(tmp_path, SHORT_S) as asking_node:
+            asking_node.directory.nodes.clear()
+            assert await asking_node.cancel("k") is None and "no leader" in caplog.text
+            assert await asking_node.cancel("k") is None and caplog.text.count("did not answer") == 1
             with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections, and answers nothing
                 address = f"127.0.0.1:{hung.getsockname()[1]}"
-                it.directory.nodes["a"] = ClusterNode("a", {"http": address})
-                assert await it.cancel("k") is None
-            assert await it.cancel("k") is None, "nothing listens there"
+                asking_node.directory.nodes["a"] = ClusterNode("a", {"http": address})
+                assert await asking_node.cancel("k") is None
+            assert await asking_node.cancel("k") is None, "nothing listens there"
 
     asyncio.run(run())
 
 
-def test_a_leader_that_comes_in_time_answers(tmp_path: Path) -> None:
+def test_a_question_waits_for_a_leader(tmp_path: Path) -> None:
     async def run() -> None:
-        async with asking(tmp_path) as it:
-            nodes = dict(it.directory.nodes)
-            it.directory.nodes.clear()
-            asked = asyncio.create_task(it.cancel("k"))
+        async with asking(tmp_path) as asking_node:
+            nodes = dict(asking_node.directory.nodes)
+            asking_node.directory.nodes.clear()
+            asked = asyncio.create_task(asking_node.cancel("k"))
             await asyncio.sleep(0)
-            it.directory.nodes |= nodes
+            asking_node.directory.nodes |= nodes
             assert await asked == ["not_found"]
 
     asyncio.run(run())
 
 
-def test_a_leader_that_hangs_is_given_up_when_another_leads(tmp_path: Path) -> None:
+def test_a_question_to_a_hanging_node_is_repeated_at_the_next_leader(tmp_path: Path) -> None:
     async def run() -> None:
-        async with asking(tmp_path) as it:
-            served, seen = it.directory.nodes["a"], asyncio.Event()
+        async with asking(tmp_path) as asking_node:
+            served, seen = asking_node.directory.nodes["a"], asyncio.Event()
 
             async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 seen.set()
@@ -186,39 +192,39 @@ def test_a_leader_that_hangs_is_given_up_when_another_leads(tmp_path: Path) -> N
 
             hung = await asyncio.start_server(hang, "127.0.0.1", 0)
             port = hung.sockets[0].getsockname()[1]
-            it.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
-            asked = asyncio.create_task(it.cancel("k"))
+            asking_node.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
+            asked = asyncio.create_task(asking_node.cancel("k"))
             await seen.wait()
-            it.directory.nodes["a"] = served
+            asking_node.directory.nodes["a"] = served
             assert await asked == ["not_found"]
             hung.close()
 
     asyncio.run(run())
 
 
-def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
+def test_a_question_is_repeated_after_a_broken_connection(tmp_path: Path) -> None:
     async def run() -> None:
-        async with asking(tmp_path) as it:
-            served = it.directory.nodes["a"]
+        async with asking(tmp_path) as asking_node:
+            served = asking_node.directory.nodes["a"]
 
             async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 await reader.readuntil(b"\r\n\r\n")
-                it.directory.nodes["a"] = served
+                asking_node.directory.nodes["a"] = served
                 writer.close()
 
             breaking = await asyncio.start_server(break_off, "127.0.0.1", 0)
             port = breaking.sockets[0].getsockname()[1]
-            it.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
-            assert await it.cancel("k") == ["not_found"]
+            asking_node.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
+            assert await asking_node.cancel("k") == ["not_found"]
             breaking.close()
 
     asyncio.run(run())
 
 
-def test_the_leader_of_another_group_is_not_believed(tmp_path: Path) -> None:
+def test_an_answer_for_a_group_that_the_node_does_not_lead_counts_as_silence(tmp_path: Path) -> None:
     async def run() -> None:
-        async with asking(tmp_path, SHORT_S, group="g7") as it:
-            assert await it.cancel("k") is None
+        async with asking(tmp_path, SHORT_S, group="g7") as asking_node:
+            assert await asking_node.cancel("k") is None
 
     asyncio.run(run())
 

@@ -1,11 +1,11 @@
-"""A leader hands over while 5,000 scheduled messages a second arrive: no failed call, and each is released once."""
+"""A leader hands over while 5,000 scheduled messages a second arrive: no call fails, each is released once."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,16 +29,18 @@ CLOCK = SystemClock()
 
 @dataclass
 class SteadyLoad:
-    """Some senders at a rate, none of which may repeat a send by `retry`."""
+    """Threads that send batches at a fixed rate. No send is repeated."""
 
     nodes: Sequence[NodeProcess]
     accepted: list[str] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
-    behind_ms: list[int] = field(default_factory=list)  # how late each send was answered
+    answered_after_ms: list[int] = field(
+        default_factory=list
+    )  # from the planned begin of a send to its answer
     ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self._send, args=(n,)) for n in range(SENDERS)]
+        threads = [threading.Thread(target=self._send, args=(sender,)) for sender in range(SENDERS)]
         for thread in threads:
             thread.start()
         return threads
@@ -60,19 +62,19 @@ class SteadyLoad:
                 )
                 try:
                     sent = ball.send_many(rows)
-                except Exception as error:  # of any kind: it is what the test is about
+                except Exception as error:  # the test asserts that there is none
                     self.failures.append(error)
                 else:
                     self.accepted += sent.ids.to_pylist()
-                    self.behind_ms.append(CLOCK.wall_ms() - planned_ms)
+                    self.answered_after_ms.append(CLOCK.wall_ms() - planned_ms)
 
 
 def hand_over(cluster: Cluster) -> None:
-    """End the leader by SIGTERM, see another one lead, and start it again."""
-    leader, epoch = cluster.leader(), cluster.view().record
-    assert epoch is not None
-    leader.kill(15)
-    cluster.leader(epoch.epoch)
+    """End the leader with SIGTERM, wait for the next leader, and start the first one again."""
+    leader, record = cluster.leader(), cluster.view().record
+    assert record is not None
+    leader.kill(signal.SIGTERM)
+    cluster.leader(record.epoch)
     leader.start()
     cluster.wait("all replicas are connected", lambda: len(cluster.ask("nodes")) == 3)  # type: ignore[arg-type]
 
@@ -80,7 +82,7 @@ def hand_over(cluster: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_hand_over_costs_no_call(tmp_path: Path) -> None:
+def test_no_call_fails_during_a_hand_over(tmp_path: Path) -> None:
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         cluster.leader()
@@ -88,14 +90,14 @@ def test_a_hand_over_costs_no_call(tmp_path: Path) -> None:
         load = SteadyLoad(nodes)
         threads = load.start()
         for _ in range(3):
-            cluster.wait("a thousand sends more", _more(load, 100))
+            cluster.wait("100 more sends", _accepts_more(load, 100))
             hand_over(cluster)
-        cluster.wait("and some after", _more(load, 100))
+        cluster.wait("100 sends after the last hand-over", _accepts_more(load, 100))
         load.ended.set()
         for thread in threads:
             thread.join()
         seen, late_ms = _received(nodes, len(load.accepted))
-    answered_ms = np.array(load.behind_ms)
+    answered_ms = np.array(load.answered_after_ms)
     print(
         f"{len(load.accepted)} accepted, {len(load.failures)} calls failed, lateness p99 "
         f"{np.percentile(late_ms, 99):.0f} max {late_ms.max()} ms, answered after p50 "
@@ -109,8 +111,8 @@ def test_a_hand_over_costs_no_call(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_stop_does_not_wait_for_a_replica_that_is_gone(tmp_path: Path) -> None:
-    """With `--acks all`, the last commit needs this replica."""
+def test_a_leader_with_acks_all_stops_although_a_replica_is_gone(tmp_path: Path) -> None:
+    """The leader's last commit needs the replica that is gone. The stop must not wait for it."""
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s", "acks": "all"}) as cluster:
         leader = cluster.leader()
@@ -118,8 +120,8 @@ def test_a_stop_does_not_wait_for_a_replica_that_is_gone(tmp_path: Path) -> None
             stored = ball.send(TOPIC, b"", after="1h")
         gone = next(node for node in cluster.nodes.values() if node is not leader)
         gone.kill()
-        epoch, process = cluster.view().record, leader.process
-        assert epoch is not None and process is not None
+        record, process = cluster.view().record, leader.process
+        assert record is not None and process is not None
         with leader.client(timeout_ms=BOUND_S * 1_000) as ball, ThreadPoolExecutor(1) as sender:
             waiting = sender.submit(ball.send, TOPIC, b"", after="1h")
             cluster.wait("the commit waits", lambda: _lags(ball))
@@ -128,7 +130,7 @@ def test_a_stop_does_not_wait_for_a_replica_that_is_gone(tmp_path: Path) -> None
             assert isinstance(waiting.exception(BOUND_S), Lost)
         gone.start()
         leader.start()
-        with cluster.leader(epoch.epoch).client() as ball:
+        with cluster.leader(record.epoch).client() as ball:
             assert ball.get(stored.id).state == "waiting"
 
 
@@ -138,7 +140,8 @@ def _lags(ball: Timeball) -> bool:
     return int(replica["log_seq"]) > int(replica["committed_seq"])  # type: ignore[call-overload, index]
 
 
-def _more(load: SteadyLoad, sends: int) -> object:
+def _accepts_more(load: SteadyLoad, sends: int) -> Callable[[], bool]:
+    """Return a condition that is true when so many further sends have been accepted."""
     wanted = len(load.accepted) + sends * ROWS
     return lambda: len(load.accepted) >= wanted
 
@@ -146,9 +149,12 @@ def _more(load: SteadyLoad, sends: int) -> object:
 def _received(
     nodes: Sequence[NodeProcess], rows: int
 ) -> tuple[Counter[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return how often each message came, and how late each was in its queue."""
+    """Consume until all messages have come and no more do. Return the count of each, and each one's lateness in ms.
+
+    The lateness is the time from its due time to its place in a queue.
+    """
     seen: Counter[str] = Counter()
-    late = []
+    late_ms = []
     until_ms = CLOCK.wall_ms() + BOUND_S * 1_000
     with client_of(nodes) as ball:
         while CLOCK.wall_ms() < until_ms:
@@ -158,6 +164,6 @@ def _received(
             if batch.num_rows == 0 and seen.total() >= rows:
                 break
             seen.update(batch.column("unique_key").to_pylist())
-            late.append(batch.column("store_ms").to_numpy() - batch.column("due_ms").to_numpy())
+            late_ms.append(batch.column("store_ms").to_numpy() - batch.column("due_ms").to_numpy())
             ball.commit(TOPIC, GROUP)
-    return seen, np.concatenate(late)
+    return seen, np.concatenate(late_ms)

@@ -17,7 +17,7 @@ from timeball import Timeball, Unavailable
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_leader_that_is_killed_costs_no_message(tmp_path: Path) -> None:
+def test_no_message_is_lost_or_doubled_when_the_leader_is_killed(tmp_path: Path) -> None:
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         leader, record = cluster.leader(), cluster.view().record

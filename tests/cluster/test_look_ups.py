@@ -74,25 +74,26 @@ def broker_of(machine: Machine) -> Broker:
     return machine.node.broker
 
 
-def until(group: Simulation, condition: Callable[[], Any], what: str) -> Any:
+def pass_time_until(group: Simulation, condition: Callable[[], Any], description: str) -> Any:
+    """Let time pass for all machines until the condition is true. Returns its value."""
     for _ in range(STEPS_MAX):
-        if found := condition():
-            return found
+        if value := condition():
+            return value
         group.pass_time(STEP_MS)
-    raise AssertionError(f"not seen: {what}")
+    raise AssertionError(f"not true in time: {description}")
 
 
 def leader_of(group: Simulation, *, but: Machine | None = None) -> Machine:
-    found: Machine = until(
+    found: Machine = pass_time_until(
         group, lambda: next((each for each in group.leaders() if each is not but), None), "a leader"
     )
     return found
 
 
-def do(group: Simulation, machine: Machine, work: Awaitable[Any]) -> Any:
-    """Let a request be answered while time passes for all."""
+def run_request(group: Simulation, machine: Machine, work: Awaitable[Any]) -> Any:
+    """Let time pass for all machines until a request on one of them has ended. Returns its result."""
     task = machine.loop.create_task(_awaited(work))
-    until(group, task.done, "an answer")
+    pass_time_until(group, task.done, "an answer")
     return task.result()
 
 
@@ -101,13 +102,14 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 def send(group: Simulation, machine: Machine) -> str:
+    """Schedule a message at the broker of a machine. Returns its id."""
     client = Client(group, machine, machine.node)  # type: ignore[arg-type]
-    (key,) = do(group, machine, client.send("x", [FAR_MS]))
+    (key,) = run_request(group, machine, client.send("x", [FAR_MS]))
     return str(key)
 
 
 def wake(machine: Machine, work: Awaitable[Any]) -> asyncio.Task[Any]:
-    """Continue a stopped process. Its event loop alone runs for a while, and gets a request at once."""
+    """Continue a stopped process with a request. For a while only its event loop runs, not its replica's thread."""
     machine.is_paused = False
     task = machine.loop.create_task(_awaited(work))
     for _ in range(50):
@@ -116,8 +118,8 @@ def wake(machine: Machine, work: Awaitable[Any]) -> asyncio.Task[Any]:
     return task
 
 
-def end_of(machine: Machine, task: asyncio.Task[Any]) -> BaseException | None:
-    """Let the whole process run until the request has ended."""
+def error_of(machine: Machine, task: asyncio.Task[Any]) -> BaseException | None:
+    """Let the whole process of a machine run until a request has ended. Returns its error."""
     for _ in range(STEPS_MAX):
         if task.done():
             return task.exception()
@@ -132,39 +134,41 @@ def replace_stopped(group: Simulation, leader: Machine) -> Machine:
     return leader_of(group, but=leader)
 
 
-def leave_etcd(group: Simulation, leader: Machine) -> None:
-    """Let a leader lead without its lease, because all others answer."""
+def cut_off_etcd(group: Simulation, leader: Machine) -> None:
+    """Cut all machines off from etcd. The leader then leads without a lease, because all others answer."""
     for machine in group.machines:
         machine.is_without_store = True
     ends_ms = leader.clock.boot + TTL_MS + 100
-    until(group, lambda: leader.clock.boot > ends_ms, "the end of the lease")
+    pass_time_until(group, lambda: leader.clock.boot > ends_ms, "the end of the lease")
     assert leader.role is Role.LEADER and leader.member._lease_keeper.lease is None
 
 
 @pytest.mark.parametrize("look_up", [find, find_by_key, read_page, cancel])
 @pytest.mark.parametrize("without_etcd", [False, True], ids=["with a lease", "without etcd"])
-def test_a_leader_that_wakes_answers_no_look_up(
+def test_a_woken_leader_answers_no_look_up_after_another_one_was_elected(
     group: Simulation, look_up: LookUp, without_etcd: bool
 ) -> None:
     leader = leader_of(group)
     old = send(group, leader)
     if without_etcd:
-        leave_etcd(group, leader)
+        cut_off_etcd(group, leader)
         for machine in group.machines:
             machine.is_without_store = machine is leader
         for _ in range(HOLD_MS // STEP_MS):
             group.pass_time(STEP_MS)  # the others have leases again, and hear the leader
     successor = replace_stopped(group, leader)
     new = send(group, successor)
-    assert do(group, successor, cancel(broker_of(successor), old)) == ["cancelled"]
-    assert do(group, successor, find(broker_of(successor), new)) == ["waiting"]
+    assert run_request(group, successor, cancel(broker_of(successor), old)) == ["cancelled"]
+    assert run_request(group, successor, find(broker_of(successor), new)) == ["waiting"]
     thread = leader.thread
-    assert thread is not None and leader.role is Role.LEADER, "it does not know yet"
+    assert thread is not None and leader.role is Role.LEADER, "it has not noticed the other leader"
     if without_etcd:
-        assert may_keep_leading(thread.state, leader.clock.boot), "it has heard all others lately"
+        assert may_keep_leading(thread.state, leader.clock.boot), (
+            "by its clock, all others have answered lately"
+        )
     task = wake(leader, look_up(broker_of(leader), new))
     assert not task.done() or isinstance(task.exception(), NotLeader), task
-    assert isinstance(end_of(leader, task), NotLeader)
+    assert isinstance(error_of(leader, task), NotLeader)
 
 
 def test_an_old_answer_without_the_fence_is_noticed(group: Simulation) -> None:
@@ -179,26 +183,26 @@ def test_an_old_answer_without_the_fence_is_noticed(group: Simulation) -> None:
 def test_a_leader_with_its_lease_answers_at_once(group: Simulation) -> None:
     leader = leader_of(group)
     key = send(group, leader)
-    until(group, leader.member._holds_group, "the holder's key is known")
+    pass_time_until(group, leader.member._holds_group, "the holder's key is known")
     task = wake(leader, find(broker_of(leader), key))
     assert task.result() == ["waiting"], "its thread did not run"
 
 
-def test_a_leader_without_etcd_answers_when_the_others_have(group: Simulation) -> None:
+def test_a_leader_without_etcd_answers_once_the_others_have_answered_it(group: Simulation) -> None:
     leader = leader_of(group)
     key = send(group, leader)
-    leave_etcd(group, leader)
+    cut_off_etcd(group, leader)
     task = wake(leader, find(broker_of(leader), key))
     assert not task.done(), "it asks the others first"
-    until(group, task.done, "an answer")
+    pass_time_until(group, task.done, "an answer")
     assert task.result() == ["waiting"] and leader.role is Role.LEADER
     for machine in group.machines:
         machine.is_without_store = False
-    until(group, leader.member._holds_group, "its new lease holds the group")
+    pass_time_until(group, leader.member._holds_group, "its new lease holds the group")
     assert wake(leader, find(broker_of(leader), key)).result() == ["waiting"]
 
 
-def test_a_new_lease_that_does_not_hold_the_group_is_no_proof(group: Simulation) -> None:
+def test_a_new_lease_that_does_not_hold_the_group_does_not_confirm_the_lead(group: Simulation) -> None:
     leader = leader_of(group)
     replace_stopped(group, leader)
     wake(leader, asyncio.sleep(0))
@@ -209,7 +213,7 @@ def test_a_new_lease_that_does_not_hold_the_group_is_no_proof(group: Simulation)
 
 def test_a_leader_that_hands_over_does_not_rely_on_its_lease(group: Simulation) -> None:
     leader = leader_of(group)
-    until(group, leader.member._holds_group, "the holder's key is known")
+    pass_time_until(group, leader.member._holds_group, "the holder's key is known")
     thread = leader.thread
     assert thread is not None and thread.state.lead is not None
     other = next(machine.name for machine in group.machines if machine is not leader)
@@ -274,14 +278,14 @@ def wake_leaders(folder: Path, wakes: int, unfenced: str = "") -> list[int]:
 @pytest.mark.siege
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_process_that_wakes_answers_no_look_up(tmp_path: Path) -> None:
+def test_a_woken_process_answers_no_look_up_from_its_old_memory(tmp_path: Path) -> None:
     assert 404 not in wake_leaders(tmp_path, WAKES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
-def test_a_process_that_leads_on_answers_no_look_up(tmp_path: Path) -> None:
+def test_a_woken_process_that_knows_no_other_leader_answers_no_look_up(tmp_path: Path) -> None:
     """It never notices the other leader, so the check before each look-up is its only fence."""
     assert wake_leaders(tmp_path, 1, "all") == []
 

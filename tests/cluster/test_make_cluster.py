@@ -61,7 +61,7 @@ def test_one_command_runs_a_cluster_and_ctrl_c_ends_it(tmp_path: Path) -> None:
             process.wait(BOUND_S)
 
 
-def test_without_etcd_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_etcd_the_command_names_the_package_to_install(tmp_path: Path) -> None:
     ran = subprocess.run(
         COMMAND, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )

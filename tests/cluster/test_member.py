@@ -17,7 +17,7 @@ from tests.ports import free_ports
 
 from timeball.cluster.coordination.coordinator import GroupView, Node
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.member import REPLICATION, is_restored
+from timeball.cluster.member import REPLICATION, was_etcd_restored
 from timeball.cluster.protocol.replica import Record, Role
 
 LED = Record(5, "a/1", ("a/1", "b/1", "c/1"), 2)
@@ -32,8 +32,8 @@ def run(folder: Path, scenario: Callable[[Trio], Awaitable[None]], *, quorum_ms:
 
 
 @contextmanager
-def hanging(disk: Path) -> Iterator[None]:
-    """Let no fdatasync on this disk return."""
+def hanging_syncs(disk: Path) -> Iterator[None]:
+    """Let no fdatasync of a file below this folder return before the end of the block."""
     sync, answers = os.fdatasync, threading.Event()
 
     def wait_and_sync(fd: int) -> None:
@@ -49,34 +49,34 @@ def hanging(disk: Path) -> Iterator[None]:
             answers.set()
 
 
-def test_all_know_who_leads_and_where(tmp_path: Path) -> None:
+def test_followers_know_the_leader_and_its_addresses(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         address = ("127.0.0.1", leader.port + 1)
         for follower in trio.others(leader):
-            await trio.seen(lambda f=follower: f.member.leader() == leader.name, "the leader is known")
+            await trio.wait_until(lambda f=follower: f.member.leader() == leader.name, "the leader is known")
             assert follower.member.address("flight") == address
             assert follower.member.address("grpc") is None, "an edge that it does not have"
-        await trio.seen(lambda: leader.member.leader() == leader.name, "it knows itself")
+        await trio.wait_until(lambda: leader.member.leader() == leader.name, "it knows itself")
         assert leader.member.address("flight") is None, "nothing is forwarded to itself"
 
     run(tmp_path, scenario)
 
 
-def test_no_node_leads_after_the_leader_has_left(tmp_path: Path) -> None:
+def test_one_of_three_replicas_alone_does_not_become_the_leader(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         follower, third = trio.others(leader)
-        await trio.seen(lambda: follower.member.leader() == leader.name, "the leader is known")
+        await trio.wait_until(lambda: follower.member.leader() == leader.name, "the leader is known")
         await third.close()
         await leader.close()
-        await trio.seen(lambda: follower.member.leader() != leader.name, "it leads no more")
+        await trio.wait_until(lambda: follower.member.leader() != leader.name, "it leads no more")
         assert follower.role is not Role.LEADER
 
     run(tmp_path, scenario)
 
 
-def test_an_orderly_end_is_not_waited_for(tmp_path: Path) -> None:
+def test_after_an_orderly_end_of_the_leader_its_lease_is_over_at_once(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         await leader.close()
@@ -86,19 +86,19 @@ def test_an_orderly_end_is_not_waited_for(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_leader_goes_on_without_a_coordinator_while_all_others_answer(tmp_path: Path) -> None:
+def test_a_leader_without_a_coordinator_leads_only_while_all_others_answer(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         await leader.append(1)
         trio.memory.is_down = True
         lease_ends_ms = leader.thread.state.lease_until_ms
-        await trio.seen(lambda: leader.thread.state.now_ms > lease_ends_ms + 100, "the lease is over")
+        await trio.wait_until(lambda: leader.thread.state.now_ms > lease_ends_ms + 100, "the lease is over")
         await leader.append(4)
         gone = trio.others(leader)[0]
         await gone.crash()
-        # One that does not answer might be led by another: now the lease counts.
-        await trio.seen(lambda: leader.ended, "it stops")
-        await leader.crash()  # else its member would go on to renew the lease
+        # The replica that does not answer may follow another leader, so the lease counts now.
+        await trio.wait_until(lambda: leader.ended, "the leader stops")
+        await leader.crash()  # otherwise its member would continue to renew the lease
         trio.memory.is_down = False
         await gone.start()
         successor = await trio.leader(leader.epochs[-1])
@@ -108,14 +108,14 @@ def test_a_leader_goes_on_without_a_coordinator_while_all_others_answer(tmp_path
     run(tmp_path, scenario, quorum_ms=3_000)
 
 
-def test_an_election_whose_answers_are_lost_has_one_leader_in_the_end(tmp_path: Path) -> None:
+def test_an_election_whose_answers_are_lost_ends_with_one_leader(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         seqs = [await leader.append(number) for number in (1, 4, 7)]
         trio.memory.loses_answers = True
         await leader.crash()
         before = trio.memory.revision
-        await trio.seen(lambda: trio.memory.revision > before, "the record was swapped")
+        await trio.wait_until(lambda: trio.memory.revision > before, "the record was swapped")
         trio.memory.loses_answers = False
         successor = await trio.leader(leader.epochs[-1])
         assert await successor.append(10) > seqs[-1]
@@ -124,7 +124,7 @@ def test_an_election_whose_answers_are_lost_has_one_leader_in_the_end(tmp_path: 
     run(tmp_path, scenario)
 
 
-def test_a_node_that_is_registered_elsewhere_is_dialed_there(tmp_path: Path) -> None:
+def test_a_node_that_registers_another_port_is_dialed_there(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         moved = trio.others(leader)[0]
@@ -133,45 +133,62 @@ def test_a_node_that_is_registered_elsewhere_is_dialed_there(tmp_path: Path) -> 
         await leader.append(1)
         await moved.start()
         assert moved.port != before
-        await trio.equal()
+        await trio.wait_for_equal_logs()
 
     run(tmp_path, scenario)
 
 
-def test_a_registration_without_a_usable_address_ends_no_replica(tmp_path: Path) -> None:
+def test_a_registration_with_an_unusable_address_does_not_disturb_the_replicas(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         stranger = trio.coordinator
         node = Node("tests", {REPLICATION: "10.0.0.9"}, group=GROUP)
         await stranger.register(node, await stranger.grant(60_000))
         members = [replica.member for replica in trio.replicas.values()]
-        await trio.seen(lambda: all("tests" in member.nodes for member in members), "all know it")
+        await trio.wait_until(lambda: all("tests" in member.nodes for member in members), "all know it")
         await leader.append(1)
-        await trio.equal()
+        await trio.wait_for_equal_logs()
         assert not any(replica.ended for replica in trio.replicas.values())
 
     run(tmp_path, scenario)
 
 
+def view(record: Record | None, *, revision: int, as_of: int) -> GroupView:
+    return GroupView(GROUP, record, revision, None, as_of)
+
+
+BEFORE = view(LED, revision=9, as_of=12)
+BUMPED = 1_000_000  # revision of etcd after a restore with `--bump-revision`
+
+
 @pytest.mark.parametrize(
-    ("now", "restored"),
+    "now",
     [
-        (GroupView(GROUP, LED, 9, None, 12), False),
-        (GroupView(GROUP, replace(LED, epoch=6), 13, None, 13), False),
-        (GroupView(GROUP, None, 0, None, 13), False),  # an operator has removed the record
-        (GroupView(GROUP, LED, 9, None, 11), True),
-        # After a restore with `--bump-revision`, the revision of etcd does not go back.
-        (GroupView(GROUP, replace(LED, epoch=4), 7, None, 1_000_000), True),
-        (GroupView(GROUP, LED, 7, None, 1_000_000), True),
-        (GroupView(GROUP, replace(LED, epoch=4), 1_000_001, None, 1_000_001), True),
-        (GroupView(GROUP, replace(LED, epoch=6, generation=1), 1_000_001, None, 1_000_001), True),
+        pytest.param(BEFORE, id="nothing has changed"),
+        pytest.param(view(replace(LED, epoch=6), revision=13, as_of=13), id="a new leader"),
+        pytest.param(view(None, revision=0, as_of=13), id="an operator has removed the record"),
     ],
 )
-def test_a_restore_of_etcd_is_recognized(now: GroupView, restored: bool) -> None:
-    assert is_restored(GroupView(GROUP, LED, 9, None, 12), now) is restored
+def test_a_normal_change_is_no_restore_of_etcd(now: GroupView) -> None:
+    assert not was_etcd_restored(BEFORE, now)
 
 
-def test_a_duty_that_breaks_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "now",
+    [
+        pytest.param(view(LED, revision=9, as_of=11), id="etcd's revision went back"),
+        pytest.param(view(LED, revision=7, as_of=BUMPED), id="the record's revision went back"),
+        pytest.param(view(replace(LED, epoch=4), revision=BUMPED, as_of=BUMPED), id="the epoch went back"),
+        pytest.param(
+            view(replace(LED, epoch=6, generation=1), revision=BUMPED, as_of=BUMPED), id="the set went back"
+        ),
+    ],
+)
+def test_a_restore_of_etcd_is_recognized(now: GroupView) -> None:
+    assert was_etcd_restored(BEFORE, now)
+
+
+def test_an_error_in_a_duty_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
 
@@ -179,7 +196,7 @@ def test_a_duty_that_breaks_ends_the_process(tmp_path: Path, monkeypatch: pytest
             raise ZeroDivisionError
 
         monkeypatch.setattr(KeyCoordinator, "nodes", broken)
-        await trio.seen(lambda: all(has_ended(each) for each in trio.replicas.values()), "all end")
+        await trio.wait_until(lambda: all(has_ended(each) for each in trio.replicas.values()), "all end")
         assert isinstance(leader.ended[0], ZeroDivisionError)
 
     def has_ended(replica: Replica) -> bool:
@@ -194,11 +211,11 @@ def test_a_candidate_whose_disk_hangs_releases_the_group(tmp_path: Path) -> None
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         candidate, third = trio.others(leader)
-        await trio.equal()
+        await trio.wait_for_equal_logs()
         await third.close()
-        with hanging(tmp_path / candidate.name):
+        with hanging_syncs(tmp_path / candidate.name):
             await leader.close()
-            await trio.seen(lambda: candidate.role is Role.SEALING, "it is a candidate")
+            await trio.wait_until(lambda: candidate.role is Role.SEALING, "it is a candidate")
             await third.start()
             await leader.start()
             successor = await trio.leader(leader.epochs[-1])
@@ -212,10 +229,10 @@ def test_a_leader_that_has_stepped_down_releases_the_group_when_its_lease_comes_
 
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        with hanging(tmp_path / leader.name):
+        with hanging_syncs(tmp_path / leader.name):
             leader.append(1)
             trio.memory.is_down = True
-            await trio.seen(lambda: leader.stepped_down, "it steps down")
+            await trio.wait_until(lambda: leader.stepped_down, "it steps down")
             for lease in trio.memory.leases.values():
                 lease.ends_ms = CLOCK.boot_ms() + TTL_MS
             trio.memory.is_down = False

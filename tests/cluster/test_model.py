@@ -30,7 +30,7 @@ def test_the_bounds_allow_each_step(step: str) -> None:
     assert "assertion violated" in found.error, found
 
 
-def test_a_search_that_ends_early_is_no_proof() -> None:
+def test_a_search_that_reached_its_depth_limit_is_not_exhaustive() -> None:
     text = "error: max search depth too small\n 5 states, stored\npan: elapsed time 1 seconds\n"
     text += " 2.0 total actual memory usage\n"
     assert not read(text).is_exhaustive

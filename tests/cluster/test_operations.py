@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.structs import replace
 from tests.cluster.fake_nodes import group_of_three, join
-from tests.cluster.worlds import RECORD, World, made, next_record, world_of
+from tests.cluster.worlds import RECORD, World, make_group, next_record, world_of
 
 from timeball.cluster.coordination.coordinator import AllGroups, GroupView, Lease, OperatorRequest
 from timeball.cluster.coordination.keys import KeyCoordinator
@@ -18,10 +18,12 @@ from timeball.model.errors import Conflict, NotFound, RequestError, TimeballErro
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup
 
 Scenario = Callable[[World, Operations], Awaitable[None]]
-WAIT_S = 60.0  # longer than any of these takes
+WAIT_S = 60.0  # longer than any operation of these tests takes
 
 
 def run(scenario: Scenario) -> None:
+    """Run a scenario with a new cluster in memory."""
+
     async def within() -> None:
         async with world_of(None) as world:
             await scenario(world, Operations(world.coordinator("operator"), "g1"))
@@ -29,7 +31,7 @@ def run(scenario: Scenario) -> None:
     asyncio.run(within())
 
 
-async def obey(node: tuple[KeyCoordinator, Lease]) -> None:
+async def carry_out_next_request(node: tuple[KeyCoordinator, Lease]) -> None:
     """Carry out the next request, as the leader of the group does."""
     coordinator, lease = node
     while (view := await coordinator.read("g1")).pending_request is None:
@@ -47,7 +49,7 @@ async def obey(node: tuple[KeyCoordinator, Lease]) -> None:
 # ---- the first record ---------------------------------------------------------------------------------------------
 
 
-def test_a_group_begins_in_the_greatest_epoch_that_its_replicas_have_promised() -> None:
+def test_a_new_group_begins_in_the_greatest_epoch_that_its_replicas_have_promised_and_only_once() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         for replica, promised in (("a/1", 0), ("b/2", 7), ("c/1", 3)):
             await join(world, replica, promised=promised, log_seq=5)
@@ -62,8 +64,8 @@ def test_a_group_begins_in_the_greatest_epoch_that_its_replicas_have_promised() 
     run(scenario)
 
 
-def test_the_first_record_can_be_asked_for_again() -> None:
-    """A deployment repeats its commands; the record stays, whatever its leader is by now."""
+def test_a_repeated_init_with_the_same_nodes_keeps_the_record() -> None:
+    """A deployment repeats its commands. The record stays, also with another leader."""
 
     async def scenario(world: World, operations: Operations) -> None:
         for replica in ("a/1", "b/1", "c/1"):
@@ -85,7 +87,7 @@ def test_a_record_of_a_restored_etcd_is_renewed() -> None:
     """It is older than a promise, so no replica can lead by it."""
 
     async def scenario(world: World, operations: Operations) -> None:
-        view = await made(world.coordinator("maker"))
+        view = await make_group(world.coordinator("maker"))
         assert view.record is not None
         for replica, promised in (("a/1", 7), ("b/1", 9), ("c/1", 9)):
             await join(world, replica, promised=promised, log_seq=5)
@@ -107,7 +109,7 @@ def test_a_record_with_an_older_set_is_renewed_with_the_last_one() -> None:
     """etcd was restored from a copy that is older than the last change of the set, in the same epoch."""
 
     async def scenario(world: World, operations: Operations) -> None:
-        view = await made(world.coordinator("maker"))
+        view = await make_group(world.coordinator("maker"))
         assert view.record is not None
         epoch, last = view.record.epoch, ("a/1", "b/1", "d/1")
         for replica in last:
@@ -128,7 +130,7 @@ def test_a_record_with_an_older_set_is_renewed_with_the_last_one() -> None:
     run(scenario)
 
 
-def test_a_group_whose_record_is_lost_is_told_its_last_set() -> None:
+def test_the_problem_of_a_lost_record_names_the_last_set() -> None:
     async def scenario(world: World) -> None:
         for replica in ("a/1", "b/1", "d/1", "e/1"):
             await join(world, replica, generation=7, members=("a/1", "b/1", "d/1"))
@@ -137,7 +139,7 @@ def test_a_group_whose_record_is_lost_is_told_its_last_set() -> None:
     assert "'timeball cluster init --group g1 --nodes a,b,d' makes it" in group.problems[0]
 
 
-def test_a_change_that_has_not_ended_is_told() -> None:
+def test_a_change_of_the_set_that_has_not_ended_is_a_problem() -> None:
     async def scenario(world: World) -> None:
         nodes = await group_of_three(world)
         coordinator, _ = nodes["a"]
@@ -150,15 +152,16 @@ def test_a_change_that_has_not_ended_is_told() -> None:
     assert "the change of the replicas waits for a majority of a, b, c to store it" in group.problems
 
 
-class Overtaken(KeyCoordinator):
-    """A coordinator whose second request finds a leader of epoch 5."""
+class ElectionMeanwhile(KeyCoordinator):
+    """A coordinator before whose second request the node b is elected in epoch 5."""
 
-    node: tuple[KeyCoordinator, Lease]
-    asked = 0
+    node: tuple[KeyCoordinator, Lease]  # b
+    requests = 0
 
     async def count(self) -> None:
-        self.asked += 1
-        if self.asked != 2:
+        """Count a request, and elect b before the second one."""
+        self.requests += 1
+        if self.requests != 2:
             return
         coordinator, lease = self.node
         view = await coordinator.read("g1")
@@ -178,12 +181,12 @@ class Overtaken(KeyCoordinator):
         return await super().reports()
 
 
-def test_an_election_meanwhile_is_no_restored_etcd() -> None:
+def test_an_election_during_a_plan_is_not_taken_for_a_restored_etcd() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         leader, lease = nodes["a"]
         await leader.resign("g1", lease)
-        coordinator = Overtaken(world.store(), world.clock, cluster=world.cluster, node="operator")
+        coordinator = ElectionMeanwhile(world.store(), world.clock, cluster=world.cluster, node="operator")
         coordinator.node = nodes["b"]
         revision, record = await Operations(coordinator, "g1").plan_first(["a", "b", "c"], WAIT_S)
         assert (revision, record.epoch, record.leader) == (0, 5, "b/1")
@@ -191,12 +194,12 @@ def test_an_election_meanwhile_is_no_restored_etcd() -> None:
     run(scenario)
 
 
-def test_an_election_meanwhile_is_no_problem_of_etcd() -> None:
+def test_an_election_during_a_survey_is_not_taken_for_a_restored_etcd() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         leader, lease = nodes["a"]
         await leader.resign("g1", lease)
-        coordinator = Overtaken(world.store(), world.clock, cluster=world.cluster, node="operator")
+        coordinator = ElectionMeanwhile(world.store(), world.clock, cluster=world.cluster, node="operator")
         coordinator.node = nodes["b"]
         [group] = await survey(coordinator)
         assert not [problem for problem in group.problems if "etcd" in problem]
@@ -241,7 +244,7 @@ def test_a_node_that_does_not_register_is_named() -> None:
     run(scenario)
 
 
-def test_nodes_that_do_not_fit_together_make_no_group() -> None:
+def test_a_group_of_nodes_that_do_not_fit_together_is_refused() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await join(world, "a/1", log_seq=100)
         await join(world, "b/1")
@@ -269,7 +272,9 @@ def test_a_replica_is_added_and_removed_by_the_leader() -> None:
         ):
             view, request = await plan("d")
             assert request == OperatorRequest(wanted)
-            _, done = await asyncio.gather(obey(nodes["a"]), operations.carry_out(view, request, WAIT_S))
+            _, done = await asyncio.gather(
+                carry_out_next_request(nodes["a"]), operations.carry_out(view, request, WAIT_S)
+            )
             assert done.record is not None and done.record.replicas == wanted
             assert (await nodes["a"][0].read("g1")).pending_request is None
 
@@ -285,13 +290,13 @@ def test_a_new_incarnation_takes_the_place_of_the_old_one() -> None:
     run(scenario)
 
 
-def test_a_hand_over_goes_to_the_follower_that_has_most() -> None:
+def test_a_hand_over_without_a_name_goes_to_the_follower_with_the_longest_log() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         view, request = await operations.plan_hand_over("")
         assert request == OperatorRequest(hand_over_to="b")
         asked = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
-        await obey(nodes["a"])
+        await carry_out_next_request(nodes["a"])
         assert not asked.done(), "the successor does not hold the group yet"
         coordinator, lease = nodes["b"]
         assert await coordinator.hold("g1", lease)
@@ -309,9 +314,7 @@ def test_a_hand_over_goes_to_the_follower_that_has_most() -> None:
         ("plan_hand_over", "d", NotFound, "these are: a, b, c"),
     ],
 )
-def test_a_change_that_cannot_be_is_refused(
-    plan: str, name: str, error: type[TimeballError], says: str
-) -> None:
+def test_an_impossible_change_is_refused(plan: str, name: str, error: type[TimeballError], says: str) -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await group_of_three(world)
         await join(world, "x/1", group="g2")
@@ -322,7 +325,7 @@ def test_a_change_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(("plan", "name"), [("plan_add", "c"), ("plan_remove", "d"), ("plan_hand_over", "a")])
-def test_a_change_that_is_made_already_needs_no_request(plan: str, name: str) -> None:
+def test_a_change_that_the_group_has_already_needs_no_request(plan: str, name: str) -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await group_of_three(world)
         assert (await getattr(operations, plan)(name))[1] is None
@@ -330,7 +333,7 @@ def test_a_change_that_is_made_already_needs_no_request(plan: str, name: str) ->
     run(scenario)
 
 
-def test_a_request_that_takes_too_long_is_taken_back_and_says_why() -> None:
+def test_a_request_that_takes_too_long_is_withdrawn_with_the_reason() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         await join(world, "d/1")
@@ -343,7 +346,7 @@ def test_a_request_that_takes_too_long_is_taken_back_and_says_why() -> None:
     run(scenario)
 
 
-def test_a_command_that_is_interrupted_takes_its_request_with_it() -> None:
+def test_an_interrupted_command_withdraws_its_request() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         view, request = await operations.plan_hand_over("b")
@@ -361,12 +364,12 @@ def test_a_command_that_is_interrupted_takes_its_request_with_it() -> None:
     run(scenario)
 
 
-def test_without_a_leader_nothing_is_asked() -> None:
+def test_a_change_is_refused_without_a_record_or_a_leader() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await join(world, "d/1")
         with pytest.raises(NotFound, match="no record yet"):
             await operations.plan_add("d")
-        await made(world.coordinator("maker"))
+        await make_group(world.coordinator("maker"))
         with pytest.raises(Unavailable, match="no leader"):
             await operations.plan_add("d")
 
@@ -380,9 +383,9 @@ def test_a_request_is_described_by_its_nodes() -> None:
 # ---- force --------------------------------------------------------------------------------------------------------
 
 
-def test_one_replica_is_made_the_group_when_no_node_holds_it() -> None:
+def test_force_makes_one_replica_the_group_when_no_node_holds_it() -> None:
     async def scenario(world: World, operations: Operations) -> None:
-        await made(world.coordinator("maker"))
+        await make_group(world.coordinator("maker"))
         await join(world, "b/1", promised=9)
         before, record = await operations.force("b")
         assert (before, record) == (RECORD, Record(9, "", ("b/1",), 2))
@@ -391,9 +394,9 @@ def test_one_replica_is_made_the_group_when_no_node_holds_it() -> None:
     run(scenario)
 
 
-def test_a_stranger_is_not_made_the_group() -> None:
+def test_force_is_refused_for_a_replica_outside_the_record_and_for_a_missing_node() -> None:
     async def scenario(world: World, operations: Operations) -> None:
-        await made(world.coordinator("maker"))
+        await make_group(world.coordinator("maker"))
         await join(world, "b/2")
         with pytest.raises(Conflict, match="replica b/2 is not in the record"):
             await operations.force("b")
@@ -403,7 +406,7 @@ def test_a_stranger_is_not_made_the_group() -> None:
     run(scenario)
 
 
-def test_a_group_that_is_held_is_not_forced() -> None:
+def test_force_waits_until_no_node_holds_the_group() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         coordinator, lease = nodes["a"]
@@ -419,7 +422,12 @@ def test_a_group_that_is_held_is_not_forced() -> None:
     run(scenario)
 
 
+# ---- the survey ---------------------------------------------------------------------------------------------------
+
+
 def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]:
+    """Run a scenario with a new cluster in memory. Returns the survey after it."""
+
     async def within() -> list[ReplicaGroup]:
         async with world_of(None) as world:
             await scenario(world)
@@ -436,7 +444,7 @@ def test_a_healthy_group_has_no_problems() -> None:
     ]  # fmt: skip
 
 
-def test_a_node_without_a_record_is_told_how_to_begin() -> None:
+def test_the_problem_of_a_node_without_a_record_names_the_command() -> None:
     (group,) = groups(lambda world: join(world, "a/1", group="g7"))
     assert (group.group, group.leader) == ("g7", "")
     assert group.problems == [
@@ -444,9 +452,9 @@ def test_a_node_without_a_record_is_told_how_to_begin() -> None:
     ]
 
 
-def test_a_group_of_dead_nodes_says_what_is_missing() -> None:
+def test_missing_replicas_are_problems() -> None:
     async def scenario(world: World) -> None:
-        await made(world.coordinator("maker"))
+        await make_group(world.coordinator("maker"))
         await join(world, "a/1")
 
     (group,) = groups(scenario)
@@ -456,7 +464,7 @@ def test_a_group_of_dead_nodes_says_what_is_missing() -> None:
     assert "replica b (b/1) is missing" in said
 
 
-def test_a_learner_a_lag_a_clock_and_a_version_are_told() -> None:
+def test_a_learner_a_lag_a_wrong_clock_and_another_version_are_problems() -> None:
     async def scenario(world: World) -> None:
         peers = {"b": PeerFigures("b/1", 5, 1_900.0), "d": PeerFigures("d/1", 4, 0.0)}
         await group_of_three(world, peers=peers, log_seq=2_000_005)
@@ -473,7 +481,7 @@ def test_a_learner_a_lag_a_clock_and_a_version_are_told() -> None:
     ]
 
 
-def test_a_replica_that_has_stepped_down_is_told_with_its_reason() -> None:
+def test_a_replica_that_has_stepped_down_is_a_problem_with_its_reason() -> None:
     async def scenario(world: World) -> None:
         nodes = await group_of_three(world)
         coordinator, lease = nodes["c"]

@@ -9,7 +9,7 @@ from timeball.cluster.coordination.coordinator import GroupView, OperatorRequest
 from timeball.cluster.operations import RequestStep, next_request_step
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
-from timeball.cluster.protocol.messages import Position
+from timeball.cluster.protocol.messages import BEGINNING, EpochEnd, Position
 from timeball.cluster.protocol.replica import Lead, Log, Peer, Record, Replica, Role, Rules
 
 RECORD = Record(3, "a/1", ("a/1", "b/1", "c/1"))
@@ -19,41 +19,55 @@ LEADER = Replica(
     Role.LEADER,
     record=RECORD,
     log=Log(ordinal=1, next_byte=192, seq=2),
-    lead=Lead(3, 0, RECORD.replicas, {"b": Peer("b/1", Position(0, 0, 0), Position(0, 0, 0))}),
+    # b is connected, and its log equals the leader's, which has no frame yet.
+    lead=Lead(3, 0, RECORD.replicas, {"b": Peer("b/1", BEGINNING, acked=BEGINNING)}),
 )
 
 
 def view(request: OperatorRequest | None, record: Record = RECORD) -> GroupView:
+    """Build the group with this pending request."""
     return GroupView("g1", record, 5, None, 9, None if request is None else PendingRequest(request, 1, 8))
 
 
+NO_REQUEST = None
+ANOTHER_SET = OperatorRequest(("a/1", "b/1"))
+PRESENT_SET = OperatorRequest(("c/1", "b/1", "a/1"))
+TO_LEADER, TO_B, TO_UNCONNECTED = (OperatorRequest(hand_over_to=node) for node in ("a", "b", "c"))
+
+
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("request_", "expected"),
     [
-        (None, RequestStep.NOTHING),
-        (OperatorRequest(("a/1", "b/1")), RequestStep.WANT),
-        (OperatorRequest(("c/1", "b/1", "a/1")), RequestStep.SETTLE),
-        (OperatorRequest(hand_over_to="a"), RequestStep.SETTLE),
-        (OperatorRequest(hand_over_to="b"), RequestStep.HAND_OVER),
-        (OperatorRequest(hand_over_to="c"), RequestStep.NOTHING),  # it is not connected
+        pytest.param(NO_REQUEST, RequestStep.NOTHING, id="no request"),
+        pytest.param(ANOTHER_SET, RequestStep.WANT, id="another set"),
+        pytest.param(PRESENT_SET, RequestStep.SETTLE, id="present set"),
+        pytest.param(TO_LEADER, RequestStep.SETTLE, id="hand-over to the leader"),
+        pytest.param(TO_B, RequestStep.HAND_OVER, id="hand-over"),
+        pytest.param(TO_UNCONNECTED, RequestStep.NOTHING, id="hand-over to an unconnected node"),
     ],
 )
-def test_a_leader_takes_a_request_up(asked: OperatorRequest | None, expected: RequestStep) -> None:
-    assert next_request_step(view(asked), LEADER) is expected
-    assert next_request_step(view(asked), Replica(Rules("b/1"), Role.FOLLOWER)) is RequestStep.NOTHING
+def test_the_leader_alone_chooses_a_step_for_a_request(
+    request_: OperatorRequest | None, expected: RequestStep
+) -> None:
+    assert next_request_step(view(request_), LEADER) is expected
+    assert next_request_step(view(request_), Replica(Rules("b/1"), Role.FOLLOWER)) is RequestStep.NOTHING
 
 
-def test_a_lagging_replica_gets_no_hand_over() -> None:
-    behind = replace(LEADER, log=Log(LEADER.log.ends, 1, 192, 2))
+def test_no_hand_over_begins_to_a_replica_that_has_acknowledged_nothing() -> None:
     assert LEADER.lead is not None
     peer = replace(LEADER.lead.peers["b"], acked=None)
-    behind = replace(behind, lead=replace(LEADER.lead, peers={"b": peer}))
-    assert next_request_step(view(OperatorRequest(hand_over_to="b")), behind) is RequestStep.NOTHING
+    state = replace(LEADER, lead=replace(LEADER.lead, peers={"b": peer}))
+    assert next_request_step(view(TO_B), state) is RequestStep.NOTHING
 
 
-def test_a_request_that_is_taken_back_is_forgotten() -> None:
+def test_no_hand_over_begins_to_a_replica_that_was_not_sent_everything() -> None:
+    behind_end = Log((EpochEnd(3, *END),), END.ordinal, END.end, END.seq)
+    assert next_request_step(view(TO_B), replace(LEADER, log=behind_end)) is RequestStep.NOTHING
+
+
+def test_a_withdrawn_request_is_forgotten() -> None:
     wanted, _ = step(LEADER, on.ReplicasWanted(("a/1", "b/1", "c/1", "d/1")))
     assert wanted.lead is not None and wanted.lead.wanted
-    assert next_request_step(view(None), wanted) is RequestStep.FORGET
-    forgotten, effects = step(wanted, on.ReplicasWanted(RECORD.replicas))
+    assert next_request_step(view(NO_REQUEST), wanted) is RequestStep.FORGET
+    forgotten, effects = step(wanted, on.ReplicasWanted(RECORD.replicas))  # as Member does for FORGET
     assert forgotten.lead is not None and not forgotten.lead.wanted and effects == []

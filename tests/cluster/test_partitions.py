@@ -168,7 +168,7 @@ def sending(nodes: Sequence[NodeProcess], senders: int) -> Iterator[list[Sender]
 
 @pytest.mark.siege
 @pytest.mark.parametrize("seed", SCHEDULES)
-def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
+def test_cuts_of_the_network_lose_and_double_no_message(tmp_path: Path, seed: int) -> None:
     need_etcd()
     slow = Slow(HOLD_MS, LOSS, seed) if seed % SLOW_EVERY == 1 else None
     lease_ttl, longest_s = (SLOW_LEASE_TTL, SLOW_LONGEST_S) if slow else (LEASE_TTL, LONGEST_S)

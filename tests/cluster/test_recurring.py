@@ -106,14 +106,14 @@ def run(seed: int, steps: int = STEPS) -> WithSchedule:
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_each_second_has_one_message_whoever_leads(seed: int) -> None:
+def test_each_second_has_one_message_through_changes_of_the_leader(seed: int) -> None:
     simulation = run(seed)
     assert simulation.is_put and len(simulation.epochs) > 1 and simulation.deaths
 
 
 @pytest.mark.slow
 @pytest.mark.siege
-def test_many_seeds_lose_and_double_nothing() -> None:
+def test_many_seeds_lose_and_double_no_occurrence() -> None:
     put = epochs = 0
     for seed in range(2_000, 2_000 + SEEDS):
         simulation = run(seed)

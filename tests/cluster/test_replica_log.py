@@ -1,4 +1,4 @@
-"""A replica's log on disks that lose power, forget, tear and rot, by the rules of tests/cluster/simulated_disk.py."""
+"""A replica's log on disks that lose power, ignore syncs, tear writes and damage bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.cluster.written_log import (
     GROUP,
     NODE,
     SEGMENT_BYTES,
-    Entry,
     Written,
-    content_of,
-    copied,
+    WrittenFrame,
+    frames_in,
     opened,
+    ship,
 )
 from tests.crash_files import CrashFiles, PowerCut, Survival
 
@@ -37,8 +37,8 @@ from timeball.model.errors import Corrupt, SetupError
 MEMBERS = Members(3, ("a/1", "b/1", "c/1"))
 
 
-def full(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[ReplicaLog, Written]:
-    """Return a log over several segments, in two epochs, synced."""
+def synced_log(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[ReplicaLog, Written]:
+    """Write and sync a log of several segments, with frames of two epochs."""
     log, written = opened(files), Written()
     for number in range(commits):
         written.epoch = 1 if number < commits // 2 else 2
@@ -47,84 +47,88 @@ def full(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[Replica
     return log, written
 
 
-def flip(files: CrashFiles, ordinal: int, place: int) -> None:
-    """Change one bit of a segment."""
+def flip(files: CrashFiles, ordinal: int, position: int) -> None:
+    """Flip one bit of a segment durably."""
     name = segment_name(ordinal)
     file = files.open(name)
-    file.write_at(place, bytes([files.content(name)[place] ^ 1]))
+    file.write_at(position, bytes([files.content(name)[position] ^ 1]))
     file.sync()
     file.close()
 
 
-def places(written: Written, count: int | None = None) -> list[tuple[int, int, bytes]]:
+def frames_of(written: Written, count: int | None = None) -> list[tuple[int, int, bytes]]:
+    """List the first `count` written frames (None: all), in the form of `frames_in`."""
     return [(entry.ordinal, entry.position, entry.raw) for entry in written.entries[:count]]
 
 
-# ---- what is written is there ---------------------------------------------------------------------------------
+# ---- reading written frames ---------------------------------------------------------------------------------
 
 
 def test_a_new_log_is_empty_and_has_an_incarnation_of_its_own() -> None:
-    logs = [opened(CrashFiles()) for _ in range(2)]
-    assert [log.log() for log in logs] == [Log(), Log()] and logs[0].ends() == ()
-    names = {log.identity.replica for log in logs}
-    assert len(names) == 2 and all(name.startswith(f"{NODE}/") for name in names)
+    one, other = opened(CrashFiles()), opened(CrashFiles())
+    for log in (one, other):
+        assert log.log() == Log() and log.ends() == ()
+        assert log.identity.replica.startswith(f"{NODE}/")
+    assert one.identity.replica != other.identity.replica
 
 
-def test_a_log_is_read_again_as_it_was_written() -> None:
+def test_an_opened_log_equals_the_written_one() -> None:
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     assert log.log().end == written.end and len({entry.ordinal for entry in written.entries}) > 2
     again = opened(files.crash(survival="nothing"))
     assert again.identity.replica == log.identity.replica
     assert again.log() == log.log() and [end.epoch for end in again.ends()] == [1, 2]
-    assert content_of(again) == content_of(log) == places(written)
+    assert frames_in(again) == frames_in(log) == frames_of(written)
 
 
-def test_a_log_that_is_shipped_is_equal_byte_for_byte() -> None:
+def test_a_shipped_log_is_equal_byte_for_byte() -> None:
     leader_files, follower_files = CrashFiles(), CrashFiles()
-    leader, written = full(leader_files)
+    leader, written = synced_log(leader_files)
     follower = opened(follower_files)
-    copied(leader, follower)
+    ship(leader, follower)
     assert follower.log() == leader.log()
     for ordinal in written.headers:
         name = segment_name(ordinal)
         assert follower_files.content(name) == leader_files.content(name)
 
 
-def test_pieces_are_short_of_one_segment_and_end_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_short_lie_in_one_segment_and_end_at_the_requested_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replica_log, "READ_BYTES", BATCH_BYTES)
-    log, written = full(CrashFiles())
-    at, ends = BEGINNING, [entry.end for entry in written.entries]
-    while (piece := log.read(at, written.entries[-3].end, 7)) is not None:
-        assert len(piece.frames) <= BATCH_BYTES and piece.end in ends and piece.end > at
+    log, written = synced_log(CrashFiles())
+    begin, ends = BEGINNING, [entry.end for entry in written.entries]
+    while (piece := log.read(begin, written.entries[-3].end, 7)) is not None:
+        assert len(piece.frames) <= BATCH_BYTES and piece.end in ends and piece.end > begin
         assert (piece.begin is not None) == (piece.position == fmt.ALIGN)
         if piece.begin is not None:
             assert (piece.begin.ordinal, piece.begin.epoch) == (piece.ordinal, 7)
             assert piece.begin.header == written.headers[piece.ordinal]
-        at = piece.end
-    assert at == written.entries[-3].end
+        begin = piece.end
+    assert begin == written.entries[-3].end
 
 
-def test_a_frame_longer_than_a_piece_is_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_longer_than_read_bytes_is_read_as_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_log, "READ_BYTES", 64)
-    log, written = full(CrashFiles(), commits=3, frames=1)
-    assert content_of(log) == places(written)
+    log, written = synced_log(CrashFiles(), commits=3, frames=1)
+    assert frames_in(log) == frames_of(written)
 
 
-def test_nothing_is_read_from_the_end_on() -> None:
-    log, written = full(CrashFiles())
+def test_a_read_from_the_end_of_the_log_returns_none() -> None:
+    log, written = synced_log(CrashFiles())
     assert log.read(written.end, written.end, 1) is None
     assert opened(CrashFiles()).read(BEGINNING, BEGINNING, 1) is None
 
 
-def test_a_segment_that_is_begun_again_stays_as_it_is() -> None:
-    log, written = full(CrashFiles(), commits=1)
+def test_a_begin_of_an_existing_segment_changes_nothing() -> None:
+    log, written = synced_log(CrashFiles(), commits=1)
     begin, ordinal, position = log.place_commit(SEGMENT_BYTES, written.end.seq, 5, 1)
     assert begin is not None and (ordinal, position) == (2, fmt.ALIGN)
     log.begin_segment(begin)
     log.begin_segment(msgspec.structs.replace(begin, header=bytes(64)))
     assert log.log() == Log(log.ends(), 2, fmt.ALIGN, written.end.seq)
-    # Empty, so the next writer begins it again for the others, with its header.
+    # The segment is empty, so the next leader sends its BEGIN again to the other replicas, with the same header.
     assert log.place_commit(100, written.end.seq, 6, 3)[0] == msgspec.structs.replace(begin, epoch=3)
 
 
@@ -132,7 +136,7 @@ def test_a_segment_that_is_begun_again_stays_as_it_is() -> None:
 
 
 class Life:
-    """A replica that acts by chance, and the expected content of its disk."""
+    """A replica that takes random steps, and the content that its disk may have after a power cut."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -140,13 +144,13 @@ class Life:
         self.log = opened(self.files)
         self.replica = self.log.identity.replica
         self.written = Written()
-        self.promised = [0]  # one of these
-        self.lengths = (0, 0)  # of the log in frames, at least and at most
-        self.before: list[tuple[int, int, bytes]] = []  # the frames that there may be
+        self.promised = [0]  # the disk has promised one of these epochs
+        self.lengths = (0, 0)  # the log has at least and at most these numbers of frames
+        self.possible: list[tuple[int, int, bytes]] = []  # the log is the beginning of these frames
 
     def step(self) -> None:
         written, chance = self.written, self.random.random()
-        self.before, self.lengths = places(written), (written.synced, len(written.entries))
+        self.possible, self.lengths = frames_of(written), (written.synced, len(written.entries))
         if chance < 0.6:
             frames = self.random.randint(1, 3)
             self.write(frames)
@@ -161,8 +165,8 @@ class Life:
         try:
             self.written.commit(self.log, frames, self.random.randint(1, 3))
         finally:
-            self.before = places(self.written)
-            self.lengths = (self.lengths[0], len(self.before))
+            self.possible = frames_of(self.written)
+            self.lengths = (self.lengths[0], len(self.possible))
 
     def promise(self) -> None:
         epoch = self.log.identity.promised + self.random.randint(1, 2)
@@ -173,7 +177,7 @@ class Life:
 
     def cut(self, count: int) -> None:
         self.lengths = (min(count, self.written.synced), len(self.written.entries))
-        at = self.written.forget_behind(count)
+        at = self.written.drop_after(count)
         self.log.cut(at)
         # On the disk as it is here: another leader writes there next.
         self.written.synced = count
@@ -183,19 +187,20 @@ class Life:
         """Start on what the disk has kept, and compare."""
         self.files = self.files.crash(self.random.randrange(1 << 30))
         self.log = opened(self.files)
-        found = content_of(self.log)
+        frames = frames_in(self.log)
         assert self.log.identity.replica == self.replica, "a torn batch was taken for damage"
-        # Frames that were written prove by their epoch that it was promised.
+        # The epoch of a written frame proves that the epoch was promised.
         least = max([min(self.promised), *(end.epoch for end in self.log.ends())])
         assert least <= self.log.identity.promised <= max([*self.promised, least])
-        assert found == self.before[: len(found)], "another log"
-        assert self.lengths[0] <= len(found) <= self.lengths[1], (len(found), self.lengths)
-        self._go_on(len(found))
+        assert frames == self.possible[: len(frames)], "another log"
+        assert self.lengths[0] <= len(frames) <= self.lengths[1], (len(frames), self.lengths)
+        self._continue(len(frames))
 
-    def _go_on(self, count: int) -> None:
-        kept = {place[:2] for place in self.before[:count]}
+    def _continue(self, count: int) -> None:
+        """Take the first `count` possible frames as the written ones from now on."""
+        kept = {(ordinal, position) for ordinal, position, _ in self.possible[:count]}
         entries = [entry for entry in self.written.entries if (entry.ordinal, entry.position) in kept]
-        if len(entries) < count:  # a cut that has not begun: it is made now, as a leader would have it
+        if len(entries) < count:  # the power was cut before the log was cut: the leader orders it again
             self.log.cut(self.written.end)
             entries = self.written.entries
         self.written.entries = entries
@@ -217,7 +222,10 @@ def test_synced_data_survives_a_power_cut_at_any_call(seed: int) -> None:
         try:
             for _ in range(30):
                 life.step()
-            life.before, life.lengths = places(life.written), (life.written.synced, len(life.written.entries))
+            life.possible, life.lengths = (
+                frames_of(life.written),
+                (life.written.synced, len(life.written.entries)),
+            )
         except PowerCut:
             pass
         life.lose_power()
@@ -225,78 +233,77 @@ def test_synced_data_survives_a_power_cut_at_any_call(seed: int) -> None:
 
 @pytest.mark.parametrize("forget", ["forget_sync", "forget_sync_dir"])
 def test_a_disk_that_forgets_is_noticed(forget: str) -> None:
-    def honest(seed: int) -> None:
+    """The control: a disk that ignores syncs of files, or of folders, loses frames."""
+
+    def check(seed: int) -> None:
         files = CrashFiles(**{forget: True})
-        _, written = full(files)
-        assert content_of(opened(files.crash(seed))) == places(written)
+        _, written = synced_log(files)
+        assert frames_in(opened(files.crash(seed))) == frames_of(written)
 
     with pytest.raises((AssertionError, Corrupt)):
         for seed in range(20):
-            honest(seed)
+            check(seed)
 
 
 # ---- cut ------------------------------------------------------------------------------------------------------
 
 
-def test_a_cut_goes_from_the_back_so_that_a_crash_leaves_a_log_that_is_only_longer() -> None:
+def test_a_power_cut_during_a_cut_of_the_log_leaves_a_log_that_is_only_longer() -> None:
     files = CrashFiles()
-    log, written = full(files, 8)
-    at, whole = written.entries[1].end, places(written)
-    begun = files.calls
+    log, written = synced_log(files, 8)
+    at, all_frames = written.entries[1].end, frames_of(written)
+    calls_before = files.calls
     log.cut(at)
-    calls = files.calls - begun
+    calls = files.calls - calls_before
     assert calls > 5
     for number in range(1, calls + 1):
         for seed in range(2):
             files = CrashFiles()
-            log, _ = full(files, 8)
+            log, _ = synced_log(files, 8)
             files.crash_at = files.calls + number
             with pytest.raises(PowerCut):
                 log.cut(at)
             again = opened(files.crash(seed))
-            found = content_of(again)
-            assert (
-                again.identity.replica == log.identity.replica
-                and found == whole[: len(found)]
-                and len(found) >= 2
-            )
+            frames = frames_in(again)
+            assert again.identity.replica == log.identity.replica
+            assert len(frames) >= 2 and frames == all_frames[: len(frames)]
             again.cut(at)
-            assert content_of(again) == whole[:2]
+            assert frames_in(again) == all_frames[:2]
 
 
-def test_cut_frames_are_never_read_again() -> None:
+def test_cut_frames_do_not_come_back_behind_new_ones() -> None:
     files = CrashFiles()
-    log, written = full(files)
-    log.cut(written.forget_behind(1))
+    log, written = synced_log(files)
+    log.cut(written.drop_after(1))
     written.epoch = 5
     written.commit(log, 1, 3)
     written.sync(log)
-    assert content_of(opened(files.crash(survival="nothing"))) == places(written)
+    assert frames_in(opened(files.crash(survival="nothing"))) == frames_of(written)
 
 
-def test_a_cut_to_the_beginning_leaves_nothing_and_the_disk_is_the_same_replica() -> None:
+def test_a_log_cut_to_the_beginning_is_empty_and_can_be_written_again() -> None:
     files = CrashFiles()
-    log, written = full(files)
-    log.cut(written.forget_behind(0))
-    assert log.log() == Log() and content_of(log) == []
+    log, written = synced_log(files)
+    log.cut(written.drop_after(0))
+    assert log.log() == Log() and frames_in(log) == []
     written.commit(log, 2)
     written.sync(log)
-    assert content_of(log) == places(written)
+    assert frames_in(log) == frames_of(written)
 
 
-# ---- who a disk is --------------------------------------------------------------------------------------------
+# ---- the identity of a replica --------------------------------------------------------------------------------
 
 
 def test_a_node_whose_log_was_wiped_is_a_new_replica_without_promises() -> None:
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     for ordinal in written.headers:
         files.remove(segment_name(ordinal))
     again = opened(files)
     assert again.identity.replica != log.identity.replica and again.identity.promised == 0
 
 
-def test_an_empty_log_that_never_was_begun_is_the_same_replica() -> None:
+def test_a_replica_that_has_no_log_yet_keeps_its_identity() -> None:
     files = CrashFiles()
     log = opened(files)
     log.keep_promise(4, "b/1", MEMBERS)
@@ -312,7 +319,7 @@ def test_a_log_of_another_node_or_group_is_refused() -> None:
             ReplicaLog(files, node, group, SEGMENT_BYTES, BATCH_BYTES)
 
 
-def test_an_identity_that_cannot_be_read_is_corrupt() -> None:
+def test_an_identity_file_without_a_valid_slot_is_corrupt() -> None:
     files = CrashFiles()
     opened(files)
     files.replace(IDENTITY_NAME, b"{")
@@ -320,7 +327,7 @@ def test_an_identity_that_cannot_be_read_is_corrupt() -> None:
         opened(files)
 
 
-def test_a_promise_needs_no_space_on_the_disk(tmp_path: Path) -> None:
+def test_a_promise_takes_no_more_space_on_the_disk(tmp_path: Path) -> None:
     log = ReplicaLog(RealFiles(tmp_path), NODE, GROUP, SEGMENT_BYTES, BATCH_BYTES)
     before = (tmp_path / IDENTITY_NAME).stat()
     for epoch in range(2, 9):
@@ -368,39 +375,39 @@ def test_an_identity_of_an_earlier_version_knows_no_set() -> None:
 
 def test_frames_prove_a_promise_that_the_identity_lacks() -> None:
     files = CrashFiles()
-    log, _ = full(files)
-    assert log.identity.promised == 0  # the protocol would have kept it before it wrote
+    log, _ = synced_log(files)
+    assert log.identity.promised == 0, "the fixture writes without a promise, unlike the protocol"
     assert opened(files).identity.promised == 2
 
 
-def synced_to(entry: Entry) -> int:
+def synced_to(entry: WrittenFrame) -> int:
     frame = fmt.read_frame(pa.py_buffer(entry.raw), 0, origin=entry.position)
     assert frame is not None
     return frame.synced_to
 
 
 @given(seed=st.integers(0, 2**32))
-def test_damage_makes_another_replica_of_the_rows_before_it(seed: int) -> None:
+def test_proved_damage_makes_a_new_incarnation_with_the_rows_before_it(seed: int) -> None:
     random = Random(seed)
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     number = random.randrange(len(written.entries))
     entry = written.entries[number]
-    place = entry.position + random.randrange(len(entry.raw))
+    position = entry.position + random.randrange(len(entry.raw))
     file = files.open(segment_name(entry.ordinal))
-    changed = bytes([files.content(segment_name(entry.ordinal))[place] ^ (1 << random.randrange(8))])
-    file.write_at(place, changed)
+    changed = bytes([files.content(segment_name(entry.ordinal))[position] ^ (1 << random.randrange(8))])
+    file.write_at(position, changed)
     file.sync()
     again = opened(files)
-    found = content_of(again)
+    # Damage in the last batch looks like a torn write, unless a later frame states that the batch was synced.
     is_proved = (
         entry.ordinal != written.end.ordinal
         or number < written.synced
         or any(synced_to(other) > entry.position + BATCH_BYTES for other in written.entries[number + 1 :])
     )
-    assert found == places(written, number)
+    assert frames_in(again) == frames_of(written, number)
     assert (again.identity.replica != log.identity.replica) == is_proved
-    # From then on it is that one, without the damage.
+    # The next start finds no damage, and keeps this identity.
     assert opened(files.crash(survival="nothing")).identity == again.identity
 
 
@@ -414,8 +421,8 @@ def follower(files: CrashFiles, commits: int) -> tuple[ReplicaLog, Written]:
 
 
 @pytest.mark.parametrize("has_led", [True, False])
-def test_a_former_leader_finds_damage_in_its_last_batch(has_led: bool) -> None:
-    """Its own frames state what was on its disk. Those of another leader do not."""
+def test_only_a_former_leader_finds_damage_in_an_unsynced_batch(has_led: bool) -> None:
+    """Its own frames state how far its disk was synced. Frames of another leader refer to the leader's disk."""
     files = CrashFiles()
     log, written = opened(files), Written()
     log.keep_promise(1, log.identity.replica if has_led else "a/1", MEMBERS)
@@ -424,7 +431,7 @@ def test_a_former_leader_finds_damage_in_its_last_batch(has_led: bool) -> None:
     assert written.synced == 0 and written.end.end < BATCH_BYTES
     flip(files, 1, written.entries[0].position + 60)
     again = opened(files)
-    assert content_of(again) == places(written, 0)
+    assert frames_in(again) == frames_of(written, 0)
     assert (again.identity.replica != log.identity.replica) == has_led
 
 
@@ -440,7 +447,7 @@ def test_a_follower_finds_damage_in_rows_that_it_had_synced(synced: int) -> None
             written.sync(log)
     flip(files, 1, written.entries[1].position + 60)
     again = opened(files)
-    assert content_of(again) == places(written, 1)
+    assert frames_in(again) == frames_of(written, 1)
     assert (again.identity.replica != log.identity.replica) == (synced >= 2)
 
 
@@ -451,17 +458,17 @@ def test_a_power_cut_may_bring_back_an_older_synced_position() -> None:
     files = files.crash(survival="nothing")  # the position was stored, but not synced
     flip(files, 1, written.entries[1].position + 60)
     again = opened(files)
-    assert content_of(again) == places(written, 1) and again.identity == log.identity
+    assert frames_in(again) == frames_of(written, 1) and again.identity == log.identity
 
 
-def test_a_synced_position_beyond_the_last_segment_is_damage() -> None:
+def test_a_missing_segment_before_the_synced_position_is_damage() -> None:
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     assert written.synced == len(written.entries) and written.end.ordinal > 1
     files.remove(segment_name(written.end.ordinal))
     again = opened(files)
     assert again.identity.replica != log.identity.replica
-    assert content_of(again) == [place for place in places(written) if place[0] < written.end.ordinal]
+    assert frames_in(again) == [frame for frame in frames_of(written) if frame[0] < written.end.ordinal]
 
 
 def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None:
@@ -472,7 +479,7 @@ def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None
     written.sync(log)
     flip(files, 1, written.entries[0].position + 60)
     again = opened(files)
-    assert content_of(again) == [] and again.identity.replica != log.identity.replica
+    assert frames_in(again) == [] and again.identity.replica != log.identity.replica
 
 
 @pytest.mark.parametrize("survival", ["nothing", "everything"])
@@ -480,15 +487,15 @@ def test_a_cut_sets_the_synced_position_back(survival: Survival) -> None:
     files = CrashFiles()
     log, written = follower(files, commits=3)
     written.sync(log)
-    log.cut(written.forget_behind(1))
+    log.cut(written.drop_after(1))
     again = opened(files.crash(survival=survival))
-    assert content_of(again) == places(written) and again.identity == log.identity
+    assert frames_in(again) == frames_of(written) and again.identity == log.identity
 
 
 @pytest.mark.parametrize("knows_itself", [True, False])
-def test_a_damaged_log_is_left_alone_without_another_replica(knows_itself: bool) -> None:
+def test_a_damaged_log_of_the_only_known_replica_is_refused_and_not_changed(knows_itself: bool) -> None:
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     if knows_itself:
         log.keep_promise(2, log.identity.replica, Members(1, (log.identity.replica,)))
     else:
@@ -500,7 +507,7 @@ def test_a_damaged_log_is_left_alone_without_another_replica(knows_itself: bool)
         opened(files)
     assert [bytes(files.content(f"log/{name}")) for name in files.list_dir("log")] == before
     flip(files, 1, written.entries[1].position + 60)
-    assert content_of(opened(files)) == places(written), "the copy is as the file was"
+    assert frames_in(opened(files)) == frames_of(written), "the restored file is accepted"
 
 
 def test_whole_frames_that_a_start_removes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -513,49 +520,49 @@ def test_whole_frames_that_a_start_removes_are_logged(caplog: pytest.LogCaptureF
     assert f"byte={written.entries[1].position}" in caplog.text
 
 
-def test_a_sealed_segment_that_is_gone_is_damage() -> None:
+def test_a_missing_sealed_segment_is_damage() -> None:
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     files.remove(segment_name(2))
     again = opened(files)
     assert again.identity.replica != log.identity.replica
-    assert content_of(again) == [place for place in places(written) if place[0] == 1]
+    assert frames_in(again) == [frame for frame in frames_of(written) if frame[0] == 1]
     assert [name for name in files.list_dir("log") if name.endswith(".log")] == ["0000000001.log"]
 
 
 # ---- while this replica leads ----------------------------------------------------------------------------------
 
 
-def test_segments_that_retention_drops_are_shipped_no_more() -> None:
+def test_segments_that_retention_has_removed_are_not_shipped() -> None:
     files = CrashFiles()
-    log, written = full(files)
+    log, written = synced_log(files)
     segments = log.opened().segments
     segments.remove(files, segments.all[:1])
-    kept = [place for place in places(written) if place[0] > 1]
-    assert content_of(log) == kept
+    kept = [frame for frame in frames_of(written) if frame[0] > 1]  # of the segments after the first
+    assert frames_in(log) == kept
     piece = log.read(BEGINNING, written.end, 3)
     assert piece is not None and piece.begin is not None
     assert piece.begin.ordinal == 2 and piece.begin.first_seq == segments.all[0].first_seq
     again = opened(files)
-    assert content_of(again) == kept and again.identity.replica == log.identity.replica
+    assert frames_in(again) == kept and again.identity.replica == log.identity.replica
 
 
-def test_a_segment_may_be_dropped_while_another_thread_looks_for_the_first() -> None:
+def test_a_segment_may_be_removed_while_another_thread_reads_the_log() -> None:
     class Dropping(dict[int, Segment]):
-        """Loses its oldest segment before the next look at one."""
+        """Loses its oldest segment before each access."""
 
         def __getitem__(self, ordinal: int) -> Segment:
             self.pop(min(self), None)
             return super().__getitem__(ordinal)
 
-    log, written = full(CrashFiles())
+    log, written = synced_log(CrashFiles())
     log._segments = Dropping(log._segments)
     assert log.first.ordinal == 1
     assert log.read(BEGINNING, written.end, 9) is not None
 
 
-def test_a_follower_whose_place_was_dropped_begins_with_what_is_kept() -> None:
-    log, written = full(CrashFiles())
+def test_the_log_begins_after_the_segments_that_retention_has_removed() -> None:
+    log, written = synced_log(CrashFiles())
     assert log.first == Position(1, fmt.ALIGN, 1)
     segments = log.opened().segments
     segments.drop(segments.all[:1])

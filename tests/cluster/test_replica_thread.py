@@ -35,103 +35,101 @@ def run(
     asyncio.run(asyncio.wait_for(within(), 4 * BOUND_S))
 
 
-async def written(leader: Replica, first: int, commits: int) -> list[int]:
-    """Append commits of three rows, one after the other."""
+async def append_commits(leader: Replica, first: int, commits: int) -> list[int]:
+    """Append commits of three rows, one after the other. Returns their first sequence numbers."""
     return [await leader.append(first + 3 * number) for number in range(commits)]
 
 
-def test_one_leads_and_the_others_have_its_log_byte_for_byte(tmp_path: Path) -> None:
+def test_followers_have_the_leader_s_log_byte_for_byte_and_apply_it(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         assert leader.thread.epoch == leader.epochs[-1] == (await trio.record()).epoch
-        seqs = await written(leader, 1, 40)
+        seqs = await append_commits(leader, 1, 40)
         assert seqs == list(range(seqs[0], seqs[0] + 120, 3)) and leader.segments.next_seq == seqs[-1] + 3
         assert len(leader.segments.all) > 1, "it should have rolled"
-        await trio.equal()
+        await trio.wait_for_equal_logs()
         for follower in trio.others(leader):
             assert follower.role is Role.FOLLOWER
-            await trio.seen(lambda f=follower: f.applied == seqs[-1] + 3, "all is applied")
+            await trio.wait_until(lambda f=follower: f.applied == seqs[-1] + 3, "all is applied")
 
     run(tmp_path, scenario)
 
 
-def test_another_takes_over_with_all_rows_and_the_first_one_catches_up(tmp_path: Path) -> None:
+def test_a_takeover_keeps_all_acknowledged_rows_and_the_old_leader_catches_up(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         number, epoch = 1, 0
         for _ in range(4):
             leader = await trio.leader(epoch)
             epoch = leader.epochs[-1]
-            seqs = await written(leader, number, 12)
+            seqs = await append_commits(leader, number, 12)
             number += 36
             await leader.crash()
             successor = await trio.leader(epoch)
-            assert successor.segments.next_seq > seqs[-1] + 3, (
-                "the EPOCH row comes behind all that was acknowledged"
-            )
-            await written(successor, number, 3)
+            assert successor.segments.next_seq > seqs[-1] + 3, "the EPOCH row follows the acknowledged rows"
+            await append_commits(successor, number, 3)
             number += 9
             epoch = successor.epochs[-1] - 1
             await leader.start()
-            await trio.equal()
-        assert (
-            len({each.replica for each in trio.replicas.values()} & set((await trio.record()).replicas)) == 3
-        )
+            await trio.wait_for_equal_logs()
+        assert {each.replica for each in trio.replicas.values()} == set((await trio.record()).replicas)
 
     run(tmp_path, scenario)
 
 
-def test_a_new_incarnation_joins_by_itself(tmp_path: Path) -> None:
+def test_a_replica_with_a_wiped_log_joins_as_a_new_incarnation_without_an_operator(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        await written(leader, 1, 30)
+        await append_commits(leader, 1, 30)
         follower = trio.others(leader)[0]
         before = follower.replica
         await follower.crash()
         for name in follower.files.list_dir("log"):
             follower.files.remove(f"log/{name}")
-        await written(leader, 91, 5)
+        await append_commits(leader, 91, 5)
         await follower.start()
         assert follower.replica != before and follower.role in (Role.LEARNER, Role.FOLLOWER)
-        await trio.counted()
-        await trio.equal()
-        await trio.seen(lambda: follower.role is Role.FOLLOWER, "it counts")
+        await trio.wait_for_record()
+        await trio.wait_for_equal_logs()
+        await trio.wait_until(lambda: follower.role is Role.FOLLOWER, "it counts")
         async with asyncio.timeout(BOUND_S):
             # Until a majority of the former set has stored the new one.
             while (record := await trio.record()).former:
                 await asyncio.sleep(0.01)
         for replica in trio.replicas.values():
-            await trio.seen(lambda r=replica: r.log.identity.members == record.members, "all store the set")
+            await trio.wait_until(
+                lambda r=replica: r.log.identity.members == record.members, "all store the set"
+            )
 
     run(tmp_path, scenario)
 
 
-def test_a_commit_waits_while_there_is_no_follower_and_goes_on_with_one(tmp_path: Path) -> None:
+def test_a_commit_waits_until_one_follower_has_it(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        await written(leader, 1, 3)
+        await append_commits(leader, 1, 3)
         others = trio.others(leader)
         for follower in others:
             await follower.crash()
         begun = leader.thread.state.log.seq
         waiting = [leader.append(10), leader.append(13)]
-        await trio.seen(lambda: leader.thread.state.log.seq > begun, "it is on the leader's disk")
+        await trio.wait_until(lambda: leader.thread.state.log.seq > begun, "it is on the leader's disk")
         assert not any(future.done() for future in waiting) and leader.segments.next_seq == begun
         await others[1].start()
         await asyncio.gather(*waiting)
         await others[0].start()
-        await trio.equal()
+        await trio.wait_for_equal_logs()
 
     run(tmp_path, scenario)
 
 
-def test_all_must_have_a_commit_when_that_is_asked_for(tmp_path: Path) -> None:
+def test_with_acks_all_a_commit_waits_for_every_replica(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        await written(leader, 1, 3)
+        await append_commits(leader, 1, 3)
         gone, stays = trio.others(leader)
         await gone.crash()
         waiting = leader.append(10)
-        await trio.seen(
+        await trio.wait_until(
             lambda: acked(leader, stays) == leader.thread.state.log.end.seq > 13, "the other has it"
         )
         assert not waiting.done()
@@ -147,30 +145,33 @@ def test_all_must_have_a_commit_when_that_is_asked_for(tmp_path: Path) -> None:
     run(tmp_path, scenario, acks_all=True)
 
 
-def test_a_leader_without_a_majority_stops_and_what_waits_is_not_answered(tmp_path: Path) -> None:
+def test_a_leader_without_a_majority_stops_and_does_not_acknowledge_the_pending_commit(
+    tmp_path: Path,
+) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        await written(leader, 1, 3)
+        await append_commits(leader, 1, 3)
         for follower in trio.others(leader):
             await follower.crash()
         with pytest.raises(NotLeader):
             await leader.append(10)
         assert leader.role is Role.STOPPED
-        await trio.seen(lambda: leader.ended, "its process ends")
+        await trio.wait_until(lambda: leader.ended, "its process ends")
         assert isinstance(leader.ended[0], LeaseLost)
         assert leader.writer is not None and leader.writer.failed is not None
 
     run(tmp_path, scenario, quorum_ms=1_000)
 
 
-def test_a_leader_hands_over_and_the_other_has_the_whole_log(tmp_path: Path) -> None:
+def test_the_successor_of_a_hand_over_has_the_whole_log(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        seqs = await written(leader, 1, 5)
-        heir = trio.others(leader)[1]
-        leader.thread.tell(on.HandOver(heir.name))
-        assert await trio.leader(leader.epochs[-1]) is heir
-        assert heir.segments.next_seq == seqs[-1] + 4 and leader.role is Role.STOPPED
+        seqs = await append_commits(leader, 1, 5)
+        successor = trio.others(leader)[1]
+        leader.thread.tell(on.HandOver(successor.name))
+        assert await trio.leader(leader.epochs[-1]) is successor
+        assert successor.segments.next_seq == seqs[-1] + 3 + 1, "the last commit of 3 rows, and the EPOCH row"
+        assert leader.role is Role.STOPPED
 
     run(tmp_path, scenario)
 
@@ -184,41 +185,41 @@ def test_a_leader_whose_disk_fails_ends_and_another_leads(tmp_path: Path, call: 
 
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        await written(leader, 1, 3)
+        await append_commits(leader, 1, 3)
         disk = files[leader.name]
         disk.fail_at(disk.calls + call, DiskFailed("broken"), forever=True)
         with pytest.raises(TimeballError):
             await leader.append(10)
-        await trio.seen(lambda: leader.ended, "its process ends")
-        # A state that runs ahead of the disk must count for nothing: what comes is refused, nothing is told to others.
+        await trio.wait_until(lambda: leader.ended, "its process ends")
+        # The state of the protocol is ahead of the disk, so the thread refuses all calls and sends nothing more.
         with pytest.raises(StorageError):
             await asyncio.wrap_future(leader.thread.submit(leader.log.log))
         disk.heal()
         await leader.crash()
         successor = await trio.leader(leader.epochs[-1])
-        await written(successor, 13, 3)
+        await append_commits(successor, 13, 3)
         await leader.start()
-        await trio.equal()
+        await trio.wait_for_equal_logs()
 
     run(tmp_path, scenario, files=dict(files))
 
 
-def test_a_follower_whose_disk_fails_ends_alone(tmp_path: Path) -> None:
+def test_a_follower_whose_disk_fails_ends_and_the_others_continue(tmp_path: Path) -> None:
     files = {name: CrashFiles() for name in "abc"}
 
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        await written(leader, 1, 3)
+        await append_commits(leader, 1, 3)
         follower = trio.others(leader)[0]
         disk = files[follower.name]
         disk.fail_at(disk.calls + 1, DiskFailed("broken"), forever=True)
-        await written(leader, 10, 5)
-        await trio.seen(lambda: follower.ended, "its process ends")
+        await append_commits(leader, 10, 5)
+        await trio.wait_until(lambda: follower.ended, "its process ends")
         assert isinstance(follower.ended[0], DiskFailed) and not leader.ended
         disk.heal()
         await follower.crash()
         await follower.start()
-        await trio.equal()
+        await trio.wait_for_equal_logs()
 
     run(tmp_path, scenario, files=dict(files))
 
@@ -226,7 +227,9 @@ def test_a_follower_whose_disk_fails_ends_alone(tmp_path: Path) -> None:
 # ---- calls of the broker ----------------------------------------------------------------------------------------
 
 
-def test_calls_run_in_order_in_the_replicas_thread(tmp_path: Path) -> None:
+def test_calls_run_in_their_order_in_the_replica_s_thread_and_their_errors_reach_the_caller(
+    tmp_path: Path,
+) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         ran: list[object] = []
@@ -245,7 +248,7 @@ def test_calls_run_in_order_in_the_replicas_thread(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_frames_after_the_end_are_refused(tmp_path: Path) -> None:
+def test_a_call_after_the_end_of_the_thread_is_refused(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         follower = trio.others(await trio.leader())[0]
         await follower.close()

@@ -39,7 +39,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
             cluster.leader()
         for cluster in running.values():
             with client(cluster) as ball:
-                cluster.wait("it knows both groups", lambda ball=ball: knows_all(ball))
+                cluster.wait("the node knows both groups", lambda ball=ball: knows_all(ball))
         yield running
 
 
@@ -52,13 +52,13 @@ def knows_all(ball: Timeball) -> bool:
     """Whether the node has read who leads the groups, and reaches the other one."""
     try:
         return ball.cancel("nothing").verdict == "not_found"
-    except Unavailable:  # it has not read yet which groups there are
+    except Unavailable:  # the node has not read the list of groups yet
         return False
 
 
 @contextmanager
 def stopped(cluster: Cluster) -> Iterator[None]:
-    """Have a group's only process hang."""
+    """Stop a group's only process with SIGSTOP, and continue it at the end."""
     (node,) = cluster.nodes.values()
     node.kill(signal.SIGSTOP)
     try:
@@ -70,6 +70,7 @@ def stopped(cluster: Cluster) -> Iterator[None]:
 def over_http(
     cluster: Cluster, method: str, message_id: str, body: object = None
 ) -> tuple[int, dict[str, object]]:
+    """Send a request about one message to a group's only node. Returns the status and the body."""
     (node,) = cluster.nodes.values()
     request = urllib.request.Request(
         f"http://127.0.0.1:{node.ports['http-port']}/v1/messages/{message_id}",
@@ -95,11 +96,13 @@ def test_a_key_is_cancelled_in_every_group_through_any_node(groups: Groups) -> N
         assert [verdict.verdict for verdict in one.cancel(key="order-3")] == ["not_found"]
 
 
-def test_a_message_is_found_moved_and_cancelled_by_its_id_through_the_other_group(groups: Groups) -> None:
+def test_a_message_is_read_rescheduled_and_cancelled_by_its_id_through_the_other_group(
+    groups: Groups,
+) -> None:
     with client(groups["g1"]) as one, client(groups["g2"]) as two:
         sent = one.send("orders", "x", after="1h")
-        place = two.get(sent.id)
-        assert (place.state, place.due_ms) == ("waiting", sent.due_ms)
+        message = two.get(sent.id)
+        assert (message.state, message.due_ms) == ("waiting", sent.due_ms)
         assert two.reschedule(sent.id, after="2h").verdict == "rescheduled"
         assert one.get(sent.id).due_ms != sent.due_ms
         status, answer = over_http(groups["g2"], "DELETE", sent.id)
@@ -110,12 +113,12 @@ def test_a_message_is_found_moved_and_cancelled_by_its_id_through_the_other_grou
         ]
 
 
-def test_a_handle_is_taken_back_through_the_other_group(groups: Groups) -> None:
+def test_a_message_is_recalled_by_its_handle_through_the_other_group(groups: Groups) -> None:
     (node,) = groups["g1"].nodes.values()
     with client(groups["g2"]) as two, Wire(node.ports["remoting-port"]) as wire:
         sent = two.send("orders", "x", after="1h")
         handle = encode_handle("orders", "g2", sent.due_ms or 0, sent.id)
-        for _ in range(2):  # one that is repeated succeeds, too
+        for _ in range(2):  # a repeated recall succeeds, too
             answer = wire.ask_ok(RequestCode.RECALL_MESSAGE, topic="orders", recallHandle=handle)
             assert answer.ext["msgId"] == sent.id
         assert two.cancel(sent.id).verdict == "already_cancelled"
@@ -126,41 +129,49 @@ def test_a_route_over_grpc_names_the_queues_of_both_groups(groups: Groups) -> No
     for cluster in groups.values():
         with client(cluster) as ball:
             ball.create_topic("routed", 1)
-    for asked, port in ports.items():
+    for asked_group, port in ports.items():
         dialled = endpoints("127.0.0.1", port)
         request = s.QueryRouteRequest(topic=d.Resource(name="routed"), endpoints=dialled)
         with GrpcWire(port) as wire:
             queues = wire.ask_ok("QueryRoute", request).message_queues
-        found = {queue.broker.name: queue.broker.endpoints.addresses[0].port for queue in queues}
-        assert found == ports, f"as {asked} tells it"
+        ports_of_route = {queue.broker.name: queue.broker.endpoints.addresses[0].port for queue in queues}
+        assert ports_of_route == ports, f"in the answer of {asked_group}"
 
 
 def test_a_group_that_hangs_makes_the_verdict_unavailable_and_never_not_found(groups: Groups) -> None:
     with client(groups["g1"]) as one, client(groups["g2"]) as two:
-        there, here = two.send("orders", "x", keys="order-4", after="1h"), one.send("orders", "x", after="1h")
-        with stopped(groups["g2"]), ThreadPoolExecutor() as at_once:  # each waits for the silence
-            asked = [
-                at_once.submit(call)
+        in_two, in_one = (
+            two.send("orders", "x", keys="order-4", after="1h"),
+            one.send("orders", "x", after="1h"),
+        )
+        with (
+            stopped(groups["g2"]),
+            ThreadPoolExecutor() as pool,
+        ):  # at the same time: each waits for g2's timeout
+            client_calls = [
+                pool.submit(call)
                 for call in (
                     lambda: one.cancel(key="order-4"),
-                    lambda: [one.reschedule(there.id, after="2h")],
-                    lambda: one.cancel(ids=[here.id]),
+                    lambda: [one.reschedule(in_two.id, after="2h")],
+                    lambda: one.cancel(ids=[in_one.id]),
                 )
             ]
-            over = at_once.submit(over_http, groups["g1"], "DELETE", there.id)
-            looked = at_once.submit(over_http, groups["g1"], "GET", there.id)
-            words = [[verdict.verdict for verdict in each.result()] for each in asked]
-            assert words == [["unavailable"], ["unavailable"], ["unavailable", "cancelled"]]
-            for answer in (over, looked):
-                assert (answer.result()[0], answer.result()[1]["code"]) == (503, "unavailable")
-            assert one.get(here.id).state == "cancelled", "what one group has is found all the same"
-        groups["g2"].wait("it answers again", lambda: knows_all(one))
-        assert one.cancel(here.id).verdict == "already_cancelled"
+            http_calls = [
+                pool.submit(over_http, groups["g1"], method, in_two.id) for method in ("DELETE", "GET")
+            ]
+            verdicts = [[verdict.verdict for verdict in call.result()] for call in client_calls]
+            assert verdicts == [["unavailable"], ["unavailable"], ["unavailable", "cancelled"]]
+            for http_call in http_calls:
+                status, answer = http_call.result()
+                assert (status, answer["code"]) == (503, "unavailable")
+            assert one.get(in_one.id).state == "cancelled", "what one group has is found all the same"
+        groups["g2"].wait("g2 answers again", lambda: knows_all(one))
+        assert one.cancel(in_one.id).verdict == "already_cancelled"
         with pytest.raises(NotFound):
             one.get("nothing")
-        # What was asked while it hung may have been carried out as it woke: it is cancelled, by then or now.
+        # The continued process may have carried out the requests that it got while it was stopped.
         assert {verdict.verdict for verdict in one.cancel(key="order-4")} <= {
             "cancelled",
             "already_cancelled",
         }
-        assert two.get(there.id).state == "cancelled"
+        assert two.get(in_two.id).state == "cancelled"

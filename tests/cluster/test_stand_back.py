@@ -30,7 +30,7 @@ def leader(**ahead_ms: int) -> Replica:
 
 
 def follower(deviation_ms: int) -> Replica:
-    """b was told by its leader that its clock is off by so much. It does not hear the leader any more."""
+    """Make the follower b, whose last PING stated this deviation of its clock. It has not heard its leader since."""
     state = Replica(
         Rules("b/1"), Role.FOLLOWER, promised=3, revision=7, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
         source=Source("a", matched=True),
@@ -39,7 +39,8 @@ def follower(deviation_ms: int) -> Replica:
     return replace(told, heard_ms=NOW_MS - told.rules.heard_ms_max - 1)
 
 
-def stands(state: Replica, event: on.Event) -> tuple[Replica, bool]:
+def step_and_check_candidacy(state: Replica, event: on.Event) -> tuple[Replica, bool]:
+    """Step the state. Returns it, and whether the replica has become a candidate."""
     state, effects = step(state, event)
     return state, any(isinstance(effect, Propose) for effect in effects)
 
@@ -54,7 +55,7 @@ def stands(state: Replica, event: on.Event) -> tuple[Replica, bool]:
         ({}, {}),
     ],
 )
-def test_a_leader_tells_each_how_far_it_is_off_the_majority(
+def test_a_leader_s_ping_states_the_deviation_of_the_receiver_s_clock_from_the_median(
     ahead_ms: dict[str, int], deviation_ms: dict[str, int]
 ) -> None:
     state = leader(**ahead_ms)
@@ -68,13 +69,13 @@ def test_a_leader_tells_each_how_far_it_is_off_the_majority(
     assert told == {"b": 0, "c": 0} | deviation_ms
 
 
-def test_a_slow_answer_tells_nothing_of_a_clock() -> None:
+def test_a_slow_answer_does_not_measure_the_clock() -> None:
     state, _ = step(leader(c=0), on.Received("b", Pong(3, WALL_MS + 9_000, NOW_MS - QUICK_MS - 1)))
     assert state.lead is not None and state.lead.peers["b"].clock_ahead_ms is None
     assert state.lead.peers["b"].heard_ms == NOW_MS, "it answers all the same"
 
 
-def test_an_answer_is_slow_by_when_it_came_and_not_by_the_last_tick() -> None:
+def test_the_round_trip_of_an_answer_ends_at_its_arrival_and_not_at_the_last_tick() -> None:
     late_ms = QUICK_MS + 1  # after the ping of the last tick; the leader's thread was busy meanwhile
     pong = Pong(3, WALL_MS + late_ms, NOW_MS)
     event = on.Received("b", pong, NOW_MS + late_ms, WALL_MS + late_ms)
@@ -82,7 +83,7 @@ def test_an_answer_is_slow_by_when_it_came_and_not_by_the_last_tick() -> None:
     assert state.lead is not None and state.lead.peers["b"].clock_ahead_ms is None
 
 
-def test_of_four_clocks_the_nearer_middle_counts() -> None:
+def test_of_four_clocks_the_middle_one_nearer_to_the_leader_s_is_the_median() -> None:
     state = leader(b=10, c=600)
     assert state.lead is not None
     replicas = (*RECORD.replicas, "d/1")
@@ -93,28 +94,30 @@ def test_of_four_clocks_the_nearer_middle_counts() -> None:
 
 @pytest.mark.parametrize("deviation_ms", [0, 500])
 def test_a_replica_with_a_right_clock_becomes_a_candidate_at_once(deviation_ms: int) -> None:
-    assert stands(follower(deviation_ms), on.Seen(7, RECORD, None))[1]
-    assert stands(follower(deviation_ms), on.LeaderDied("a"))[1]
+    assert step_and_check_candidacy(follower(deviation_ms), on.Seen(7, RECORD, None))[1]
+    assert step_and_check_candidacy(follower(deviation_ms), on.LeaderDied("a"))[1]
 
 
-def test_a_replica_with_a_wrong_clock_becomes_a_candidate_after_the_wait() -> None:
+def test_a_replica_with_a_wrong_clock_becomes_a_candidate_only_after_the_wait() -> None:
     state = follower(501)
-    assert not stands(state, on.LeaderDied("a"))[1], "its key is still there: others go first"
-    state, has_stood = stands(state, on.Seen(7, RECORD, None))
+    assert not step_and_check_candidacy(state, on.LeaderDied("a"))[1], (
+        "its key is still there: others go first"
+    )
+    state, has_stood = step_and_check_candidacy(state, on.Seen(7, RECORD, None))
     assert not has_stood
     wait_ms = state.rules.defer_ms
     state, _ = step(state, on.Tick(NOW_MS + wait_ms - 1, WALL_MS))
-    assert not stands(state, on.Seen(7, RECORD, None))[1]
-    led, _ = stands(state, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), "c"))
+    assert not step_and_check_candidacy(state, on.Seen(7, RECORD, None))[1]
+    led, _ = step_and_check_candidacy(state, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), "c"))
     led, _ = step(led, on.Tick(NOW_MS + wait_ms, WALL_MS))
-    assert not stands(led, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), None))[1], (
+    assert not step_and_check_candidacy(led, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), None))[1], (
         "the time begins anew"
     )
     state, _ = step(state, on.Tick(NOW_MS + wait_ms, WALL_MS))
-    assert stands(state, on.Seen(7, RECORD, None))[1]
+    assert step_and_check_candidacy(state, on.Seen(7, RECORD, None))[1]
 
 
-def test_a_hand_over_that_names_it_is_followed() -> None:
-    """An operator has said so."""
+def test_a_replica_with_a_wrong_clock_begins_at_once_after_a_hand_over_to_it() -> None:
+    """An operator has chosen it."""
     state, _ = step(follower(5_000), on.Seen(8, replace(RECORD, epoch=4, leader="b/1"), None))
     assert state.role is Role.SEALING

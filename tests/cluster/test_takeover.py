@@ -29,7 +29,7 @@ TOPIC = "stopped"
 pytestmark = pytest.mark.xdist_group("etcd")
 
 
-def besiege(folder: Path, seed: int, strikes: int, *, wipes: bool = False) -> None:
+def kill_leaders_under_load(folder: Path, seed: int, strikes: int, *, wipes: bool = False) -> None:
     need_etcd()
     with GroupSiege(folder, seed, wipes=wipes) as siege:
         siege.clients()
@@ -48,29 +48,29 @@ def besiege(folder: Path, seed: int, strikes: int, *, wipes: bool = False) -> No
 
 
 @pytest.mark.timeout(0)
-def test_a_leader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 1, 2)
+def test_a_takeover_after_a_kill_loses_nothing(tmp_path: Path) -> None:
+    kill_leaders_under_load(tmp_path, 1, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_a_leader_that_is_killed_many_times_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 2, rounds(3, 20))
+def test_many_takeovers_after_kills_lose_nothing(tmp_path: Path) -> None:
+    kill_leaders_under_load(tmp_path, 2, rounds(3, 20))
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_a_leader_that_is_killed_and_wiped_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 3, rounds(2, 10), wipes=True)
+def test_takeovers_after_a_kill_and_a_wiped_disk_lose_nothing(tmp_path: Path) -> None:
+    kill_leaders_under_load(tmp_path, 3, rounds(2, 10), wipes=True)
 
 
 # ---- a leader that is stopped, and wakes when another one leads -------------------------------------------------
 
 
 def stop_and_wake(siege: GroupSiege) -> int:
-    """Stop the leader, see another one lead, send to the stopped one, wake it: return how many it acknowledged."""
+    """Stop the leader, wait for another one, send to the stopped one, and wake it. Returns how many it acknowledged."""
     broker, leader = siege.broker, siege.broker.leader()
     lives, sent = len(replicas_of(leader)), siege.ask("a", [None] * SENDS)
     with Wire(leader.ports["remoting-port"]) as wire:
@@ -103,7 +103,9 @@ def send_headers(topic: str, key: str) -> dict[str, object]:
 @pytest.mark.siege
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("unfenced", ["", "lease"], ids=["all fences", "without the lease check"])
-def test_a_leader_that_wakes_when_another_leads_acknowledges_nothing(tmp_path: Path, unfenced: str) -> None:
+def test_a_woken_leader_acknowledges_nothing_after_another_one_was_elected(
+    tmp_path: Path, unfenced: str
+) -> None:
     need_etcd()
     with GroupSiege(tmp_path, 4, unfenced=unfenced) as siege:
         siege.clients(send_one, send_many, send_levels, consume, cancel, reschedule)
@@ -146,7 +148,7 @@ def log_bytes(node: NodeProcess) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_leader_without_followers_acknowledges_nothing_and_goes_on_with_one(tmp_path: Path) -> None:
+def test_a_leader_acknowledges_nothing_without_followers_and_continues_with_one(tmp_path: Path) -> None:
     need_etcd()
     # It may be without them for three times that, before it stops.
     with running_cluster(tmp_path, **{"lease-ttl-ms": "10s"}) as cluster:
@@ -170,7 +172,7 @@ def test_a_leader_without_followers_acknowledges_nothing_and_goes_on_with_one(tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_leader_goes_on_without_etcd_while_both_followers_answer(tmp_path: Path) -> None:
+def test_a_leader_without_etcd_leads_only_while_both_followers_answer(tmp_path: Path) -> None:
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         leader = cluster.leader()
@@ -201,7 +203,7 @@ def test_a_leader_goes_on_without_etcd_while_both_followers_answer(tmp_path: Pat
         assert number + 1 <= int(found) <= number + 2
 
 
-def test_the_only_replica_of_a_group_is_found_again_after_its_lease_was_lost(tmp_path: Path) -> None:
+def test_the_only_replica_holds_its_group_again_after_it_lost_its_lease(tmp_path: Path) -> None:
     need_etcd()
     with running_cluster(tmp_path, "a", **{"lease-ttl-ms": "1s"}) as cluster:
         leader = cluster.leader()

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Replica:
-    """One node: its folder and port stay when it is closed."""
+    """One node, and the ProcessHooks of its member. Its folder and port stay when it is closed."""
 
     def __init__(self, name: str, files: Files, memory: Memory, *, acks_all: bool, quorum_ms: int) -> None:
         self.name, self.files, self._memory = name, files, memory
@@ -79,7 +79,7 @@ class Replica:
         self.member.start(self.thread)
 
     async def crash(self) -> None:
-        """End as a killed process does: the lease stays, the sockets close."""
+        """End as a killed process does: its sockets close, and its lease lasts until its time is over."""
         if self.is_up:
             self.is_up = False
             for task in self.member._tasks:
@@ -92,12 +92,12 @@ class Replica:
                 self.writer._encoder.shutdown()
 
     async def close(self) -> None:
-        """End in order: the lease is given back."""
+        """End in order, and end the lease."""
         if self.is_up:
             await self.member.close()
             await self.crash()
 
-    # -- duties ------------------------------------------------------------------------------------------------------
+    # -- ProcessHooks ------------------------------------------------------------------------------------------------
 
     def apply(self, seq: int) -> None:
         self.applied = seq
@@ -129,7 +129,7 @@ class Replica:
         )  # fmt: skip
         self.epochs.append(epoch)
 
-    # -- what a test asks --------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------------------------
 
     @property
     def role(self) -> Role:
@@ -144,10 +144,10 @@ class Replica:
         return self.writer.append(batch(first, rows))[1]
 
     def content(self) -> dict[str, bytes]:
-        """Return the segments as they are on the disk, spares left out."""
+        """Read the segment files by name, without the zeros at their ends and without spares."""
         names = [name for name in self.files.list_dir("log") if name.endswith(".log")]
-        found = {name: bytes(self.files.map_readonly(f"log/{name}")).rstrip(b"\0") for name in names}
-        return {name: content for name, content in found.items() if content}
+        segments = {name: bytes(self.files.map_readonly(f"log/{name}")).rstrip(b"\0") for name in names}
+        return {name: content for name, content in segments.items() if content}
 
 
 class Trio:
@@ -159,27 +159,29 @@ class Trio:
         self.coordinator = KeyCoordinator(MemoryStore(memory), CLOCK, cluster=CLUSTER, node="tests")
 
     async def begin(self) -> None:
-        """Start all, and make the record."""
+        """Start all replicas, and write the first record."""
         for replica in self.replicas.values():
             await replica.start()
         record = Record(0, "", tuple(replica.replica for replica in self.replicas.values()))
         await self.coordinator.change(GROUP, 0, record)
 
     async def leader(self, above: int = 0) -> Replica:
-        """Wait for one that serves in a later epoch."""
+        """Wait until a replica serves in an epoch above `above`."""
 
-        def found() -> Replica | None:
-            up = [each for each in self.replicas.values() if each.is_up and each.role is Role.LEADER]
-            return next((each for each in up if each.epochs and each.epochs[-1] > above), None)
+        def leader_or_none() -> Replica | None:
+            leaders = [
+                replica for replica in self.replicas.values() if replica.is_up and replica.role is Role.LEADER
+            ]
+            return next((each for each in leaders if each.epochs and each.epochs[-1] > above), None)
 
-        leader = await self.seen(found, f"a leader above epoch {above}")
+        leader = await self.wait_until(leader_or_none, f"a leader above epoch {above}")
         assert leader is not None
         return leader
 
     def others(self, one: Replica) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica is not one]
 
-    async def counted(self) -> None:
+    async def wait_for_record(self) -> None:
         """Wait until the record names the replicas that run."""
         running = {replica.replica for replica in self.replicas.values()}
         async with asyncio.timeout(BOUND_S):
@@ -191,23 +193,23 @@ class Trio:
         assert record is not None
         return record
 
-    async def equal(self) -> None:
-        """Wait until all logs are the same bytes."""
+    async def wait_for_equal_logs(self) -> None:
+        """Wait until all logs have the same bytes."""
 
-        def are_so() -> bool:
+        def are_equal() -> bool:
             first, *others = [replica.content() for replica in self.replicas.values()]
             return all(content == first for content in others)
 
-        await self.seen(are_so, "equal logs")
+        await self.wait_until(are_equal, "equal logs")
 
-    async def seen(self, condition: Callable[[], T], what: str) -> T:
-        """Wait for what other threads bring about."""
+    async def wait_until(self, condition: Callable[[], T], description: str) -> T:
+        """Wait until the condition, which other threads make true, is true. Returns its value."""
         deadline_ms = CLOCK.boot_ms() + BOUND_S * 1_000
-        while not (found := condition()):
+        while not (value := condition()):
             roles = {name: (each.role, each.ended) for name, each in self.replicas.items() if each.is_up}
-            assert CLOCK.boot_ms() < deadline_ms, f"not seen: {what} {roles}"
+            assert CLOCK.boot_ms() < deadline_ms, f"not true in time: {description} {roles}"
             await asyncio.sleep(0.005)
-        return found
+        return value
 
 
 @asynccontextmanager

@@ -62,14 +62,17 @@ class World:
             self.memory = Memory(self.clock)
 
     def store(self) -> Store:
+        """Make a store of this cluster: a new one for each call."""
         if self.endpoints is None:
             return MemoryStore(self.memory)
-        turned = len(self.stores) % len(self.endpoints)
-        endpoints = self.endpoints[turned:] + self.endpoints[:turned]
+        # Each store begins at another member.
+        first = len(self.stores) % len(self.endpoints)
+        endpoints = self.endpoints[first:] + self.endpoints[:first]
         self.stores.append(EtcdStore(EtcdAccess(endpoints), ttl_ms=20_000))
         return self.stores[-1]
 
     def coordinator(self, node: str, *, repeating: bool = False) -> KeyCoordinator:
+        """Make the coordinator of a node. With `repeating`, each transaction is carried out twice."""
         store = self.store()
         return KeyCoordinator(
             Repeating(store) if repeating else store,  # type: ignore[arg-type]
@@ -77,10 +80,10 @@ class World:
         )  # fmt: skip
 
     async def pass_time(self, ms: int, until: Callable[[], Awaitable[object]]) -> None:
-        """Let a lease end: in memory at once, with etcd by waiting until that is seen."""
+        """Let `ms` pass, so that a lease ends: in memory at once, with etcd by waiting until `until` is true."""
         if isinstance(self.clock, ManualClock):
             self.clock.advance(ms)
-        await seen(until)
+        await wait_until(until)
 
 
 @asynccontextmanager
@@ -93,8 +96,8 @@ async def world_of(endpoints: list[str] | None) -> AsyncIterator[World]:
             await store.close()
 
 
-async def seen(condition: Callable[[], Awaitable[object]]) -> None:
-    """Ask until that is so."""
+async def wait_until(condition: Callable[[], Awaitable[object]]) -> None:
+    """Ask again and again until the condition is true, also while the coordinator is unavailable."""
     async with asyncio.timeout(BOUND_S):
         while True:
             try:
@@ -105,7 +108,7 @@ async def seen(condition: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def made(coordinator: KeyCoordinator, group: str = "g1") -> GroupView:
+async def make_group(coordinator: KeyCoordinator, group: str = "g1") -> GroupView:
     """Make a group's first record."""
     swap = await coordinator.change(group, 0, RECORD)
     assert swap.won
@@ -119,8 +122,8 @@ def next_record(view: GroupView, node: str) -> Record:
 
 
 async def led(coordinator: KeyCoordinator, node: str, ttl_ms: int = LONG_TTL_MS) -> tuple[GroupView, Lease]:
-    """Make a group and lead it."""
-    view, lease = await made(coordinator), await coordinator.grant(ttl_ms)
+    """Make the group g1 and lead it in the next epoch. Returns it, and the lease that holds it."""
+    view, lease = await make_group(coordinator), await coordinator.grant(ttl_ms)
     swap = await coordinator.lead("g1", view.revision, next_record(view, node), lease)
     assert swap.won
     return swap.view, lease

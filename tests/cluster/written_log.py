@@ -1,4 +1,4 @@
-"""A replica's log written as its leader orders, and the parts that must be there after a power cut.
+"""A replica's log written by the messages of a leader, and a record of the frames that it must have.
 
 The frames are real. `Written` does what the protocol does: it begins a segment when a commit does not fit, syncs
 before that and at the end of each batch, and cuts only at ends of frames.
@@ -26,8 +26,8 @@ def opened(files: Files) -> ReplicaLog:
     return ReplicaLog(files, NODE, GROUP, SEGMENT_BYTES, BATCH_BYTES)
 
 
-class Entry(NamedTuple):
-    """A frame where it stands."""
+class WrittenFrame(NamedTuple):
+    """A frame and its location: the ordinal of the segment, and the byte in it. `end`: the position after it."""
 
     ordinal: int
     position: int
@@ -40,10 +40,10 @@ class Entry(NamedTuple):
 class Written:
     """All written frames from the beginning, without those that were cut."""
 
-    entries: list[Entry] = field(default_factory=list)
-    headers: dict[int, bytes] = field(default_factory=dict)
-    synced: int = 0  # entries
-    epoch: int = 1
+    entries: list[WrittenFrame] = field(default_factory=list)
+    headers: dict[int, bytes] = field(default_factory=dict)  # of the segments, by ordinal
+    synced: int = 0  # number of entries that were synced
+    epoch: int = 1  # of the next frames
 
     @property
     def end(self) -> Position:
@@ -62,7 +62,7 @@ class Written:
         for n in range(frames):
             raw = _frame(seq + n * rows, rows, self.epoch, position, synced_to)
             end = Position(ordinal, position + len(raw), seq + (n + 1) * rows)
-            self.entries.append(Entry(ordinal, position, raw, self.epoch, end))
+            self.entries.append(WrittenFrame(ordinal, position, raw, self.epoch, end))
             raws.append(raw)
             position = end.end
         log.write(ordinal, position - sum(map(len, raws)), b"".join(raws))
@@ -74,10 +74,12 @@ class Written:
             log.sync()
             self.synced = len(self.entries)
 
-    def forget_behind(self, count: int) -> Position:
-        """Keep so many entries, and return where the last of them ends."""
+    def drop_after(self, count: int) -> Position:
+        """Drop all frames but the first `count`, before the log is cut. Returns the end of the last one."""
         del self.entries[count:]
-        self.headers = {o: header for o, header in self.headers.items() if o <= self.end.ordinal}
+        self.headers = {
+            ordinal: header for ordinal, header in self.headers.items() if ordinal <= self.end.ordinal
+        }
         self.synced = min(self.synced, count)
         return self.end
 
@@ -90,25 +92,25 @@ def _frame(seq: int, rows: int, epoch: int, position: int, synced_to: int) -> by
     return b"".join(map(bytes, parts))
 
 
-def content_of(log: ReplicaLog) -> list[tuple[int, int, bytes]]:
-    """Return all frames as they would be shipped, each with its place."""
-    found, at, end = [], BEGINNING, log.log().end
-    while (piece := log.read(at, end, 9)) is not None:
-        place = 0
-        while place < len(piece.frames):
-            length = fmt.FRAME.unpack_from(piece.frames, place)[3]
-            found.append((piece.ordinal, piece.position + place, piece.frames[place : place + length]))
-            place += length
-        at = piece.end
-    return found
+def frames_in(log: ReplicaLog) -> list[tuple[int, int, bytes]]:
+    """Read all frames of a log as they would be shipped: ordinal of the segment, byte in it, and bytes of each."""
+    frames, begin, end = [], BEGINNING, log.log().end
+    while (piece := log.read(begin, end, 9)) is not None:
+        offset = 0
+        while offset < len(piece.frames):
+            length = fmt.FRAME.unpack_from(piece.frames, offset)[3]
+            frames.append((piece.ordinal, piece.position + offset, piece.frames[offset : offset + length]))
+            offset += length
+        begin = piece.end
+    return frames
 
 
-def copied(log: ReplicaLog, to: ReplicaLog) -> None:
-    """Ship a log to another replica that has none, piece by piece."""
-    at, end = BEGINNING, log.log().end
-    while (piece := log.read(at, end, 9)) is not None:
+def ship(log: ReplicaLog, to: ReplicaLog) -> None:
+    """Ship a log to another replica, whose log is empty, piece by piece."""
+    begin, end = BEGINNING, log.log().end
+    while (piece := log.read(begin, end, 9)) is not None:
         if piece.begin is not None:
             to.begin_segment(piece.begin)
         to.write(piece.ordinal, piece.position, piece.frames)
         to.sync()
-        at = piece.end
+        begin = piece.end

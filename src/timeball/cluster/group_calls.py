@@ -31,10 +31,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.05
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 PER_GROUP_MAX = 256  # connections to one node
-NOT_SERVED = (
-    429,
-    503,
-)  # HTTP statuses of a node that starts, stops, does not lead any more, or is overloaded
+# HTTP statuses of a node that starts, stops, does not lead any more, or is overloaded.
+NOT_SERVED = (429, 503)
 LEADER_CHECK_S = 0.1  # interval at which to check that the node being asked is still the leader
 PATH = "/v1/cluster/"
 
@@ -99,7 +97,8 @@ class GroupCalls:
             await self._session.close()
 
     def _note_silence(self, group: str, reason: str) -> None:
-        if group not in self._silent_groups:  # log once, and not for each request
+        """Log that a group gives no answer, unless that was logged since its last answer."""
+        if group not in self._silent_groups:
             self._silent_groups.add(group)
             logger.warning("group did not answer group=%s reason=%s", group, reason)
 
@@ -116,6 +115,7 @@ class GroupCalls:
             request.cancel()
 
     async def _post(self, address: Address, group: str, body: bytes, caller: Caller) -> GroupAnswer:
+        """Send a question to a node and decode its answer. Raises _TryAgain and _FinalError."""
         host, port = address
         host = f"[{host}]" if ":" in host else host
         url = f"{'https' if self._tls else 'http'}://{host}:{port}{PATH}{quote(group, safe='')}"

@@ -36,11 +36,12 @@ from timeball.monitoring.figures import ReplicaFigures
 logger = logging.getLogger(__name__)
 
 REPLICATION = "replication"  # key of the address that other replicas dial, among a node's addresses
-POLL_S = 1.0  # the record is read at least this often
-RETRY_S = 0.1  # pause after a request without an answer
+POLL_S = 1.0  # the record is read, and a stalled replica resigns, at least this often
+RETRY_S = 0.1  # pause after a request without an answer, or while there is no lease
 REPORT_S = 1.0  # figures are reported at most this often
 CONFIRM_POLL_S = 0.01  # interval at which the answers to a leader's PINGs are checked
 STALL_TTLS = 2  # a leader or candidate steps down when its thread has not run for this many leases
+CHECKS_PER_STALL = 8  # in this time, so many checks whether the thread has run
 
 
 class ProcessHooks(Protocol):
@@ -78,11 +79,12 @@ class Member:
         node: Node,
         group: str,
         ttl_ms: int,
-        duties: ProcessHooks,
+        process: ProcessHooks,
     ) -> None:
-        self._coordinator, self._node, self._group, self._duties = coordinator, node, group, duties
+        self._coordinator, self._node, self._group, self._process = coordinator, node, group, process
         self._lease_keeper = HeldLease(coordinator, clock, node, ttl_ms)
-        self._clock, self._stall_ms = clock, STALL_TTLS * ttl_ms
+        self._clock = clock
+        self._stall_ms = STALL_TTLS * ttl_ms  # a thread that has not run for this long has stalled
         self._is_etcd_restored = False  # since this replica leads
         self._has_stepped_down = False  # the lease keeps the node registered, but no longer lets it lead
         self._loop = asyncio.get_running_loop()
@@ -93,7 +95,7 @@ class Member:
         self.nodes: dict[str, Node] = {}  # as last read, including nodes whose registration has ended
 
     def start(self, thread: ReplicaThread) -> None:
-        """Start the duties for a running thread."""
+        """Start the duties, which use this running thread."""
         self._thread = thread
         self._tasks = [
             asyncio.create_task(self._run_guarded(duty))
@@ -119,7 +121,7 @@ class Member:
         return self.view.leader if self.view is not None else ""
 
     def address(self, edge: str) -> Address | None:
-        """Find the leader's address for an edge. None while no other node leads."""
+        """Find the leader's address for an edge (such as "http"). None while no other node leads."""
         leader = self.nodes.get(self.leader())
         if leader is None or leader.name == self._node.name or edge not in leader.addresses:
             return None
@@ -137,11 +139,11 @@ class Member:
         """
         if self._holds_group():
             return
-        asked_ms = self._clock.boot_ms()
+        called_ms = self._clock.boot_ms()
         while (state := self._thread.state).lead and self._thread.leads and not self._has_stepped_down:
             # The PING must have been sent after this call. Its answer alone proves nothing: it may have waited in the
             # socket while this process was stopped.
-            if confirmed_ms(state) > asked_ms:
+            if confirmed_ms(state) > called_ms:
                 return
             await asyncio.sleep(CONFIRM_POLL_S)
         raise NotLeader(LEADS_NO_MORE)
@@ -182,20 +184,20 @@ class Member:
 
     def apply(self, seq: int) -> None:
         """Apply the committed rows below `seq` to the follower's caches."""
-        self._call_in_loop(self._duties.apply, seq)
+        self._call_in_loop(self._process.apply, seq)
 
     def serve(self, epoch: int) -> None:
         """Begin to serve: this replica leads."""
-        self._call_in_loop(self._duties.serve, epoch)
+        self._call_in_loop(self._process.serve, epoch)
 
     def stop_serving(self, reason: str) -> None:
         """End the process: this replica leads no more."""
         logger.warning("replica leads no more reason=%s", reason)
-        self._call_in_loop(self._duties.end, LeaseLost(f"this node leads no more: {reason}"))
+        self._call_in_loop(self._process.end, LeaseLost(f"this node leads no more: {reason}"))
 
     def fail(self, error: BaseException) -> None:
         """End the process: the disk has failed, or an assertion of this program does not hold."""
-        self._call_in_loop(self._duties.end, error)
+        self._call_in_loop(self._process.end, error)
 
     def _request(self, effect: do.Effect) -> None:
         self._call_in_loop(self._requests.put_nowait, effect)
@@ -206,13 +208,15 @@ class Member:
     # -- duties ------------------------------------------------------------------------------------------------------
 
     async def _run_guarded(self, duty: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a duty, and end the process if it raises an error."""
         try:
             await duty()
         except Exception as error:
             # No caller awaits the task, so an error in a duty would go unnoticed. It must end the replica.
-            self._duties.end(error)
+            self._process.end(error)
 
     async def _renew_lease(self) -> None:
+        """Keep the lease, and report each new end to the protocol. Runs until it is cancelled."""
         while True:
             pause_s = await self._lease_keeper.renew_or_grant()
             if self._lease_keeper.lease is not None and not self._has_stepped_down:
@@ -220,19 +224,20 @@ class Member:
             await asyncio.sleep(pause_s)
 
     async def _watch_thread(self) -> None:
-        """Step down when the thread of a leader or candidate does not run: its disk does not answer.
+        """Step down when the thread has not run for STALL_TTLS leases, unless this replica is a learner or a follower.
 
-        The other replicas cannot notice that, because this event loop keeps the lease, and with it the holder's key. No
-        acknowledged row depends on this check.
+        Then its disk does not answer. The other replicas cannot notice that, because this event loop keeps the lease,
+        and with it the holder's key. No acknowledged row depends on this check.
         """
         while True:
-            await asyncio.sleep(self._stall_ms / 8_000)
+            await asyncio.sleep(self._stall_ms / CHECKS_PER_STALL / 1_000)
             waited_ms = self._clock.boot_ms() - self._thread.polled_ms
             if waited_ms > self._stall_ms and self._thread.state.role not in (Role.LEARNER, Role.FOLLOWER):
                 break
         self._has_stepped_down = True
-        self._duties.step_down(f"its disk has not answered for {waited_ms / 1_000:.1f} s")
-        # Again and again: a request in flight may take the group, and etcd may restart a lease that seemed to be over.
+        self._process.step_down(f"its disk has not answered for {waited_ms / 1_000:.1f} s")
+        # Resign repeatedly, until the process ends: a request that is still in flight may take the group again, and
+        # etcd may extend a lease that seemed to be over.
         while True:
             pause_s = RETRY_S
             if (lease := self._lease_keeper.lease) is not None:
@@ -244,19 +249,23 @@ class Member:
             await asyncio.sleep(pause_s)
 
     async def _watch_record(self) -> None:
+        """Read the record and the nodes at each change, and at least every POLL_S, and pass them on.
+
+        Runs until it is cancelled. Raises LeaseLost after a restore of etcd, unless this replica leads.
+        """
         before: GroupView | None = None
         while True:
             try:
-                asked_ms = self._clock.boot_ms()
+                sent_ms = self._clock.boot_ms()
                 view = await self._coordinator.read(self._group)
-                etcd_ms = self._clock.boot_ms() - asked_ms
+                etcd_ms = self._clock.boot_ms() - sent_ms
                 self._update_nodes(await self._coordinator.nodes())
                 self._set_view(view)
             except (Unavailable, SetupError) as error:
                 logger.warning("record not read reason=%s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if before is not None and is_restored(before, view):
+            if before is not None and was_etcd_restored(before, view):
                 self._handle_restored_etcd(before, view)
             before = view
             self._report_record(view, etcd_ms)
@@ -269,12 +278,13 @@ class Member:
     def _handle_restored_etcd(self, before: GroupView, now: GroupView) -> None:
         """Handle a restore of etcd from an old copy. Raises LeaseLost unless this replica leads.
 
-        A revision of before may now be that of another record, so no record can be compared with those read before. A
-        leader goes on, because all others answer it, but swaps nothing. The others begin anew.
+        An old revision may now belong to another record, so a swap could replace a record that this replica has never
+        read. A leader continues while the other replicas answer it, but swaps nothing. Any other replica restarts.
         """
         if self._thread.state.role is not Role.LEADER:
             raise LeaseLost(
-                f"etcd was restored from a copy: its revision was {before.as_of}, now {now.as_of}"
+                f"etcd was restored from a copy: its revision was {before.as_of} and is {now.as_of}, the epoch of the "
+                f"record was {_epoch_of(before)} and is {_epoch_of(now)}"
             )
         logger.warning("etcd restored from a copy revision=%d now=%d", before.as_of, now.as_of)
         self._is_etcd_restored = True
@@ -289,14 +299,14 @@ class Member:
             case RequestStep.FORGET if view.record is not None:
                 self._thread.tell(on.ReplicasWanted(view.record.replicas))
             case RequestStep.HAND_OVER if view.pending_request is not None:
-                self._duties.hand_over(view.pending_request.request.hand_over_to)
+                self._process.hand_over(view.pending_request.request.hand_over_to)
 
     async def _report_figures(self) -> None:
-        """Publish the replica's figures when they have changed."""
+        """Publish the replica's figures when they have changed. Runs until it is cancelled."""
         reported: tuple[int, ReplicaFigures] | None = None
         failing = ""
         while True:
-            lease, figures = self._lease_keeper.lease, self._duties.figures()
+            lease, figures = self._lease_keeper.lease, self._process.figures()
             if lease is not None and reported != (lease.id, figures):
                 try:
                     await self._coordinator.report(figures, lease)
@@ -308,6 +318,7 @@ class Member:
             await asyncio.sleep(REPORT_S)
 
     def _update_nodes(self, nodes: dict[str, Node]) -> None:
+        """Store the registered nodes, and pass their replication addresses to the replica's thread."""
         # Keep dialing nodes whose lease has ended: they come back at the same address, or register another one.
         self.nodes |= {name: node for name, node in nodes.items() if node.group in ("", self._group)}
         addresses = {
@@ -318,6 +329,7 @@ class Member:
         self._thread.set_addresses(addresses)
 
     async def _handle_requests(self) -> None:
+        """Carry out the requests of the replica's thread, one after the other. Runs until it is cancelled."""
         while True:
             effect = await self._requests.get()
             try:
@@ -329,6 +341,7 @@ class Member:
                     self._thread.tell(on.Proposed(0, effect.record, None))
 
     async def _carry_out(self, effect: do.Effect) -> None:
+        """Carry out one request. Without a lease, Hold and Resign do nothing. Raises Unavailable, SetupError."""
         lease = self._lease_keeper.lease
         match effect:
             case do.Propose():
@@ -365,9 +378,10 @@ class Member:
             self._report_record(swap.view)
 
     def _set_view(self, view: GroupView) -> None:
+        """Store a view of the group, and inform the process if the view names another leader."""
         leader, self.view = self.leader(), view
         if self.leader() not in ("", leader):
-            self._duties.leader_changed()
+            self._process.leader_changed()
 
     def _report_record(self, view: GroupView, etcd_ms: int | None = None) -> None:
         """Pass a record that was read to the protocol (a Seen event). `etcd_ms`: the round trip of the request."""
@@ -376,10 +390,12 @@ class Member:
             self._thread.tell(on.Seen(view.revision, view.record, holder, etcd_ms))
 
 
-def is_restored(before: GroupView, now: GroupView) -> bool:
-    """Check whether etcd was restored from an old copy between two reads.
+def was_etcd_restored(before: GroupView, now: GroupView) -> bool:
+    """Check whether etcd was restored from an old copy between two reads of a group.
 
-    Its revision went back. After a restore with `--bump-revision`, only the record went back.
+    Then etcd's revision went back. After a restore with `--bump-revision`, etcd's revision grows, and only the record's
+    revision, epoch or generation went back. A record that is missing in one of the two reads proves nothing, because an
+    operator may have removed it.
     """
     if now.as_of < before.as_of:
         return True
@@ -390,6 +406,10 @@ def is_restored(before: GroupView, now: GroupView) -> bool:
         or now.record.epoch < before.record.epoch
         or now.record.generation < before.record.generation
     )
+
+
+def _epoch_of(view: GroupView) -> int | None:
+    return None if view.record is None else view.record.epoch
 
 
 # ---- the caches of a follower --------------------------------------------------------------------------------
@@ -439,6 +459,7 @@ class FollowerCaches:
         return self._applying
 
     def _load(self, start: Checkpoint, to_seq: int) -> Applying:
+        """Build the caches at a checkpoint or snapshot, with the scheduled messages of the tail."""
         assert self._log.segments is not None
         tables = Tables(self._files, self._settings.queues_per_topic)
         applying = Applying(start, LogReader(self._log.segments), tables)
@@ -449,6 +470,7 @@ class FollowerCaches:
         return applying
 
     def _publish(self, applying: Applying) -> None:
+        """Replace `files` by the data files that the applied rows name."""
         entries = self.files.entries
         if applying.ledger.attach_seq != self._attach_seq:
             self._attach_seq, entries = applying.ledger.attach_seq, dict(applying.files)

@@ -22,7 +22,7 @@ from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGrou
 POLL_S = 1.0
 REQUEST_TTL_MS = 10_000
 ETCD_START_S = 10.0  # for an etcd that is being started, until its members have elected their leader
-ETCD_PAUSE_S = 0.1  # between two attempts meanwhile
+ETCD_PAUSE_S = 0.1  # pause between two attempts to reach an etcd that is being started
 # A candidate without a majority holds the group for some seconds, then releases it for a moment. `force` waits for this
 # moment.
 FORCE_S = 15.0
@@ -39,9 +39,10 @@ class Operations:
     async def plan_first(self, names: Sequence[str], wait_s: float) -> tuple[int, Record]:
         """Build the record of a new group, once these nodes have registered. Raises RequestError, Unavailable.
 
-        Returns the revision for `begin`, and the record. If the group already has a record with these nodes, this
-        record is returned, so that a deployment may repeat the command. A record that is older than a promise of the
-        group's nodes is replaced: etcd was restored from an old copy, and no replica can become the leader by it.
+        Returns the revision for `begin`, and the record. If the group already has a record with these nodes, it returns
+        revision 0 and that record, so that a deployment may repeat the command. A record that is older than a promise
+        of the group's nodes is replaced: etcd was restored from an old copy, and no replica can become the leader by
+        it.
         """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
@@ -50,8 +51,8 @@ class Operations:
             if {node_of(replica) for replica in view.record.replicas} == set(names):
                 return 0, view.record  # `begin` changes nothing
             raise Conflict(
-                f"group {self._group} has a record already, with replicas {_nodes(view.record.replicas)}: change them "
-                "with 'timeball cluster add-replica' and 'remove-replica'"
+                f"group {self._group} has a record already, with replicas {_node_names(view.record.replicas)}: change "
+                "them with 'timeball cluster add-replica' and 'remove-replica'"
             )
         registered = await self._wait_for_nodes(view, names, wait_s)
         nodes = [registered[name] for name in names]
@@ -60,9 +61,8 @@ class Operations:
                 raise Conflict(f"node {node.name} keeps group {node.group}, not {self._group}")
         reports = await self._coordinator.reports()
         log_rows = {node.name: reports[node.name].log_seq if node.name in reports else 0 for node in nodes}
-        with_data, empty = (
-            [name for name in log_rows if bool(log_rows[name]) is has_rows] for has_rows in (True, False)
-        )
+        with_data = [name for name, rows in log_rows.items() if rows]
+        empty = [name for name, rows in log_rows.items() if not rows]
         if with_data and empty:
             # A majority of empty logs would elect a leader, which would cut the log that has data.
             raise Conflict(
@@ -106,6 +106,10 @@ class Operations:
                 await asyncio.sleep(ETCD_PAUSE_S)
 
     async def _wait_for_nodes(self, view: GroupView, names: Sequence[str], wait_s: float) -> dict[str, Node]:
+        """Wait until these nodes have registered and reported. Returns all registered nodes, by name.
+
+        Raises Unavailable after `wait_s`.
+        """
         loop = asyncio.get_running_loop()
         until_s, as_of = loop.time() + wait_s, view.as_of
         while True:
@@ -125,7 +129,10 @@ class Operations:
     # -- other replicas ----------------------------------------------------------------------------------------------
 
     async def plan_add(self, name: str) -> tuple[GroupView, OperatorRequest | None]:
-        """Build the request to add this node, or None if the set has it already. Raises RequestError, Unavailable."""
+        """Build the request to add this node, or None if the set has it already. Returns the group and the request.
+
+        Raises NotFound, Conflict, Unavailable.
+        """
         view, record = await self._group_record()
         node = (await self._coordinator.nodes()).get(name)
         if node is None:
@@ -136,30 +143,33 @@ class Operations:
             raise Conflict(f"node {name} keeps group {node.group}, not {self._group}")
         if node.replica in record.replicas:
             return view, None
-        kept = tuple(replica for replica in record.replicas if node_of(replica) != name)
-        return self._check_askable(view), OperatorRequest((*kept, node.replica))
+        remaining = tuple(replica for replica in record.replicas if node_of(replica) != name)
+        return self._check_request_possible(view), OperatorRequest((*remaining, node.replica))
 
     async def plan_remove(self, name: str) -> tuple[GroupView, OperatorRequest | None]:
-        """Build the request to remove this node, or None if the set lacks it. Raises RequestError, Unavailable."""
+        """Build the request to remove this node, or None if the set lacks it. Returns the group and the request.
+
+        Raises NotFound, Conflict, Unavailable.
+        """
         view, record = await self._group_record()
-        kept = tuple(replica for replica in record.replicas if node_of(replica) != name)
-        if kept == record.replicas:
+        remaining = tuple(replica for replica in record.replicas if node_of(replica) != name)
+        if remaining == record.replicas:
             return view, None
-        if not kept:
+        if not remaining:
             raise Conflict(f"{name} is the only replica of group {self._group}: a group has one at least")
         if node_of(record.leader) == name:
             raise Conflict(
-                f"{name} leads group {self._group}: 'timeball cluster hand-over --to {node_of(kept[0])}' first"
+                f"{name} leads group {self._group}: 'timeball cluster hand-over --to {node_of(remaining[0])}' first"
             )
-        return self._check_askable(view), OperatorRequest(kept)
+        return self._check_request_possible(view), OperatorRequest(remaining)
 
     async def plan_hand_over(self, name: str) -> tuple[GroupView, OperatorRequest | None]:
-        """Build the request that this node leads (None: it leads already). Raises RequestError, Unavailable.
+        """Build the request that this node leads, or None if it leads already. Returns the group and the request.
 
-        An empty name stands for the follower with the longest acknowledged log.
+        An empty name stands for the follower with the longest acknowledged log. Raises NotFound, Conflict, Unavailable.
         """
         view, record = await self._group_record()
-        self._check_askable(view)
+        self._check_request_possible(view)
         followers = [node for node in map(node_of, record.replicas) if node != view.leader]
         if not name:
             report = (await self._coordinator.reports()).get(view.leader)
@@ -172,7 +182,7 @@ class Operations:
             return view, None
         if name not in followers:
             raise NotFound(
-                f"node {name} is no replica of group {self._group}; these are: {_nodes(record.replicas)}"
+                f"node {name} is no replica of group {self._group}; these are: {_node_names(record.replicas)}"
             )
         return view, OperatorRequest(hand_over_to=name)
 
@@ -207,6 +217,10 @@ class Operations:
     async def _wait_until_fulfilled(
         self, view: GroupView, request: OperatorRequest, lease: Lease
     ) -> GroupView:
+        """Renew the lease of the request until the record fulfils the request. Returns the group then.
+
+        Raises Unavailable if the lease has ended, because the request is lost with it.
+        """
         while not is_fulfilled(view, request):
             await self._coordinator.wait_for_change(view.as_of, POLL_S)
             try:
@@ -230,7 +244,11 @@ class Operations:
     # -- force -------------------------------------------------------------------------------------------------------
 
     async def plan_force(self, name: str) -> tuple[GroupView, Record]:
-        """Build a record that names one replica only. Raises NotFound, or Conflict while the group has a holder."""
+        """Build a record that names one replica only. Returns the group and the record.
+
+        Raises NotFound if the node does not run, and Conflict if the group has a holder for FORCE_S or if the replica
+        is not in the present record.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + FORCE_S
         while True:
@@ -249,8 +267,8 @@ class Operations:
             raise NotFound(f"node {name} does not run: start it, so that it can lead")
         if report.replica not in record.replicas:
             raise Conflict(
-                f"replica {report.replica} is not in the record of group {self._group} ({_nodes(record.replicas)}): it "
-                "may lack nearly all"
+                f"replica {report.replica} is not in the record of group {self._group} "
+                f"({_node_names(record.replicas)}): it may lack nearly all"
             )
         epoch = max(record.epoch, report.promised)
         generation = max(record.generation, _newest_promise(self._group, reports).members.generation)
@@ -277,6 +295,7 @@ class Operations:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     async def _group_record(self) -> tuple[GroupView, Record]:
+        """Read the group, which must have a record. Raises NotFound, Unavailable."""
         view = await self._coordinator.read(self._group)
         if view.record is None:
             raise NotFound(
@@ -284,7 +303,8 @@ class Operations:
             )
         return view, view.record
 
-    def _check_askable(self, view: GroupView) -> GroupView:
+    def _check_request_possible(self, view: GroupView) -> GroupView:
+        """Return the view. Raises Unavailable if the group has no leader, Conflict if it has a request already."""
         if not view.leader:
             raise Unavailable(
                 f"group {self._group} has no leader that could do it: look with 'timeball cluster status'"
@@ -300,15 +320,15 @@ def is_fulfilled(view: GroupView, request: OperatorRequest) -> bool:
     """Check whether the group's record fulfils the request."""
     if request.hand_over_to:
         return view.leader == request.hand_over_to
-    return view.record is not None and _has_set(view.record, request.replicas)
+    return view.record is not None and _has_replicas(view.record, request.replicas)
 
 
-def _has_set(record: Record, replicas: Sequence[str]) -> bool:
+def _has_replicas(record: Record, replicas: Sequence[str]) -> bool:
     """Check that the record has this set of replicas, and that the change to it has ended."""
     return set(record.replicas) == set(replicas) and not record.former
 
 
-def _nodes(replicas: Sequence[str]) -> str:
+def _node_names(replicas: Sequence[str]) -> str:
     return ", ".join(map(node_of, replicas))
 
 
@@ -337,7 +357,7 @@ def next_request_step(view: GroupView, state: Replica) -> RequestStep:
         return RequestStep.FORGET if lead.wanted else RequestStep.NOTHING
     request = view.pending_request.request
     if request.replicas:
-        return RequestStep.SETTLE if _has_set(record, request.replicas) else RequestStep.WANT
+        return RequestStep.SETTLE if _has_replicas(record, request.replicas) else RequestStep.WANT
     if request.hand_over_to == state.rules.node:
         return RequestStep.SETTLE
     peer = lead.peers.get(request.hand_over_to)
@@ -366,6 +386,10 @@ async def survey(coordinator: Coordinator) -> list[ReplicaGroup]:
 def _describe_group(
     name: str, view: GroupView | None, nodes: dict[str, Node], reports: dict[str, ReplicaFigures]
 ) -> ReplicaGroup:
+    """Describe one group. `view`: None while it has no record. `nodes` and `reports` are those of all groups, by name.
+
+    A candidate that is still collecting promises has the holder's key, but is not shown as the leader.
+    """
     record = view.record if view is not None else None
     holder = view.leader if view is not None else ""
     lead_report = reports.get(holder)
@@ -421,6 +445,10 @@ def _describe_replica(
     reports: dict[str, ReplicaFigures],
     lead_report: ReplicaFigures | None,
 ) -> ReplicaState:
+    """Describe a replica: "gone" without its registration, "silent" without its report, else as reported.
+
+    `replica`: node and incarnation. `lead_report`: the report of the leader, None without one.
+    """
     name = node_of(replica)
     node, report = nodes.get(name), reports.get(name)
     if node is None or node.replica != replica or report is None or report.replica != replica:
@@ -453,6 +481,10 @@ def _group_problems(
     leader: str,
     newest: NewestPromise,
 ) -> Iterator[str]:
+    """Yield a sentence for each problem of a group, the one that stops the group first.
+
+    `leader`: "" while none serves. `newest`: the newest promise of the group's running nodes.
+    """
     if view is None or view.record is None:
         names = ",".join(map(node_of, newest.members.replicas)) or ",".join(
             replica.node for replica in replicas
@@ -464,7 +496,7 @@ def _group_problems(
     if not leader and newest.is_newer_than(view.record):
         yield _old_record_problem(group, view.record, newest)
     if view.record.former:
-        yield f"the change of the replicas waits for a majority of {_nodes(view.record.former)} to store it"
+        yield f"the change of the replicas waits for a majority of {_node_names(view.record.former)} to store it"
     if not leader:
         yield f"group {group} has no leader: nothing is accepted or released"
     if len(running) < majority(view.record.replicas):
@@ -482,6 +514,7 @@ def _group_problems(
 
 
 def _old_record_problem(group: str, record: Record, newest: NewestPromise) -> str:
+    """Describe a record that is older than a promise of the group's nodes, and the command that renews it."""
     members, reason = record.members, f"epoch {record.epoch}, but a replica has promised {newest.epoch}"
     if newest.members.generation > record.generation:
         members = newest.members
@@ -494,6 +527,7 @@ def _old_record_problem(group: str, record: Record, newest: NewestPromise) -> st
 
 
 def _replica_problems(replica: ReplicaState, lead_report: ReplicaFigures | None) -> Iterator[str]:
+    """Yield a sentence for each problem of a replica. `lead_report`: None while the group has no leader."""
     if replica.role == "gone":
         yield f"replica {replica.node} ({replica.replica}) is missing: its node does not run, or does not reach etcd"
     elif replica.role == "silent":

@@ -49,9 +49,9 @@ from timeball.model.errors import Corrupt, OverLimit, SetupError
 logger = logging.getLogger(__name__)
 
 IDENTITY_NAME = f"{FOLDER}/replica"
-SLOT_BYTES = 4_096
+SLOT_BYTES = 4_096  # of each part of `log/replica`
 BATCH_BYTES = 8 << 20  # a replica syncs after at most this many bytes; the same in all replicas of a group
-_SYNCED = struct.Struct("<QQ")  # ordinal of a segment, byte
+_SYNCED_FIELDS = struct.Struct("<QQ")  # ordinal of a segment, byte
 READ_BYTES = 4 << 20  # older frames per message; a follower acknowledges each message before the next is sent
 
 
@@ -131,24 +131,28 @@ class SyncedPosition:
         """Read the position. It stays (0, 0) if there is none."""
         if self._files.exists(IDENTITY_NAME):
             slot = bytes(self._files.map_readonly(IDENTITY_NAME))[2 * SLOT_BYTES :]
-            crc, fields = slot[:4], slot[4 : 4 + _SYNCED.size]
-            if len(fields) == _SYNCED.size and google_crc32c.value(fields) == int.from_bytes(crc, "little"):
-                self.ordinal, self.end = _SYNCED.unpack(fields)
+            crc, fields = slot[:4], slot[4 : 4 + _SYNCED_FIELDS.size]
+            if len(fields) == _SYNCED_FIELDS.size and google_crc32c.value(fields) == int.from_bytes(
+                crc, "little"
+            ):
+                self.ordinal, self.end = _SYNCED_FIELDS.unpack(fields)
 
     def store(self, ordinal: int, end: int) -> None:
         """Store the position after a sync of the log."""
         self._file = self._file or self._files.open(IDENTITY_NAME)
-        fields = _SYNCED.pack(ordinal, end)
+        fields = _SYNCED_FIELDS.pack(ordinal, end)
         try:
             self._file.write_at(2 * SLOT_BYTES, google_crc32c.value(fields).to_bytes(4, "little") + fields)
         except OverLimit:
-            return  # a file of an earlier version has no such slot, and the disk is full: the frames tell less
+            # The file of an earlier version has no third slot, and the disk is too full for one. A start then finds
+            # less damage, because only the frames prove how far the log was synced.
+            return
         self.ordinal, self.end = ordinal, end
 
-    def set_back(self, at: Position) -> None:
-        """Set it back to `at` durably if it is beyond, before the log is cut there."""
-        if (self.ordinal, self.end) > at[:2]:
-            self.store(at.ordinal, at.end)
+    def set_back(self, cut_at: Position) -> None:
+        """Set the position back to `cut_at` durably, if it is after `cut_at`. Called before the log is cut there."""
+        if (self.ordinal, self.end) > cut_at[:2]:
+            self.store(cut_at.ordinal, cut_at.end)
             assert self._file is not None
             self._file.sync()
 
@@ -160,7 +164,10 @@ class SyncedPosition:
 
 
 class LogPiece(msgspec.Struct, frozen=True):
-    """Older frames of one segment, to be sent to a replica. `begin` is set if they are the first of the segment."""
+    """Older frames of one segment, to be sent to a replica.
+
+    `begin`: the BEGIN to send before them, if they are the first of the segment. `end`: the end of the last frame.
+    """
 
     begin: Begin | None
     ordinal: int
@@ -198,12 +205,12 @@ class ReplicaLog:
             own_epoch=stored.promised if stored is not None and has_led else 0,
             synced=(self._synced.ordinal, self._synced.end),
         )
-        if damage and _is_alone(stored):
+        if damage and _knows_no_other_replica(stored):
             raise Corrupt(
                 f"{damage}; no other replica is known to have these rows: restore the file from a copy. If other "
                 "replicas have them, remove this node's data folder, and it joins as a new replica"
             )
-        # While this replica leads, the reader thread removes the oldest ones: look them up in a copy.
+        # By ordinal. While this replica leads, the reader thread removes the oldest ones, so loops use a copy.
         self._segments: dict[int, Segment] = {segment.ordinal: segment for segment in segments}
         # The segments for readers in other threads, which read only committed rows. None while the log is empty.
         self.segments: Segments | None = None
@@ -212,7 +219,7 @@ class ReplicaLog:
         self._is_leading = False
         self.identity = self._identify(stored, node, group, damage)
         if segments and not damage:
-            _log_cut(segments[-1])
+            _log_removed_frames(segments[-1])
         ends = self.ends()
         self._cut_after(ends[-1].position if ends else BEGINNING, keeps_header=True)
         self._save_has_log()
@@ -321,12 +328,12 @@ class ReplicaLog:
             last = self._last
             self._synced.store(last.ordinal, last.end)
 
-    def cut(self, at: Position) -> None:
-        """Remove everything after `at`, from the end backwards, so that a crash in between leaves a valid log."""
-        if at == BEGINNING:
+    def cut(self, cut_at: Position) -> None:
+        """Remove everything after `cut_at`, from the end backwards, so that a crash in between leaves a valid log."""
+        if cut_at == BEGINNING:
             # Before the removal: with `has_log` set, the next start would take the empty log for a lost one.
             self._save_identity(msgspec.structs.replace(self.identity, has_log=False))
-        self._cut_after(at, keeps_header=False)
+        self._cut_after(cut_at, keeps_header=False)
 
     def delete_segments_before(self, before_seq: int) -> None:
         """Delete the segments whose rows are all below `before_seq`. Do nothing once the broker's writer appends."""
@@ -336,11 +343,15 @@ class ReplicaLog:
         self.segments.remove(self._files, list(removable))
 
     def read(self, begin: Position, end: Position, epoch: int) -> LogPiece | None:
-        """Read frames of one segment, from `begin` and at most up to `end`. None when there are none."""
+        """Read at most READ_BYTES of frames of one segment, from `begin` and at most up to `end`. None without any.
+
+        `epoch`: of this leader, for the BEGIN.
+        """
         if begin >= end:
             return None
         ordinal, position, segments = begin.ordinal, begin.end, self._segments.copy()
         segment = segments.get(ordinal)
+        # The frames continue in the next segment. Or retention has deleted the segment: they begin with the oldest one.
         if segment is None or self._frame_at(segment, position, end) is None:
             ordinal = ordinal + 1 if segment is not None else min(segments)
             segment, position = segments[ordinal], fmt.ALIGN
@@ -349,6 +360,7 @@ class ReplicaLog:
             header = bytes(segment.buffer[: fmt.ALIGN])
             begin_message = Begin(epoch, ordinal, segment.buffer.size, segment.first_seq, header)
         read_to, seq = position, begin.seq
+        # The first frame is read also if it is larger than READ_BYTES.
         while (frame := self._frame_at(segment, read_to, end)) is not None and (
             read_to == position or frame.end - position <= min(READ_BYTES, FRAMES_BYTES_MAX)
         ):
@@ -364,6 +376,7 @@ class ReplicaLog:
         )
 
     def _frame_at(self, segment: Segment, position: int, end: Position) -> fmt.Frame | None:
+        """Read the header of the frame at a byte of a segment. None at the end of the log, or at or after `end`."""
         if (segment.ordinal, position) >= end[:2]:
             return None
         return fmt.read_frame_header(segment.buffer, position)
@@ -373,9 +386,10 @@ class ReplicaLog:
     def place_commit(
         self, size_bytes: int, seq: int, now_ms: int, epoch: int
     ) -> tuple[Begin | None, int, int]:
-        """Find the position of this leader's next commit, of `size_bytes`.
+        """Find the position of this leader's next commit, of `size_bytes`, whose first row is `seq`.
 
-        Returns the BEGIN to send if the commit is the first of its segment, the segment's ordinal, and the byte.
+        Returns the BEGIN to send if the commit is the first of its segment (else None), the segment's ordinal, and the
+        byte.
         """
         if self._segments and self._last.end + size_bytes <= self._last.buffer.size:
             last, begin = self._last, None
@@ -399,6 +413,7 @@ class ReplicaLog:
         return Opened(self.segments, self._open_file(), 0)
 
     def _share_segments(self) -> None:
+        """Build `segments` anew for readers in other threads, or None if the log is empty."""
         self.segments = Segments(list(self._segments.values())) if self._segments else None
         if self.segments is not None:
             self.segments.on_drop.append(self._forget_segments)
@@ -436,6 +451,7 @@ class ReplicaLog:
         self.identity = identity
 
     def _open_file(self) -> SegmentFile:
+        """Open the file of the last segment, if it is not open yet."""
         if self._file is None:
             last = self._last
             file = self._files.open(last.name)
@@ -447,13 +463,17 @@ class ReplicaLog:
             self._file.file.close()
             self._file = None
 
-    def _cut_after(self, at: Position, *, keeps_header: bool) -> None:
-        self._synced.set_back(at)
-        kept = {ordinal for ordinal in self._segments if ordinal <= at.ordinal}
-        if keeps_header and at.ordinal + 1 in self._segments:
-            kept.add(at.ordinal + 1)  # begun, but still empty
-        self._remove_names(kept)
-        for ordinal in [segment_ordinal for segment_ordinal in self._segments if segment_ordinal not in kept]:
+    def _cut_after(self, cut_at: Position, *, keeps_header: bool) -> None:
+        """Remove everything after `cut_at`: later segments, then the frames in its own segment. Syncs.
+
+        With `keeps_header`, the header of an empty segment right after `cut_at` stays.
+        """
+        self._synced.set_back(cut_at)
+        kept_ordinals = {ordinal for ordinal in self._segments if ordinal <= cut_at.ordinal}
+        if keeps_header and cut_at.ordinal + 1 in self._segments:
+            kept_ordinals.add(cut_at.ordinal + 1)  # begun, but still empty
+        self._remove_names(kept_ordinals)
+        for ordinal in self._segments.keys() - kept_ordinals:
             del self._segments[ordinal]
         if not self._segments or self.segments is None:
             self._share_segments()
@@ -462,19 +482,19 @@ class ReplicaLog:
         if not self._segments:
             return
         last = self._last
-        if last.ordinal == at.ordinal:
-            _forget_frames(last, at)
+        if last.ordinal == cut_at.ordinal:
+            _cut_frames(last, cut_at)
         self._overwrite_with_zeros(last)
 
-    def _remove_names(self, kept: set[int]) -> None:
-        """Remove the files of segments and spares that are not in `kept`, the last first.
+    def _remove_names(self, kept_ordinals: set[int]) -> None:
+        """Remove the files of segments and spares that are not in `kept_ordinals`, the last first.
 
         The directory is synced after each segment, so a crash in between leaves no gap in the sequence of segments.
         """
         names = [name for name in self._files.list_dir(FOLDER) if name.endswith(".log")]
         for name in reversed(names):
             ordinal = int(name.removesuffix(".log"))
-            if ordinal in kept:
+            if ordinal in kept_ordinals:
                 continue
             if self._file is not None and self._file.ordinal == ordinal:
                 self._close_file()
@@ -498,7 +518,7 @@ class ReplicaLog:
         file.file.sync()
 
 
-def _log_cut(last: Segment) -> None:
+def _log_removed_frames(last: Segment) -> None:
     """Log that whole frames behind the end of the log are removed: a power cut may leave them behind a torn batch."""
     removed = next(whole_frames(last.buffer, last.end + fmt.ALIGN), None)
     if removed is not None:
@@ -510,16 +530,16 @@ def _log_cut(last: Segment) -> None:
         )
 
 
-def _is_alone(stored: Identity | None) -> bool:
+def _knows_no_other_replica(stored: Identity | None) -> bool:
     """Check whether no other replica of the group is known. Without an identity, none is."""
     return stored is None or (
         stored.members.generation > 0 and set(stored.members.replicas) <= {stored.replica}
     )
 
 
-def _forget_frames(segment: Segment, at: Position) -> None:
-    """Set the end of a segment to `at`, and remove the frames after it from its index in memory."""
-    count = sum(1 for position in segment.frame_positions if position < at.end)
+def _cut_frames(segment: Segment, cut_at: Position) -> None:
+    """Set the end of a segment to `cut_at`, and remove the frames after it from its index in memory."""
+    count = sum(1 for position in segment.frame_positions if position < cut_at.end)
     positions = array("q", segment.frame_positions[:count])
     segment.frame_positions, segment.frame_seqs = positions, array("q", segment.frame_seqs[:count])
     segment.end, segment.next_seq = fmt.ALIGN, segment.first_seq

@@ -33,7 +33,7 @@ from timeball.cluster.replica_log import READ_BYTES, ReplicaLog
 from timeball.cluster.transport.connections import Address, Connections
 from timeball.io.clock import Clock
 from timeball.log import format as fmt
-from timeball.log.disk_thread import Disk, Extent
+from timeball.log.disk_thread import Call, Disk, Extent
 from timeball.model.errors import LEADS_NO_MORE, NotLeader, OverLimit, PeerError, StorageError
 from timeball.model.message import meta_rows
 
@@ -113,7 +113,7 @@ class ReplicaThread(Disk):
         self._events: deque[Event] = deque()
         self._is_stepping = False
         self._has_ended = False  # shut down, or failed
-        self._ticked_ms = 0
+        self._ticked_ms = 0  # boot clock at the last tick
         # Boot clock at the last look at the sockets. Any thread may read it: a disk that does not answer stops it.
         self.polled_ms = clock.boot_ms()
         # A follower applies every APPLY_MS. Applying each commit would cost as much as all other work of a follower.
@@ -172,9 +172,9 @@ class ReplicaThread(Disk):
         """Queue a call and return the future of its result. Raises RuntimeError when the thread has ended."""
         if self._has_ended:
             raise RuntimeError("the replica's thread has ended")
-        future: Future[R] = Future()
-        self.post(partial(_run_call, future, partial(fn, *args, **kwargs)))
-        return future
+        call = Call(partial(fn, *args, **kwargs))
+        self.post(call)
+        return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Run the queued calls, then end the thread (see concurrent.futures.Executor)."""
@@ -215,6 +215,7 @@ class ReplicaThread(Disk):
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run the queued calls and poll, until `shutdown` was called. After an error, refuse all calls until then."""
         try:
             while self._serve_calls():
                 self._poll()
@@ -245,19 +246,20 @@ class ReplicaThread(Disk):
                 raise self._commit_error
 
     def _refuse_calls(self, error: BaseException) -> None:
+        """Fail the submitted calls, until None is queued (`shutdown`)."""
         while (call := self._calls.get()) is not None:
-            if isinstance(call, partial) and call.func is _run_call:
-                call.args[0].set_exception(StorageError(f"the log has stopped: {error}"))
+            if isinstance(call, Call):
+                call.future.set_exception(StorageError(f"the log has stopped: {error}"))
 
     def _poll(self) -> None:
-        """Wait for input until the next tick at most, and handle sockets, events of other threads, and the tick."""
+        """Wait for input until the next tick at most. Then handle it, and the tick if it is due.
+
+        The input: the sockets, and events and messages of other threads. Raises errors of the disk.
+        """
         self.polled_ms = self._clock.boot_ms()
-        due_ms = self._ticked_ms + TICK_MS - self.polled_ms
-        self._connections.poll(
-            0
-            if not (self._incoming_events.empty() and self._outgoing_sends.empty())
-            else min(TICK_MS, due_ms)
-        )
+        has_work = not (self._incoming_events.empty() and self._outgoing_sends.empty())
+        until_tick_ms = self._ticked_ms + TICK_MS - self.polled_ms
+        self._connections.poll(0 if has_work else min(TICK_MS, until_tick_ms))
         while not self._incoming_events.empty():
             self._step(self._incoming_events.get_nowait())
         while not self._outgoing_sends.empty():
@@ -285,7 +287,7 @@ class ReplicaThread(Disk):
     def received(self, node: str, message: Message) -> None:
         """Pass a message to the protocol, unless the disk lacks the space for it. Raises PeerError."""
         if isinstance(message, Data | Begin | Bytes):
-            self._make_room(message)
+            self._reserve_space(message)
         elif self.problem and isinstance(message, Hello) and message.is_elected:
             self._waiting_hello = (node, message)
             return
@@ -296,7 +298,7 @@ class ReplicaThread(Disk):
             self.clock_offsets.add(node, message.wall_ms, now_ms - message.boot_ms, wall_ms)
         self._step(on.Received(node, message, now_ms, wall_ms))
 
-    def _make_room(self, message: Data | Begin | Bytes) -> None:
+    def _reserve_space(self, message: Data | Begin | Bytes) -> None:
         """Reserve the space for a message, before the protocol counts its rows as written.
 
         Raises PeerError when the disk is full. That ends the connection, and the leader's next HELLO waits until there
@@ -312,7 +314,7 @@ class ReplicaThread(Disk):
             raise PeerError(str(error)) from error
 
     def _check_full_disk(self, now_ms: int) -> None:
-        """Answer the leader's HELLO once the disk has space again."""
+        """Check every DISK_FULL_RETRY_MS whether a full disk has space again. Then answer the leader's HELLO."""
         if not self.problem or now_ms - self._checked_ms < DISK_FULL_RETRY_MS:
             return
         self._checked_ms = now_ms
@@ -376,6 +378,7 @@ class ReplicaThread(Disk):
             self._is_stepping = False
 
     def _carry_out(self, effect: do.Effect) -> None:
+        """Carry out an effect. The effects of a commit are tested first, because they are the most frequent ones."""
         match effect:
             case do.Send(node, Pong(epoch, _, boot_ms)):
                 # Set the wall time of the PONG anew: the protocol took it from the last tick, so it may be TICK_MS old.
@@ -388,8 +391,8 @@ class ReplicaThread(Disk):
                 self._log.sync()
             case do.BeginSegment(begin):
                 self._log.begin_segment(begin)
-            case do.CutLog(at):
-                self._log.cut(at)
+            case do.CutLog(position):
+                self._log.cut(position)
             case do.KeepPromise(epoch, to, members):
                 self._log.keep_promise(epoch, to, members)
             case do.Commit(position):
@@ -401,9 +404,9 @@ class ReplicaThread(Disk):
             case do.AppendEpoch(epoch):
                 self._append_epoch(epoch)
             case _:
-                self._carry_out_rest(effect)
+                self._carry_out_rare(effect)
 
-    def _carry_out_rest(self, effect: do.Effect) -> None:
+    def _carry_out_rare(self, effect: do.Effect) -> None:
         """Carry out an effect that is not on the path of a commit."""
         match effect:
             case do.Propose():
@@ -427,7 +430,10 @@ class ReplicaThread(Disk):
                 raise AssertionError(f"unknown effect: {effect}")
 
     def _propose(self, proposal: do.Propose) -> None:
-        """Pass a swap on. A candidate first reserves the space for the row that opens its epoch."""
+        """Pass a swap on to the event loop. A candidate first reserves the space for the row that opens its epoch.
+
+        Without that space, the swap is reported as failed.
+        """
         if proposal.holder is do.Holder.TAKE:
             try:
                 self._log.reserve(EPOCH_ROW_BYTES)
@@ -438,24 +444,30 @@ class ReplicaThread(Disk):
         self._hooks.propose(proposal)
 
     def _ship(self, effect: do.Ship) -> None:
-        """Read older frames from the segments, send them, and report a Shipped event unless they answer a FETCH."""
+        """Read older frames from the segments and send them, after a BEGIN if they are the first of their segment.
+
+        Then report a Shipped event, unless the frames answer a FETCH.
+        """
         piece = self._log.read(effect.begin, self.state.log.end, effect.epoch)
         end = effect.begin
         if piece is not None:
             if piece.begin is not None:
                 self._connections.send(effect.node, piece.begin, answers=effect.fetched)
-            location, end = (piece.ordinal, piece.position), piece.end
-            self._connections.send(
-                effect.node,
-                Bytes(effect.epoch, *location, end.seq, piece.frames)
+            end, committed_seq = piece.end, self.state.committed_seq
+            message = (
+                Bytes(effect.epoch, piece.ordinal, piece.position, end.seq, piece.frames)
                 if effect.fetched
-                else Data(effect.epoch, *location, end.seq, self.state.committed_seq, piece.frames),
+                else Data(effect.epoch, piece.ordinal, piece.position, end.seq, committed_seq, piece.frames)
             )
+            self._connections.send(effect.node, message)
         if not effect.fetched:
             self._step(on.Shipped(effect.node, end))
 
     def _append_epoch(self, epoch: int) -> None:
-        """Append the EPOCH row as a commit of its own (an Appended event)."""
+        """Pass the EPOCH row to the protocol as a commit of its own (an Appended event).
+
+        The protocol's effects then write it.
+        """
         seq, now_ms = max(self.state.log.seq, 1), self._clock.wall_ms()
         facts = EpochFacts(epoch, self.state.rules.replica, now_ms)
         rows = meta_rows([(EPOCH_KEY, msgspec.json.encode(facts))], now_ms)
@@ -465,14 +477,6 @@ class ReplicaThread(Disk):
             rows, first_seq=seq, span=1, append_ms=now_ms, epoch=epoch, position=position, synced_to=position
         )
         self._step(on.Appended(ordinal, position, seq + 1, b"".join(chunks), self._clock.boot_ms(), begin))
-
-
-def _run_call(future: Future[R], call: Callable[[], R]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(call())
-        except BaseException as error:  # every exception, because the future passes it to the caller
-            future.set_exception(error)
 
 
 # ---- offsets of the other replicas' clocks -------------------------------------------------------------------
@@ -491,10 +495,11 @@ class ClockOffsets:
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
+        # node -> (round trip, offset) of its last answers
         self._samples: dict[str, deque[tuple[int, float]]] = {}
 
     def add(self, node: str, peer_wall_ms: int, round_trip_ms: int, wall_ms: int) -> None:
         """Add an answer that arrived at `wall_ms`, to a PING sent `round_trip_ms` earlier."""
         samples = self._samples.setdefault(node, deque(maxlen=SAMPLES))
         samples.append((round_trip_ms, peer_wall_ms - (wall_ms - round_trip_ms / 2)))
-        self.ms[node] = min(samples)[1]
+        _, self.ms[node] = min(samples)

@@ -23,7 +23,7 @@ PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
         ({"etcd_user": "timeball", "etcd_password_file": "nowhere"}, "--etcd-password-file"),
     ],
 )
-def test_a_coordinator_that_cannot_be_is_refused_by_its_option(more: dict[str, str], says: str) -> None:
+def test_wrong_options_of_the_coordinator_are_refused_by_name(more: dict[str, str], says: str) -> None:
     with pytest.raises(SetupError, match=says):
         create_coordinator(Settings(**PLAIN | more), SystemClock())  # type: ignore[arg-type]
 

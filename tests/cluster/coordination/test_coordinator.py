@@ -17,7 +17,7 @@ from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import ManualClock
 
 
-def test_a_node_alone_leads() -> None:
+def test_a_single_node_always_leads() -> None:
     async def scenario() -> None:
         alone: Coordinator = SingleNodeCoordinator("here", epoch=4)
         lease = await alone.grant(1_000)
@@ -45,7 +45,7 @@ def test_a_node_alone_leads() -> None:
     asyncio.run(scenario())
 
 
-def test_a_lease_of_a_node_alone_is_held_for_ever() -> None:
+def test_the_lease_of_a_single_node_never_ends() -> None:
     async def scenario() -> None:
         clock = ManualClock()
         held = HeldLease(SingleNodeCoordinator("here"), clock, Node("here"), 1_000)
@@ -56,6 +56,6 @@ def test_a_lease_of_a_node_alone_is_held_for_ever() -> None:
     asyncio.run(scenario())
 
 
-def test_a_node_of_a_newer_version_is_read() -> None:
+def test_unknown_fields_of_a_registered_node_are_ignored() -> None:
     found = msgspec.json.decode(b'{"name":"a","addresses":{"flight":"h:1"},"racks":3}', type=Node)
     assert found == Node("a", {"flight": "h:1"})

@@ -39,7 +39,7 @@ def test_the_leader_is_the_one_that_also_holds_the_group() -> None:
     asyncio.run(run())
 
 
-def test_it_reads_again_at_a_change_and_through_a_fault() -> None:
+def test_a_running_directory_reads_changes_also_after_a_failed_read() -> None:
     async def run() -> None:
         async with world_of(None) as world:
             await register(world, "a", 10_911)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import EtcdCluster
-from tests.cluster.worlds import World, seen, world_of
+from tests.cluster.worlds import World, wait_until, world_of
 from tests.ports import free_ports
 
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
@@ -42,7 +42,7 @@ def run(etcd: EtcdCluster) -> Callable[[Callable[[World], Awaitable[None]]], Non
 Run = Callable[[Callable[[World], Awaitable[None]]], None]
 
 
-def test_the_time_of_a_lease_is_etcds(run: Run) -> None:
+def test_etcd_grants_renews_and_ends_leases(run: Run) -> None:
     async def scenario(world: World) -> None:
         store = world.store()
         lease_id, granted_s = await store.grant(1)
@@ -55,7 +55,7 @@ def test_the_time_of_a_lease_is_etcds(run: Run) -> None:
         assert await store.time_to_live(long_id) is None
         with pytest.raises(LeaseLost):
             await store.transact((), [Put(f"{world.cluster}/a", b"", long_id)])
-        await seen(lambda: is_gone(store, lease_id))
+        await wait_until(lambda: is_gone(store, lease_id))
 
     run(scenario)
 
@@ -113,21 +113,21 @@ async def has(found: list[KeyValue], *values: bytes) -> bool:
     return [each.value for each in found] == list(values)
 
 
-def test_a_watch_tells_of_puts_deletes_and_leases_that_end(run: Run) -> None:
+def test_a_watch_reports_puts_and_leases_that_end(run: Run) -> None:
     async def scenario(world: World) -> None:
         prefix, one, other = f"{world.cluster}/", world.store(), world.store()
         async with watched(one, prefix) as found:
             for value in (b"1", b"2", b"3"):
                 lease_id, _ = await other.grant(60)
                 await other.transact((), [Put(prefix + "a", value, lease_id)])
-                await seen(partial(has, found, value))
+                await wait_until(partial(has, found, value))
                 await other.revoke(lease_id)
-                await seen(partial(has, found))
+                await wait_until(partial(has, found))
 
     run(scenario)
 
 
-def test_the_watch_is_one_request_however_long(run: Run) -> None:
+def test_many_waits_share_one_watch_request(run: Run) -> None:
     async def scenario(world: World) -> None:
         store = world.store()
         assert isinstance(store, EtcdStore)
@@ -160,7 +160,7 @@ def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdClus
             assert store._members.preferred == etcd.endpoints[1]
             async with watched(store, prefix) as found:
                 await other.transact((), [Put(prefix + "a", b"again")])
-                await seen(partial(has, found, b"again"))
+                await wait_until(partial(has, found, b"again"))
 
     asyncio.run(scenario())
 
@@ -216,7 +216,7 @@ def test_a_loss_of_etcds_data_leaves_no_wait_that_ends_at_once(tmp_path: Path) -
                     )
                 await store.wait(prefix, 0, BOUND_S)  # until the watch reports
                 await asyncio.to_thread(empty, etcd)
-                await seen(lambda: other.transact((), [Put(prefix + "a", b"again")]))
+                await wait_until(lambda: other.transact((), [Put(prefix + "a", b"again")]))
                 now = await store.transact((), [Read(prefix, is_prefix=True)])
                 assert now.revision < outcome.revision
                 await store.wait(prefix, now.revision - 1, BOUND_S)  # until a new watch reports
@@ -224,7 +224,7 @@ def test_a_loss_of_etcds_data_leaves_no_wait_that_ends_at_once(tmp_path: Path) -
                     requests = store.requests
                     for value in (b"1", b"2", b"3"):
                         await other.transact((), [Put(prefix + "a", value)])
-                        await seen(partial(has, found, value))
+                        await wait_until(partial(has, found, value))
                     # A read for each change, and one that found no change. A watch may have been opened.
                     assert store.requests <= requests + 5
 

@@ -19,7 +19,7 @@ HEADER = (
 )
 
 
-def test_a_transaction_as_etcd_reads_it() -> None:
+def test_a_transaction_is_encoded_as_etcd_reads_it() -> None:
     body = codec.txn_body(
         [RevisionIs("a", 0), LeaseIs("b", 2**62 + 1)],
         [Put("a", b"\xff\0", 5), Delete("b")],
@@ -38,7 +38,7 @@ def test_a_transaction_as_etcd_reads_it() -> None:
     }
 
 
-def test_the_answer_to_a_transaction() -> None:
+def test_the_answer_to_a_transaction_is_decoded() -> None:
     body = (
         b"{" + HEADER + b',"succeeded":true,"responses":[{"response_put":{"header":{"revision":"7"}}},'
         b'{"response_range":{"header":{"revision":"7"},"kvs":[{"key":"YQ==","create_revision":"3","mod_revision":"7",'
@@ -78,14 +78,14 @@ def test_an_invalid_answer_is_refused(body: bytes) -> None:
         codec.read_txn(body, [Read("a")], [])
 
 
-def test_an_answer_that_is_none_is_not_shown() -> None:
+def test_the_text_of_an_undecodable_answer_is_not_in_the_error() -> None:
     """The answer may contain a secret, and errors are logged."""
     with pytest.raises(BadAnswer) as caught:
         codec.read_txn(b'{"header":{"revision":"c2VjcmV0"}}', [], [])
     assert "c2VjcmV0" not in str(caught.value)
 
 
-def test_leases() -> None:
+def test_requests_and_answers_about_leases_are_encoded_and_decoded() -> None:
     assert json.loads(codec.lease_body(0, ttl_s=2)) == {"ID": 0, "TTL": 2}
     assert json.loads(codec.lease_body(7)) == {"ID": 7}
     assert codec.read_grant(b"{" + HEADER + b',"ID":"7587862094297604359","TTL":"2"}') == (
@@ -147,7 +147,9 @@ def error(text: str, code: int, form: str) -> bytes:
         ("something new", 2, BadAnswer),
     ],
 )
-def test_errors_by_who_must_act(text: str, code: int, meaning: type[Exception], form: str) -> None:
+def test_an_error_of_etcd_becomes_the_exception_for_the_caller_s_reaction(
+    text: str, code: int, meaning: type[Exception], form: str
+) -> None:
     found = codec.read_error(error(text, code, form), 500)
     assert type(found) is meaning
     assert text in str(found) or meaning is LeaseLost
@@ -164,7 +166,7 @@ def test_an_error_line_of_a_stream_is_raised() -> None:
 
 
 @pytest.mark.parametrize("body", [b"404 page not found\n", b"", b"{}", b"<html>", b'{"code":"x"}'])
-def test_something_other_than_etcd_answers(body: bytes) -> None:
+def test_an_error_of_another_server_is_misdirected(body: bytes) -> None:
     assert type(codec.read_error(body, 404)) is Misdirected
 
 
@@ -188,7 +190,7 @@ VALUES = st.recursive(
 
 
 @given(st.binary(max_size=200) | VALUES.map(lambda value: json.dumps(value).encode()))
-def test_no_bytes_end_in_another_error(body: bytes) -> None:
+def test_any_bytes_raise_only_the_documented_errors(body: bytes) -> None:
     calls = [
         lambda: codec.read_txn(body, [Read("a")], [Read("a/", is_prefix=True)]),
         lambda: codec.read_grant(body),

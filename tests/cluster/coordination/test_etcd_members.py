@@ -73,7 +73,7 @@ def dead() -> str:
 
 
 @pytest.mark.xdist_group("etcd")
-def test_the_next_member_is_asked_and_kept(etcd: EtcdCluster) -> None:
+def test_after_dead_and_hanging_members_the_next_one_is_asked_and_preferred(etcd: EtcdCluster) -> None:
     async def scenario() -> None:
         asked: list[bytes] = []
 
@@ -135,7 +135,7 @@ def test_after_an_invalid_answer_the_next_member_is_asked(reply: bytes | None) -
     asyncio.run(scenario())
 
 
-def test_without_members_the_deadline_ends_it_and_names_each() -> None:
+def test_without_members_a_call_ends_at_its_deadline_and_names_each() -> None:
     async def scenario() -> None:
         endpoints = dead(), dead()
         async with members_of(*endpoints, deadline_s=1) as members:
@@ -201,7 +201,7 @@ class Authenticating:
 
 
 @pytest.mark.parametrize("in_words", [True, False], ids=["in words", "by closing"])
-def test_a_token_is_asked_for_once_and_anew_when_it_is_refused(in_words: bool) -> None:
+def test_a_token_is_requested_once_and_again_after_it_is_refused(in_words: bool) -> None:
     async def scenario() -> None:
         member = Authenticating(in_words)
         async with server(member) as endpoint, members_of(endpoint, user="u", password="p") as members:
@@ -232,7 +232,7 @@ def hang(head: bytes, body: bytes) -> bytes:
     return b""
 
 
-def test_a_member_that_hangs_during_the_authentication_costs_no_call() -> None:
+def test_no_call_fails_when_a_member_hangs_during_the_authentication() -> None:
     """Calls at the same time wait for one authentication, and then ask the next member together."""
 
     async def scenario() -> None:
@@ -247,7 +247,7 @@ def test_a_member_that_hangs_during_the_authentication_costs_no_call() -> None:
     asyncio.run(scenario())
 
 
-def test_a_call_whose_time_ends_leaves_the_member_that_it_asks() -> None:
+def test_after_a_call_without_an_answer_the_next_member_is_preferred() -> None:
     async def scenario() -> None:
         async with (
             server(hang) as hanging,
@@ -262,7 +262,7 @@ def test_a_call_whose_time_ends_leaves_the_member_that_it_asks() -> None:
 
 
 @pytest.mark.xdist_group("etcd")
-def test_a_user_is_not_needed_where_none_is_asked_for(etcd: EtcdCluster) -> None:
+def test_a_configured_user_is_accepted_by_members_without_authentication(etcd: EtcdCluster) -> None:
     async def scenario() -> None:
         async with members_of(*etcd.endpoints, user="u", password="p") as members:
             assert b"revision" in await members.ask("/v3/kv/range", READ, bytes)
@@ -270,7 +270,7 @@ def test_a_user_is_not_needed_where_none_is_asked_for(etcd: EtcdCluster) -> None
     asyncio.run(scenario())
 
 
-def test_a_stream_is_bounded_and_its_end_is_told() -> None:
+def test_a_stream_raises_at_its_end_for_a_long_line_and_without_an_answer() -> None:
     async def scenario() -> None:
         chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
         lines = chunked + b"3\r\na\nb\r\n2\r\nc\n\r\n0\r\n\r\n"

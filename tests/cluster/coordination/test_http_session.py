@@ -45,6 +45,6 @@ def test_an_answer_within_the_bound_is_read() -> None:
     assert answered(10_000, 10_000) == (b"x" * 10_000, f"timeball/{__version__}")
 
 
-def test_a_longer_one_is_refused() -> None:
+def test_an_answer_above_the_bound_is_refused() -> None:
     with pytest.raises(TooLong, match="more than 9999 bytes"):
         answered(9_999, 10_000)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from tests.bounds import BOUND_S
 from tests.cluster.memory_store import MemoryStore
-from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, made, next_record, world_of
+from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, make_group, next_record, world_of
 
 from timeball.cluster.coordination.coordinator import Node, OperatorRequest
 from timeball.cluster.coordination.keys import KeyCoordinator
@@ -40,7 +40,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
 Run = Callable[[Scenario], None]
 
 
-def test_the_first_record_is_made_once(run: Run) -> None:
+def test_one_of_several_first_records_wins(run: Run) -> None:
     async def scenario(world: World) -> None:
         nodes = [world.coordinator(name) for name in "abcd"]
         before = await nodes[0].read("g1")
@@ -54,9 +54,9 @@ def test_the_first_record_is_made_once(run: Run) -> None:
     run(scenario)
 
 
-def test_one_of_many_leads_an_epoch(run: Run) -> None:
+def test_one_of_many_candidates_leads_an_epoch(run: Run) -> None:
     async def scenario(world: World) -> None:
-        await made(world.coordinator("maker"))
+        await make_group(world.coordinator("maker"))
         names = [f"n{number}" for number in range(8)]
         nodes = [world.coordinator(name) for name in names]
         leases = await asyncio.gather(*(node.grant(LONG_TTL_MS) for node in nodes))
@@ -77,10 +77,10 @@ def test_one_of_many_leads_an_epoch(run: Run) -> None:
     run(scenario)
 
 
-def test_an_old_view_wins_nothing(run: Run) -> None:
+def test_a_swap_of_an_old_revision_fails(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
-        old = await made(a)
+        old = await make_group(a)
         lease = await b.grant(LONG_TTL_MS)
         current = (await b.change("g1", old.revision, replace(RECORD, generation=2))).view
         swap = await b.lead("g1", old.revision, next_record(old, "b"), lease)
@@ -106,7 +106,7 @@ def test_a_swap_of_a_held_group_fails(run: Run) -> None:
     run(scenario)
 
 
-def test_a_dead_holder_is_displaced_and_no_other(run: Run) -> None:
+def test_one_of_two_swaps_that_displace_the_same_holder_wins(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b, c = (world.coordinator(name) for name in "abc")
         held, _ = await led(a, "a")
@@ -115,23 +115,23 @@ def test_a_dead_holder_is_displaced_and_no_other(run: Run) -> None:
             b.lead("g1", held.revision, next_record(held, "b"), lease_b, displaces="a"),
             c.lead("g1", held.revision, next_record(held, "c"), lease_c, displaces="a"),
         )
-        one, other = await asyncio.gather(*calls)
-        assert one.won != other.won
-        assert one.view.holder == other.view.holder
-        # It has seen the newest state, but its request is old.
-        view, name = (one.view, "c") if one.won else (other.view, "b")
-        node, lease = (c, lease_c) if one.won else (b, lease_b)
-        assert not (await node.lead("g1", view.revision, next_record(view, name), lease, displaces="a")).won
+        swap_b, swap_c = await asyncio.gather(*calls)
+        assert swap_b.won != swap_c.won
+        assert swap_b.view.holder == swap_c.view.holder
+        # The loser tries again with the newest revision, but still names a holder that is displaced already.
+        view = swap_b.view
+        loser, name, lease = (c, "c", lease_c) if swap_b.won else (b, "b", lease_b)
+        assert not (await loser.lead("g1", view.revision, next_record(view, name), lease, displaces="a")).won
 
     run(scenario)
 
 
-def test_a_group_without_a_holder_is_held_by_one(run: Run) -> None:
-    """As after a hand-over, whose record names the successor, which has no lease there yet."""
+def test_one_of_two_leases_holds_a_group_without_a_holder(run: Run) -> None:
+    """A group is in this state after a hand-over: the record names a successor that holds no key yet."""
 
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
-        await made(a)
+        await make_group(a)
         lease_a, lease_b = await a.grant(LONG_TTL_MS), await b.grant(LONG_TTL_MS)
         held = await asyncio.gather(a.hold("g1", lease_a), b.hold("g1", lease_b))
         assert sorted(held) == [False, True]
@@ -153,8 +153,8 @@ def test_keys_bound_to_a_lease_end_with_it(run: Run) -> None:
             return (await b.read("g1")).holder is None and "a" not in await b.nodes()
 
         await world.pass_time(lease.ttl_ms, is_gone)
-        found = await b.read("g1")
-        assert (found.record, found.revision) == (view.record, view.revision)
+        after = await b.read("g1")
+        assert (after.record, after.revision) == (view.record, view.revision)
         for call in (
             a.renew(lease),
             a.lead("g1", view.revision, next_record(view, "a"), lease),
@@ -170,7 +170,7 @@ def test_keys_bound_to_a_lease_end_with_it(run: Run) -> None:
     run(scenario)
 
 
-def test_a_lease_that_is_renewed_goes_on(run: Run) -> None:
+def test_a_renewed_lease_keeps_its_id_and_has_a_later_end(run: Run) -> None:
     async def scenario(world: World) -> None:
         a = world.coordinator("a")
         lease = await a.grant(LONG_TTL_MS)
@@ -184,7 +184,7 @@ def test_a_lease_that_is_renewed_goes_on(run: Run) -> None:
     run(scenario)
 
 
-def test_a_revoked_lease_frees_at_once(run: Run) -> None:
+def test_a_revoked_lease_deletes_its_keys_at_once(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
         _, lease = await led(a, "a")
@@ -198,7 +198,7 @@ def test_a_revoked_lease_frees_at_once(run: Run) -> None:
     run(scenario)
 
 
-def test_who_resigns_gives_up_what_is_his(run: Run) -> None:
+def test_resign_releases_a_group_only_for_the_lease_that_holds_it(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
         view, lease = await led(a, "a")
@@ -211,7 +211,7 @@ def test_who_resigns_gives_up_what_is_his(run: Run) -> None:
     run(scenario)
 
 
-def test_a_leader_hands_over(run: Run) -> None:
+def test_a_hand_over_swaps_the_record_and_releases_the_group(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b, c = (world.coordinator(name) for name in "abc")
         view, lease = await led(a, "a")
@@ -225,7 +225,7 @@ def test_a_leader_hands_over(run: Run) -> None:
     run(scenario)
 
 
-def test_replicas_change_by_compare_and_swap(run: Run) -> None:
+def test_a_change_of_the_replicas_keeps_the_holder(run: Run) -> None:
     async def scenario(world: World) -> None:
         a = world.coordinator("a")
         view, _ = await led(a, "a")
@@ -239,7 +239,7 @@ def test_replicas_change_by_compare_and_swap(run: Run) -> None:
     run(scenario)
 
 
-def test_a_swap_whose_answer_was_lost_is_known(run: Run) -> None:
+def test_a_repeated_swap_after_a_lost_answer_succeeds_only_for_its_node(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a", repeating=True), world.coordinator("b", repeating=True)
         view, lease = await led(a, "a")  # makes a record, then leads: both twice
@@ -256,31 +256,31 @@ def test_a_swap_whose_answer_was_lost_is_known(run: Run) -> None:
     run(scenario)
 
 
-def test_a_namesake_is_not_taken_for_this_node(run: Run) -> None:
-    """Two processes by one name, each with its own lease: one wins."""
+def test_one_of_two_processes_with_the_same_name_wins(run: Run) -> None:
+    """Each of the two processes has its own lease."""
 
     async def scenario(world: World) -> None:
-        one, other = world.coordinator("a"), world.coordinator("a")
-        free = await made(one)
+        processes = world.coordinator("a"), world.coordinator("a")
+        free = await make_group(processes[0])
         swaps = await asyncio.gather(*[
-            each.lead("g1", free.revision, next_record(free, "a"), await each.grant(LONG_TTL_MS))
-            for each in (one, other)
+            process.lead("g1", free.revision, next_record(free, "a"), await process.grant(LONG_TTL_MS))
+            for process in processes
         ])  # fmt: skip
         assert sorted(swap.won for swap in swaps) == [False, True]
 
     run(scenario)
 
 
-def test_groups_are_read_at_once(run: Run) -> None:
+def test_all_groups_of_one_cluster_are_read_in_one_request(run: Run) -> None:
     async def scenario(world: World) -> None:
         a = world.coordinator("a")
         view, _ = await led(a, "a")
-        await made(a, "g2")
+        await make_group(a, "g2")
         views, as_of = await a.read_all()
         assert as_of == (await a.read("g1")).as_of
         assert sorted(views) == ["g1", "g2"]
-        for name, found in views.items():
-            assert found == dataclasses.replace(await a.read(name), as_of=found.as_of)
+        for name, view_of_all in views.items():
+            assert view_of_all == dataclasses.replace(await a.read(name), as_of=view_of_all.as_of)
         assert views["g1"].holder == view.holder and views["g2"].holder is None
         other = KeyCoordinator(world.store(), world.clock, cluster=world.cluster + "x", node="a")
         assert (await other.read_all()).views == {}
@@ -303,38 +303,40 @@ def test_an_address_that_cannot_be_parsed_is_left_out_and_logged_once(
     run(scenario)
 
 
-def test_a_secret_is_made_once(run: Run) -> None:
+def test_one_of_several_proposals_becomes_the_secret(run: Run) -> None:
     async def scenario(world: World) -> None:
         nodes = [world.coordinator(f"n{number}") for number in range(6)]
         proposals = [bytes([number]) * 32 for number in range(6)]
-        kept = await asyncio.gather(*(n.secret("receipts", p) for n, p in zip(nodes, proposals)))
-        assert len(set(kept)) == 1 and kept[0] in proposals
+        secrets = await asyncio.gather(
+            *(node.secret("receipts", proposal) for node, proposal in zip(nodes, proposals))
+        )
+        assert len(set(secrets)) == 1 and secrets[0] in proposals
         assert await nodes[0].secret("other", b"\0\xff") == b"\0\xff"
 
     run(scenario)
 
 
-def test_a_change_wakes_those_who_wait(run: Run) -> None:
+def test_a_change_ends_a_wait(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
-        await made(a)
+        await make_group(a)
         seen_by_b = await b.read("g1")
 
-        async def leads() -> None:
+        async def wait_while_the_holder_changes() -> None:
             await b.wait_for_change(seen_by_b.as_of, 0.05)  # opens the watch, and nothing happens
             waiting = asyncio.create_task(b.wait_for_change(seen_by_b.as_of, 60))
             assert await a.hold("g1", await a.grant(LONG_TTL_MS))
             await waiting
 
         async with asyncio.timeout(30):
-            await leads()
+            await wait_while_the_holder_changes()
             await b.wait_for_change(seen_by_b.as_of, 60)  # a past change is not waited for
         assert (await b.read("g1")).holder is not None
 
     run(scenario)
 
 
-def test_a_cluster_without_a_group_is_waited_for(run: Run) -> None:
+def test_a_wait_in_a_cluster_without_groups_ends_with_the_first_record(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
         await a.register(Node("a"), await a.grant(LONG_TTL_MS))
@@ -343,7 +345,7 @@ def test_a_cluster_without_a_group_is_waited_for(run: Run) -> None:
         waiting = asyncio.create_task(b.wait_for_change(as_of, LONG_TTL_MS / 1_000))
         await b.read_all()  # takes longer than a wait that ends at once
         assert views == {} and not waiting.done()
-        await made(a)
+        await make_group(a)
         async with asyncio.timeout(BOUND_S):
             await waiting
 
@@ -366,7 +368,7 @@ def test_a_record_that_cannot_be_read_names_its_key(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "-a", "x" * 65, "a b", "ä"])
-def test_names_that_would_be_other_keys_are_refused(name: str) -> None:
+def test_a_name_that_is_not_one_part_of_a_key_is_refused(name: str) -> None:
     async def scenario() -> None:
         async with world_of(None) as world:
             with pytest.raises(SetupError, match="name"):
@@ -377,19 +379,21 @@ def test_names_that_would_be_other_keys_are_refused(name: str) -> None:
     asyncio.run(scenario())
 
 
-# ---- a control: what the contract says of a store that compares, and then writes ------------------------------
+# ---- a control: the tests above notice a store whose comparison and write are two steps ------------------------
 
 
 class ComparesThenWrites(MemoryStore):
+    """A faulty store: other transactions come between the comparison and the write."""
+
     async def transact(self, when: Any, then: Any, otherwise: Any = ()) -> Outcome:
         compared = await super().transact(when, [], [])
         return await super().transact([], then if compared.succeeded else otherwise)
 
 
-def test_two_leaders_by_comparing_and_then_writing_are_noticed() -> None:
+def test_a_store_that_compares_before_it_writes_is_noticed() -> None:
     async def scenario() -> None:
         async with world_of(None) as world:
-            view = await made(world.coordinator("maker"))
+            view = await make_group(world.coordinator("maker"))
             swaps = []
             for name in "abcd":
                 store = ComparesThenWrites(world.memory)
@@ -401,32 +405,42 @@ def test_two_leaders_by_comparing_and_then_writing_are_noticed() -> None:
     asyncio.run(scenario())
 
 
-def test_one_request_stands_at_a_time_and_goes_with_the_command_that_asks(run: Run) -> None:
+def test_a_second_operator_request_is_refused_until_the_first_is_gone(run: Run) -> None:
     async def scenario(world: World) -> None:
         leader, first, second = (world.coordinator(name) for name in ("a", "operator", "another"))
         view, _ = await led(leader, "a")
         leases = [await command.grant(LONG_TTL_MS) for command in (first, second)]
         request, other = OperatorRequest(hand_over_to="b"), OperatorRequest(("a/1", "b/1"))
         swap = await first.put_request("g1", view.revision, request, leases[0])
-        assert swap.won and swap.view.pending_request is not None
-        assert swap.view.pending_request[:2] == (request, leases[0].id) and swap.view.record == view.record
-        swap = await second.put_request("g1", view.revision, other, leases[1])
-        assert (
-            not swap.won
-            and swap.view.pending_request is not None
-            and swap.view.pending_request.request == request
-        )
-        assert (await leader.read_all()).views["g1"].pending_request == swap.view.pending_request
+        pending = swap.view.pending_request
+        assert swap.won and pending is not None
+        assert (pending.request, pending.lease_id) == (
+            request,
+            leases[0].id,
+        ) and swap.view.record == view.record
+        refused = await second.put_request("g1", view.revision, other, leases[1])
+        assert not refused.won and refused.view.pending_request == pending
+        assert (await leader.read_all()).views["g1"].pending_request == pending
         await first.revoke(leases[0])
         assert (await leader.read("g1")).pending_request is None
-        assert not (await second.put_request("g1", view.revision + 1, other, leases[1])).won, (
-            "of an old record"
-        )
-        asked = (await second.put_request("g1", view.revision, other, leases[1])).view.pending_request
-        assert asked is not None
-        await leader.remove_request("g1", asked._replace(revision=asked.revision - 1))
-        assert (await leader.read("g1")).pending_request == asked, "another request is left alone"
-        await leader.remove_request("g1", asked)
+        of_other_revision = await second.put_request("g1", view.revision + 1, other, leases[1])
+        assert not of_other_revision.won
+        assert (await second.put_request("g1", view.revision, other, leases[1])).won
+
+    run(scenario)
+
+
+def test_only_the_named_operator_request_is_removed(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        leader, operator = world.coordinator("a"), world.coordinator("operator")
+        view, _ = await led(leader, "a")
+        request = OperatorRequest(hand_over_to="b")
+        swap = await operator.put_request("g1", view.revision, request, await operator.grant(LONG_TTL_MS))
+        pending = swap.view.pending_request
+        assert pending is not None
+        await leader.remove_request("g1", pending._replace(revision=pending.revision - 1))
+        assert (await leader.read("g1")).pending_request == pending
+        await leader.remove_request("g1", pending)
         assert (await leader.read("g1")).pending_request is None
 
     run(scenario)
@@ -445,20 +459,20 @@ def test_a_record_is_forced_only_while_no_node_holds_the_group(run: Run) -> None
     run(scenario)
 
 
-def test_reports_go_with_their_lease_and_wake_no_watcher(run: Run) -> None:
+def test_a_report_ends_with_its_lease_and_ends_no_wait(run: Run) -> None:
     async def scenario(world: World) -> None:
         node, other = world.coordinator("a"), world.coordinator("b")
-        view, lease = await made(node), await node.grant(LONG_TTL_MS)
+        view, lease = await make_group(node), await node.grant(LONG_TTL_MS)
         figures = ReplicaFigures("g1", "a/1", "leader", "a", peers={"b": PeerFigures("b/1", 7, -0.5)})
         await node.report(figures, lease)
         assert await other.reports() == {"a": figures}
-        await other.wait_for_change(view.as_of - 1, LONG_TTL_MS / 1_000)  # it watches from now on
+        await other.wait_for_change(view.as_of - 1, LONG_TTL_MS / 1_000)  # opens the watch
         as_of = (await other.read("g1")).as_of
-        watched = asyncio.create_task(other.wait_for_change(as_of, LONG_TTL_MS / 1_000))
+        waiting = asyncio.create_task(other.wait_for_change(as_of, LONG_TTL_MS / 1_000))
         await node.report(replace(figures, log_seq=9), lease)
-        assert (await other.reports())["a"].log_seq == 9 and not watched.done()
+        assert (await other.reports())["a"].log_seq == 9 and not waiting.done()
         await node.change("g1", view.revision, replace(RECORD, generation=2))
-        await watched
+        await waiting
         await node.revoke(lease)
         assert await other.reports() == {}
 

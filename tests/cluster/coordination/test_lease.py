@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tests.cluster.memory_store import Memory, MemoryStore
-from tests.cluster.worlds import World, led, seen, world_of
+from tests.cluster.worlds import World, led, wait_until, world_of
 
 from timeball.cluster.coordination.coordinator import LEASE_MARGIN_MS, HeldLease, Node
 from timeball.cluster.coordination.keys import KeyCoordinator
@@ -31,7 +31,7 @@ def in_memory(scenario: Callable[[World, ManualClock], Awaitable[None]]) -> None
     asyncio.run(within())
 
 
-def test_a_lease_is_renewed_four_times_a_ttl() -> None:
+def test_a_lease_is_renewed_four_times_per_ttl() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held = held_in(world)
         assert held.lease is None
@@ -70,7 +70,9 @@ def test_the_wall_clock_does_not_change_the_lease() -> None:
     in_memory(scenario)
 
 
-def test_without_an_answer_the_lease_ends_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lease_ends_without_answers_and_is_valid_again_after_a_renewal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def scenario(world: World, clock: ManualClock) -> None:
@@ -95,7 +97,7 @@ def test_without_an_answer_the_lease_ends_and_comes_back(caplog: pytest.LogCaptu
     )
 
 
-def test_a_lease_that_is_lost_is_taken_anew_and_the_node_registered_by_it() -> None:
+def test_a_lost_lease_is_replaced_and_the_node_registered_with_the_new_one() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held = held_in(world)
         await held.renew_or_grant()
@@ -109,7 +111,7 @@ def test_a_lease_that_is_lost_is_taken_anew_and_the_node_registered_by_it() -> N
     in_memory(scenario)
 
 
-def test_a_registration_that_failed_is_made_at_the_next_beat() -> None:
+def test_a_registration_is_repeated_after_a_lost_answer() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held, other = held_in(world), world.coordinator("b")
         world.memory.loses_answers = True
@@ -134,7 +136,7 @@ def test_errors_for_an_operator_are_retried_once_a_second() -> None:
     in_memory(scenario)
 
 
-def test_a_released_lease_frees_what_it_held() -> None:
+def test_a_released_lease_deletes_only_its_own_keys() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         coordinator = world.coordinator("a")
         view, _ = await led(coordinator, "a")
@@ -155,12 +157,12 @@ def test_a_lease_is_held_on_etcd(etcd: object) -> None:
             assert isinstance(world.clock, SystemClock)
             held, other = held_in(world), world.coordinator("b")
             running = asyncio.create_task(held.run())
-            await seen(other.nodes)
+            await wait_until(other.nodes)
             lease = held.lease
             assert lease is not None
             # Held past its first end, if this machine ever let it run: a lease that was lost is a different one.
-            await seen(lambda: past(world, lease.sent_ms + lease.ttl_ms))
-            await seen(other.nodes)
+            await wait_until(lambda: past(world, lease.sent_ms + lease.ttl_ms))
+            await wait_until(other.nodes)
             running.cancel()
             await held.release()
             assert not await other.nodes()

@@ -38,10 +38,10 @@ from timeball.model.errors import LeaseLost
 KEYS = ("a", "b", "b/c")
 
 
-def stepping(
+def comparing_machine(
     endpoints: list[str], model_kind: type[MemoryStore] = MemoryStore
 ) -> type[RuleBasedStateMachine]:
-    """Return a machine that does each step in the model and on etcd."""
+    """Make a state machine that carries out each step in the model and on etcd, and compares the answers."""
 
     class Both(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -55,14 +55,10 @@ def stepping(
             self.revisions = [(0, 0)]  # the revisions that were seen, in both
 
         def lease(self, number: int) -> tuple[int, int]:
-            """Return a lease in both: none, a granted one, or one that never existed."""
-            return (
-                (0, 0)
-                if number == 0
-                else self.leases[number - 1]
-                if number <= len(self.leases)
-                else (999, 999)
-            )
+            """Choose a lease of the model and of etcd: none for 0, a granted one, or one that never existed."""
+            if number == 0:
+                return 0, 0
+            return self.leases[number - 1] if number <= len(self.leases) else (999, 999)
 
         @rule()
         def grant(self) -> None:
@@ -76,7 +72,7 @@ def stepping(
         def end_or_renew(self, number: int, is_renewal: bool) -> None:
             pair = self.lease(number)
             verbs = [(store.renew if is_renewal else store.revoke) for store in (self.model, self.etcd)]
-            ours, theirs = (self.told(verb(lease)) for verb, lease in zip(verbs, pair))
+            ours, theirs = (self.outcome(verb(lease)) for verb, lease in zip(verbs, pair))
             assert ours == theirs
 
         @rule(
@@ -94,13 +90,13 @@ def stepping(
                 when = [self.comparison(*each, side) for each in compared]
                 lists = [[*(self.operation(*each, side) for each in chosen), *self.reads()]
                          for chosen in (then, otherwise)]  # fmt: skip
-                sides.append(self.told(store.transact(when, *lists)))
-            self.agree(*sides)
+                sides.append(self.outcome(store.transact(when, *lists)))
+            self.assert_equal(*sides)
 
         @invariant()
         def read(self) -> None:
-            sides = [self.told(store.transact([], self.reads())) for store in (self.model, self.etcd)]
-            self.agree(*sides)
+            sides = [self.outcome(store.transact([], self.reads())) for store in (self.model, self.etcd)]
+            self.assert_equal(*sides)
 
         def comparison(self, key: str, is_lease: bool, number: int, side: int) -> Comparison:
             if is_lease:
@@ -120,13 +116,13 @@ def stepping(
                 Read(self.base + "b/", is_prefix=True),
             ]
 
-        def told(self, call: Any) -> Any:
+        def outcome(self, call: Any) -> Any:
             try:
                 return self.runner.run(call)
             except LeaseLost:
                 return "lost"
 
-        def agree(self, ours: Outcome | str, theirs: Outcome | str) -> None:
+        def assert_equal(self, ours: Outcome | str, theirs: Outcome | str) -> None:
             if isinstance(ours, str) or isinstance(theirs, str):
                 assert ours == theirs
                 return
@@ -135,10 +131,10 @@ def stepping(
             for one, other in zip(chain(*ours.reads), chain(*theirs.reads)):
                 assert (one.key, one.value) == (other.key, other.value)
                 assert one.lease_id == other.lease_id == 0 or (one.lease_id, other.lease_id) in self.leases
-                self.same_revision(one.revision, other.revision)
+                self.compare_revisions(one.revision, other.revision)
 
-        def same_revision(self, ours: int, theirs: int) -> None:
-            """Revisions differ, since others use etcd too. Their equality and order do not."""
+        def compare_revisions(self, ours: int, theirs: int) -> None:
+            """Compare equality and order of revisions. Their numbers differ, because other tests use this etcd, too."""
             for pair in self.revisions:
                 assert (pair[0] < ours, pair[0] == ours) == (pair[1] < theirs, pair[1] == theirs)
             if (ours, theirs) not in self.revisions:
@@ -153,7 +149,7 @@ def stepping(
     return Both
 
 
-def steps(examples: int, **more: Any) -> settings:
+def hypothesis_settings(examples: int, **more: Any) -> settings:
     checks = list(HealthCheck)
     return settings(
         max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=checks, **more
@@ -162,8 +158,8 @@ def steps(examples: int, **more: Any) -> settings:
 
 @pytest.mark.xdist_group("etcd")
 @pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_model_does_as_etcd_does(etcd: EtcdCluster, examples: int) -> None:
-    run_state_machine_as_test(stepping(etcd.endpoints), settings=steps(examples))
+def test_the_model_in_memory_answers_as_etcd_does(etcd: EtcdCluster, examples: int) -> None:
+    run_state_machine_as_test(comparing_machine(etcd.endpoints), settings=hypothesis_settings(examples))
 
 
 class ForgetsLeases(MemoryStore):
@@ -185,6 +181,6 @@ class SwapsAlways(MemoryStore):
 @pytest.mark.parametrize("wrong", [ForgetsLeases, SwapsAlways])
 def test_a_model_that_is_wrong_is_noticed(etcd: EtcdCluster, wrong: type[MemoryStore]) -> None:
     # The first one found suffices: neither the shortest, nor one of each kind.
-    hunt = steps(300, phases=[Phase.generate], report_multiple_bugs=False)
+    hunt = hypothesis_settings(300, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(stepping(etcd.endpoints, wrong), settings=hunt)
+        run_state_machine_as_test(comparing_machine(etcd.endpoints, wrong), settings=hunt)

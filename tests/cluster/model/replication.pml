@@ -559,7 +559,7 @@ inline propose() {
     fi
 }
 
-/* machine._adopt */
+/* machine._store_record */
 inline adopt() {
     replicas = joining;
     joining = 0;

@@ -40,7 +40,7 @@ def encoded(message: m.Message) -> bytes:
     return b"".join(m.encode(message))
 
 
-def test_the_header_is_these_bytes() -> None:
+def test_the_bytes_of_a_message_are_the_documented_ones() -> None:
     assert encoded(m.Ack(2, 3, 128, 9)) == (
         b"TBR1\x0d" + b"\x02\0\0\0\0\0\0\0" + b"\x03\0\0\0" + b"\x80\0\0\0\0\0\0\0"
         b"\x09\0\0\0\0\0\0\0" + b"\0\0\0\0\0\0\0\0" + b"\0\0\0\0"
@@ -51,7 +51,7 @@ def test_the_header_is_these_bytes() -> None:
     )
 
 
-def test_every_type_has_its_number() -> None:
+def test_the_numbers_of_the_message_types_are_fixed() -> None:
     told = {kind.__name__.upper(): number for number, kind in m.KINDS.items()}
     assert told == {
         "HELLO": 1, "BEGIN": 2, "DATA": 3, "CUT": 4, "FETCH": 5, "PING": 6, "FILE": 7, "WANT": 8,
@@ -60,7 +60,7 @@ def test_every_type_has_its_number() -> None:
 
 
 @given(st.lists(MESSAGES, max_size=4), st.lists(st.integers(0, 600), max_size=8))
-def test_messages_come_back_however_their_bytes_are_cut(sent: list[m.Message], cuts: list[int]) -> None:
+def test_messages_are_received_however_their_bytes_are_split(sent: list[m.Message], cuts: list[int]) -> None:
     raw = b"".join(encoded(message) for message in sent)
     borders = sorted({0, len(raw), *(min(cut, len(raw)) for cut in cuts)})
     receiver, received = Receiver(), []
@@ -82,7 +82,7 @@ def test_received_messages_outlive_their_buffer(sent: list[m.Message], size: int
 
 
 @given(MESSAGES)
-def test_byte_by_byte_nothing_comes_early(message: m.Message) -> None:
+def test_a_message_is_received_only_with_its_last_byte(message: m.Message) -> None:
     receiver, raw = Receiver(), encoded(message)
     for number in range(len(raw) - 1):
         assert not list(receiver.receive(raw[number : number + 1]))
@@ -90,7 +90,7 @@ def test_byte_by_byte_nothing_comes_early(message: m.Message) -> None:
 
 
 @given(MESSAGES, st.data())
-def test_other_bytes_are_another_message_or_a_peer_error(message: m.Message, data: st.DataObject) -> None:
+def test_a_flipped_bit_gives_another_message_or_a_peer_error(message: m.Message, data: st.DataObject) -> None:
     raw = bytearray(encoded(message))
     raw[data.draw(st.integers(0, min(len(raw), 120) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
@@ -105,7 +105,7 @@ def test_other_bytes_are_another_message_or_a_peer_error(message: m.Message, dat
     "message",
     [m.Hello(0, "", "", 0), m.Promise(0, "a/1", ()), m.Hello(1, "g", "a/1", 1, m.Members(3, ("b/1",)), True)],
 )
-def test_a_field_with_another_name_is_another_message(message: m.Message) -> None:
+def test_a_flipped_bit_in_a_json_payload_never_gives_the_same_message(message: m.Message) -> None:
     for bit in range(8 * len(encoded(message))):
         raw = bytearray(encoded(message))
         raw[bit // 8] ^= 1 << bit % 8
@@ -144,19 +144,19 @@ def header(number: int, *, length: int = 0, epoch: int = 1, values: tuple[int, .
         (header(7, length=6) + b"\0\0\0\0\0\0", "a path of 0 bytes"),
     ],
 )  # fmt: skip
-def test_broken_rules_are_refused_by_name(raw: bytes, reason: str) -> None:
+def test_a_message_that_breaks_a_rule_is_refused_with_the_reason(raw: bytes, reason: str) -> None:
     with pytest.raises(PeerError, match=reason):
         list(Receiver().receive(raw))
 
 
-def test_a_bound_is_checked_before_the_payload_is_awaited() -> None:
+def test_a_payload_above_its_bound_is_refused_before_it_arrives() -> None:
     receiver = Receiver()
     with pytest.raises(PeerError):
         list(receiver.receive(header(14, length=2**32 - 1)))
 
 
 @pytest.mark.parametrize("ends", [ENDS[::-1], (ENDS[0], ENDS[0]), (EpochEnd(1, 1, -64, 1),)])
-def test_a_promise_whose_epochs_are_no_log_is_refused(ends: tuple[EpochEnd, ...]) -> None:
+def test_a_promise_whose_epochs_are_not_in_order_is_refused(ends: tuple[EpochEnd, ...]) -> None:
     with pytest.raises(PeerError, match="order of a log"):
         list(Receiver().receive(encoded(m.Promise(2, "b/1", ends))))
 

@@ -17,15 +17,17 @@ from timeball.cluster.protocol.messages import (
     log_order_key,
 )
 
-# A log as its frames' epochs; the n-th frame (from 0) ends at byte 64 * (n + 2), four frames a segment.
+# A log, written as the epoch of each of its frames.
 Frames = list[int]
 
 
 def place(count: int) -> Position:
+    """Return the end of a log of `count` frames: of 64 bytes and one row each, four in a segment after its header."""
     return Position((count - 1) // 4 + 1, 64 * ((count - 1) % 4 + 2), count + 1) if count else BEGINNING
 
 
 def ends_of(frames: Frames) -> Ends:
+    """Return where each epoch of a log ends."""
     ends: Ends = ()
     for count, epoch in enumerate(frames, 1):
         ends = extend(ends, epoch, place(count))
@@ -43,13 +45,13 @@ def test_a_cut_log_has_the_ends_of_what_is_left(frames: Frames, count: int) -> N
 
 
 @given(logs)
-def test_ends_are_in_order(frames: Frames) -> None:
+def test_the_ends_of_a_log_are_in_order_and_reversed_are_not(frames: Frames) -> None:
     ends = ends_of(frames)
     assert are_in_order(ends)
     assert len(ends) < 2 or not are_in_order(ends[::-1])
 
 
-def test_equal_epochs_or_places_are_not_in_order() -> None:
+def test_ends_with_equal_epochs_or_equal_positions_are_not_in_order() -> None:
     first = EpochEnd(1, 1, 128, 2)
     assert not are_in_order((first, first))
     assert not are_in_order((first, EpochEnd(2, 1, 128, 2)))
@@ -57,28 +59,28 @@ def test_equal_epochs_or_places_are_not_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "equal"),
+    ("own", "other", "equal_frames"),
     [
         ([], [1], 0),
         ([1, 1, 1], [1, 1], 2),
-        ([1, 1, 2, 2], [1, 1, 1], 2),  # theirs went on in an epoch that was lost
+        ([1, 1, 2, 2], [1, 1, 1], 2),  # the other log has a frame of epoch 1 that no leader after it had
         ([1, 1, 2, 2, 4], [1, 1, 2, 2, 2, 3], 4),
         ([2, 2], [1, 1], 0),  # no epoch in common: one of the two lacks its beginning
     ],
 )
 def test_two_logs_are_equal_up_to_the_end_of_the_last_epoch_they_share(
-    mine: Frames, theirs: Frames, equal: int
+    own: Frames, other: Frames, equal_frames: int
 ) -> None:
-    assert common_end(ends_of(mine), ends_of(theirs)) == place(equal)
-    assert common_end(ends_of(theirs), ends_of(mine)) == place(equal)
+    assert common_end(ends_of(own), ends_of(other)) == place(equal_frames)
+    assert common_end(ends_of(other), ends_of(own)) == place(equal_frames)
 
 
-def test_the_later_epoch_knows_more_than_the_longer_log() -> None:
+def test_log_order_compares_the_last_epoch_before_the_length() -> None:
     assert log_order_key(ends_of([1, 2])) > log_order_key(ends_of([1, 1, 1]))
     assert log_order_key(ends_of([1, 1])) > log_order_key(ends_of([1]))
     assert log_order_key(()) == (0, BEGINNING)
 
 
-def test_an_epoch_never_follows_a_later_one() -> None:
+def test_frames_of_an_earlier_epoch_than_the_last_are_not_appended() -> None:
     with pytest.raises(AssertionError):
         extend(ends_of([2]), 1, place(2))

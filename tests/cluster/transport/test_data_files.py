@@ -33,18 +33,20 @@ RETENTION_MS = 60_000
 
 
 class Rows:
-    """A replica's rows about data files, and which of them are committed."""
+    """A replica's rows about data files, and the state after the committed ones."""
 
     def __init__(self) -> None:
         self.next_seq, self.committed = 1, CommittedFiles()
-        self.states = {1: CommittedFiles(1)}  # by the row behind
+        self.states = {1: CommittedFiles(1)}  # by the sequence number after the rows that were applied
         self.deleted_before: list[int] = []
 
     def attach(self, *paths: str, removes: tuple[str, ...] = (), size_bytes: int = 0) -> int:
+        """Append a row that adds and removes these files. Returns its number."""
         entries = {**self.states[self.next_seq].entries, **{path: entry(path, size_bytes) for path in paths}}
         return self._append(entries={path: each for path, each in entries.items() if path not in removes})
 
     def snapshot(self, log_from_seq: int) -> int:
+        """Append a snapshot that allows to delete the log below this row. Returns its number."""
         return self._append(log_from_seq=log_from_seq)
 
     def _append(self, **change: Any) -> int:
@@ -67,7 +69,7 @@ def entry(path: str, size_bytes: int) -> FileEntry:
 
 
 class Machine:
-    """One replica's files, and its end of the wire."""
+    """One replica: its files, the thread of its data files (`work`), and the Link of that thread."""
 
     def __init__(self, world: World, name: str, folder: Path) -> None:
         self.world, self.name, self.folder = world, name, folder
@@ -75,17 +77,17 @@ class Machine:
         self.files.make_dir(".")
         self.failures: list[BaseException] = []
         self.state = Replica(Rules(f"{name}/1"), Role.FOLLOWER, promised=1)
-        self.work = self.begin()
+        self.work = self.start_work()
 
-    def make(self) -> DataFiles:
+    def make_work(self) -> DataFiles:
         self.work = DataFiles(
             self.files, self.log, self, self.world.clock, committed=lambda: self.log.committed,
             retention_ms=RETENTION_MS, on_failure=self.failures.append,
         )  # fmt: skip
         return self.work
 
-    def begin(self) -> DataFiles:
-        self.make().start()
+    def start_work(self) -> DataFiles:
+        self.make_work().start()
         return self.work
 
     def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
@@ -106,15 +108,18 @@ class Machine:
         target = self.folder / "pending" / path
         try:
             return target.read_bytes()
-        except FileNotFoundError:  # not asked before: it may be removed in between
+        except FileNotFoundError:  # not checked before the read, because the file may be removed in between
             return None
 
-    def on_the_way(self) -> list[Path]:
+    def incomplete_files(self) -> list[Path]:
         return list((self.folder / "pending").rglob(f"*{SUFFIX}"))
 
 
 class World:
-    """Three replicas; a leads, and the others know it once they are connected."""
+    """Three replicas. a leads, and the others know it once they are connected.
+
+    `change` may change or drop each message on its way.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.clock = ManualClock()
@@ -133,7 +138,7 @@ class World:
         peers = {name: Peer(f"{name}/1", BEGINNING, acked=BEGINNING) for name in names}
         self._lead(lambda lead: replace(lead, peers={**lead.peers, **peers}))
 
-    def cut(self, name: str) -> None:
+    def disconnect(self, name: str) -> None:
         self._lead(lambda lead: replace(lead, peers={n: p for n, p in lead.peers.items() if n != name}))
         self.machines[name].state = replace(self.machines[name].state, source=None)
         self.a.work.closed(name)
@@ -154,7 +159,7 @@ class World:
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + BOUND_S
         while not condition():
-            assert time.monotonic() < deadline, f"not seen; the last messages: {self.sent[-8:]}"
+            assert time.monotonic() < deadline, f"not true in time; the last messages: {self.sent[-8:]}"
             time.sleep(0.005)
             self.clock.advance(20)
 
@@ -184,7 +189,7 @@ def test_a_file_counts_when_a_majority_has_it_under_its_name(world: World) -> No
     assert world.c.content(path) is None
 
 
-def test_many_files_of_one_attach_come_to_all(world: World) -> None:
+def test_all_files_of_an_attach_reach_all_connected_replicas(world: World) -> None:
     paths = [world.a.write(size) for size in (1, PIECE_BYTES, PIECE_BYTES + 1, 500, 70_000)]
     world.connect("b", "c")
     shipped = world.a.work.ship(paths)
@@ -192,7 +197,7 @@ def test_many_files_of_one_attach_come_to_all(world: World) -> None:
     world.until(lambda: all(m.content(p) == world.a.content(p) for m in (world.b, world.c) for p in paths))
 
 
-def test_acks_all_waits_for_the_last(world: World) -> None:
+def test_with_acks_all_a_file_counts_when_every_replica_has_it(world: World) -> None:
     world.a.state = replace(world.a.state, rules=Rules("a/1", acks_all=True))
     path = world.a.write(100)
     world.connect("b")
@@ -204,7 +209,7 @@ def test_acks_all_waits_for_the_last(world: World) -> None:
     world.until(shipped.done)
 
 
-def test_a_leader_that_leads_no_more_ships_nothing(world: World) -> None:
+def test_a_shipment_of_a_replica_that_leads_no_more_fails(world: World) -> None:
     shipped = world.a.work.ship([world.a.write(100)])
     world.a.state = replace(world.a.state, role=Role.STOPPED)
     world.until(shipped.done)
@@ -212,7 +217,7 @@ def test_a_leader_that_leads_no_more_ships_nothing(world: World) -> None:
         shipped.result()
 
 
-def test_a_file_that_is_not_there_is_not_found(world: World) -> None:
+def test_a_shipment_of_a_missing_file_fails(world: World) -> None:
     shipped = world.a.work.ship([f"bucket=2026-11-24/{'0' * 32}.parquet"])
     world.until(shipped.done)
     with pytest.raises(NotFound):
@@ -220,7 +225,7 @@ def test_a_file_that_is_not_there_is_not_found(world: World) -> None:
 
 
 @pytest.mark.parametrize("piece", [0, 1, 3])
-def test_damage_on_the_way_is_refused_and_the_file_comes_again(world: World, piece: int) -> None:
+def test_a_file_that_was_damaged_on_the_way_is_requested_again(world: World, piece: int) -> None:
     path, damaged = world.a.write(4 * PIECE_BYTES), []
 
     def damage(message: Message) -> Message:
@@ -230,7 +235,7 @@ def test_damage_on_the_way_is_refused_and_the_file_comes_again(world: World, pie
             and message.position == piece * PIECE_BYTES
             and not damaged
         ):
-            # It must not have its name before, whatever came.
+            # The file must not have its final name before it is complete.
             assert world.b.content(path) is None
             damaged.append(message)
             return replace(
@@ -243,12 +248,13 @@ def test_damage_on_the_way_is_refused_and_the_file_comes_again(world: World, pie
     shipped = world.a.work.ship([path])
     world.until(shipped.done)
     assert damaged and world.b.content(path) == world.a.content(path)
-    haves = [message for *_, message in world.sent if isinstance(message, Have)]
-    starts = [message for *_, message in world.sent if message == Want(1, 0, path)]
-    assert len(haves) == 1 and len(starts) == 2, "all of it was asked for once more"
+    confirmations = [message for *_, message in world.sent if isinstance(message, Have)]
+    requests = [message for *_, message in world.sent if message == Want(1, 0, path)]
+    assert len(confirmations) == 1
+    assert len(requests) == 2, "the file was requested again from its begin"
 
 
-def test_a_connection_that_ends_on_the_way_leaves_nothing_and_the_next_one_brings_the_file(
+def test_a_file_whose_connection_ends_is_dropped_and_requested_on_the_next_one(
     world: World,
 ) -> None:
     path = world.a.write(4 * PIECE_BYTES)
@@ -263,32 +269,32 @@ def test_a_connection_that_ends_on_the_way_leaves_nothing_and_the_next_one_bring
     world.change = hold
     world.connect("b")
     shipped = world.a.work.ship([path])
-    world.until(lambda: held and world.b.on_the_way())
-    world.cut("b")
-    world.until(lambda: not world.b.on_the_way())
-    # Late, of the connection that is gone: it harms nothing.
+    world.until(lambda: held and world.b.incomplete_files())
+    world.disconnect("b")
+    world.until(lambda: not world.b.incomplete_files())
+    # A late message of the ended connection must do no harm.
     world.b.work.received("a", held[0])
     world.connect("b")
     world.until(shipped.done)
     assert world.b.content(path) == world.a.content(path)
 
 
-def test_a_have_from_an_ended_connection_does_not_count(world: World) -> None:
+def test_a_confirmation_of_an_ended_connection_does_not_count(world: World) -> None:
     world.a.state = replace(world.a.state, rules=Rules("a/1", acks_all=True))
     path = world.a.write(100)
     world.connect("b")
     shipped = world.a.work.ship([path])
     world.until(lambda: world.b.content(path) is not None)
-    world.cut("b")
+    world.disconnect("b")
     (world.b.folder / "pending" / path).unlink()  # the disk was wiped
     world.connect("b", "c")
     world.until(shipped.done)
     assert world.b.content(path) == world.c.content(path) == world.a.content(path)
 
 
-def test_a_have_that_is_read_late_does_not_count_for_the_next_disk(world: World) -> None:
+def test_a_late_confirmation_does_not_count_for_the_node_s_next_disk(world: World) -> None:
     world.a.work.stop()
-    work = world.a.make()  # its thread is busy: it runs when the test lets it
+    work = world.a.make_work()  # its thread is not started: the test runs its calls
     path = world.a.write(100)
     world.connect("b")
     shipped = work.ship([path])
@@ -296,15 +302,15 @@ def test_a_have_that_is_read_late_does_not_count_for_the_next_disk(world: World)
     wiped = Peer("b/2", BEGINNING, acked=BEGINNING)
     world._lead(lambda lead: replace(lead, replicas=("a/1", "b/2", "c/1"), peers={"b": wiped}))
     while not work._calls.empty():
-        work.turn(0)
+        work.run_once(0)
     assert not shipped.done()
     work.received("b", Have(1, 100, path))
-    work.turn(0)
+    work.run_once(0)
     assert shipped.done()
     work.start()
 
 
-def test_a_path_that_leads_elsewhere_is_ignored(world: World) -> None:
+def test_a_path_outside_the_table_is_ignored(world: World) -> None:
     world.connect("b")
     world.b.work.received("a", File(1, 0, 3, "../../etc/passwd", 0, b""))
     world.a.work.received("b", Want(1, 0, "../LOCK"))
@@ -314,7 +320,7 @@ def test_a_path_that_leads_elsewhere_is_ignored(world: World) -> None:
     assert all(getattr(message, "path", path) == path for *_, message in world.sent)
 
 
-def test_a_replica_fetches_what_committed_rows_name_and_it_lacks(world: World) -> None:
+def test_a_replica_fetches_the_missing_files_that_committed_rows_name(world: World) -> None:
     kept, gone = world.a.write(PIECE_BYTES + 5), world.a.write(70)
     world.b.log.attach(gone, size_bytes=70)
     world.b.log.attach(kept, removes=(gone,), size_bytes=PIECE_BYTES + 5)
@@ -331,7 +337,7 @@ def test_a_replica_fetches_what_committed_rows_name_and_it_lacks(world: World) -
     assert len(pieces) == 2, "it is told when the last piece is there"
 
 
-def test_a_new_leader_fetches_what_it_lacks_before_it_is_complete(world: World) -> None:
+def test_a_new_leader_is_complete_once_it_has_fetched_its_missing_files(world: World) -> None:
     path = world.b.write(100)
     seq = world.a.log.attach(path, size_bytes=100) + 1
     world.a.state = replace(world.a.state, committed_seq=seq)
@@ -345,7 +351,7 @@ def test_a_new_leader_fetches_what_it_lacks_before_it_is_complete(world: World) 
     assert world.a.content(path) == world.b.content(path)
 
 
-def test_a_new_leader_gives_up_without_a_file_that_no_replica_has(world: World) -> None:
+def test_a_new_leader_gives_up_if_no_replica_has_a_missing_file(world: World) -> None:
     path = "bucket=2026-11-24/" + "f" * 32 + ".parquet"
     seq = world.a.log.attach(path, size_bytes=100) + 1
     world.a.state = replace(world.a.state, committed_seq=seq)
@@ -384,7 +390,7 @@ def test_a_file_whose_name_another_program_has_removed_comes_back_from_its_link(
 def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: World) -> None:
     stays, leaves, unnamed = world.b.write(10), world.b.write(10), world.b.write(10)
     world.b.work.stop()
-    world.b.begin()  # it finds them
+    world.b.start_work()  # lists the files in the folder
     world.b.log.apply(world.b.log.attach(stays, leaves, size_bytes=10) + 1)
     world.until(lambda: stays in world.b.work._live.entries)
     seq = world.b.log.attach(removes=(leaves,)) + 1
@@ -399,7 +405,7 @@ def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: Wo
     assert world.b.content(stays)
 
 
-def test_segments_go_as_a_committed_snapshot_allows(world: World) -> None:
+def test_segments_are_deleted_up_to_the_row_in_a_committed_snapshot(world: World) -> None:
     first = world.b.log.snapshot(7)
     second = world.b.log.snapshot(9)
     world.b.log.apply(first + 1)
@@ -408,11 +414,11 @@ def test_segments_go_as_a_committed_snapshot_allows(world: World) -> None:
     world.until(lambda: world.b.log.deleted_before == [7, 9])
 
 
-def test_unfinished_files_are_removed_after_a_stop(world: World) -> None:
+def test_incomplete_files_of_an_earlier_run_are_removed(world: World) -> None:
     world.c.work.stop()
     path = world.c.write(10)
     left = world.c.folder / "pending" / f"{path}{SUFFIX}"
     left.write_bytes(b"half")
-    world.c.begin()
+    world.c.start_work()
     world.until(lambda: not left.exists())
     assert world.c.content(path)

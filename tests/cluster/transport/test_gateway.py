@@ -140,7 +140,7 @@ def test_a_leader_that_changes_while_it_is_dialed_gets_no_connection() -> None:
 
 
 def test_a_connection_to_an_earlier_leader_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_S", 0.0)
+    monkeypatch.setattr(module, "LAST_ANSWERS_S", 0.0)
 
     async def scenario(world: World) -> None:
         with socket.create_server(("127.0.0.1", 0)) as hanging:
@@ -168,7 +168,7 @@ def test_a_connection_ends_when_no_node_leads_for_too_long(monkeypatch: pytest.M
     run(scenario)
 
 
-def test_a_leader_that_hangs_up_ends_the_client_s_connection() -> None:
+def test_a_connection_that_the_leader_aborts_ends_at_the_client() -> None:
     async def scenario(world: World) -> None:
         await world.lead()
         reader, writer = await world.dial()
@@ -182,7 +182,7 @@ def test_a_leader_that_hangs_up_ends_the_client_s_connection() -> None:
     run(scenario)
 
 
-def test_a_client_that_hangs_up_ends_the_connection_to_the_leader() -> None:
+def test_a_connection_that_the_client_aborts_ends_at_the_leader() -> None:
     async def scenario(world: World) -> None:
         await world.lead()
         reader, writer = await world.dial()
@@ -196,7 +196,7 @@ def test_a_client_that_hangs_up_ends_the_connection_to_the_leader() -> None:
     run(scenario)
 
 
-def test_a_drain_lets_last_answers_come_and_frees_the_port_at_once() -> None:
+def test_a_drain_frees_the_port_at_once_and_forwards_the_last_answers() -> None:
     async def scenario(world: World) -> None:
         await world.lead()
         reader, writer = await world.dial()
@@ -216,8 +216,8 @@ def test_a_drain_lets_last_answers_come_and_frees_the_port_at_once() -> None:
     run(scenario)
 
 
-def test_a_drain_cuts_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_S", 0.01)
+def test_a_drain_closes_connections_that_do_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_ANSWERS_S", 0.01)
 
     async def scenario(world: World) -> None:
         await world.lead()
@@ -232,7 +232,7 @@ def test_a_drain_cuts_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None
     run(scenario)
 
 
-def test_waiting_for_a_leader_ends_when_this_node_leads() -> None:
+def test_connections_that_wait_for_a_leader_are_closed_when_this_node_leads() -> None:
     async def scenario(world: World) -> None:
         reader, writer = await world.dial()
         while not world.asked:
@@ -245,7 +245,7 @@ def test_waiting_for_a_leader_ends_when_this_node_leads() -> None:
     run(scenario)
 
 
-def test_closing_ends_all_and_frees_the_port() -> None:
+def test_close_ends_all_connections_and_frees_the_port() -> None:
     async def scenario(world: World) -> None:
         await world.lead()
         reader, writer = await world.dial()
@@ -263,7 +263,7 @@ def test_closing_ends_all_and_frees_the_port() -> None:
     run(scenario)
 
 
-def test_a_port_that_is_taken_is_said_and_the_others_are_free() -> None:
+def test_a_port_in_use_is_named_and_the_other_ports_are_freed() -> None:
     async def scenario(world: World) -> None:
         free = free_ports(1)[0]
         second = Gateway("127.0.0.1", {"http": free, "flight": world.port}, world.address)

@@ -38,7 +38,7 @@ def asked(
     return int(first.split()[1]), body
 
 
-def test_the_leader_is_named_and_the_load_balancer_sent_away() -> None:
+def test_a_follower_names_the_leader_with_status_503_and_knows_no_other_group() -> None:
     status, body = asked("/leader/g1") or (0, b"")
     assert status == 503 and msgspec.json.decode(body) == {"group": "g1", "leader": "a", "role": "follower"}
     assert (asked("/leader/g2") or (0, b""))[0] == 404
@@ -51,19 +51,19 @@ def test_a_node_is_ready_while_there_is_a_leader_to_forward_to() -> None:
     assert (asked("/health/ready", alone) or (0, b""))[0] == 503
 
 
-def test_metrics_are_the_replica_s_and_want_an_account() -> None:
+def test_metrics_are_those_of_the_replica_and_need_an_account() -> None:
     status, body = asked("/metrics?x=1") or (0, b"")
     assert status == 200 and b'timeball_cluster_role{group="g1",role="follower"} 1.0' in body
     assert (asked("/metrics", headers="Authorization: Bearer wrong\r\n") or (0, b""))[0] == 401
 
 
-def test_pages_of_other_sites_get_nothing() -> None:
+def test_requests_from_pages_of_other_sites_are_refused() -> None:
     for path in ("/metrics", "/leader/g1"):
         status, body = asked(path, headers="Origin: http://evil.example\r\n") or (0, b"")
         assert status == 403 and b"by a page" in body
 
 
-def test_head_has_no_body() -> None:
+def test_a_head_request_gets_no_body() -> None:
     assert asked("/health/live", method="HEAD") == (200, b"")
 
 

@@ -43,7 +43,7 @@ class Names:
 
 
 @pytest.mark.parametrize("address", [("127.0.0.1", 7410), ("::1", 7410)])
-def test_an_address_needs_no_look_up(address: tuple[str, int]) -> None:
+def test_a_numeric_address_needs_no_look_up(address: tuple[str, int]) -> None:
     found = NameLookup(lambda: pytest.fail("nothing was asked")).resolve(address)
     assert found is not None and found.address[:2] == address and found.socket_type == socket.SOCK_STREAM
 
@@ -57,7 +57,7 @@ def test_a_name_is_looked_up_anew_for_each_answer(monkeypatch: pytest.MonkeyPatc
         assert found is not None and found.address == (there, NAME[1]) and names.asked == number
 
 
-def test_a_name_that_is_not_known_is_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_unknown_name_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch)
     names.answer = None
     lookup = NameLookup(names.done.set)

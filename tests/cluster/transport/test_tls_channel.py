@@ -45,7 +45,7 @@ def test_data_sent_before_the_handshake_arrives_after_it(ours: Certificate) -> N
     assert (told_server, len(told_client)) == (b"", 3_000_000)
 
 
-def test_nothing_is_readable_on_the_way(ours: Certificate) -> None:
+def test_sent_bytes_are_encrypted(ours: Certificate) -> None:
     server, client = channels(ours, ours)
     client.begin()
     pump(server, client)
@@ -63,7 +63,7 @@ def test_a_certificate_of_another_authority_is_refused(ours: Certificate, tmp_pa
     assert not server.is_open
 
 
-def test_plain_bytes_are_no_handshake(ours: Certificate) -> None:
+def test_plain_bytes_in_place_of_a_handshake_are_refused(ours: Certificate) -> None:
     server, _ = channels(ours, ours)
     with pytest.raises(PeerError, match="TLS"):
         server.receive(b"TBR1" + bytes(60))

@@ -38,9 +38,8 @@ logger = logging.getLogger(__name__)
 # coordinator counts from when it received the renewal, so it ends the lease later.
 
 RENEWALS_PER_TTL = 4  # two renewals may fail before a holder stops
-RENEWAL_RETRY_S = (
-    0.05  # pause after no answer; short, because the coordinator has already retried until its deadline
-)
+# Pause after no answer: short, because the coordinator has already retried until its deadline.
+RENEWAL_RETRY_S = 0.05
 OPERATOR_RETRY_S = 1.0  # pause after an error that only an operator can correct
 
 
@@ -70,7 +69,7 @@ class HeldLease:
             await asyncio.sleep(await self.renew_or_grant())
 
     async def renew_or_grant(self) -> float:
-        """Renew or request the lease, and register the node with a new one. Returns the seconds until the next call."""
+        """Renew or request the lease. Returns the seconds until the next call. An error is logged, not raised."""
         try:
             await self._renew()
         except (Unavailable, SetupError) as error:
@@ -93,6 +92,10 @@ class HeldLease:
             await self._coordinator.revoke(lease)
 
     async def _renew(self) -> None:
+        """Renew the lease, or request a new one, and register the node once with each lease.
+
+        Raises Unavailable and SetupError.
+        """
         if self._lease is not None:
             try:
                 self._lease = await self._coordinator.renew(self._lease)
@@ -417,10 +420,7 @@ class Directory:
     def leader(self, group: str) -> Node | None:
         """Find the node that leads a group. None while there is none."""
         view = self.views.get(group)
-        if view is None or view.record is None or view.holder is None:
-            return None
-        name = node_of(view.record.leader)
-        return self.nodes.get(name) if view.holder.node == name else None
+        return None if view is None else self.nodes.get(view.leader)
 
     def replicas(self, group: str, edge: str) -> list[str]:
         """List the addresses for an edge of a group's nodes, the leader first. Empty without a record."""

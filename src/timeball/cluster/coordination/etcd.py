@@ -47,9 +47,8 @@ class EtcdStore:
         self._prefix = ""
         self._watched_member = ""  # the member at which the watch is open
         self._changed = asyncio.Condition()
-        self._reported_revision = (
-            0  # as the watch, or a transaction after a loss of data, has reported it last
-        )
+        # As the watch has reported it last, or a transaction after a loss of data.
+        self._reported_revision = 0
         self._read_revision = 0  # newest revision of a key among those that transactions have read
 
     @property
@@ -124,7 +123,7 @@ class EtcdStore:
 
     async def _watch(self) -> None:
         """Watch the prefix for ever, at the next member after each failure."""
-        is_failing = False
+        is_failure_logged = False
         while True:
             endpoint = self._watched_member = self._members.preferred
             try:
@@ -133,20 +132,21 @@ class EtcdStore:
                 )
                 async with aclosing(revisions):
                     async for revision in revisions:
-                        is_failing = False
+                        is_failure_logged = False
                         async with self._changed:
                             # The first line of a watch may have a lower revision than the watch before it reported:
                             # etcd has lost data, or this member lags behind.
                             self._reported_revision = revision
                             self._changed.notify_all()
             except (BadAnswer, SetupError) as error:
-                if not is_failing:
+                if not is_failure_logged:
                     logger.info("watch ended endpoint=%s reason=%s", endpoint, error)
-                is_failing = True
+                is_failure_logged = True
             self._members.leave(endpoint)
             await asyncio.sleep(WATCH_PAUSE_S)
 
     async def _end_watch(self) -> None:
+        """Cancel the watch, and wait until its task has ended."""
         task, self._watch_task = self._watch_task, None
         if task is not None:
             task.cancel()
@@ -294,11 +294,16 @@ class Members:
             await self._session.close()
 
     def _forget_token(self, headers: dict[str, str]) -> None:
+        """Request a new token before the next request, if these headers have the present token."""
         # Do nothing if another call has received a new token meanwhile.
         if self._access.user and self._token == headers.get("authorization", ""):
             self._token = None
 
     async def _ask_member(self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        """Ask one member, with a new token if it refuses the present one. Returns the answer decoded with `read`.
+
+        Raises BadAnswer (ask another member), SetupError, and the error in the answer.
+        """
         for attempt in range(3):
             headers = await self._headers(endpoint)
             try:
@@ -317,6 +322,7 @@ class Members:
         raise BadAnswer("a new token is refused")
 
     async def _headers(self, endpoint: str) -> dict[str, str]:
+        """Build the headers with the token, after requesting one if there is none. Raises BadAnswer, SetupError."""
         if self._token is None:
             async with self._authenticating:
                 if self._token is None:  # else another call has received a token while this one waited
@@ -326,6 +332,7 @@ class Members:
         return {"authorization": self._token} if self._token else {}
 
     async def _authenticate(self, endpoint: str) -> str:
+        """Request a token from a member. Returns "" if etcd uses no authentication. Raises BadAnswer, SetupError."""
         body = codec.authentication_body(self._access.user, self._access.password)
         timeout_s = min(max(self._attempt_s, AUTHENTICATION_S), self._deadline_s / 2)
         try:
@@ -337,6 +344,11 @@ class Members:
     async def _post(
         self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> bytes:
+        """Send a request to a member. Returns the body of an answer with status 200.
+
+        Raises BadAnswer if there is no answer within `timeout_s`, and the exception of `codec.read_error` for another
+        status.
+        """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.requests += 1
         try:
@@ -357,6 +369,7 @@ class Members:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the lines of a streamed answer, without their line ends. Raises BadAnswer for a line that is too long."""
     line = b""
     async for chunk in response.content.iter_any():
         line += chunk
@@ -368,6 +381,7 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _as_bad_answer(error: aiohttp.ClientError | OSError) -> BadAnswer:
+    """Convert an error of the connection to a BadAnswer, of a subclass where the caller must act differently."""
     if isinstance(error, TimeoutError):
         return BadAnswer("no answer in time")
     if isinstance(error, aiohttp.ClientSSLError):
@@ -378,6 +392,10 @@ def _as_bad_answer(error: aiohttp.ClientError | OSError) -> BadAnswer:
 
 
 def _no_answer(failures: dict[str, BadAnswer], members: int, deadline_s: float) -> Unavailable | SetupError:
+    """Build the error after the deadline of a call. `failures`: the last error of each endpoint that failed.
+
+    It is a SetupError if none of the endpoints is a member of etcd that can be trusted, else Unavailable.
+    """
     reasons = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
     if len(failures) == members and all(isinstance(failure, Misdirected) for failure in failures.values()):
         return SetupError(f"etcd: {reasons}. Check the endpoints and certificates (docs/etcd.md)")
@@ -385,6 +403,7 @@ def _no_answer(failures: dict[str, BadAnswer], members: int, deadline_s: float) 
 
 
 def _check_endpoint(endpoint: str) -> str:
+    """Return the endpoint without a slash at its end. Raises SetupError unless it is http(s)://host:port."""
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("http", "https") or not rest.rstrip("/") or "@" in rest or "/" in rest.rstrip("/"):
         raise SetupError(f"etcd: endpoint {endpoint!r} should be as https://etcd1.example:2379")

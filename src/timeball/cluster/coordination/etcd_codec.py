@@ -53,6 +53,7 @@ class AuthenticationOff(Exception):
     """The members use no authentication: continue without a token, as etcd's own clients do."""
 
 
+# Texts by which etcd refuses a token with another code than UNAUTHENTICATED.
 _TOKEN_WORDS = ("auth store is old", "revision in header is old", "user name is empty")
 
 
@@ -212,6 +213,10 @@ def read_error(body: bytes, status: int) -> Exception:
 
 
 def _to_exception(error: _Error, status: int) -> Exception:
+    """Choose the exception for an error of etcd: one type for each reaction of the caller.
+
+    `status`: the HTTP status, for the text of an error without a code.
+    """
     code = error.grpc_code if error.grpc_code is not None else error.code
     text = error.message or error.error
     if code is None:
@@ -241,6 +246,7 @@ def _lease_lost(lease_id: int) -> LeaseLost:
 
 
 def _encode_comparison(comparison: Comparison) -> dict[str, Any]:
+    """Encode a comparison as the gateway's JSON object."""
     if isinstance(comparison, RevisionIs):
         target = {"target": "MOD", "mod_revision": comparison.revision}
     else:
@@ -249,6 +255,7 @@ def _encode_comparison(comparison: Comparison) -> dict[str, Any]:
 
 
 def _encode_operation(operation: Operation) -> dict[str, Any]:
+    """Encode an operation of a transaction as the gateway's JSON object."""
     if isinstance(operation, Put):
         put = {"key": operation.key.encode(), "value": operation.value, "lease": operation.lease_id}
         return {"request_put": put}
@@ -258,6 +265,7 @@ def _encode_operation(operation: Operation) -> dict[str, Any]:
 
 
 def _encode_keys(key: str, *, is_prefix: bool) -> dict[str, bytes]:
+    """Encode one key, or the range of all keys with a prefix."""
     first = key.encode()
     # The range of all keys with this prefix ends before the prefix whose last byte is 1 higher. All prefixes of this
     # program end with "/", so there is no overflow.
@@ -265,6 +273,7 @@ def _encode_keys(key: str, *, is_prefix: bool) -> dict[str, bytes]:
 
 
 def _read_range(read: Read, answer: _Range | None) -> list[KeyValue]:
+    """Check and convert the keys that answer a Read. Raises BadAnswer for a key that was not asked for."""
     if answer is None:
         return []
     key_values = [KeyValue(kv.key.decode(), kv.value, kv.mod_revision, kv.lease) for kv in answer.kvs]
@@ -280,6 +289,7 @@ def _read_range(read: Read, answer: _Range | None) -> list[KeyValue]:
 
 
 def _decode(body: bytes, answer_type: type[T]) -> T:
+    """Decode an answer as this type. Raises BadAnswer."""
     try:
         return msgspec.json.decode(body, type=answer_type, strict=False)
     except UNDECODABLE as error:

@@ -261,6 +261,7 @@ class KeyCoordinator:
 def _group_view(
     group: str, state: KeyValue | None, holder: KeyValue | None, request: KeyValue | None, as_of: int
 ) -> GroupView:
+    """Build the view of a group from its three keys, each None if it does not exist. Raises SetupError."""
     return GroupView(
         group,
         None if state is None else _decode_record(state),
@@ -276,6 +277,7 @@ def _group_view(
 
 
 def _decode_record(key_value: KeyValue) -> Record:
+    """Decode a group's record. Raises SetupError, also for a field that this version does not know."""
     # Refuse unknown fields, because the next swap would write the record without them.
     unknown = set(_decode(key_value, dict[str, object])) - set(Record.__struct_fields__)
     if unknown:
@@ -284,6 +286,7 @@ def _decode_record(key_value: KeyValue) -> Record:
 
 
 def _decode(key_value: KeyValue, value_type: type[T]) -> T:
+    """Decode a value as this type. Raises SetupError."""
     try:
         return msgspec.json.decode(key_value.value, type=value_type)
     except UNDECODABLE as error:
@@ -291,6 +294,7 @@ def _decode(key_value: KeyValue, value_type: type[T]) -> T:
 
 
 def _unreadable_key(key_value: KeyValue, reason: str) -> SetupError:
+    """Build the error for a value that this version cannot read."""
     return SetupError(
         f"etcd key {key_value.key}: {reason}. A newer version of Timeball has written it (upgrade this node), or a "
         "person has (put back what was there)"
@@ -298,6 +302,7 @@ def _unreadable_key(key_value: KeyValue, reason: str) -> SetupError:
 
 
 def _check_name(name: str, kind: str) -> str:
+    """Return a name that may be part of a key. Raises SetupError. `kind` is for the error text."""
     try:
         return msgspec.convert(name, Name)
     except msgspec.ValidationError as error:

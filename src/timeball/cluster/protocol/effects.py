@@ -63,7 +63,7 @@ class CutLog(Effect, frozen=True):
     The rest of the position's segment is overwritten with zeros.
     """
 
-    at: Position
+    position: Position
 
 
 class KeepPromise(Effect, frozen=True):

@@ -45,7 +45,7 @@ from timeball.cluster.protocol.messages import (
 )
 from timeball.cluster.protocol.replica import Lead, Record, Replica, Role, Seal, majority, node_of
 
-FREE_SHORT_EPOCHS = 2  # so many leaders may follow each other at once, as after crashes or during an upgrade
+FREE_SHORT_EPOCHS = 2  # so many short epochs in a row cause no wait, as after crashes or during an upgrade
 
 
 def handle_seen(state: Replica, event: Seen) -> Step:
@@ -107,31 +107,38 @@ def _hears_its_leader(state: Replica) -> bool:
 
 
 def store_record(state: Replica, revision: int, record: Record) -> Replica:
-    """Store a record, unless it is older than the stored one. It makes this replica a follower or a learner."""
+    """Store a record, unless it is older than the stored one.
+
+    A learner or follower becomes a follower if it is in the record, else a learner.
+    """
     if revision < state.revision:
         return state
     if state.record is None or record.epoch > state.record.epoch:
-        passed = 0 if state.record is None else record.epoch - state.record.epoch
+        # Epochs that began and ended between two reads of the record count as well.
+        new_epochs = 0 if state.record is None else record.epoch - state.record.epoch
         is_short = state.now_ms - state.epoch_since_ms < state.rules.steady_ms
-        short_epochs = state.short_epochs + passed if is_short else 0
+        short_epochs = state.short_epochs + new_epochs if is_short else 0
         state = replace(state, epoch_since_ms=state.now_ms, short_epochs=short_epochs)
     revised_ms = state.now_ms if revision > state.revision else state.revised_ms
     state = replace(state, revision=revision, record=record, revised_ms=revised_ms)
     if state.role in (Role.LEARNER, Role.FOLLOWER):
-        is_in = state.rules.replica in record.replicas
-        state = replace(state, role=Role.FOLLOWER if is_in else Role.LEARNER)
+        is_in_record = state.rules.replica in record.replicas
+        state = replace(state, role=Role.FOLLOWER if is_in_record else Role.LEARNER)
     return state
 
 
 def replace_dead_leader(state: Replica, node: str) -> Step:
-    """Become a candidate in place of a node that has died, unless the record names another leader by now."""
+    """Become a candidate after `node` has died, unless the record names another leader by now."""
     if state.record is None or node_of(state.record.leader) != node:
         return state, []
     return become_candidate(state, node)
 
 
 def become_candidate(state: Replica, displaces: str) -> Step:
-    """Become a candidate: propose to lead in the next epoch."""
+    """Become a candidate if the rules allow it now: propose to lead in the next epoch.
+
+    `displaces`: a node that is known to be dead and may still hold the group, or "".
+    """
     record = state.record
     if state.role is not Role.FOLLOWER or record is None or not state.rules.may_be_candidate:
         return state, []

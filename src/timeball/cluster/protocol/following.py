@@ -157,19 +157,22 @@ def stop_for_restart(state: Replica) -> Step:
     return replace(state, role=Role.STOPPED, source=None, seal=None), [StopServing(reason)]
 
 
-def cut_log(state: Replica, at: Position) -> Step:
-    """Remove the log after `at`, including the header of an empty segment.
+def cut_log(state: Replica, cut_at: Position) -> Step:
+    """Remove the log after `cut_at`, including the header of an empty segment.
 
     The header goes too, because the next leader may begin that segment with another header.
     """
-    if at == state.log.end and state.log.is_at_a_frame:
+    if cut_at == state.log.end and state.log.is_at_a_frame:
         return state, []
-    log = Log(cut(state.log.ends, at), at.ordinal, at.end, at.seq)
-    return replace(state, log=log), [CutLog(at)]
+    log = Log(cut(state.log.ends, cut_at), cut_at.ordinal, cut_at.end, cut_at.seq)
+    return replace(state, log=log), [CutLog(cut_at)]
 
 
 def write(state: Replica, message: Begin | Data | Bytes) -> Step:
-    """Write frames or begin a segment at the end of the log. Raises PeerError for any other position."""
+    """Write frames or begin a segment at the end of the log.
+
+    Raises PeerError for any other position, and for frames that are damaged or out of order.
+    """
     log = state.log
     if isinstance(message, Begin):
         if log.ordinal and (message.ordinal != log.ordinal + 1 or message.first_seq != log.seq):
@@ -183,9 +186,10 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
             f"frames for segment {message.ordinal}, byte {message.position}; the log goes on in "
             f"{log.ordinal} at {log.next_byte}"
         )
-    frames = read_frames(message.frames, message.ordinal, message.position, log.seq)
+    frames = check_frames(message.frames, message.ordinal, message.position, log.seq)
     ends = log.ends
     for frame in frames:
+        # Epochs grow along a log, and the sender leads in the epoch of its message.
         if not (ends[-1].epoch if ends else 0) <= frame.epoch <= message.epoch:
             raise PeerError(f"a frame of epoch {frame.epoch} in the log of epoch {message.epoch}")
         ends = extend(ends, frame.epoch, frame.end)
@@ -246,8 +250,11 @@ class CheckedFrame(NamedTuple):
     end: Position
 
 
-def read_frames(frames: bytes, ordinal: int, position: int, first_seq: int) -> list[CheckedFrame]:
-    """Check frames that belong at `position` of a segment. Raises PeerError unless they are whole and in sequence."""
+def check_frames(frames: bytes, ordinal: int, position: int, first_seq: int) -> list[CheckedFrame]:
+    """Check frames that belong at byte `position` of segment `ordinal`, and describe each of them.
+
+    Raises PeerError unless they are whole, match their checksums, and are in sequence from row `first_seq` on.
+    """
     buffer, checked, offset, seq = pa.py_buffer(frames), [], 0, first_seq
     while offset < len(frames):
         try:

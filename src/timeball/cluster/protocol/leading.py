@@ -64,20 +64,25 @@ def hello_to(state: Replica, node: str) -> Send:
 
 
 def handle_promise(state: Replica, node: str, promise: Promise) -> Step:
-    """Add a replica that has promised the epoch, and send it the position up to which both logs agree (CUT)."""
+    """Add a replica that has promised the epoch, and send it the position up to which both logs are equal (CUT).
+
+    If the set of replicas has changed since the HELLO, send another HELLO instead.
+    """
     lead = _lead(state)
+    # A replica of an earlier version sends generation 0: it stores no sets.
     if 0 < promise.generation < state.members.generation:
-        return state, [hello_to(state, node)]  # the set has changed since the HELLO that it answers
+        return state, [hello_to(state, node)]
     common_end = find_resume_position(state.log.ends, promise.ends, state.first.seq)
     peer = Peer(
         promise.replica, common_end, heard_ms=state.now_ms, seq_at_connect=state.log.end.seq,
         generation=promise.generation,
     )  # fmt: skip
-    before = lead.peers.get(node)
-    if before is not None and before.replica == peer.replica:  # on the same connection: see `announce_set`
+    previous = lead.peers.get(node)
+    # It has promised again on the same connection, because of `announce_set`.
+    if previous is not None and previous.replica == peer.replica:
         peer = replace(
-            peer, seq_at_connect=before.seq_at_connect, complete_seq=before.complete_seq,
-            clock_ahead_ms=before.clock_ahead_ms,
+            peer, seq_at_connect=previous.seq_at_connect, complete_seq=previous.complete_seq,
+            clock_ahead_ms=previous.clock_ahead_ms,
         )  # fmt: skip
     lead = _with_peer(lead, node, peer)
     return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *common_end))]
@@ -140,7 +145,7 @@ def handle_ack(state: Replica, node: str, ack: Ack) -> Step:
     return state, effects + further_effects
 
 
-def note_answer(state: Replica, node: str) -> Step:
+def record_answer(state: Replica, node: str) -> Step:
     """Record that a replica has answered."""
     lead = _lead(state)
     if node not in lead.peers:
@@ -236,7 +241,10 @@ def is_of_own_epoch(lead: Lead, position: Position) -> bool:
 
 
 def advance_commit(state: Replica) -> Step:
-    """Commit up to the position that a majority of each set that counts has on disk."""
+    """Commit up to the position that enough replicas of each set that counts have on disk.
+
+    The first commit of the epoch makes a SYNCING replica the LEADER.
+    """
     lead = _lead(state)
     end = min(find_position(state, replicas, count) for replicas, count in _counting_sets(state, lead))
     if end <= lead.committed or not is_of_own_epoch(lead, end):
@@ -250,15 +258,13 @@ def advance_commit(state: Replica) -> Step:
 
 
 def handle_tick(state: Replica) -> Step:
-    """Stop if the lease is over or no majority answers, else send PING with the end of the committed log."""
+    """Stop if the lease is over or no majority has answered for `quorum_ms`. Else send PING with the committed end."""
     lead = _lead(state)
     if not may_keep_leading(state, state.now_ms):
         return stop_leading(state, "the lease is over")
     heard_ms = {peer.replica: peer.heard_ms for peer in lead.peers.values()}
-    if (
-        state.now_ms - max(_majority_ms(state, lead.replicas, heard_ms), lead.since_ms)
-        > state.rules.quorum_ms
-    ):
+    quorum_heard_ms = max(_time_of_majority_ms(state, lead.replicas, heard_ms), lead.since_ms)
+    if state.now_ms - quorum_heard_ms > state.rules.quorum_ms:
         return stop_leading(state, "no majority answers")
     ping = Ping(lead.epoch, state.wall_ms, state.now_ms, lead.committed.seq)
     deviations_ms = clock_deviations_ms(state)
@@ -283,7 +289,10 @@ def handle_pong(state: Replica, node: str, pong: Pong) -> Step:
 
 
 def clock_deviations_ms(state: Replica) -> dict[str, int]:
-    """Compute how far each other node's clock deviates from the median of the set. Empty if too few are known."""
+    """Compute how far each other node's clock deviates from the median of the set, in ms, as absolute values.
+
+    Empty if the offsets of too few clocks are known.
+    """
     lead = _lead(state)
     ahead_ms = {
         node: peer.clock_ahead_ms
@@ -322,11 +331,14 @@ def confirmed_ms(state: Replica) -> int:
     lead = _lead(state)
     answered_ms = {peer.replica: peer.answered_ms for peer in lead.peers.values()}
     sets = (lead.replicas, lead.joining, lead.former)
-    return min(_majority_ms(state, replicas, answered_ms) for replicas in sets if replicas)
+    return min(_time_of_majority_ms(state, replicas, answered_ms) for replicas in sets if replicas)
 
 
-def _majority_ms(state: Replica, replicas: tuple[str, ...], times_ms: dict[str, int]) -> int:
-    """Find the latest time that a majority of these replicas has reached. This replica counts with the present."""
+def _time_of_majority_ms(state: Replica, replicas: tuple[str, ...], times_ms: dict[str, int]) -> int:
+    """Find the latest time that a majority of these replicas has reached, this one with the present time.
+
+    `times_ms`: the time of each other replica. A replica without one counts with 0.
+    """
     times_ms = {**times_ms, state.rules.replica: state.now_ms}
     descending = sorted((times_ms.get(replica, 0) for replica in replicas), reverse=True)
     return descending[majority(replicas) - 1]

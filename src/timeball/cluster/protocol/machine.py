@@ -46,6 +46,7 @@ from timeball.cluster.protocol.messages import (
     Hello,
     Message,
     Pong,
+    Position,
     Promise,
     Refuse,
     Want,
@@ -104,9 +105,9 @@ def _step_leader(state: Replica, event: Event) -> Step:
         case Proposed():
             return handle_proposed(state, event)
         case ReplicasWanted():
-            return request_set(state, event)
+            return handle_replicas_wanted(state, event)
         case HandOver():
-            return hand_over(state, event.node)
+            return begin_hand_over(state, event.node)
         case _:
             return state, []
     return _then_advance(state, effects)
@@ -119,6 +120,7 @@ def _then_advance(state: Replica, effects: list[Effect]) -> Step:
 
 
 def _receive(state: Replica, node: str, message: Message) -> Step:
+    """Pass a message to the function for the role of its sender: leader, candidate, or replica that answers."""
     if isinstance(message, Hello) and following.is_of_older_set(state, message):
         return state, [Send(node, Refuse(message.epoch, state.members.generation))]
     if isinstance(message, Hello) and message.epoch > state.promised:
@@ -157,7 +159,7 @@ def _handle_answer(state: Replica, node: str, message: Message) -> Step:
         case Pong():
             state, effects = leading.handle_pong(state, node, message)
         case Have() | Want() | File():
-            state, effects = leading.note_answer(state, node)
+            state, effects = leading.record_answer(state, node)
             effects = [*effects, PassOn(node, message)]
         case Complete():
             state, effects = leading.handle_complete(state, node, message)
@@ -177,6 +179,7 @@ def _handle_refusal(state: Replica, node: str, message: Refuse) -> Step:
 
 
 def _handle_disconnect(state: Replica, event: Disconnected) -> Step:
+    """Handle the end of a connection. A follower has no source any more if it was the connection of its source."""
     if event.opened_here:
         if state.role in LEADS:
             return leading.handle_disconnect(state, event.node)
@@ -187,6 +190,7 @@ def _handle_disconnect(state: Replica, event: Disconnected) -> Step:
 
 
 def _tick(state: Replica) -> Step:
+    """Check the time limits of a leader or of a sealing candidate."""
     if state.role in LEADS:
         return leading.handle_tick(state)
     if state.seal and state.now_ms - state.seal.since_ms > state.rules.quorum_ms:
@@ -200,7 +204,7 @@ def _tick(state: Replica) -> Step:
 # by itself to replace the old incarnation in the record, once the new one has everything.
 
 
-def request_set(state: Replica, event: ReplicasWanted) -> Step:
+def handle_replicas_wanted(state: Replica, event: ReplicasWanted) -> Step:
     """Begin a requested change of the set, unless a change is under way. The new set must contain this leader.
 
     A request for the present set withdraws an earlier request that has not begun.
@@ -213,7 +217,7 @@ def request_set(state: Replica, event: ReplicasWanted) -> Step:
     return advance(replace(state, lead=replace(lead, wanted=event.replicas)))
 
 
-def hand_over(state: Replica, node: str) -> Step:
+def begin_hand_over(state: Replica, node: str) -> Step:
     """Begin to hand the lead over to a node."""
     lead = state.lead
     peer = lead.peers.get(node) if lead else None
@@ -236,7 +240,11 @@ def advance(state: Replica) -> Step:
         if not leading.has_stored_set(state, lead.replicas):
             return state, []
         # If a node of the wanted set has come back with another incarnation, the wanted one never catches up.
-        is_outdated = any(lead.peers[n].replica != r for r in lead.wanted if (n := node_of(r)) in lead.peers)
+        is_outdated = any(
+            lead.peers[node].replica != replica
+            for replica in lead.wanted
+            if (node := node_of(replica)) in lead.peers
+        )
         wanted = _replace_incarnations(lead) if is_outdated else lead.wanted or _replace_incarnations(lead)
         # Count a new replica only when it has caught up, else every commit would wait for it.
         if not wanted or not all(
@@ -254,7 +262,7 @@ def advance(state: Replica) -> Step:
     return _propose(state, lead, Propose(state.revision, record, Holder.KEEP))
 
 
-def new_set_end(state: Replica) -> tuple[int, int, int]:
+def new_set_end(state: Replica) -> Position:
     """Find the position up to which a majority of the new set has the log."""
     assert state.lead
     joining = state.lead.joining
@@ -262,14 +270,14 @@ def new_set_end(state: Replica) -> tuple[int, int, int]:
 
 
 def handle_proposed(state: Replica, event: Proposed) -> Step:
-    """Handle the outcome of a leader's swap of the record."""
+    """Handle the outcome of a leader's swap of the record. After a hand-over it stops, also if the swap failed."""
     lead = state.lead
     assert lead
     state = replace(state, lead=replace(lead, is_proposed=False))
     if lead.hand_over_node:
         return stop_leading(state, f"handed over to {lead.hand_over_node}")
     if event.succeeded:
-        return _adopt(state, event.revision, event)
+        return _store_record(state, event)
     return state, []  # `advance` proposes again later, unless the record names another leader by then
 
 
@@ -289,16 +297,16 @@ def handle_seen(state: Replica, event: Seen) -> Step:
             return state, effects
         state, further_effects = election.handle_seen(state, event)
         return state, effects + further_effects
-    return _adopt(state, event.revision, event)
+    return _store_record(state, event)
 
 
-def _adopt(state: Replica, revision: int, event: Seen | Proposed) -> Step:
-    """Store the record: from now on only its set counts, and the former one until the change has ended."""
+def _store_record(state: Replica, event: Seen | Proposed) -> Step:
+    """Store the record of the event. From now on its sets count: the new one, and the former one if it names one."""
     assert state.lead
     record = event.record
     lead = replace(state.lead, replicas=record.replicas, former=record.former, joining=(), is_proposed=False)
     effects: list[Effect] = []
-    state = replace(state, revision=revision, record=record, lead=lead)
+    state = replace(state, revision=event.revision, record=record, lead=lead)
     if record.members != state.members:
         state, effects = leading.announce_set(state, record.members)
     return _then_advance(state, effects)

@@ -67,34 +67,39 @@ def last_position(ends: Ends) -> Position:
 
 
 def log_order_key(ends: Ends) -> tuple[int, Position]:
-    """Build the key by which logs are compared. The log with the later last epoch is greater, then the longer one."""
+    """Build the key by which logs are compared: the log with the greater key is the more complete one.
+
+    It has the later last epoch or, with the same last epoch, the later end.
+    """
     return (ends[-1].epoch, ends[-1].position) if ends else (0, BEGINNING)
 
 
 def are_in_order(ends: Ends) -> bool:
     """Check that epochs and positions both grow, as they do in every log."""
     return all(
-        a.epoch < b.epoch and (a.ordinal, a.end) < (b.ordinal, b.end) and a.seq <= b.seq
-        for a, b in itertools.pairwise(ends)
+        earlier.epoch < later.epoch
+        and (earlier.ordinal, earlier.end) < (later.ordinal, later.end)
+        and earlier.seq <= later.seq
+        for earlier, later in itertools.pairwise(ends)
     )
 
 
-def common_end(mine: Ends, theirs: Ends) -> Position:
-    """Find the position up to which both logs are equal.
+def common_end(own_ends: Ends, other_ends: Ends) -> Position:
+    """Find the position up to which both logs, given by their ends, are equal.
 
     Each epoch has one writer, which ships its frames in order (invariant I3). So two logs that both contain frames of
     an epoch are equal up to the smaller of the two ends of this epoch. The greatest epoch that both logs have
     determines the common part.
     """
-    own_ends = {end.epoch: end.position for end in mine}
-    for end in reversed(theirs):
-        if end.epoch in own_ends:
-            return min(own_ends[end.epoch], end.position)
+    own_ends_by_epoch = {end.epoch: end.position for end in own_ends}
+    for end in reversed(other_ends):
+        if end.epoch in own_ends_by_epoch:
+            return min(own_ends_by_epoch[end.epoch], end.position)
     return BEGINNING
 
 
 def find_resume_position(sender: Ends, receiver: Ends, sender_first_seq: int) -> Position:
-    """Find the position from which the sender's log continues the receiver's log.
+    """Find the position from which the sender's log continues the receiver's log. Both logs are given by their ends.
 
     The position is the end of the common log, or BEGINNING if the sender has deleted the next rows (its log begins with
     row `sender_first_seq`). In the second case the receiver's rows are not needed any more: the sender has a committed
@@ -104,12 +109,12 @@ def find_resume_position(sender: Ends, receiver: Ends, sender_first_seq: int) ->
     return end if end.seq >= sender_first_seq else BEGINNING
 
 
-def cut(ends: Ends, at: Position) -> Ends:
-    """Compute the ends of the log after a cut at `at`."""
-    remaining = [end for end in ends if end.position <= at]
-    if at > last_position(tuple(remaining)):
-        # `at` lies within this epoch, which now ends there.
-        remaining.append(EpochEnd(ends[len(remaining)].epoch, *at))
+def cut(ends: Ends, cut_at: Position) -> Ends:
+    """Compute the ends of the log after a cut at `cut_at`, which is the end of a frame of this log."""
+    remaining = [end for end in ends if end.position <= cut_at]
+    if cut_at > last_position(tuple(remaining)):
+        # `cut_at` lies within the first epoch that was removed, which now ends there.
+        remaining.append(EpochEnd(ends[len(remaining)].epoch, *cut_at))
     return tuple(remaining)
 
 
@@ -224,7 +229,7 @@ class Hello(Message, frozen=True):
 
     def payload(self) -> bytes:
         """Encode the fields as JSON."""
-        # Known by its identity as the default, which is omitted.
+        # msgspec omits a default by its identity, so an equal set is replaced by the default itself.
         members = NO_MEMBERS if self.members == NO_MEMBERS else self.members
         return msgspec.json.encode(
             HelloJson(self.group, self.replica, self.version, members, self.is_elected)
@@ -418,7 +423,8 @@ class Complete(Message, frozen=True):
 # ---- encoding ------------------------------------------------------------------------------------------------
 
 
-# Without default values, so that a message has one form: a field with a damaged name would be taken for a missing one.
+# The fields of the first version have no default values, because a field with a damaged name would be taken for a
+# missing one.
 
 
 class HelloJson(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -488,12 +494,13 @@ def read_header(raw: bytes | memoryview) -> Header:
 
 
 def read_message(header: Header, payload: bytes) -> Message:
-    """Build the message from its header and its whole payload. Raises PeerError."""
+    """Build the message from its header and its whole payload, of `header.length` bytes. Raises PeerError."""
     assert len(payload) == header.length
     return header.kind(epoch=header.epoch, **header.fields, **header.kind.decode_payload(payload))
 
 
 def _read_json(payload: bytes, kind: type[JsonPayload]) -> JsonPayload:
+    """Decode a JSON payload as this struct. Raises PeerError."""
     try:
         return msgspec.json.decode(payload, type=kind)
     except UNDECODABLE as error:
@@ -505,6 +512,7 @@ def _as_dict(text: msgspec.Struct) -> dict[str, object]:
 
 
 def _decode_path(raw: bytes) -> str:
+    """Decode the path of a data file. Raises PeerError."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -270,6 +270,7 @@ class Connections:
                 self._accept()
 
     def _serve(self, connection: Connection, events: int) -> None:
+        """Handle the events of a connection's socket, and end the connection after an error."""
         try:
             if events & selectors.EVENT_WRITE:
                 if not connection.is_open and connection.tls is None and not self._finish_dialing(connection):
@@ -304,6 +305,10 @@ class Connections:
         self.listener.opened(connection.node)
 
     def _read(self, connection: Connection) -> None:
+        """Read bytes of a connection, and pass the messages that are complete now to the listener.
+
+        Raises PeerError and OSError.
+        """
         try:
             size_bytes = connection.sock.recv_into(self._read_buffer)
         except BlockingIOError:
@@ -342,6 +347,7 @@ class Connections:
         return connections.get(connection.node) is connection
 
     def _accept(self) -> None:
+        """Accept a connection, whose node is unknown until its HELLO. Keeps at most UNIDENTIFIED_MAX of them."""
         try:
             sock, _ = self._listen_socket.accept()
         except OSError:  # the peer is gone, or no descriptor is left: the other node dials again
@@ -373,6 +379,7 @@ class Connections:
                 self._connect(node, address, now_ms)
 
     def _connect(self, node: str, address: Address, now_ms: int) -> None:
+        """Begin to dial a node, or to look its name up. `poll` reports the outcome."""
         try:
             resolved = self._lookup.resolve(address)
             if resolved is None:
@@ -397,6 +404,7 @@ class Connections:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _write(self, connection: Connection) -> None:
+        """Send the unsent bytes as far as the socket takes them, and let `poll` wait for more space if needed."""
         if connection.sock.fileno() < 0:
             return  # an earlier event of the same poll has ended the connection
         try:
@@ -501,6 +509,7 @@ class NameLookup:
         return result
 
     def _run(self, address: tuple[str, int]) -> None:
+        """Look an address up, in a thread of its own, and store the result or the error."""
         result: Resolved | OSError
         try:
             result = _look_up(address)
@@ -511,6 +520,7 @@ class NameLookup:
 
 
 def _look_up(address: tuple[str, int], flags: int = 0) -> Resolved:
+    """Resolve an address with the system's resolver. Blocking. Raises OSError."""
     family, socket_type, protocol, _, target = socket.getaddrinfo(
         *address, type=socket.SOCK_STREAM, flags=flags
     )[0]

@@ -96,7 +96,8 @@ class FileRequest:
     """The file that this replica is requesting, piece by piece."""
 
     def __init__(self, node: str, path: str, size_bytes: int, now_ms: int) -> None:
-        self.node, self.path, self.size_bytes, self.heard_ms = node, path, size_bytes, now_ms
+        self.node, self.path, self.size_bytes = node, path, size_bytes
+        self.last_piece_ms = now_ms  # boot clock at the last piece, or at the request
         self.incoming: IncomingFile | None = None
 
 
@@ -123,18 +124,20 @@ class DataFiles:
         # version of the table. A single broker does the same (broker/maintenance.py).
         self._keep_readable_ms = min(retention_ms, limits.DAY_MS)
         self._on_failure, self._committed = on_failure, committed
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
         self._live_files = live_files.LiveFiles(files)
-        self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files, self._live_files)
+        self._live = CommittedFiles()  # as `committed` returned them last
+        self._outgoing = OutgoingFiles(files, self._live_files)
         self._missing: dict[str, int] = {}  # live files that are not on this disk: path -> size in bytes
-        self._announced: dict[str, AnnouncedFile] = {}
+        self._announced: dict[str, AnnouncedFile] = {}  # by path
         self._request: FileRequest | None = None
-        self._retry_at_ms: dict[str, int] = {}  # path -> when it may be asked for again
+        self._retry_at_ms: dict[str, int] = {}  # path -> when it may be requested again
         self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it is live by then
         self._shipments: list[Shipment] = []
         self._completion: Future[None] | None = None
         self._progress_ms = 0  # when a new leader began to wait for files, or received the last piece
         self._is_leading = False  # True: this replica leads, so the broker maintains the table
+        # Boot clock at the last periodic work, and at the last removal.
         self._worked_ms = self._removed_ms = 0
         self._removed_before_seq = 0  # segments before this row were removed
         self._thread = threading.Thread(target=self._run, name="data files", daemon=True)
@@ -195,9 +198,10 @@ class DataFiles:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run until `stop` is called, then end the present request and the unfinished shipments."""
         try:
             self.begin()
-            while self.turn(WORK_EVERY_MS / 1_000):
+            while self.run_once(WORK_EVERY_MS / 1_000):
                 pass
         except BaseException as error:  # every exception, because no caller waits for this thread
             self._on_failure(error)
@@ -207,11 +211,11 @@ class DataFiles:
                 shipment.fail(NotLeader("this node stops; ask again, another one answers soon"))
 
     def begin(self) -> None:
-        """List the files on this disk. Called once, before the first turn."""
+        """List the files on this disk. Called once, before the first run_once."""
         now_ms = self._clock.boot_ms()
-        self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
+        self._removable.update(dict.fromkeys(remove_incomplete(self._files), now_ms + UNNAMED_MS))
 
-    def turn(self, timeout_s: float) -> bool:
+    def run_once(self, timeout_s: float) -> bool:
         """Run one call, if one arrives in time, and the periodic work. False once `stop` was called."""
         try:
             call = self._calls.get(timeout=timeout_s) if timeout_s else self._calls.get_nowait()
@@ -225,6 +229,7 @@ class DataFiles:
         return True
 
     def _do_periodic_work(self) -> None:
+        """Every WORK_EVERY_MS: announce files, count the replicas that have them, and work as a follower."""
         now_ms = self._clock.boot_ms()
         if now_ms - self._worked_ms < WORK_EVERY_MS:
             return
@@ -240,7 +245,7 @@ class DataFiles:
         """As a follower: update the live files, fetch missing ones, and remove those that have left the table."""
         self._update_live_files(now_ms)
         request = self._request
-        if request is not None and now_ms - request.heard_ms > ANSWER_MS:
+        if request is not None and now_ms - request.last_piece_ms > ANSWER_MS:
             self._postpone(request, "no answer")
         self._request_next()
         if self._live.seq and not self._missing:
@@ -278,6 +283,7 @@ class DataFiles:
             self._send(state.source.node, Complete(state.promised, self._live.seq))
 
     def _remove(self, now_ms: int) -> None:
+        """Remove the files whose time has come, except those that the table has again or a leader announces."""
         due = [path for path, due_ms in self._removable.items() if due_ms <= now_ms]
         for path in due:
             del self._removable[path]
@@ -287,11 +293,13 @@ class DataFiles:
     # -- leading -----------------------------------------------------------------------------------------------------
 
     def _begin_leading(self, future: Future[None]) -> None:
+        """Drop the announcements of the previous leader, and begin to wait for the missing files."""
         self._announced.clear()
         self._drop_request()
         self._completion, self._progress_ms = future, self._clock.boot_ms()
 
     def _ship(self, paths: list[str], future: Future[None]) -> None:
+        """Begin a shipment of these files, or fail the future if one of them cannot be read."""
         try:
             # This also computes the checksums, which takes long the first time.
             sizes = {path: self._outgoing.describe(path)[0] for path in paths}
@@ -299,9 +307,10 @@ class DataFiles:
             future.set_exception(error)
             return
         self._shipments.append(Shipment(sizes, future))
-        self._worked_ms = 0  # announce the files at the next turn
+        self._worked_ms = 0  # announce the files at the next run_once
 
     def _announce(self, shipment: Shipment, state: Replica) -> None:
+        """Announce the files of a shipment to the connected nodes that do not know of them yet."""
         for node in shipment.take_nodes_to_inform(state):
             for path in shipment.sizes:
                 size_bytes, crc32c = self._outgoing.describe(path)
@@ -310,6 +319,10 @@ class DataFiles:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _handle_message(self, node: str, replica: str, message: Message) -> None:
+        """Handle a message from a node.
+
+        `replica`: node and incarnation behind the connection, "" unless this replica leads.
+        """
         match message:
             case Have():
                 for shipment in self._shipments:
@@ -324,6 +337,7 @@ class DataFiles:
                 self._receive(node, message)
 
     def _handle_disconnect(self, node: str) -> None:
+        """Forget the announcements, the confirmations and the request of a node whose connection has ended."""
         for shipment in self._shipments:
             shipment.drop_node(node)
         self._announced = {
@@ -363,16 +377,16 @@ class DataFiles:
         for path, announced in self._announced.items():
             if self._retry_at_ms.get(path, 0) <= now_ms:
                 return FileRequest(announced.node, path, announced.size_bytes, now_ms)
-        node = self._node_for(state, now_ms)
+        node = self._choose_sender(state, now_ms)
         for path, size_bytes in self._missing.items() if node else ():
             if self._retry_at_ms.get(path, 0) <= now_ms:
                 return FileRequest(node, path, size_bytes, now_ms)
         return None
 
-    def _node_for(self, state: Replica, now_ms: int) -> str:
-        """Choose the node from which to request a missing file ("": none).
+    def _choose_sender(self, state: Replica, now_ms: int) -> str:
+        """Choose the node from which to request a missing file, "" if none can be asked.
 
-        A follower asks the leader, a new leader asks the other replicas in turn.
+        A follower asks the leader. A new leader asks the other replicas in turn, each for RETRY_MS.
         """
         if state.lead is None:
             return state.source.node if state.source and state.source.matched else ""
@@ -380,10 +394,11 @@ class DataFiles:
         return nodes[now_ms // RETRY_MS % len(nodes)] if nodes else ""
 
     def _has(self, path: str, size_bytes: int) -> bool:
-        # Another program may have removed the name, but not the link.
+        """Check whether a file is on this disk with this size, and restore its name if only a hard link is left."""
         return self._live_files.restore_file(path) and self._files.size(f"{FOLDER}/{path}") == size_bytes
 
     def _receive(self, node: str, file: File) -> None:
+        """Handle a piece of the requested file: write it, and request the next piece or the next file."""
         request = self._request
         if request is None or (request.node, request.path) != (node, file.path):
             return  # a late piece of an earlier request
@@ -408,13 +423,17 @@ class DataFiles:
         self._request_next()
 
     def _add_piece(self, request: FileRequest, file: File) -> bool:
+        """Write a piece, the first one into a new file. True once the file is complete and durable.
+
+        Raises PeerError for a wrong piece, OverLimit on a full disk.
+        """
         if request.size_bytes != file.size_bytes:
             raise PeerError(
                 f"{file.path} has {file.size_bytes} bytes there, {request.size_bytes} are expected"
             )
         if request.incoming is None:
             request.incoming = IncomingFile(self._files, file.path, file.size_bytes, file.crc32c)
-        request.heard_ms = self._progress_ms = self._clock.boot_ms()
+        request.last_piece_ms = self._progress_ms = self._clock.boot_ms()
         return request.incoming.add(file.position, file.crc32c, file.chunk)
 
     def _postpone(self, request: FileRequest, reason: str) -> None:
@@ -424,6 +443,7 @@ class DataFiles:
         self._drop_request()
 
     def _drop_request(self) -> None:
+        """Stop receiving the present file, and remove its pieces."""
         if self._request is not None and self._request.incoming is not None:
             self._request.incoming.drop()
         self._request = None
@@ -486,7 +506,7 @@ class IncomingFile:
         self._files.remove(self._temporary_name)
 
 
-def sweep(files: Files) -> list[str]:
+def remove_incomplete(files: Files) -> list[str]:
     """Remove incomplete files of an earlier run. Returns the paths of all data files.
 
     The folders are synced before the return, because the names given by a killed process may be only in the page
@@ -545,6 +565,7 @@ class OutgoingFiles:
         return File(want.epoch, want.position, size_bytes, want.path, crc32c, chunk)
 
     def _map(self, path: str) -> pa.Buffer:
+        """Map a file, or get its mapping. Raises NotFound."""
         if path not in self._mapped:
             self._live_files.restore_file(path)
             self._mapped[path] = self._files.map_readonly(f"{FOLDER}/{path}")

@@ -84,6 +84,7 @@ class LocalAnswers:
         return _encode(*response, is_head=request.method == "HEAD")
 
     def _answer(self, request: Request) -> tuple[int, bytes, str] | None:
+        """Choose the answer by the path: status, body and media type. None when the leader must answer."""
         figures = self._figures()
         match request.path.strip("/").split("/"):
             case ["leader", group] if unquote(group) == figures.group:
@@ -102,6 +103,7 @@ class LocalAnswers:
         return None
 
     def _answer_metrics(self, request: Request, figures: ReplicaFigures) -> tuple[int, bytes, str]:
+        """Answer with this replica's metrics, or with 401."""
         try:
             self._authenticate(request.headers)
         except Unauthorized as error:
@@ -123,6 +125,7 @@ async def read_head(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def _parse(head: bytes) -> Request | None:
+    """Parse the head of a request. None if it is not the whole head of an HTTP/1 request."""
     if not head.endswith(END_OF_HEAD):
         return None
     request_line, *lines = head.decode("latin-1").split("\r\n")
@@ -143,6 +146,7 @@ def _problem(status: int, code: str, detail: str) -> bytes:
 
 
 def _encode(status: int, body: bytes, media_type: str, *, is_head: bool) -> bytes:
+    """Encode a response that closes the connection. With `is_head`, without the body."""
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {media_type}\r\n"
         f"content-length: {len(body)}\r\ncache-control: no-store\r\nconnection: close\r\n\r\n"
@@ -155,10 +159,10 @@ def _encode(status: int, body: bytes, media_type: str, *, is_head: bool) -> byte
 
 WAIT_S = 5.0  # how long a client's connection waits for a leader
 RETRY_S = 0.02  # between two attempts to reach a leader
-DIAL_S = 1.0
-LAST_S = 1.0  # time for the last answers of a leader that hands over to this node
+DIAL_S = 1.0  # time limit for a connection to the leader
+LAST_ANSWERS_S = 1.0  # time for the last answers of a leader after another node has become the leader
 CHUNK_BYTES = 256 * 1024
-HTTP = "http"  # the edge
+HTTP = "http"  # name of the edge for HTTP
 
 
 class Http(NamedTuple):
@@ -184,9 +188,8 @@ class Gateway:
         self._servers: list[asyncio.Server] = []
         self._forwardings: set[asyncio.Task[None]] = set()
         self._leaders: dict[asyncio.Task[None], tuple[str, Address]] = {}  # edge and leader of a forwarding
-        self._awaiting_leader: set[asyncio.Task[None]] = (
-            set()
-        )  # those that have no connection to a leader yet
+        # The forwardings that have no connection to a leader yet.
+        self._awaiting_leader: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen. Raises SetupError."""
@@ -224,24 +227,24 @@ class Gateway:
             task.cancel()
 
     def leader_changed(self) -> None:
-        """Close the connections to earlier leaders, LAST_S after another node has become the leader.
+        """Close the connections to earlier leaders, LAST_ANSWERS_S after another node has become the leader.
 
         An earlier leader that ends closes them itself. One that is cut off, or that hangs, never does.
         """
         loop = asyncio.get_running_loop()
         for task, (edge, leader) in self._leaders.items():
             if self._address(edge) not in (None, leader):
-                loop.call_later(LAST_S, task.cancel)
+                loop.call_later(LAST_ANSWERS_S, task.cancel)
 
     async def drain(self) -> None:
-        """Wait until the old leader has ended the forwarded connections, for LAST_S at most, and close the rest.
+        """Wait until the old leader has ended the forwarded connections, and close the others after LAST_ANSWERS_S.
 
         The leader's last answers and refusals are still on their way. A client whose connection is closed too early
         does not know which of its messages were accepted.
         """
         self.stop_listening()
         if self._forwardings:
-            await asyncio.wait(set(self._forwardings), timeout=LAST_S)
+            await asyncio.wait(set(self._forwardings), timeout=LAST_ANSWERS_S)
         await self.close()
 
     async def close(self) -> None:
@@ -252,6 +255,7 @@ class Gateway:
         await asyncio.gather(*self._forwardings, return_exceptions=True)
 
     async def _forward(self, edge: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle one connection: answer its first HTTP request here, or forward all bytes to the leader."""
         task = asyncio.current_task()
         assert task is not None
         self._forwardings.add(task)
@@ -320,6 +324,7 @@ async def _copy_both_ways(
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until the end of `reader`, then end this direction of the other connection."""
     while data := await reader.read(CHUNK_BYTES):
         writer.write(data)
         await writer.drain()
