@@ -1,4 +1,4 @@
-"""Shrink the list of what made a run fail: delta debugging, as in Zeller's and Hildebrandt's ddmin."""
+"""Shrink a list of items with which a run fails: delta debugging, as in Zeller's and Hildebrandt's ddmin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def shrink(items: Sequence[T], fails: Callable[[list[T]], bool]) -> list[T]:
-    """Return a part of `items`, in their order, that fails, and that passes without any single one of its items.
+    """Return a part of `items`, in their order, that fails and that passes when any one of its items is left out.
 
     `items` must fail.
     """

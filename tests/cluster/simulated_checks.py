@@ -27,13 +27,15 @@ class Checks:
         self.committed: list[Entry] = []
         self.acknowledged: list[tuple[str, int]] = []  # kind and number of a row that its sender relies on
         self.released: set[int] = set()
-        self.let_go = 0  # committed rows that a committed snapshot stands for, and a leader has removed
-        self._committed_in: list[int] = []  # epochs, of the committed rows
+        self.removed = 0  # committed rows that a committed snapshot replaces and a leader has removed
+        self._committed_in: list[int] = []  # for each committed row the epoch in which it was committed
         self.leaders: dict[int, str] = {}
-        self._promised: dict[str, int] = defaultdict(int)
-        self._chains: dict[tuple[int, int], int] = {}
-        self._synced_by: dict[int, set[str]] = defaultdict(set)
-        self._checked: dict[str, int] = defaultdict(int)
+        self._promised: dict[str, int] = defaultdict(int)  # replica -> its highest promised epoch
+        self._chains: dict[tuple[int, int], int] = {}  # epoch and `seq` of a frame -> the chain up to it
+        self._synced_by: dict[int, set[str]] = defaultdict(set)  # chain -> the replicas that have synced it
+        self._checked: dict[str, int] = defaultdict(
+            int
+        )  # replica -> how many of its rows `apply` has compared
 
     def swap(self, before: Record, after: Record) -> None:
         """I1: every change of leader is another epoch, one more than the last."""
@@ -54,7 +56,7 @@ class Checks:
             check(known == entry.chain, f"I3: two logs with a frame {key}")
 
     def sync(self, replica: str, entries: list[Entry]) -> None:
-        """Note that these frames are on this replica's disk."""
+        """Record that these frames are on this replica's disk."""
         for entry in entries:
             self._synced_by[entry.chain].add(replica)
 
@@ -62,7 +64,9 @@ class Checks:
         """I5: committed rows are not cut, unless a committed snapshot replaces them and a leader has removed them."""
         for entry in removed:
             at = entry.frame.seq - 1
-            is_kept = at >= len(self.committed) or self.committed[at].chain != entry.chain or at < self.let_go
+            is_kept = (
+                at >= len(self.committed) or self.committed[at].chain != entry.chain or at < self.removed
+            )
             check(is_kept, f"I5: {replica} cuts the committed row {at + 1}")
 
     def commit(self, disk: Disk, to: Position, epoch: int, sets: list[tuple[str, ...]]) -> list[Entry]:
@@ -76,10 +80,11 @@ class Checks:
         self._committed_in += [epoch] * len(new)
         return new
 
-    def begin_behind(self, replica: str, seq: int) -> list[Entry]:
+    def begin_after(self, replica: str, seq: int) -> list[Entry]:
         """I5: a log may begin only after removed rows. Return these."""
         check(
-            seq - 1 <= self.let_go, f"I5: {replica} begins with row {seq}, let go are those to {self.let_go}"
+            seq - 1 <= self.removed,
+            f"I5: {replica} begins with row {seq}, removed are those to {self.removed}",
         )
         return self.committed[: seq - 1]
 
@@ -88,8 +93,8 @@ class Checks:
         check(seq - 1 <= len(self.committed), f"I5: {replica} applies row {seq - 1}, which is not committed")
         at = self._checked[replica]
         self._checked[replica] = max(at, seq - 1)
-        for mine, known in zip(disk.entries[at : seq - 1], self.committed[at : seq - 1], strict=True):
-            check(mine.chain == known.chain, f"I5: {replica} applies another row {mine.frame.seq}")
+        for own, known in zip(disk.entries[at : seq - 1], self.committed[at : seq - 1], strict=True):
+            check(own.chain == known.chain, f"I5: {replica} applies another row {own.frame.seq}")
 
     def serve(self, replica: str, disk: Disk, epoch: int) -> None:
         """I1, I6, I7: one replica in this epoch, with all committed rows, and its EPOCH row among them."""
@@ -101,11 +106,16 @@ class Checks:
         check(bool(of_epoch) and of_epoch[0].kind == "E", f"I7: {replica} serves before its EPOCH row")
 
     def _agree(self, disk: Disk, count: int, *, may_add: bool) -> list[Entry]:
-        mine = disk.entries[:count]
-        for known, own in zip(self.committed, mine, strict=False):
+        """I6, I8: the first `count` rows of a disk begin with the committed rows, or are the beginning of these.
+
+        Rows of the disk after the committed ones become committed and are returned. Unless `may_add`, the disk must
+        have `count` rows.
+        """
+        own_rows = disk.entries[:count]
+        for known, own in zip(self.committed, own_rows, strict=False):
             check(known.chain == own.chain, f"I6: another row {own.frame.seq} than the committed one")
-        check(may_add or len(mine) >= count, "I6: committed rows are missing at a new leader")
-        new = mine[len(self.committed) :]
+        check(may_add or len(own_rows) >= count, "I6: committed rows are missing at a new leader")
+        new = own_rows[len(self.committed) :]
         for entry in new:
             if entry.frame.kind == "R":
                 check(entry.frame.number not in self.released, f"I8: promise {entry.frame.number} twice")

@@ -32,7 +32,7 @@ class Frame(NamedTuple):
     epoch: int
     seq: int
     synced_to: int
-    kind: str  # Epoch, Message, Promise, Release
+    kind: str  # E epoch, M message, P promise (scheduled), R release of a promise, S snapshot
     number: int
 
 
@@ -75,9 +75,8 @@ class Disk:
     headers: dict[int, bytes] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     synced: int = 0  # entries
-    let_go: int = (
-        0  # entries that retention has removed; they stay in the list as what a snapshot says of them
-    )
+    # Number of entries that retention has removed from the disk. They stay in `entries`: a snapshot replaces them.
+    removed: int = 0
     damaged: set[int] = field(default_factory=set)  # entries whose blocks have changed
 
     def begin(self, ordinal: int, header: bytes) -> None:
@@ -92,35 +91,35 @@ class Disk:
             self.entries.append(Entry(ordinal, position, frame, hash((before, frame.raw))))
             position += FRAME_BYTES
 
-    def begin_behind(self, known: list[Entry]) -> None:
-        """Continue after these rows, which the leader has removed, with an empty log."""
-        self.entries, self.synced, self.let_go = list(known), len(known), len(known)
+    def begin_after(self, known: list[Entry]) -> None:
+        """Begin an empty log after the rows of `known`, which the leader has removed."""
+        self.entries, self.synced, self.removed = list(known), len(known), len(known)
 
     def drop_below(self, seq: int) -> bool:
         """Remove the segments that end before a row. Return whether there were any."""
-        before = self.let_go
+        before = self.removed
         for ordinal in sorted(self.headers)[:-1]:
             last = max((e.frame.seq for e in self.entries if e.ordinal == ordinal), default=seq)
             if last >= seq:
                 break
             del self.headers[ordinal]
-            self.let_go = last
-        return self.let_go > before
+            self.removed = last
+        return self.removed > before
 
     @property
     def first(self) -> Position:
         """Return where the log begins."""
-        return Position(min(self.headers), fmt.ALIGN, self.let_go + 1) if self.headers else BEGINNING
+        return Position(min(self.headers), fmt.ALIGN, self.removed + 1) if self.headers else BEGINNING
 
     def cut(self, at: Position) -> list[Entry]:
         """Remove everything from `at` on, and return it."""
         count = self.count(at)
-        removed = self.entries[count:]
+        cut_entries = self.entries[count:]
         del self.entries[count:]
-        self.let_go = self.let_go if count else 0
+        self.removed = self.removed if count else 0
         self.headers = {o: header for o, header in self.headers.items() if o <= at.ordinal}
         self.synced = len(self.entries)
-        return removed
+        return cut_entries
 
     def count(self, at: Position) -> int:
         """Return the number of frames before `at`."""
@@ -142,12 +141,13 @@ class Disk:
 
     def damage(self, random: Random) -> bool:
         """Change a synced frame so that a start can tell it from a torn batch. Return whether there is such a frame."""
-        found = [i for i in range(self.let_go, self.synced) if self._is_proved(i)]
-        if found:
-            self.damaged.add(random.choice(found))
-        return bool(found)
+        candidates = [index for index in range(self.removed, self.synced) if self._is_proved(index)]
+        if candidates:
+            self.damaged.add(random.choice(candidates))
+        return bool(candidates)
 
     def _is_proved(self, hole: int) -> bool:
+        """Return whether the log shows that the entry was synced, so that a hole there is damage and no torn batch."""
         entry = self.entries[hole]
         if entry.ordinal != max(self.headers):
             return True
@@ -158,21 +158,24 @@ class Disk:
         )
 
     def start(self) -> Log:
-        """Read the log: cut a torn batch, begin another incarnation after damage, and sync the rest."""
+        """Return what a start reads: it cuts a torn batch or a damaged part, and syncs what is left.
+
+        After damage the disk becomes another incarnation.
+        """
         if self.damaged:
             hole = min(self.damaged)
             if self._is_proved(hole):
                 self.incarnation += 1
             self.damaged.clear()
-            self.cut(self.entries[hole - 1].end if hole > self.let_go else BEGINNING)
+            self.cut(self.entries[hole - 1].end if hole > self.removed else BEGINNING)
         self.synced = len(self.entries)
         self.promised = self.promised_durably
         ends = ()
-        for entry in self.entries[self.let_go :]:
+        for entry in self.entries[self.removed :]:
             ends = extend(ends, entry.frame.epoch, entry.end)
         if not self.headers:
             return Log()
         ordinal = max(self.headers)
-        is_inside = len(self.entries) > self.let_go and self.entries[-1].ordinal == ordinal
+        is_inside = len(self.entries) > self.removed and self.entries[-1].ordinal == ordinal
         place = self.entries[-1].end.end if is_inside else fmt.ALIGN
         return Log(ends, ordinal, place, len(self.entries) + 1)

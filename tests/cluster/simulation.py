@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from tests.cluster.shrinking import shrink
@@ -95,6 +95,17 @@ class Node:
         return f"{self.name}/{self.disk.incarnation}"
 
 
+class PendingSwap(NamedTuple):
+    """A change of the record that a node has proposed and the coordinator has not carried out yet."""
+
+    node: str
+    life: int
+    is_withheld: (
+        bool  # the coordinator was restored since the node leads: the production code would not send it
+    )
+    proposal: do.Propose
+
+
 class Simulation:
     """One run. All chance comes from the seed."""
 
@@ -108,9 +119,8 @@ class Simulation:
         self.etcd = Etcd(Record(0, "", ("a/1", "b/1", "c/1")))
         self.wire, self.checks = Wire(), Checks()
         self.frames: dict[bytes, Frame] = {}
-        self.snapshots: dict[int, int] = {}  # number of the row -> the first row that must stay
-        # Node, its life, whether etcd was restored since it leads, and the proposal.
-        self.swaps: list[tuple[str, int, bool, do.Propose]] = []
+        self.snapshots: dict[int, int] = {}  # number of a snapshot -> `seq` of the first row that must stay
+        self.swaps: list[PendingSwap] = []
         self.now_ms, self.numbers, self.healing = 0, 0, False
         self.epochs = 0
         scale = [self.random.choice((0.3, 1, 1, 3)) for _ in range(6)]
@@ -194,7 +204,7 @@ class Simulation:
                 self.checks.sync(node.replica, disk.entries[disk.synced :])  # as the replica believes
             case do.BeginSegment(begin):
                 if not disk.headers and begin.first_seq > 1:
-                    disk.begin_behind(self.checks.begin_behind(node.replica, begin.first_seq))
+                    disk.begin_after(self.checks.begin_after(node.replica, begin.first_seq))
                 disk.begin(begin.ordinal, begin.header)
             case do.CutLog(at):
                 self.checks.cut(node.replica, disk.cut(at))
@@ -206,7 +216,7 @@ class Simulation:
                 self.commit(node, position)
             case do.Apply(seq):
                 self.checks.apply(node.replica, disk, seq)
-                self.let_go(node, disk.entries[: seq - 1])
+                self.remove_old_segments(node, disk.entries[: seq - 1])
             case _:
                 self.carry_out_rest(node, effect)
 
@@ -216,12 +226,12 @@ class Simulation:
             case do.Ship():
                 self.ship(node, effect)
             case do.Propose():
-                self.swaps.append((node.name, node.life, node.is_etcd_restored, effect))
+                self.swaps.append(PendingSwap(node.name, node.life, node.is_etcd_restored, effect))
             case do.Hold():
-                if self.etcd.now[2] is None:
+                if self.etcd.now.holder is None:
                     self.etcd.hold(node.name)
             case do.Resign():
-                if self.etcd.now[2] == node.name:
+                if self.etcd.now.holder == node.name:
                     self.etcd.hold(None)
             case do.Dial():
                 node.is_dialing = True
@@ -246,16 +256,18 @@ class Simulation:
         sets = [replicas for replicas in (lead.replicas, lead.joining, lead.former) if replicas]
         new = self.checks.commit(node.disk, position, lead.epoch, sets)
         self.checks.acknowledged += [(entry.frame.kind, entry.frame.number) for entry in new]
-        self.let_go(node, node.disk.entries[: position.seq - 1])
+        self.remove_old_segments(node, node.disk.entries[: position.seq - 1])
 
-    def let_go(self, node: Node, committed: list[Entry]) -> None:
-        """Remove the segments that the last committed snapshot allows to go: a leader does, and then its followers."""
-        snapshots = [entry.frame.number for entry in committed[node.disk.let_go :] if entry.frame.kind == "S"]
+    def remove_old_segments(self, node: Node, committed: list[Entry]) -> None:
+        """Remove the segments whose rows the last committed snapshot replaces. Leaders and followers do so."""
+        snapshots = [
+            entry.frame.number for entry in committed[node.disk.removed :] if entry.frame.kind == "S"
+        ]
         if snapshots and node.disk.drop_below(self.snapshots[snapshots[-1]]):
-            self.checks.let_go = max(self.checks.let_go, node.disk.let_go)
+            self.checks.removed = max(self.checks.removed, node.disk.removed)
             self.give(node, on.Dropped(node.disk.first))
 
-    def look(self, node: Node) -> None:
+    def report_log_begin(self, node: Node) -> None:
         """Tell a node where its log begins. A learner reports that it has the data files, which do not exist here."""
         if node.state and node.state.first != node.disk.first:
             self.give(node, on.Dropped(node.disk.first))
@@ -268,8 +280,8 @@ class Simulation:
     def ship(self, node: Node, effect: do.Ship) -> None:
         """Send frames from the disk, one message of at most three."""
         disk, at = node.disk, effect.begin
-        first = max(disk.count(at), disk.let_go)
-        if at != BEGINNING and disk.count(at) < disk.let_go:
+        first = max(disk.count(at), disk.removed)
+        if at != BEGINNING and disk.count(at) < disk.removed:
             # Removed by the effect before: the other node refuses a segment after a gap, which ends the connection.
             pair = (effect.node, node.name) if effect.fetched else (node.name, effect.node)
             if pair in self.wire.connections:
@@ -382,7 +394,7 @@ class Simulation:
             self.write_commit(node, rows)
 
     def retain(self) -> None:
-        """Let a leader write a snapshot, behind which older segments may go."""
+        """Let a leader write a snapshot, which allows the removal of older segments."""
         node = self.running(Role.LEADER)
         if node and node.state and node.state.lead:
             self.numbers += 1
@@ -397,7 +409,7 @@ class Simulation:
             self.write_commit(node, [("R", node.unreleased.pop(0))])
 
     def flush(self) -> None:
-        """Report to a replica that nothing more has arrived."""
+        """Tell a replica that nothing more has arrived."""
         if node := self.running():
             self.give(node, on.Flush())
 
@@ -406,7 +418,7 @@ class Simulation:
         self.now_ms += self.random.choice((1, 5, 20, 50, 300))
         if node := self.running():
             self.give(node, on.Tick(self.now_ms))
-            self.look(node)
+            self.report_log_begin(node)
 
     def watch(self) -> None:
         """Let a node read the record."""
@@ -419,17 +431,17 @@ class Simulation:
         """Carry out one swap, and answer its sender, if it still runs."""
         if not self.swaps:
             return
-        name, life, is_withheld, proposal = self.swaps.pop(self.random.randrange(len(self.swaps)))
-        node, before = self.nodes[name], self.etcd.now[1]
+        swap = self.swaps.pop(self.random.randrange(len(self.swaps)))
+        node, before = self.nodes[swap.node], self.etcd.now.record
         succeeded: bool | None = (
-            not is_withheld and not node.is_etcd_restored and self.etcd.swap(name, proposal)
+            not swap.is_withheld and not node.is_etcd_restored and self.etcd.swap(swap.node, swap.proposal)
         )
         if succeeded:
-            self.checks.swap(before, proposal.record)
+            self.checks.swap(before, swap.proposal.record)
         if not self.healing and self.random.random() < 0.15:
-            succeeded = None
-        answer = on.Proposed(self.etcd.now[0], proposal.record, succeeded)
-        if node.state is not None and node.life == life:
+            succeeded = None  # the answer is lost
+        answer = on.Proposed(self.etcd.now.revision, swap.proposal.record, succeeded)
+        if node.state is not None and node.life == swap.life:
             if node.is_paused:
                 node.answers.append(answer)
             else:
@@ -533,7 +545,7 @@ class Simulation:
 
     def may_lose(self, node: Node) -> bool:
         """Return whether each counting set would lack at most one replica: three copies bear no more."""
-        records = [self.etcd.now[1], self.etcd.last, *(proposal.record for *_, proposal in self.swaps)]
+        records = [self.etcd.now.record, self.etcd.last, *(swap.proposal.record for swap in self.swaps)]
         sets = [replicas for record in records for replicas in (record.replicas, record.former)]
         for other in self.nodes.values():
             if other.state and other.state.lead:
@@ -587,10 +599,13 @@ class Simulation:
         while self.swaps:
             self.swap()
         promised = max(node.disk.promised for node in self.nodes.values())
-        known, record = max(node.disk.members.generation for node in self.nodes.values()), self.etcd.now[1]
+        known, record = (
+            max(node.disk.members.generation for node in self.nodes.values()),
+            self.etcd.now.record,
+        )
         if renews and (promised > record.epoch or known > record.generation):
             self.etcd.renew(promised, max(known, record.generation) + 1)  # an operator does
-        holder = self.etcd.now[2]
+        holder = self.etcd.now.holder
         if holder and (self.nodes[holder].state is None or not self.nodes[holder].is_dialing):
             self.etcd.hold(None)
         order = [self.nodes[name] for name in names]
@@ -611,7 +626,7 @@ class Simulation:
         for node in order:
             self.give(node, on.Flush())
             self.give(node, on.Tick(self.now_ms))
-            self.look(node)
+            self.report_log_begin(node)
         self.release()
 
     def has_converged(self) -> bool:
@@ -675,7 +690,8 @@ def run(
 def shrunk(seed: int, steps: int, fault: str = "", *, restores: bool = False) -> list[Disturbance]:
     """Return the smallest list of disturbances with which a failing seed breaks the same invariant."""
 
-    def broken_with(without: Collection[Disturbance]) -> tuple[str, list[Disturbance]]:
+    def run_without(without: Collection[Disturbance]) -> tuple[str, list[Disturbance]]:
+        """Return the broken invariant, or an empty text, and the disturbances that took place."""
         simulation = Simulation(seed, fault, restores=restores)
         try:
             simulation.run(steps, without)
@@ -683,8 +699,8 @@ def shrunk(seed: int, steps: int, fault: str = "", *, restores: bool = False) ->
             return str(found).partition(":")[0], simulation.disturbances
         return "", simulation.disturbances
 
-    invariant, disturbances = broken_with(())
-    return shrink(disturbances, lambda kept: broken_with(set(disturbances).difference(kept))[0] == invariant)
+    invariant, disturbances = run_without(())
+    return shrink(disturbances, lambda kept: run_without(set(disturbances).difference(kept))[0] == invariant)
 
 
 def restored_to_old_set(seed: int, fault: str = "") -> None:
@@ -697,11 +713,11 @@ def restored_to_old_set(seed: int, fault: str = "") -> None:
     with broken(fault):
         while not (leader := simulation.running(Role.LEADER)):
             simulation.heal_once()
-        old = [simulation.nodes[name.split("/")[0]] for name in simulation.etcd.now[1].replicas]
+        old = [simulation.nodes[name.split("/")[0]] for name in simulation.etcd.now.record.replicas]
         behind, removed = (node for node in old if node is not leader)
         (added,) = (node for node in simulation.nodes.values() if node not in old)
         wanted = (leader.replica, behind.replica, added.replica)
-        while set(simulation.etcd.now[1].replicas) != set(wanted) or simulation.etcd.now[1].former:
+        while set(simulation.etcd.now.record.replicas) != set(wanted) or simulation.etcd.now.record.former:
             simulation.give(leader, on.ReplicasWanted(wanted))
             simulation.heal_once()
         simulation.kill(behind, power=False)
@@ -712,7 +728,8 @@ def restored_to_old_set(seed: int, fault: str = "") -> None:
             simulation.heal_once((leader.name, added.name))
         for node in (leader, added):
             simulation.kill(node, power=False)
-        simulation.etcd.history = [each for each in simulation.etcd.history if each[1].generation == 1][-1:]
+        of_old_set = [state for state in simulation.etcd.history if state.record.generation == 1]
+        simulation.etcd.history = of_old_set[-1:]
         simulation.etcd.hold(None)
         for _ in range(100):
             simulation.heal_once((behind.name, removed.name), renews=False)

@@ -1,4 +1,4 @@
-"""The smallest list of what makes a run fail."""
+"""Shrinking of a list of disturbances that makes a simulated run fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.cluster.shrinking import shrink
 
 
 @pytest.mark.parametrize("needed", [set(), {0}, {99}, {3, 4}, {0, 17, 50, 99}, set(range(0, 100, 7))])
-def test_only_what_is_needed_is_kept(needed: set[int]) -> None:
+def test_a_list_shrinks_to_exactly_the_items_that_the_failure_needs(needed: set[int]) -> None:
     runs = []
 
     def fails(items: list[int]) -> bool:
@@ -18,10 +18,10 @@ def test_only_what_is_needed_is_kept(needed: set[int]) -> None:
     assert len(runs) < 100 * (len(needed) + 1)
 
 
-def test_nothing_that_is_kept_can_be_left_out() -> None:
+def test_a_shrunk_list_passes_without_any_one_of_its_items() -> None:
     def fails(items: list[int]) -> bool:
         return sum(items) >= 100 and len(items) != 7
 
-    kept = shrink(range(40), fails)
-    assert fails(kept)
-    assert not any(fails([item for item in kept if item != one]) for one in kept)
+    shrunk = shrink(range(40), fails)
+    assert fails(shrunk)
+    assert not any(fails([item for item in shrunk if item != left_out]) for left_out in shrunk)
