@@ -3,7 +3,7 @@
 It does not know how the rows were produced. It has tests of its own (test_checker.py), because a checker that
 finds nothing makes every harness pass. Its words:
 
-    lost          acknowledged, never cancelled, and not in its queue; given up, and no dead letter
+    lost          acknowledged, never cancelled, and not in its queue, or given up, and not among the dead letters
     doubled       in its queue, among the dead letters, or settled in the log, more than once
     early         visible before its due time, or its record says so
     resurrected   delivered although a cancel was acknowledged
@@ -92,9 +92,8 @@ class Observed:
     topics: dict[str, int] = field(default_factory=dict)
     campaigns: dict[str, list[str]] = field(default_factory=dict)  # the keys of each
     paused_ms: dict[str, int] = field(default_factory=dict)  # of those whose pause was answered
-    held_ms: dict[str, int] = field(
-        default_factory=dict
-    )  # the same for messages that selections hold, by key
+    # Key of a message that a selection has paused -> when the pause was answered.
+    held_ms: dict[str, int] = field(default_factory=dict)
 
     def see(self, row: Row, now_ms: int) -> None:
         """A consumer received this row at `now_ms`."""
@@ -112,12 +111,11 @@ class Outcome:
     """The final state, when everything is due."""
 
     rows: list[Row] = field(default_factory=list)
-    ranges: dict[tuple[str, int], tuple[int, int]] = field(
-        default_factory=dict
-    )  # (topic, queue): kept offsets
-    offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
-    waited: list[Row] = field(default_factory=list)  # what stands in the queues of delay levels
-    dead: list[Row] = field(default_factory=list)  # what stands in the topics of dead letters
+    # (topic, queue) -> first and end offset
+    ranges: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)  # (group, topic) -> by queue
+    waited: list[Row] = field(default_factory=list)  # rows in the queues of delay levels
+    dead: list[Row] = field(default_factory=list)  # rows in the topics of dead letters
     scheduled_rows: set[int] = field(default_factory=set)  # sequence numbers of those in the log
     settled: list[int] = field(default_factory=list)  # source_seq of each release and cancel in the log
 
@@ -160,11 +158,14 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
         if sent is None:
             yield Fault("unexpected", f"{row.key} at {row.place}")
             continue
-        due_ms = row.due_ms if sent.is_at_least and (row.due_ms or 0) >= (sent.due_ms or 0) else sent.due_ms
-        if row.due_ms in sent.maybe_due:
-            due_ms = row.due_ms
-        if row.due_ms in sent.former_ms and row.store_ms >= min({sent.due_ms or 0} | sent.maybe_due):
-            due_ms = row.due_ms
+        # The row may have another due time than the send: a later one of a delay level, one of a move without an
+        # answer, or one from before a shift if the message was not released too early after it.
+        is_allowed_due = (
+            (sent.is_at_least and (row.due_ms or 0) >= (sent.due_ms or 0))
+            or row.due_ms in sent.maybe_due
+            or (row.due_ms in sent.former_ms and row.store_ms >= min({sent.due_ms or 0} | sent.maybe_due))
+        )
+        due_ms = row.due_ms if is_allowed_due else sent.due_ms
         topic = row.place.topic if row.place.topic in sent.maybe_topics else sent.topic
         if (row.body, row.due_ms, row.place.topic) != (sent.body, due_ms, topic):
             yield Fault("corrupted", f"{row.key} at {row.place}: {len(row.body)} bytes, due {row.due_ms}")
@@ -196,7 +197,7 @@ def _queues(outcome: Outcome) -> Iterator[Fault]:
         offsets = [row.place.queue_offset for row in rows]
         if offsets != list(range(low, high)):
             yield Fault("gap", f"{queue} keeps {low} to {high} and gave {offsets}")
-        if any(a.seq >= b.seq for a, b in pairwise(rows)):
+        if any(row.seq >= following.seq for row, following in pairwise(rows)):
             yield Fault("gap", f"{queue} is not in the order of the log: {[row.seq for row in rows]}")
 
 

@@ -1,8 +1,11 @@
-"""Damage to one file of a data folder: a bit, a block, the end, the file, the folder. And its effect:
+"""Damage to one file of a data folder, and its effect.
+
+The ways to damage it (WAYS): a bit or a byte is changed, a block of 512 bytes is set to zero, the end is cut off, the
+file is removed, or all files of its folder are removed. The outcomes:
 
 same       no visible change: the file was a cache, or nothing needs these bytes
 refused    the start, or a later step, ended with a storage error that names the file and the remedy
-silent     a look at the folder shows another content, without an error: this must never happen
+silent     the folder shows another content, without an error: this must never happen
 fault      another error, or one that names no file or no remedy
 """
 
@@ -23,7 +26,7 @@ from timeball.log import format as fmt
 from timeball.model.errors import StorageError
 from timeball.node.inspect_folder import FolderDump, InspectedFrame
 
-# Files of these kinds must be there, or the folder is not one of every kind.
+# Kind of a file -> the pattern of its name. The folders of the tests together must have files of all kinds.
 KINDS = {
     "checkpoint": r"checkpoint",
     "segment": r"log/\d+\.log",
@@ -38,9 +41,8 @@ KINDS = {
     "cascade": r"cascade/.*",
 }
 WAYS = ("bit", "byte", "block", "end", "file", "folder")
-NEVER_ALONE = {
-    "log"
-}  # a folder whose loss is asked for file by file only: without it the folder is another one
+# Folders that are never emptied: a data folder without a log is a new one, and its loss cannot be noticed.
+NEVER_EMPTIED = {"log"}
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class Damage:
     """One way to damage one file."""
 
     name: str
-    way: str
-    at: int
-    bit: int
+    way: str  # one of WAYS
+    at: int  # the byte that is changed, or where the block or the cut begins
+    bit: int  # of this byte
 
     def do(self, files: CrashFiles) -> None:
-        """Damage it; names and bytes as durable as everything else is."""
+        """Damage the file, or the folder, in `files`."""
         if self.way == "file":
             files.remove(self.name)
         elif self.way == "folder":
@@ -64,20 +66,20 @@ class Damage:
         elif self.way == "end":
             files.open(self.name).allocate(self.at)
         else:
-            here = bytearray(
+            data = bytearray(
                 files.content(self.name)[self.at : self.at + (512 if self.way == "block" else 1)]
             )
-            here[0] ^= 1 << self.bit if self.way == "bit" else 0x5A
-            files.open(self.name).write_at(self.at, bytes(len(here)) if self.way == "block" else bytes(here))
+            data[0] ^= 1 << self.bit if self.way == "bit" else 0x5A
+            files.open(self.name).write_at(self.at, bytes(len(data)) if self.way == "block" else bytes(data))
 
 
 @dataclass(frozen=True)
 class Result:
-    """The effect, and its report."""
+    """What a damage led to."""
 
     damage: Damage
-    outcome: str
-    text: str
+    outcome: str  # same, refused, silent or fault
+    text: str  # the error, or the differences
 
 
 def is_folder(files: CrashFiles, name: str) -> bool:
@@ -110,7 +112,9 @@ def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
     for number in range(count):
         of_kind = by_kind[sorted(by_kind)[number % len(by_kind)]]
         name = str(rng.choice(of_kind))
-        ways = [way for way in WAYS if way != "folder" or name.partition("/")[0] not in {name, *NEVER_ALONE}]
+        ways = [
+            way for way in WAYS if way != "folder" or name.partition("/")[0] not in {name, *NEVER_EMPTIED}
+        ]
         at = int(rng.integers(written(kept.files, name)))
         found.append(Damage(name, str(rng.choice(ways)), at, int(rng.integers(8))))
     return found
@@ -142,16 +146,18 @@ def change_value(files: CrashFiles, key: str) -> None:
 
 
 def difference(expected: object, found: object) -> str:
-    """Return missing and new elements of lists, otherwise both values."""
+    """Describe a difference: for lists the first missing and new elements, otherwise both values."""
     if not isinstance(expected, list) or not isinstance(found, list):
         return f"{expected} became {found}"[:600]
     pairs = (expected, found), (found, expected)
-    gone, new = ([str(one)[:100] for one in some if one not in others] for some, others in pairs)
+    gone, new = (
+        [str(element)[:100] for element in elements if element not in others] for elements, others in pairs
+    )
     return f"{gone[:3]} are gone, {new[:3]} are new"
 
 
 def result(kept: Kept, expected: Look, damage: Damage) -> Result:
-    """Damage a copy, look at it, and compare."""
+    """Damage a copy of the folder, look at it, and compare with the look at the undamaged folder."""
     files = kept.copy()
     damage.do(files)
     try:
@@ -159,13 +165,13 @@ def result(kept: Kept, expected: Look, damage: Damage) -> Result:
     except StorageError as error:
         short, folder = damage.name.rpartition("/")[2], damage.name.rpartition("/")[0]
         # Where all files of a folder are gone, nobody can know their names.
-        told = (
+        names_file = (
             short in str(error)
             or f"{folder}/ " in str(error)
             or (damage.way == "folder" and folder in str(error))
         )
-        advised = "restore" in str(error) or "start the broker again" in str(error)
-        return Result(damage, "refused" if told and advised else "fault", str(error))
+        names_remedy = "restore" in str(error) or "start the broker again" in str(error)
+        return Result(damage, "refused" if names_file and names_remedy else "fault", str(error))
     except BaseException as error:  # of any kind: a user would be told of a fault in Timeball
         return Result(damage, "fault", repr(error))
     wrong = [key for key in expected if found[key] != expected[key]]

@@ -1,8 +1,8 @@
-"""A run with one failing disk call: it is refused or ends the broker, and a restart loses no message.
+"""A run with one failing disk call: a request is refused or the broker ends, and a restart loses no message.
 
 A scenario runs until a step meets the error. If the node continues, so does the scenario, like a client whose request
 was refused. If the node fails, it is stopped in order, as `serve` stops one. Then the disk is repaired, the node
-restarted, and all becomes due. Calls of the Delta table's library fail for real: descriptors or space run out.
+restarted, and all becomes due. For calls of the Delta table's library the process has no descriptors or no space left.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ class Injected:
 
 
 class FailingFiles(CutFiles):
-    """Also the library's calls fail, from the n-th time it gets the folder until the next call of Timeball."""
+    """Fails also for the Delta table's library: from one of its uses of the folder until `relieve`."""
 
     fails_in_delta: Callable[[], AbstractContextManager[None]] | None = None
     external_calls = 0
-    fail_at_external = 0
+    fail_at_external = 0  # the use of the folder at which the failures begin, from 1
 
     def __init__(self) -> None:
         super().__init__()
         self._starving = ExitStack()
 
     def external(self, name: str) -> str:
+        """Return the path of a folder for the library, and begin its failures at the chosen use."""
         path = super().external(name)
         self.external_calls += 1
         if self.fails_in_delta is not None and self.external_calls == self.fail_at_external:
@@ -70,7 +71,7 @@ class FailingFiles(CutFiles):
 
 
 def calls_of(scenario: str) -> tuple[int, int]:
-    """The number of calls of a run, and how often the library gets the folder."""
+    """Run a scenario without errors. Return the number of disk calls and of the library's uses of the folder."""
     files = FailingFiles()
     _live(files, World(files, ManualClock(), **SETTINGS.get(scenario, {})), scenario)
     return files.calls, files.external_calls
@@ -99,7 +100,10 @@ class Life:
 
 
 def lived(injected: Injected, spoil: Callable[[CutFiles], None] = lambda files: None) -> Life:
-    """Run with an error, restart, and compare. `spoil` is for controls: it damages the disk, which must be noticed."""
+    """Run a scenario with an error, restart on the repaired disk, let all become due, and compare.
+
+    `spoil` is for controls: it damages the disk before the restart, which the comparison must notice.
+    """
     files, settings = FailingFiles(), SETTINGS.get(injected.scenario, {})
     world = World(files, ManualClock(), **settings)
     if injected.error in IN_DELTA:
@@ -110,16 +114,15 @@ def lived(injected: Injected, spoil: Callable[[CutFiles], None] = lambda files: 
     files.heal()
     spoil(files)
     faults = run(end_of_days(World(files, world.clock, world.observed, **settings)))
-    no_room = isinstance(ended_by, SetupError) and "no room" in str(
-        ended_by
-    )  # a start whose error names the option to change
-    if ended_by is not None and explain(ended_by)[1] != ExitCode.STORAGE and not no_room:
+    # A start without room ends with a SetupError that names the option to change.
+    is_start_without_room = isinstance(ended_by, SetupError) and "no room" in str(ended_by)
+    if ended_by is not None and explain(ended_by)[1] != ExitCode.STORAGE and not is_start_without_room:
         faults.append(Fault("code", f"{ended_by!r} ends the process with {explain(ended_by)[1]!r}"))
     return Life(injected, ended_by, faults)
 
 
 def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | None:
-    """The error that ended the node. None if it ran to its end."""
+    """Run the scenario and stop the node. Return the error that ended it, or None if the scenario ran to its end."""
 
     async def main() -> BaseException | None:
         try:
@@ -138,12 +141,12 @@ def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | N
             except Exception as error:
                 files.relieve()
                 ended_by = world.failure or (None if _is_up(world) else error)
-                if ended_by is not None or _is_ours(error):
-                    await _stopped(world)
+                if ended_by is not None or _is_fault_in_timeball(error):
+                    await _stop(world)
                     return ended_by or error
         if world.node is not None:
             failure = world.failure
-            await _stopped(world)
+            await _stop(world)
             return failure
         return None
 
@@ -157,14 +160,17 @@ def _is_up(world: World) -> bool:
     )
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether this is a fault in Timeball: not one of its errors, and not in a step that needs a refused one."""
+def _is_fault_in_timeball(error: Exception) -> bool:
+    """Return whether Timeball itself raised an error of a wrong type.
+
+    The scenario may raise other errors, where a step needs the result of a step that was refused.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     return not isinstance(error, TimeballError) and "/src/timeball/" in frames[-1].filename
 
 
-async def _stopped(world: World) -> None:
-    """Stop as cleanly as the disk allows: `serve` ends with the first error, whatever the stop raises."""
+async def _stop(world: World) -> None:
+    """Stop the node if it runs. A TimeballError of the stop is ignored: `serve` reports the first error only."""
     if _is_up(world):
         try:
             await world.stop()

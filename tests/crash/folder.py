@@ -1,9 +1,9 @@
-"""A data folder with content of every kind, and a complete look at it, by which damage is measured.
+"""A data folder with content of every kind, and a complete look at it, which shows the effect of damage.
 
-`lived` leaves messages, scheduled messages in tail and table, delay levels, receipts, half messages, groups, offsets,
-cancelled and moved scheduled messages, a campaign in each state, several segments, and two versions of the
-table, after a clean stop. `look` starts on such a folder, uses it like users until all is due, and returns
-everything visible meanwhile. Two folders with the same content give equal looks.
+`lived` runs a broker until a clean stop. Its folder then has messages, scheduled messages in log and table, delay
+levels, receipts, half messages, groups, offsets, cancelled and moved scheduled messages, a campaign in each state,
+several segments, and several versions of the table. `look` starts a broker on such a folder, uses it like users until
+all is due, and returns everything visible meanwhile. Two folders with the same content give equal looks.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """A folder after a clean stop, and the knowledge of its clients."""
+    """A folder after a clean stop, and the answers that its clients have received."""
 
     files: CrashFiles
     clock: ManualClock
     observed: Observed
     settings: dict[str, Any]
     keys: dict[str, list[str]]  # of scheduled messages to be cancelled, moved and resumed during the look
-    halves: list[int]
+    halves: list[int]  # sequence numbers of open half messages
 
     def world(self, files: CrashFiles) -> World:
-        """A machine with a disk like this one."""
+        """Return a machine on the disk `files`, with copies of the clock and the observer."""
         world = World(files, replace(self.clock), deepcopy(self.observed), **self.settings)
-        world.keys = 1_000  # not those of the life before
+        world.keys = 1_000  # so that its new messages have other keys than those of `lived`
         return world
 
     def copy(self) -> CrashFiles:
-        """The same disk, to be damaged."""
+        """Return a copy of the disk, which may be damaged."""
         return self.files.crash(survival="everything")
 
 
 def lived(variant: str) -> Kept:
-    """Run until a clean stop."""
+    """Fill a folder of one of VARIANTS, and stop cleanly."""
     world = World(CutFiles(), ManualClock(), **VARIANTS[variant])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "CHECKPOINT_EVERY", 3)
@@ -72,6 +72,7 @@ def lived(variant: str) -> Kept:
 
 
 async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
+    """Fill the folder. Return the keys for the look (`Kept.keys`) and the sequence numbers of open half messages."""
     await world.start()
     broker, compacts = world.broker, world.settings.strategy == "hour_log"
     await world.create_topic("a", 2)
@@ -85,7 +86,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     moved = await world.campaign("resumed", "b", [MINUTE_MS, HOUR_MS])
     await world.campaign("running", "a", [HOUR_MS])
     ended = await world.campaign("cancelled", "a", [HOUR_MS, 2 * HOUR_MS])
-    await world.advance(2 * SECOND_MS)  # the first of the campaign that is paused is released
+    await world.advance(2 * SECOND_MS)  # the first message of campaign `paused` is released
     for name in ("paused", "resumed"):
         await world.broker.change_campaign(name, "pause")
     await world.advance(3 * SECOND_MS)
@@ -105,7 +106,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
         if compacts:
             await world.compact()
         await world.checkpoint()
-    # After the first segments, which one of the variants removes. These messages keep the later log.
+    # These messages come after the first segments, which the variant `retained` removes. They keep the later segments.
     await world.send_levels("b", [1, 5, 9, 14, 18])
     halves = [await prepare(world, topic=["half"]), await prepare(world, topic=["half"], unique_key=["B0"])]
     await world.reschedule([far[1]], 90 * MINUTE_MS)
@@ -129,7 +130,7 @@ Look = dict[str, Any]
 
 
 def look(kept: Kept, files: CrashFiles) -> Look:
-    """Everything visible of a folder from its start until all is due. Raises the errors that a user would get."""
+    """Return everything visible of a folder from a start until all is due. Raises the errors that a user would get."""
 
     async def main() -> Look:
         world = kept.world(files)
@@ -146,6 +147,7 @@ def look(kept: Kept, files: CrashFiles) -> Look:
 
 
 async def _look(world: World, kept: Kept) -> Look:
+    """Start, read everything, use it, and let all become due. Each entry of the result is one view of the content."""
     await world.start()
     await world.settled()
     found, new_seq = known(world), world.broker.log.writer.next_seq
@@ -184,7 +186,7 @@ async def _look(world: World, kept: Kept) -> Look:
 
 
 def known(world: World) -> Look:
-    """The broker's own figures after a start."""
+    """Return what the broker itself knows after a start."""
     broker = world.broker
     adds = DeltaTable(world.broker.pending_table.catalog.uri).get_add_actions(flatten=True)
     # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.
@@ -209,7 +211,7 @@ def known(world: World) -> Look:
 
 
 def held(queue: QueueLeases, clock: SchedulerClock) -> Look:
-    """The leases of one group in one queue, with their ends as the wall clock shows them."""
+    """Return the leases of one group in one queue, with their deadlines as times of the wall clock."""
 
     def positions(leases: dict[int, Lease]) -> dict[int, Lease]:
         return {

@@ -1,10 +1,9 @@
-"""A siege with clients of each kind of state: steps, and what they may rely on after an answer.
+"""A siege with clients of each kind of state.
 
-The total-queue checker judges all messages: a step says which ones it has sent, cancelled, moved or given up. So an
-occurrence of a schedule is a sent message whose id is known before, and a rollback is a cancel. Leases are judged
-by `Known`, requests of a push by `Record`.
-
-A call without an answer leaves both outcomes open.
+Each client repeats one step, and records what it may rely on after an answer. After a call without an answer it
+accepts both outcomes. The checker (checker.py) judges all messages: a step records which ones it has sent, cancelled,
+moved or given up. An occurrence of a schedule is a sent message whose id is known before, and a rollback is a cancel.
+`Known` judges leases, and `Record` the requests of a push.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ TOPICS = {
 }  # fmt: skip
 PAYERS, CLERKS, PUSHERS = "payers", "clerks", "pushers"
 HALF, COMMIT, ROLLBACK = 4, 8, 12  # RocketMQ's flags
-PAUSE_MS = 20  # of each client, for the start of a broker
+PAUSE_MS = 20  # between two steps of a client, so that a broker can start meanwhile
 OCCURRENCES = 3
 UNIQUE_KEYS = 3
 # Selections come before their messages are due, and are forgotten soon: the broker keeps a hundred.
@@ -65,7 +64,7 @@ SELECTED_AFTER_MS, SELECTED_BEFORE_MS = 10 * SECOND_MS, 8 * SECOND_MS
 
 
 def campaign(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """A bulk write of files, attached by one row. Then a pause and a resume, or a cancel."""
+    """Write files of a campaign and attach them. Then pause and resume it, cancel it, or leave it."""
     name, now_ms = f"c{siege.next_number()}", CLOCK.wall_ms()
     dues: list[int | None] = [now_ms + int(rng.choice((NEAR_MS, *FAR_MS))) + n for n in range(10)]
     sent = sorted(siege.ask("mail", dues), key=lambda one: one.due_ms or 0)
@@ -96,7 +95,7 @@ def campaign(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
 
 
 def select(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Some messages, and a bulk operation on exactly these."""
+    """Send messages, and carry out a bulk operation (ACTIONS) on exactly these."""
     batch, due_ms = f"b{siege.next_number()}", CLOCK.wall_ms() + SELECTED_AFTER_MS
     sent = siege.ask("batches", [due_ms + n for n in range(4)])
     for one in sent:
@@ -112,11 +111,12 @@ def select(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> No
 
 
 def in_time(sent: list[Sent]) -> bool:
-    """Whether all were pending while the request was under way."""
+    """Return whether all were still pending when the request was answered: none was near its due time."""
     return CLOCK.wall_ms() < min(one.due_ms or 0 for one in sent) - SELECTED_AFTER_MS + SELECTED_BEFORE_MS
 
 
 def cancel_and_undo(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> None:
+    """Cancel by a selection. For messages with an even number, undo the selection again."""
     keys = [one.key for one in sent]
     siege.observed.cancel_asked.update(keys)
     selection = ball.selections.cancel(where, topics=["batches"])
@@ -133,6 +133,7 @@ def cancel_and_undo(siege: StatefulSiege, ball: Timeball, sent: list[Sent], wher
 
 
 def shift(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> None:
+    """Move the due times a second later by a selection. Until the answer both times are accepted."""
     before = [one.due_ms or 0 for one in sent]
     for one, due_ms in zip(sent, before, strict=True):
         one.maybe_due.add(due_ms + SECOND_MS)
@@ -144,6 +145,7 @@ def shift(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) ->
 
 
 def move(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> None:
+    """Move to another topic by a selection. Until the answer both topics are accepted."""
     for one in sent:
         one.maybe_topics.add("moved")
     ball.selections.move("moved", where, topics=["batches"])
@@ -153,6 +155,7 @@ def move(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> 
 
 
 def hold(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> None:
+    """Pause the messages by a selection, and resume them by another."""
     for one in sent:
         one.is_at_least = True  # held beyond its due time, it is due at the resume
     ball.selections.pause(where, topics=["batches"])
@@ -172,7 +175,7 @@ ACTIONS: list[Callable[[StatefulSiege, Timeball, list[Sent], str], None]] = [
 
 
 def send_again(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Sends with idempotency keys, some of them a second time: after a lost answer, and long after."""
+    """Send with an idempotency key: a new one, or an earlier one again, whose answer may be lost or long past."""
     known = siege.keyed
     if known and rng.random() < 0.5:
         one = known[int(rng.integers(len(known)))]
@@ -185,10 +188,10 @@ def send_again(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -
 
 
 def replace(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """The newest message of a unique key cancels the pending one, in one step."""
+    """Send with a unique key and `on_pending=replace`, which cancels the pending message of this key."""
     unique_key = f"u{rng.integers(UNIQUE_KEYS)}"
     (one,) = siege.ask("unique", [CLOCK.wall_ms() + int(rng.choice((NEAR_MS, *FAR_MS)))])
-    # The last one with an answer, and all later ones: one of them may be pending.
+    # The last message with an answer, and all later ones: one of them may be pending.
     former = siege.unique.setdefault(unique_key, [])
     earlier = [each.key for each in former]
     siege.observed.cancel_asked.update(earlier)
@@ -209,7 +212,7 @@ def replace(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> N
 
 
 def transact(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Half messages, and the ends of some that were sent before: their number stays valid after a cut."""
+    """Send a half message, and often end an earlier one, whose sequence number stays valid after a power cut."""
     with Wire(siege.broker.remoting_port) as wire:
         (one,) = siege.ask("paid", [None])
         properties = {"UNIQ_KEY": one.key, "TRAN_MSG": "true", "PGROUP": PAYERS}
@@ -226,7 +229,7 @@ def transact(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
 
 
 def end_a_half(siege: StatefulSiege, wire: Wire, at: int) -> None:
-    """Commit or roll back one half message. Without an answer it is asked again, with the same decision."""
+    """Commit or roll back the half message `siege.halves[at]`. A repeated call makes the same decision again."""
     life, (one, seq) = siege.leases.life, siege.halves[at]
     commits, again = int(one.key[1:]) % 3 > 0, one.key in siege.ends_asked
     siege.ends_asked.add(one.key)
@@ -251,7 +254,7 @@ def end_a_half(siege: StatefulSiege, wire: Wire, at: int) -> None:
 
 
 def schedule(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """A schedule whose few occurrences are known before, sometimes paused and resumed."""
+    """Put a schedule whose few occurrences are known before, and sometimes pause and resume it."""
     name, now_ms = f"s{siege.next_number()}", CLOCK.wall_ms()
     first_ms = (now_ms // SECOND_MS + int(rng.integers(2, 5))) * SECOND_MS
     times_ms = range(first_ms, first_ms + OCCURRENCES * SECOND_MS, SECOND_MS)
@@ -262,7 +265,7 @@ def schedule(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
     try:
         put = ball.schedules.put(name, rule, topic="ticks", body="tick", catch_up="all", catch_up_within="7d")
     except InvalidDelay:
-        return  # the broker was away for so long that all times are over
+        return  # the broker was down for so long that all occurrences are past
     is_whole = put.next is not None and put.next.due_ms == first_ms
     siege.note("schedules")
     if rng.random() < 0.3:
@@ -279,7 +282,7 @@ def schedule(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
 
 @dataclass
 class Leases:
-    """A consumer's knowledge. With `save_ms`, leases and acknowledgements may be lost for so long after an answer."""
+    """What a consumer knows. With `save_ms`, leases and acknowledgements may be lost for so long after an answer."""
 
     save_ms: int
     known: Known = field(default_factory=Known)
@@ -288,7 +291,7 @@ class Leases:
     _unsaved_acks: set[str] = field(default_factory=set)
 
     def change_life(self) -> None:
-        """The power goes, or comes back. Unsaved messages may be received again, in spite of an acknowledgement."""
+        """Record that the power is cut, or back. Unsaved leases and acknowledgements may be lost then."""
         with self.known.lock:
             self.life += 1
             self.known.received -= self._unsaved
@@ -296,7 +299,7 @@ class Leases:
             self._unsaved_acks.clear()
 
     def receive(self, bodies: list[str], life: int) -> None:
-        """Note an answer. `life`: that in which it was asked for."""
+        """Record received messages. `life`: the life in which they were requested."""
         with self.known.lock:
             if not self.save_ms:
                 self.known.received.update(bodies)
@@ -305,12 +308,12 @@ class Leases:
                 self._unsaved.update(bodies)
 
     def doubt(self, body: str) -> None:
-        """Note that a message is about to be acknowledged."""
+        """Record that a message is about to be acknowledged."""
         with self.known.lock:
             self.known.doubtful.add(body)
 
     def acknowledge(self, body: str, life: int) -> None:
-        """Note the answer to an acknowledgement."""
+        """Record the answer to an acknowledgement. `life`: the life in which it was requested."""
         with self.known.lock:
             if not self.save_ms:
                 self.known.doubtful.discard(body)
@@ -319,7 +322,7 @@ class Leases:
                 self._unsaved_acks.add(body)
 
     def save(self, life: int) -> None:
-        """All answers before are on the disk, if the power was not cut since."""
+        """Record that all answers so far are on the disk, unless the power was cut since `life` was read."""
         with self.known.lock:
             if life == self.life:
                 self.known.doubtful -= self._unsaved_acks
@@ -329,7 +332,7 @@ class Leases:
 
 
 def lease(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Receive, and acknowledge every other message."""
+    """Receive some messages, and acknowledge every second one."""
     leases = siege.leases
     siege.save_leases(ball)
     life = leases.life
@@ -564,17 +567,17 @@ class StatefulSiege(Siege):
 
 
 def is_without_disk(error: Exception) -> bool:
-    """Whether a broker says that its disk has failed."""
+    """Return whether this is a broker's error for a failed disk."""
     return isinstance(error, TimeballError) and error.code in FAILED_DISK
 
 
 def accept(sent: list[Sent]) -> None:
-    """All of these were acknowledged."""
+    """Record that these messages were acknowledged."""
     for one in sent:
         one.acked = True
 
 
 def judge(siege: Siege, keys: list[str], verdict: str) -> None:
-    """The answer to a cancel of these."""
+    """Record this answer to a cancel of each of these messages."""
     for key in keys:
         siege.observed.verdicts.setdefault(key, []).append(verdict)

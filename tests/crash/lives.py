@@ -23,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cut:
-    """The state after a cut: the disk, the knowledge of clients, and the time."""
+    """The state after a power cut, or after a whole scenario: the disk, the answers to clients, and the time."""
 
     scenario: str
     files: CrashFiles
     observed: Observed
     clock: ManualClock
-    at: str
+    at: str  # the number and the name of the last disk call, for reports
     settings: dict[str, Any]
 
     def world(self, files: CrashFiles) -> World:
-        """A fresh machine with a disk like this one; observer and clock are copies."""
+        """Return a machine on the disk `files`, with copies of the observer and the clock."""
         return World(files, replace(self.clock), copy.deepcopy(self.observed), **self.settings)
 
 
 def run(main: Awaitable[T]) -> T:
-    """Run on a separate event loop. Log lines about torn tails and stopped logs are expected here."""
+    """Run on a new event loop and return the result. Logging is off, because crashes log many expected lines."""
     logging.disable(logging.CRITICAL)
     try:
         with asyncio.Runner() as runner:
@@ -48,7 +48,10 @@ def run(main: Awaitable[T]) -> T:
 
 
 def live(name: str, crash_at: int | None = None, *, durability: str = "sync", **control: bool) -> Cut:
-    """Run a scenario until the power cut at call `crash_at`, or to its end."""
+    """Run a scenario until the power cut at disk call `crash_at`, or to its end.
+
+    `control`: faults of CrashFiles, such as `forget_sync`.
+    """
     files, clock = CutFiles(crash_at=crash_at, **control), ManualClock()
     settings = {"durability": durability, **SETTINGS.get(name, {})}
     world = World(files, clock, **settings)
@@ -65,16 +68,16 @@ def live(name: str, crash_at: int | None = None, *, durability: str = "sync", **
 async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[None]]) -> None:
     """Run `main` until it ends or the power is cut, then discard the node. Raises the errors of `main`."""
     loop = asyncio.get_running_loop()
-    gone = loop.create_future()
+    power_is_cut = loop.create_future()
 
-    def note() -> None:
-        if not gone.done():
-            gone.set_result(None)
+    def on_cut() -> None:
+        if not power_is_cut.done():
+            power_is_cut.set_result(None)
 
-    files.on_cut = lambda: loop.call_soon_threadsafe(note)
+    files.on_cut = lambda: loop.call_soon_threadsafe(on_cut)
     task = asyncio.ensure_future(main())
-    await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED, timeout=2 * BOUND_S)
-    is_cut, files.on_cut = gone.done(), None
+    await asyncio.wait([task, power_is_cut], return_when=asyncio.FIRST_COMPLETED, timeout=2 * BOUND_S)
+    is_cut, files.on_cut = power_is_cut.done(), None
     assert is_cut or task.done(), "hung without a cut"
     await world.abandon()
     if is_cut:
@@ -85,7 +88,10 @@ async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[
 
 
 def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
-    """Start on the surviving disk, let everything become due, and compare. Then once more after another cut."""
+    """Start on what the disk kept, let everything become due, and compare. Then once more after another cut.
+
+    Returns the faults that the checker finds. An error of the start is a fault, too.
+    """
 
     async def main() -> list[Fault]:
         world = cut.world(image)
@@ -99,12 +105,15 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
     except PowerCut:
         raise
     except Exception as error:
-        # A start that fails after a cut is the worst of all outcomes, whatever it raises.
+        # After a power cut a start must never fail, whatever the error is.
         return [Fault("broken", repr(error))]
 
 
 async def end_of_days(world: World) -> list[Fault]:
-    """Nothing may be visible early after a restart. Then all becomes due."""
+    """Start, read all queues, let everything become due, read again, stop, and return the faults.
+
+    The first reading is there to notice a message that a restart makes visible too early.
+    """
     await world.start()
     try:
         await world.settled()
@@ -122,6 +131,6 @@ async def end_of_days(world: World) -> list[Fault]:
 
 
 def report(cut: Cut, seed: int, survival: Survival, found: list[Fault]) -> str:
-    """The arguments for `faults_after` that reproduce this."""
+    """Return the first five faults, with the arguments for `faults_after` that reproduce them."""
     lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:5])
     return f"{cut.scenario}, {cut.at}, image seed={seed} survival={survival!r}:\n  {lines}"

@@ -98,7 +98,7 @@ class BrokerProcess:
         return self._process is not None
 
     def start(self, give_up_ms: float = BOUND_S * 1_000) -> bool:
-        """Whether it was ready before `give_up_ms` had passed."""
+        """Start the process. Return whether it was ready before `give_up_ms` had passed."""
         begin_ns = CLOCK.monotonic_ns()
         where = ("--data", str(self.data), "--port", str(self._port))
         where += (
@@ -168,7 +168,9 @@ class Siege:
     ) -> None:
         """`schedule` is the broker's strategy. Strategies without a table compact nothing.
 
-        `pause_ms`: the pause of each client after each step. Without a pause they use the whole machine."""
+        `options` are the broker's (BUSY, if None). `pause_ms` is the pause of each client after each step. Without a
+        pause the clients use the whole machine.
+        """
         self._pause_s = pause_ms / 1_000
         chosen = {**(BUSY if options is None else options), "strategy": schedule}
         program = [sys.executable, "-c", LATE_LOADING] if options is None else COMMAND
@@ -183,7 +185,9 @@ class Siege:
         self._up, self._over = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._broken: list[BaseException] = []
-        self._promised: list[str] = []  # whose send has ended, well or not
+        self._promised: list[
+            str
+        ] = []  # keys of scheduled messages whose send has ended, with or without success
         self._keys = 0
         self._moved: list[Fault] = []
 
@@ -204,7 +208,7 @@ class Siege:
 
     # -- the attack -------------------------------------------------------------------------------------------
 
-    # Event -> how many more of it until the kill, at most. None more: at once.
+    # Event -> the greatest number of further events of this kind before a kill.
     MOMENTS = {
         "acknowledged": 40,
         "seen": 300,
@@ -216,7 +220,7 @@ class Siege:
     }
 
     def clients(self, *steps: Step) -> None:
-        """Let clients begin, one for each step; by default one of everything and two that send."""
+        """Start one client for each step, by default for each of STEPS and a second one for `send_one`."""
         steps = steps or (send_one, *(step for step in STEPS if self._compacts or step is not compact))
         for number, step in enumerate(steps):
             thread = threading.Thread(target=self._work, args=(step, number), name=step.__name__)
@@ -297,7 +301,7 @@ class Siege:
         return float(self._rng.uniform(0.3, 1.0)) * float(np.median(self.broker.starts_ms))
 
     def _note_saved_offsets(self) -> None:
-        """Data on disk while no broker runs must be there afterwards."""
+        """Record the offsets of GROUP in the log of the stopped broker: a later start must not lose them."""
         folder = FolderDump(RealFiles(self.broker.data))
         rows = [
             f.rows
@@ -334,7 +338,7 @@ class Siege:
             self.note("broken")
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether the answer of the call that raised this is lost, and not wrong."""
+        """Return whether a call that raised this error has no answer, so that both outcomes are possible."""
         return isinstance(error, (Unavailable, OSError, EOFError))
 
     def note(self, event: str, count: int = 1) -> None:
@@ -351,18 +355,19 @@ class Siege:
             )
 
     def ask(self, topic: str, dues_ms: list[int | None]) -> list[Sent]:
-        """Messages to send, noted before the send."""
+        """Return new messages to send, which `observed` has from now on: they may be stored without an answer."""
         with self._changed:
             numbers = range(self._keys, self._keys + len(dues_ms))
             self._keys += len(dues_ms)
             asked = [
-                Sent(f"k{n:07d}", topic, b"body %d " % n * 5, due)
-                for n, due in zip(numbers, dues_ms, strict=True)
+                Sent(f"k{number:07d}", topic, b"body %d " % number * 5, due)
+                for number, due in zip(numbers, dues_ms, strict=True)
             ]
             self.observed.sent.update({one.key: one for one in asked})
         return asked
 
     def ended(self, sent: list[Sent], acked: bool) -> None:
+        """Record that a send has ended, and whether it was acknowledged. The messages may be cancelled from now on."""
         with self._changed:
             for one in sent:
                 one.acked = acked
@@ -371,7 +376,7 @@ class Siege:
             self.note("acknowledged")
 
     def some_promised(self, rng: np.random.Generator) -> list[str]:
-        """Keys to cancel: old ones, and the newest, which may be due just now."""
+        """Return up to five keys of scheduled messages, half of the time of the newest 40, which may be due now."""
         with self._changed:
             known = len(self._promised)
             first = max(0, known - 40) if rng.random() < 0.5 else 0
@@ -379,6 +384,7 @@ class Siege:
             return sorted({self._promised[i] for i in picks if i < known})
 
     def see(self, batch: pa.RecordBatch) -> None:
+        """Record the rows of a pull. A place in a queue whose message has changed since is a fault."""
         now_ms = CLOCK.wall_ms()
         with self._changed:
             for row in as_rows(batch):
@@ -391,11 +397,11 @@ class Siege:
         self.note("seen", batch.num_rows)
 
 
-# ---- what the clients do; each is one step, repeated ----------------------------------------------------------
+# ---- the steps of clients; each client repeats one ------------------------------------------------------------
 
 
 def some_due(rng: np.random.Generator) -> int | None:
-    """No delay, a moment, seconds, or a long time."""
+    """Return no due time (None), or one after milliseconds, seconds, or up to 25 hours."""
     kind, now_ms = rng.random(), CLOCK.wall_ms()
     if kind < 0.2:
         return None
@@ -429,7 +435,7 @@ def send_many(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def send_levels(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Some messages of a RocketMQ client with delay levels, after as many sends of others."""
+    """Send some messages with delay levels as a RocketMQ client, after three sends of other clients."""
     siege.sends(3)
     with Wire(siege.broker.remoting_port) as wire:
         for _ in range(int(rng.integers(1, 10))):
@@ -486,14 +492,14 @@ def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def compact(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Once every so many sends; the broker's own compaction goes on besides."""
+    """Request a compaction after a random number of sends. The broker also compacts by itself."""
     siege.sends(int(rng.integers(1, 60)))
     siege.note("compacting")
     try:
         if ball.compact() is not None:
             siege.note("compacted")
     except OutOfRange:
-        pass  # its own compaction was faster
+        pass  # the broker's own compaction was faster
 
 
 Step = Callable[[Siege, Timeball, np.random.Generator], None]

@@ -33,24 +33,25 @@ def is_cache(name: str) -> bool:
 
 
 def caches(files: CrashFiles) -> list[str]:
-    # What a torn replacement has left goes with the next one of that file.
+    """List the files that a start can rebuild, without those that an interrupted replacement has left (`.new`)."""
     return [name for name in names(files) if is_cache(name) and not name.endswith(".new")]
 
 
-def all_lost(files: CrashFiles) -> CrashFiles:
+def without_caches(files: CrashFiles) -> CrashFiles:
+    """Remove all caches."""
     for name in caches(files):
         files.remove(name)
     return files
 
 
-def some_damaged(files: CrashFiles, seed: int) -> CrashFiles:
-    """Lose a third of the caches, and flip a bit in another third."""
+def with_damaged_caches(files: CrashFiles, seed: int) -> CrashFiles:
+    """Remove about a third of the caches, flip a bit in another third, and leave the last third as it is."""
     rng = np.random.default_rng(seed)
     for name in caches(files):
-        way, size = rng.integers(3), written(files, name)
-        if way == 0:
+        third, size = rng.integers(3), written(files, name)
+        if third == 0:
             files.remove(name)
-        elif way == 1 and size and name != "FORMAT":
+        elif third == 1 and size and name != "FORMAT":
             data = bytearray(files.content(name))
             data[int(rng.integers(size))] ^= 1 << int(rng.integers(8))
             files.replace(name, bytes(data))
@@ -68,84 +69,84 @@ def stopped(request: pytest.FixtureRequest) -> tuple[Kept, Look]:
         return kept, look(kept, kept.copy())
 
 
-def test_after_a_clean_stop_the_log_and_the_data_files_say_it_all(stopped: tuple[Kept, Look]) -> None:
+def test_a_start_without_any_cache_after_a_clean_stop_has_the_same_state(stopped: tuple[Kept, Look]) -> None:
     kept, expected = stopped
-    assert look(kept, all_lost(kept.copy())) == expected
+    assert look(kept, without_caches(kept.copy())) == expected
 
 
 @pytest.mark.parametrize(
     "seed", [SEED, *(pytest.param(SEED + i, marks=pytest.mark.slow) for i in range(1, 4))]
 )
-def test_after_a_clean_stop_any_caches_may_be_damaged(stopped: tuple[Kept, Look], seed: int) -> None:
+def test_a_start_on_damaged_caches_after_a_clean_stop_has_the_same_state(
+    stopped: tuple[Kept, Look], seed: int
+) -> None:
     kept, expected = stopped
-    assert look(kept, some_damaged(kept.copy(), seed)) == expected
+    assert look(kept, with_damaged_caches(kept.copy(), seed)) == expected
 
 
 # ---- after a power cut -----------------------------------------------------------------------------------------
 
 
-def found_after(cut: Cut, image: CrashFiles) -> Look:
-    """The state of the next start, and its later effects."""
+def state_after(cut: Cut, image: CrashFiles) -> Look:
+    """Start on a disk after a cut, and let everything become due. Returns the state after the start and its effects."""
 
     async def main() -> Look:
         world = cut.world(image)
         await world.start()
         try:
             await world.settled()
-            found = known(world)
-            found["watermark"], found["tick"] = (
-                world.broker.attach_state.watermark,
-                world.broker.scheduling.outcomes.cursor,
-            )
-            found["moved"] = entries_of(world.broker.scheduling.outcomes.moved).tolist()
+            state, outcomes = known(world), world.broker.scheduling.outcomes
+            state["watermark"] = world.broker.attach_state.watermark
+            state["tick"] = outcomes.cursor
+            state["moved"] = entries_of(outcomes.moved).tolist()
             await world.advance(AFTER_MS)
             await world.consume()
             outcome = await world.outcome()
-            found["rows"] = sorted((row.place.topic, row.key, row.body) for row in outcome.rows)
-            found["settled"] = sorted(outcome.settled)
-            found["faults"] = check(world.observed, outcome)
+            state["rows"] = sorted((row.place.topic, row.key, row.body) for row in outcome.rows)
+            state["settled"] = sorted(outcome.settled)
+            state["faults"] = check(world.observed, outcome)
             await world.stop()
         finally:
             await world.abandon()
-        return found
+        return state
 
     return run(main())
 
 
 def differences(name: str, calls: int, seed: int) -> list[str]:
-    """List the cuts of a scenario after which starts on damaged caches have another state."""
-    rng, wrong = np.random.default_rng(seed), []
+    """Cut a scenario at `calls` random calls. Returns a text for each difference that damaged caches make."""
+    rng, texts = np.random.default_rng(seed), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES)
         last = live(name).files.calls
         for call in rng.choice(np.arange(1, last + 1), calls, replace=False).tolist():
             cut = live(name, call)
             image = cut.files.crash(int(rng.integers(1 << 30)), "random")
-            expected = found_after(cut, image.crash(survival="everything"))
+            expected = state_after(cut, image.crash(survival="everything"))
             copies = [image.crash(survival="everything") for _ in range(2)]
-            for damaged in (all_lost(copies[0]), some_damaged(copies[1], call)):
-                found = found_after(cut, damaged)
-                wrong += [
-                    f"{name}, {cut.at}: {key}: {expected[key]} became {found[key]}"
+            for damaged in (without_caches(copies[0]), with_damaged_caches(copies[1], call)):
+                state = state_after(cut, damaged)
+                texts += [
+                    f"{name}, {cut.at}: {key}: {expected[key]} became {state[key]}"
                     for key in expected
-                    if found[key] != expected[key]
+                    if state[key] != expected[key]
                 ]
-    return wrong
+    return texts
 
 
 @pytest.mark.parametrize("name", ["roll", "wheel"])
-def test_after_some_cuts_any_caches_may_be_damaged(name: str) -> None:
+def test_starts_on_damaged_caches_after_some_power_cuts_have_the_same_state(name: str) -> None:
     assert differences(name, 3, SEED) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_after_many_cuts_any_caches_may_be_damaged(name: str) -> None:
+def test_starts_on_damaged_caches_after_many_power_cuts_have_the_same_state(name: str) -> None:
     assert differences(name, 12, SEED) == []
 
 
-# ---- controls: what is no cache must be missed -----------------------------------------------------------------
+# ---- controls: a file that is no cache must be missed ----------------------------------------------------------
 
 
 def test_a_changed_row_and_a_lost_data_file_are_noticed() -> None:
@@ -154,18 +155,18 @@ def test_a_changed_row_and_a_lost_data_file_are_noticed() -> None:
     for key in ("offsets/readers@a", "campaign/paused"):
         changed = kept.copy()
         change_value(changed, key)
-        assert look(kept, all_lost(changed)) != expected
+        assert look(kept, without_caches(changed)) != expected
     lost = kept.copy()
-    # The last one: what a resumed campaign has left behind is in no table any more, and may be lost.
+    # The last file: the files that a resumed campaign has replaced are in no table any more, and may be lost.
     lost.remove(max(name for name in names(lost) if name.startswith("pending/bucket=")))
     with pytest.raises(StorageError, match="is missing"):
-        look(kept, all_lost(lost))
+        look(kept, without_caches(lost))
 
 
-def test_a_snapshot_is_what_a_start_needs_once_retention_has_been_there(
+def test_a_start_without_caches_after_retention_needs_the_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = lived("retained")
     monkeypatch.setattr("timeball.broker.recovery.last_snapshot", lambda *_: None)
     with pytest.raises(StorageError, match="is missing: the log begins with seq"):
-        look(kept, all_lost(kept.copy()))
+        look(kept, without_caches(kept.copy()))

@@ -13,7 +13,10 @@ def row(key: str, offset: int, *, due_ms: int | None = 50, store_ms: int = 60, q
 
 
 def world() -> tuple[Observed, Outcome]:
-    """Two scheduled messages kept, one cancelled, one never acknowledged."""
+    """Build answers and a final state without a contradiction.
+
+    Two scheduled messages are delivered (a, b), one was cancelled (off), and one was never acknowledged (unsure).
+    """
     sent = {
         key: Sent(key, "t", key.encode(), 50, acked=key != "unsure") for key in ("a", "b", "off", "unsure")
     }
@@ -34,11 +37,11 @@ def kinds(observed: Observed, outcome: Outcome) -> set[str]:
     return {fault.kind for fault in check(observed, outcome)}
 
 
-def test_a_world_without_fault() -> None:
+def test_a_state_without_contradictions_has_no_faults() -> None:
     assert check(*world()) == []
 
 
-def test_an_unacknowledged_send_is_there_at_most_once() -> None:
+def test_an_unacknowledged_message_may_be_missing_or_delivered_once_but_not_twice() -> None:
     observed, outcome = world()
     outcome.rows.append(row("unsure", 2))
     outcome.ranges[("t", 0)] = (0, 3)
@@ -48,7 +51,7 @@ def test_an_unacknowledged_send_is_there_at_most_once() -> None:
     assert kinds(observed, outcome) == {"doubled"}
 
 
-def test_a_cancel_without_an_answer_leaves_both_open() -> None:
+def test_a_message_with_an_unanswered_cancel_may_be_delivered_or_missing() -> None:
     observed, outcome = world()
     observed.cancel_asked.add("b")
     assert check(observed, outcome) == []
@@ -68,7 +71,7 @@ def test_a_row_removed_after_it_was_seen_is_not_lost() -> None:
     assert kinds(observed, outcome) == {"lost"}
 
 
-def test_a_level_is_due_when_its_wait_is_over_or_later_but_never_before() -> None:
+def test_a_message_of_a_delay_level_may_be_due_later_but_not_earlier() -> None:
     observed, outcome = world()
     late = row("b", 1, due_ms=55)
     outcome.rows[1] = late
@@ -79,11 +82,11 @@ def test_a_level_is_due_when_its_wait_is_over_or_later_but_never_before() -> Non
     assert kinds(observed, outcome) == {"corrupted"}
 
 
-def test_the_queues_of_levels_are_dense_too() -> None:
+def test_a_gap_in_the_queue_of_a_delay_level_is_a_fault_and_its_rows_are_not_deliveries() -> None:
     observed, outcome = world()
     outcome.ranges[("levels", 2)] = (0, 2)
     outcome.waited = [row("a", offset)._replace(place=Place("levels", 2, offset)) for offset in (0, 1)]
-    assert check(observed, outcome) == [], "what waits there is not delivered"
+    assert check(observed, outcome) == [], "rows in the queues of delay levels are no deliveries"
     del outcome.waited[0]
     assert kinds(observed, outcome) == {"gap"}
 
@@ -99,7 +102,7 @@ def give_up(observed: Observed, outcome: Outcome) -> None:
     outcome.ranges[(DEAD, 0)] = (0, 1)
 
 
-def test_a_message_that_was_given_up_is_a_dead_letter_and_stands_in_its_queue() -> None:
+def test_a_message_that_was_given_up_is_in_its_queue_and_among_the_dead_letters() -> None:
     observed, outcome = world()
     give_up(observed, outcome)
     assert check(observed, outcome) == []
@@ -212,7 +215,7 @@ def drop_topic(observed: Observed, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "kind"),
+    ("contradict", "kind"),
     [
         (lose, "lost"),
         (double, "doubled"),
@@ -239,7 +242,7 @@ def drop_topic(observed: Observed, outcome: Outcome) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else value,
 )
-def test_each_disagreement_is_called_by_its_name(break_it, kind: str) -> None:
+def test_each_contradiction_is_found_under_its_kind(contradict, kind: str) -> None:
     observed, outcome = world()
-    break_it(observed, outcome)
+    contradict(observed, outcome)
     assert kind in kinds(observed, outcome)

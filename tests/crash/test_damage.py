@@ -31,7 +31,7 @@ from timeball.schedule import mapped_log
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
 DAMAGES = rounds(30, 150)
-BAD = ("silent", "fault")
+BAD = ("silent", "fault")  # outcomes, see damage.py
 
 
 @cache
@@ -41,24 +41,25 @@ def folder(variant: str) -> tuple[Kept, Look]:
 
 
 def wrong(results: list[Result]) -> list[str]:
+    """Describe the damages that changed the state silently, or were reported without the file or the remedy."""
     return [f"{one.damage}: {one.outcome}, {one.text[:400]}" for one in results if one.outcome in BAD]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_folder_that_nobody_has_touched_looks_the_same_and_is_right(variant: str) -> None:
+def test_an_undamaged_copy_of_the_folder_has_the_same_state_without_faults(variant: str) -> None:
     kept, expected = folder(variant)
     assert expected["faults"] == []
     assert look(kept, kept.copy()) == expected
 
 
-def test_there_is_a_file_of_every_kind() -> None:
+def test_the_folders_have_files_of_every_kind_and_the_drawn_damages_most_ways() -> None:
     found = {kind_of(name) for variant in VARIANTS for name in names(folder(variant)[0].files)}
     assert found >= KINDS.keys()
     ways = {(kind_of(one.name), one.way) for v in VARIANTS for one in drawn(folder(v)[0], 250, SEED)}
     assert len(ways) > 0.8 * len(KINDS) * len(WAYS)
 
 
-def test_some_damage_is_never_silent() -> None:
+def test_some_damages_are_reported_or_change_nothing() -> None:
     kept, expected = folder("retained")
     assert wrong([result(kept, expected, damage) for damage in drawn(kept, 12, SEED)]) == []
 
@@ -67,7 +68,7 @@ def test_some_damage_is_never_silent() -> None:
 @pytest.mark.siege
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", ["hour_log", "retained"])
-def test_many_damages_are_never_silent(variant: str) -> None:
+def test_many_damages_are_reported_or_change_nothing(variant: str) -> None:
     kept, expected = folder(variant)
     results = [result(kept, expected, damage) for damage in drawn(kept, DAMAGES, SEED)]
     assert wrong(results) == []
@@ -85,8 +86,8 @@ KEPT = [("timer_wheel", "wheel"), ("level_cascade", "cascade")]
 
 
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
-def test_a_flipped_bit_in_a_strategys_files_hides_no_scheduled_message(variant: str, kind: str) -> None:
-    """They are caches: a start reads the log instead, so no look shows a difference."""
+def test_a_flipped_bit_in_the_caches_of_a_strategy_changes_nothing(variant: str, kind: str) -> None:
+    """The start reads the log instead."""
     kept, expected = folder(variant)
     damages = [one for one in of_own_files(kept, kind, 40) if one.way in ("bit", "byte", "block")][:4]
     results = [result(kept, expected, damage) for damage in damages]
@@ -97,8 +98,10 @@ def test_a_flipped_bit_in_a_strategys_files_hides_no_scheduled_message(variant: 
 @pytest.mark.siege
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
-def test_many_damages_of_a_folder_with_a_strategys_files_are_never_silent(variant: str, kind: str) -> None:
-    """Half of the damage is in the files of the strategy, which are rebuilt."""
+def test_many_damages_of_a_folder_with_the_caches_of_a_strategy_are_reported_or_change_nothing(
+    variant: str, kind: str
+) -> None:
+    """Half of the damages are in the files of the strategy, which a start rebuilds."""
     kept, expected = folder(variant)
     own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, DAMAGES // 3)]
     assert wrong(own) == []

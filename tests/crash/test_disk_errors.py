@@ -23,7 +23,7 @@ def wrong(lives: list[Life]) -> list[str]:
     ]
 
 
-def test_some_errors_lose_nothing() -> None:
+def test_some_failing_disk_calls_lose_nothing() -> None:
     lives = [lived(injected) for injected in drawn(6, SEED, ["compact", "bulk", "roll"])]
     assert wrong(lives) == []
 
@@ -31,7 +31,7 @@ def test_some_errors_lose_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(900)
-def test_many_errors_lose_nothing() -> None:
+def test_many_failing_disk_calls_lose_nothing() -> None:
     lives = [lived(injected) for injected in drawn(ERRORS, SEED, list(SCENARIOS))]
     assert wrong(lives) == []
     assert sum(life.ended_by is not None for life in lives) > ERRORS // 3, (
@@ -40,7 +40,7 @@ def test_many_errors_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", IN_DELTA)
-def test_each_delta_commit_that_fails_ends_the_broker_with_the_folder_s_name(error: str) -> None:
+def test_a_failed_delta_commit_ends_the_broker_with_the_name_of_the_folder(error: str) -> None:
     _, library_calls = calls_of("compact")
     ended = []
     for call in range(3, library_calls + 1, 4):
@@ -60,7 +60,7 @@ def forget_files(files: CutFiles) -> None:
 
 
 def test_a_checkpoint_that_forgets_an_attach_is_noticed() -> None:
-    """The control: what a failed commit once left behind."""
+    """The control: an earlier fault, by which a failed commit left such a checkpoint."""
     calls, _ = calls_of("bulk")
     lives = (
         lived(Injected("bulk", "EIO", call, False), forget_files) for call in range(calls // 2, calls, 9)

@@ -36,8 +36,8 @@ USED = [
 ]  # fmt: skip
 
 
-def images(cut: Cut, seeds: list[tuple[int, Survival]]) -> Iterator[str]:
-    """List the contradictions after each of these crash images of one cut."""
+def faults_in_images(cut: Cut, seeds: list[tuple[int, Survival]]) -> Iterator[str]:
+    """Describe the faults after each of these crash images (seed and surviving writes) of one cut."""
     for seed, survival in seeds:
         found = faults_after(cut, cut.files.crash(seed, survival))
         if found:
@@ -50,13 +50,17 @@ def mixtures(call: int, count: int) -> list[tuple[int, Survival]]:
 
 
 @pytest.mark.slow
-def test_scenarios_end_well_and_use_every_kind_of_call() -> None:
+def test_scenarios_without_a_cut_have_no_faults_and_use_every_kind_of_call() -> None:
     used: set[tuple[str, str]] = set()
     for name in SCENARIOS:
         cut = live(name)
-        assert not list(images(cut, [*EXTREMES, *mixtures(0, 2)]))
+        assert not list(faults_in_images(cut, [*EXTREMES, *mixtures(0, 2)]))
         used.update(cut.files.trace)
-    missing = [u for u in USED if not any(call == u[0] and where.startswith(u[1]) for call, where in used)]
+    missing = [
+        (call, prefix)
+        for call, prefix in USED
+        if not any(used_call == call and name.startswith(prefix) for used_call, name in used)
+    ]
     assert not missing
 
 
@@ -64,17 +68,17 @@ def test_scenarios_end_well_and_use_every_kind_of_call() -> None:
 OF_STRATEGIES = {*kept_scenarios.SCENARIOS, *dispatch_scenarios.SCENARIOS}
 
 
-# One scenario a strategy; `test_every_cut` takes all of them, and more of their calls.
+# A scenario for each strategy. `test_cuts_at_all_calls_cause_no_faults` takes all scenarios, and more of their calls.
 A_STRATEGY_EACH = ["compact", "wheel", "cascade", "levels", "select"]
 
 
 @pytest.mark.parametrize("name", A_STRATEGY_EACH)
-def test_some_cuts(name: str) -> None:
+def test_cuts_at_some_calls_cause_no_faults(name: str) -> None:
     calls = live(name).files.calls
     rng = np.random.default_rng(SEED)
     for call in sorted(rng.choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
         cut = live(name, call)
-        wrong = list(images(cut, mixtures(call, 2)))
+        wrong = list(faults_in_images(cut, mixtures(call, 2)))
         assert not wrong, "\n".join(wrong)
 
 
@@ -82,12 +86,12 @@ def test_some_cuts(name: str) -> None:
 @pytest.mark.siege
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_cut(name: str) -> None:
+def test_cuts_at_all_calls_cause_no_faults(name: str) -> None:
     # Of some only every sixth or tenth call: another CUT_SEED takes the others.
     step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(12, 1)
     for call in range(1 + SEED % step, live(name).files.calls + 1, step):
         cut = live(name, call)
-        wrong = list(images(cut, [*EXTREMES, *mixtures(call, 2)]))
+        wrong = list(faults_in_images(cut, [*EXTREMES, *mixtures(call, 2)]))
         assert not wrong, "\n".join(wrong)
 
 
@@ -101,9 +105,9 @@ def test_an_operation_without_its_effect_is_noticed(monkeypatch: pytest.MonkeyPa
 
     shift_only = [*OPERATE[:5], lambda world: world.advance(3 * SECOND_MS)]  # the scenario undoes its shift
     monkeypatch.setitem(SCENARIOS, "operate", shift_only if action == "shift" else OPERATE)
-    assert not list(images(live("operate"), EXTREMES[:1]))
+    assert not list(faults_in_images(live("operate"), EXTREMES[:1]))
     monkeypatch.setattr(selections, "_apply", forgetful)
-    assert list(images(live("operate"), EXTREMES[:1]))
+    assert list(faults_in_images(live("operate"), EXTREMES[:1]))
 
 
 def cut_again(cut: Cut, image: CrashFiles, call: int) -> Cut | None:
@@ -137,11 +141,11 @@ def double_cuts(name: str, calls: list[int], seed: int, again: int) -> list[str]
         for _ in range(again):
             second = cut_again(cut, cut.files.crash(seed * 31 + call), int(rng.integers(1, 60)))
             if second is not None:
-                wrong += images(second, mixtures(call, 1))
+                wrong += faults_in_images(second, mixtures(call, 1))
     return wrong
 
 
-def test_some_cuts_during_the_recovery_from_a_cut() -> None:
+def test_second_cuts_during_some_recoveries_cause_no_faults() -> None:
     wrong = double_cuts("compact", list(range(5, live("compact").files.calls, 20)), SEED, 1)
     assert not wrong, "\n".join(wrong)
 
@@ -150,7 +154,7 @@ def test_some_cuts_during_the_recovery_from_a_cut() -> None:
 @pytest.mark.siege
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_cuts_during_the_recovery_from_many_cuts(name: str) -> None:
+def test_second_cuts_during_many_recoveries_cause_no_faults(name: str) -> None:
     step = (18 if name in OF_STRATEGIES else 6) * rounds(6, 1)
     calls = range(1 + SEED % step, live(name).files.calls, step)
     wrong = double_cuts(name, list(calls), SEED, 3)
@@ -170,7 +174,7 @@ def test_a_disk_that_forgets_to_sync_is_noticed(control: str) -> None:
     assert found, f"{control} went unnoticed"
 
 
-# ---- durability async: may lose, and says so; what is left must still make sense ------------------------------
+# ---- durability async: the newest changes may be lost --------------------------------------------------------
 
 MAY_HAPPEN = {"lost", "moved", "misjudged", "offset", "topic", "resurrected"}
 
@@ -178,7 +182,7 @@ MAY_HAPPEN = {"lost", "moved", "misjudged", "offset", "topic", "resurrected"}
 @pytest.mark.parametrize(
     "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compact", "roll"))]
 )
-def test_async_durability_loses_the_end_and_nothing_else(name: str) -> None:
+def test_async_durability_loses_only_the_newest_changes(name: str) -> None:
     kinds: set[str] = set()
     wrong = []
     for call in range(8, live(name, durability="async").files.calls, 5):
@@ -210,7 +214,7 @@ def test_async_durability_keeps_synced_messages_that_are_written_again(strategy:
 
     run(until_cut(world, world.files, rewrite))
     cut = Cut("rewrite", world.files, world.observed, world.clock, "the end", settings)
-    wrong = list(images(cut, [*EXTREMES, *((SEED + at, "random") for at in range(6))]))
+    wrong = list(faults_in_images(cut, [*EXTREMES, *((SEED + at, "random") for at in range(6))]))
     assert not wrong, "\n".join(wrong)
 
 

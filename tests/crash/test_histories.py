@@ -105,29 +105,31 @@ def cancel_twice(ops: list[Op]) -> list[Op]:
 
 
 @pytest.mark.parametrize(
-    "break_it",
+    "contradict",
     [
         lose_an_acknowledged_message, resurrect_a_cancelled_message, release_early, release_at_the_former_due_time,
         release_twice, read_a_stale_state, read_a_stale_due_time, cancel_twice,
     ],
 )  # fmt: skip
 def test_a_history_without_an_order_is_noticed(
-    tmp_path: Path, break_it: Callable[[list[Op]], list[Op]]
+    tmp_path: Path, contradict: Callable[[list[Op]], list[Op]]
 ) -> None:
-    assert judge(break_it(RELEASED), tmp_path).wrong == 1
+    assert judge(contradict(RELEASED), tmp_path).wrong == 1
 
 
 def test_a_history_with_an_order_is_accepted(tmp_path: Path) -> None:
-    lost = [
+    # A send and a cancel without an answer, whose effect is seen only later.
+    unknown = [
         Op("u", "send", UNKNOWN, 0, 1 * MS, due_ms=50),
         Op("u", "cancel", UNKNOWN, 2 * MS, 3 * MS),
         Op("u", "look-up", "not_found", 4 * MS, 5 * MS),
         Op("u", "cancel", "already_cancelled", 6 * MS, 7 * MS),
     ]
+    # A message released later than a reschedule without an answer requested.
     late = [
         Op("l", "send", "sent", 0, 1 * MS, due_ms=50),
         Op("l", "reschedule", UNKNOWN, 2 * MS, 3 * MS, due_ms=4),
         Op("l", "release", "", 9 * MS, 80 * MS, due_ms=8, store_ms=9),
     ]
-    found = judge([*RELEASED, *late, *(op._replace(message="c") for op in CANCELLED), *lost], tmp_path)
+    found = judge([*RELEASED, *late, *(op._replace(message="c") for op in CANCELLED), *unknown], tmp_path)
     assert not found.wrong and found.counts[UNKNOWN] == 3, found.text

@@ -19,7 +19,9 @@ KEEPERS = ["timer_wheel", "level_cascade"]
 SEED = int(os.environ.get("KILL_SEED", "1"))
 
 
-def besiege(data: Path, seed: int, kills: int, schedule: str = "hour_log", heir: str = "hour_log") -> None:
+def kill_under_load(
+    data: Path, seed: int, kills: int, schedule: str = "hour_log", last_schedule: str = "hour_log"
+) -> None:
     with Siege(data, seed, schedule=schedule) as siege:
         siege.clients()
         for _ in range(kills):
@@ -28,39 +30,39 @@ def besiege(data: Path, seed: int, kills: int, schedule: str = "hour_log", heir:
         done = ["acknowledged", "levels", "seen", "cancelled", "rescheduled", "committed"]
         done += ["compacted"] if schedule == "hour_log" else []
         siege.until(lambda: all(siege.counts[event] for event in done), f"each of {done}")
-        found = siege.faults(heir)
+        found = siege.faults(last_schedule)
     lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
     print(siege)
     assert not found, f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
     assert kills < 5 or siege.counts["unavailable"], f"no answer was lost: {siege}"
 
 
-def test_some_kills(tmp_path: Path) -> None:
-    besiege(tmp_path / "data", SEED, 2)
+def test_some_kills_lose_nothing(tmp_path: Path) -> None:
+    kill_under_load(tmp_path / "data", SEED, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.parametrize("schedule", KEEPERS)
-def test_some_kills_of_another_strategy(tmp_path: Path, schedule: str) -> None:
-    besiege(tmp_path / "data", SEED, rounds(2, 6), schedule, heir=schedule)
+def test_some_kills_of_another_strategy_lose_nothing(tmp_path: Path, schedule: str) -> None:
+    kill_under_load(tmp_path / "data", SEED, rounds(2, 6), schedule, last_schedule=schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.parametrize("schedule", KEEPERS)
-def test_another_strategy_takes_over_after_some_kills(tmp_path: Path, schedule: str) -> None:
-    besiege(tmp_path / "data", SEED + 2, rounds(2, 5), schedule)
+def test_a_change_of_the_strategy_after_some_kills_loses_nothing(tmp_path: Path, schedule: str) -> None:
+    kill_under_load(tmp_path / "data", SEED + 2, rounds(2, 5), schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_many_kills(tmp_path: Path) -> None:
-    besiege(tmp_path / "data", SEED + 1, rounds(4, 30))
+def test_many_kills_lose_nothing(tmp_path: Path) -> None:
+    kill_under_load(tmp_path / "data", SEED + 1, rounds(4, 30))
 
 
-# ---- control: a log that loses what was acknowledged must be noticed ------------------------------------------
+# ---- control: a log that loses an acknowledged row must be noticed --------------------------------------------
 
 QUIET = {"checkpoint-interval-ms": "1h", "segment-bytes": "1MiB", "compact-rows": "1000000"}
 

@@ -67,7 +67,7 @@ async def cancelled_by_key(cut: Cut, image: CrashFiles) -> list[Fault]:
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_cut_loses_a_row_or_a_key(step: int) -> None:
+def test_cuts_during_merges_lose_no_row_and_no_key(step: int) -> None:
     wrong = []
     for cut in cuts(step):
         for survival in ("nothing", "everything"):
@@ -78,7 +78,7 @@ def test_no_cut_loses_a_row_or_a_key(step: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_both_kinds_of_files_are_merged() -> None:
+def test_small_files_and_overlapping_files_are_merged() -> None:
     cut = live("files")
     world = cut.world(cut.files.crash(survival="everything"))
 

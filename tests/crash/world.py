@@ -1,8 +1,8 @@
-"""A whole broker on a disk whose power can be cut, and an observer outside that notes all answers.
+"""A whole broker on a disk whose power can be cut, and an observer outside that records all answers.
 
 `World` drives a real `Node` (no sockets) on `CrashFiles` and a `ManualClock`. Its operations send, cancel, pull
-or move, and tell the observer only if the answer came while the power was on. After a cut every thread of
-the node gets `PowerCut` at its next call. `abandon` waits for them and discards the node.
+or move. The observer records an answer only if it came while the power was on. After a cut every thread of the node
+gets `PowerCut` at its next disk call. `abandon` waits for the threads and discards the node.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class World:
         await self.start()
 
     async def abandon(self) -> None:
-        """The machine is off: nothing of the node continues, and its later answers do not count."""
+        """End the node as a power cut does: cancel its tasks, and wait for its threads."""
         mine = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not mine]
         for task in tasks:
@@ -109,7 +109,7 @@ class World:
                 thread.shutdown(wait=True, cancel_futures=True)
             self._retrieve(self.node)
             self.node = None
-        await asyncio.sleep(0)  # what the threads have still handed to the loop
+        await asyncio.sleep(0)  # runs the last callbacks that the threads have scheduled
 
     @property
     def failure(self) -> BaseException | None:
@@ -122,7 +122,7 @@ class World:
         assert self.node is not None
         return self.node.broker
 
-    # -- verbs: each is answered, or it did not happen ---------------------------------------------------------
+    # -- requests: the observer records each answer ------------------------------------------------------------
 
     def fresh_keys(self, count: int) -> list[str]:
         self.keys += count
@@ -169,6 +169,7 @@ class World:
         await asyncio.gather(*(self.send(topic, batch) for batch in batches))
 
     async def cancel(self, keys: Iterable[str]) -> None:
+        """Cancel by ids. From now on the messages may be cancelled, with or without an answer."""
         wanted = list(keys)
         self.observed.cancel_asked.update(wanted)
         for verdict in await self.broker.cancel(ids=wanted):
@@ -200,6 +201,7 @@ class World:
             await self.broker.commit_offsets(GROUP, topic, offsets)
 
     async def save_offsets(self) -> None:
+        """Save the groups' offsets, which a later start must not lose."""
         assert self.node is not None
         saved = {(GROUP, t): self.broker.offsets(GROUP, t) for t in self.broker.topics()}
         await self.node.maintenance.save_offsets()
@@ -237,7 +239,7 @@ class World:
         await self.node.maintenance.apply_retention()
 
     async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int, job: str = "bulk") -> list[str]:
-        """Scheduled messages that never pass through the log, acknowledged by the attach."""
+        """Attach scheduled messages in data files, which are not in the log. The attach acknowledges them."""
         sent = sorted(self._ask(topic, list(delays_ms), 20), key=lambda one: one.due_ms or 0)
         first_seq = await self.broker.reserve(len(sent))
         rows = table_rows(sent, first_seq, self.clock.wall)
@@ -253,19 +255,19 @@ class World:
         return [one.key for one in sent]
 
     async def campaign(self, name: str, topic: str, delays_ms: Sequence[int]) -> list[str]:
-        """A bulk attach with a plan."""
+        """Plan a campaign and attach its messages. Return their keys."""
         await self.broker.change_campaign(name, "plan", rows=len(delays_ms))
         keys = self.observed.campaigns[name] = await self.bulk(topic, delays_ms, 0, name)
         return keys
 
     async def pause(self, name: str) -> None:
-        """Pause it: after the answer none of its messages may become visible."""
+        """Pause a campaign. After the answer none of its messages may become visible."""
         await self.broker.change_campaign(name, "pause")
         if not self.files.cut:
             self.observed.paused_ms[name] = self.clock.wall
 
     async def end_campaign(self, name: str) -> None:
-        """Cancel all its pending messages."""
+        """Cancel all pending messages of a campaign."""
         self.observed.cancel_asked.update(self.observed.campaigns.get(name, []))
         await self.broker.change_campaign(name, "cancel")
 
@@ -316,7 +318,10 @@ class World:
                 sent.due_ms, sent.is_at_least, sent.maybe_due = now_ms, False, set()
 
     async def _end_hold(self, covered: list[Sent], action: str) -> list[Sent]:
-        """Find the messages that are due at once when their hold ends. Until the answer they are due later, too."""
+        """Return the messages that are due at once when their pause ends.
+
+        A message that became visible during its pause is a fault, which the observer records.
+        """
         visible = {row.key: row.store_ms for row in (await self.outcome()).rows}
         overdue = list[Sent]()
         for sent in covered:
@@ -407,24 +412,24 @@ class World:
     # -- in the end ---------------------------------------------------------------------------------------------
 
     async def outcome(self) -> Outcome:
-        """Everything there is to read."""
+        """Read all queues and the whole log."""
         broker, outcome = self.broker, Outcome()
         for topic in broker.topics():
             outcome.offsets[(GROUP, topic)] = broker.offsets(GROUP, topic)
             for queue, (low, high) in broker.queues(topic).items():
                 outcome.ranges[(topic, queue)] = (low, high)
-                found = outcome.waited if topic == SCHEDULE_TOPIC else outcome.rows
+                rows_read = outcome.waited if topic == SCHEDULE_TOPIC else outcome.rows
                 while low < high:
                     rows = as_rows(await broker.read_queue(topic, queue, low, 1_000))
-                    found += rows
+                    rows_read += rows
                     low += max(1, len(rows))
         for rows in broker.read_log(broker.log.reader.first_seq, broker.log.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
-            promised = kinds == Kind.SCHEDULED
-            has_instant = np.asarray(rows.column("due_ms").is_valid())  # a half message waits for none
-            outcome.scheduled_rows.update(rows.column("seq").to_numpy()[promised & has_instant].tolist())
-            ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]) & has_instant
-            outcome.settled += rows.column("source_seq").filter(pa.array(ended)).to_pylist()
+            has_due_time = np.asarray(rows.column("due_ms").is_valid())  # half messages have none
+            is_scheduled = (kinds == Kind.SCHEDULED) & has_due_time
+            outcome.scheduled_rows.update(rows.column("seq").to_numpy()[is_scheduled].tolist())
+            is_settled = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]) & has_due_time
+            outcome.settled += rows.column("source_seq").filter(pa.array(is_settled)).to_pylist()
         return outcome
 
     async def until(self, true: Callable[[], object], what: str) -> None:
@@ -442,6 +447,7 @@ class World:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _ask(self, topic: str, delays_ms: list[int | None], body_bytes: int) -> list[Sent]:
+        """Return new messages to send, which the observer has from now on: they may be stored without an answer."""
         now_ms, sent = self.clock.wall, []
         for key, delay_ms in zip(self.fresh_keys(len(delays_ms)), delays_ms, strict=True):
             due_ms = None if delay_ms is None else now_ms + delay_ms
@@ -455,6 +461,7 @@ class World:
             one.acked = not self.files.cut
 
     def _write_files(self, rows: pa.Table) -> list[FileEntry]:
+        """Write rows as data files of the pending table, and return their entries for an attach."""
         entries = []
         for entry, data in layout.cut_files(layout.sort_rows(rows), self.clock.wall):
             name = f"{layout.FOLDER}/{entry.path}"
@@ -469,7 +476,7 @@ class World:
             self.unheard.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def _retrieve(self, node: Node) -> None:
-        """A node that stopped has reported the reason through `failure`. The loop need not repeat it."""
+        """Read the exceptions of a stopped node, so that the event loop does not report them as never retrieved."""
         if node._failed is not None and node._failed.done():
             node._failed.exception()
         for task in node._ticker_tasks:
