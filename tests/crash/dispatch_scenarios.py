@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pyarrow as pa
+from tests.crash.steps import Step, cancel_some
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.model.message import TABLE_SCHEMA
 
-Step = Callable[[World], Awaitable[object]]
-
 NEAR_MS = 20 * SECOND_MS
 LEASE_MS = 120 * SECOND_MS
-
-
-def cancel_some(*numbers: int) -> Step:
-    """Cancel by the numbers of the keys, in the order in which they were made."""
-
-    async def cancel(world: World) -> None:
-        await world.cancel([f"k{number:05d}" for number in numbers])
-
-    return cancel
 
 
 async def lease(world: World) -> None:

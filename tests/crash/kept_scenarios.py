@@ -7,12 +7,10 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.crash.steps import Step, cancel_some
 from tests.crash.world import HOUR_MS, SECOND_MS, World
-
-Step = Callable[[World], Awaitable[object]]
 
 MINUTE_MS = 60 * SECOND_MS
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -25,15 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cascade": {"strategy": "level_cascade", "retention_ms": 1, "unread_retention_ms": 1},
     "change": {"timer_wheel_ms": MINUTE_MS, "retention_ms": 1, "unread_retention_ms": 1},
 }
-
-
-def cancel_some(*numbers: int) -> Step:
-    """Cancel by the numbers of the keys, in the order in which they were made."""
-
-    async def cancel(world: World) -> None:
-        await world.cancel([f"k{number:05d}" for number in numbers])
-
-    return cancel
 
 
 def change_to(schedule: str) -> Step:

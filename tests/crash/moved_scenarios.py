@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.crash.steps import Step, cancel_some
 from tests.crash.world import HOUR_MS, SECOND_MS, World
-
-Step = Callable[[World], Awaitable[object]]
 
 FAR_MS = 30 * SECOND_MS
 MINUTE_MS = 60 * SECOND_MS
-
-
-def cancel_some(*numbers: int) -> Step:
-    """Cancel by the numbers of the keys, in the order in which they were made."""
-
-    async def cancel(world: World) -> None:
-        await world.cancel([f"k{number:05d}" for number in numbers])
-
-    return cancel
 
 
 def move_some(delay_ms: int, *numbers: int) -> Step:

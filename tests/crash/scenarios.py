@@ -6,25 +6,15 @@ milliseconds from the moment of the step.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tests.crash import dispatch_scenarios, kept_scenarios, moved_scenarios
-from tests.crash.world import HOUR_MS, SECOND_MS, World
+from tests.crash.steps import Step, cancel_some
+from tests.crash.world import HOUR_MS, SECOND_MS
 
-Step = Callable[[World], Awaitable[object]]
 Scenario = list[Step]
 
 FAR_MS = 30 * SECOND_MS  # beyond the ten seconds gathered ahead
-
-
-def cancel_some(*numbers: int) -> Step:
-    """Cancel by the numbers of the keys, in the order in which they were made."""
-
-    async def cancel(world: World) -> None:
-        await world.cancel([f"k{number:05d}" for number in numbers])
-
-    return cancel
 
 
 # Append and release. Cancels of near, far, released and unknown messages. Consumers, checkpoint, clean stop, restart.

@@ -12,7 +12,8 @@ import pytest
 from tests.crash import lives
 from tests.crash.checker import Fault, check
 from tests.crash.lives import AFTER_MS, Cut, faults_after, live, report, run
-from tests.crash.scenarios import Scenario, cancel_some
+from tests.crash.scenarios import Scenario
+from tests.crash.steps import cancel_some
 from tests.crash.world import HOUR_MS
 from tests.crash_files import CrashFiles
 
