@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.broker.revoking.test_cancel import delivered, said
-from tests.crash.world import SECOND_MS, World
+from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.node_fixture import eventually, running_node
 
 from timeball.broker.accepting.delivery import (
@@ -25,8 +26,10 @@ from timeball.broker.accepting.delivery import (
     release_rows,
     split_into_frames,
 )
+from timeball.broker.registry.selections import SelectionFacts
 from timeball.io.clock import ManualClock
 from timeball.model import limits
+from timeball.model.access import ANONYMOUS
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 from timeball.model.limits import DAY_MS
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind, build_rows, lateness_ms, with_seq
@@ -135,6 +138,35 @@ async def test_a_message_due_before_its_acceptance_is_not_late(world: World, row
     released = [row for row in told if row["kind"] == Kind.RELEASE]
     assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # it stays the one that was asked for
     assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
+
+
+@on_node()
+async def test_a_held_message_that_was_cancelled_gets_only_a_wake_up_beside_a_cancelled_one(
+    world: World,
+) -> None:
+    """One selection holds a topic, another cancels all messages. An undo of the cancel must restore the held one."""
+    due_ms = world.clock.wall + HOUR_MS
+    for topic in ("held", "free"):
+        await world.broker.send(batch(1, topic=[topic], due_ms=[due_ms]))
+    selections, first_seq = world.broker.selections, world.broker.log.reader.next_seq
+    await selections.select(SelectionFacts(seq=0, at_ms=0, action="pause", topics=["held"]), ANONYMOUS)
+    cancel = await selections.select(SelectionFacts(seq=0, at_ms=0), ANONYMOUS)
+    await world.advance(HOUR_MS)
+    [moved] = log_rows_of(world, first_seq, Kind.MOVED)
+    assert [row["topic"] for row in log_rows_of(world, first_seq, Kind.CANCEL)] == ["free"]
+    newest = world.broker.scheduling.outcomes.moved.newest(moved["source_seq"])
+    assert newest == (moved["due_ms"], moved["seq"]), "memory refers to the wake-up's own row"
+    await selections.undo(cancel, ANONYMOUS)
+    await selections.select(SelectionFacts(seq=0, at_ms=0, action="release"), ANONYMOUS)
+    await world.broker.wakers.wake()
+    await world.advance(SECOND_MS)
+    assert [row["topic"] for row in log_rows_of(world, first_seq, Kind.RELEASE)] == ["held"]
+
+
+def log_rows_of(world: World, first_seq: int, kind: Kind) -> list[dict[str, Any]]:
+    """The rows of a kind from a number on."""
+    parts = world.broker.read_log(first_seq, world.broker.log.reader.next_seq, [kind])
+    return [row for part in parts for row in part.to_pylist()]
 
 
 # ---- releases by a dispatcher --------------------------------------------------------------------------------------

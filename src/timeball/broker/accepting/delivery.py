@@ -262,7 +262,7 @@ class Delivery:
             parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
         ended_rows = dict[str, int]()  # of each selection
         if is_selected.any() and states is not None:
-            for name, rows in self._selected_rows(scheduled_rows, now_ms, states.owner):
+            for name, rows in self._selected_rows(scheduled_rows, now_ms, states, is_selected):
                 parts.append(rows)
                 ended_rows[name] = rows.num_rows
         woken = None
@@ -330,9 +330,11 @@ class Delivery:
         self.indexing.occurrence_ns = max(measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
 
     def _selected_rows(
-        self, scheduled_rows: pa.RecordBatch, now_ms: int, owner: Int64Array
+        self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States, is_selected: Bools
     ) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Build the CANCEL rows of messages that belong to selections, by the id of the selection."""
+        """Yield (selection id, CANCEL rows) for the messages that selections have cancelled, and count the messages."""
+        # A message that must wait has no owner here, although a selection may have cancelled it.
+        owner = np.where(is_selected, states.owner, -1)
         selected = self._selections.selected
         for index in np.unique(owner[owner >= 0]).tolist():
             name, facts = selected.names[index], selected.facts[index]
