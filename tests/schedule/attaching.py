@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Attaching:
-    """A mixin of `World`, which has the attributes."""
+    """A mixin of `World`, which sets the attributes."""
 
     rig: Rig
     files: Files
@@ -71,30 +71,30 @@ class Attaching:
             self.files, self.reader, from_seq=self.watermark, to_seq=to_seq,
             settled_before_ms=self.strategy.settled_before_ms, now_ms=self.now_ms,
         )  # fmt: skip
-        return self._synced(attachment)
+        return self._sync_files(attachment)
 
     def prepare_rewrite(self) -> Attachment | None:
         """Write the live files again without settled messages, without attaching them."""
-        chosen = self.live_files()
-        if not chosen:
+        live_files = self.live_files()
+        if not live_files:
             return None
         settled = self.strategy.settled()
         attachment = compact.rewrite(
-            self.files, self.files, [file.entry for file in chosen], settled.seq,
+            self.files, self.files, [file.entry for file in live_files], settled.seq,
             settled_before_ms=self.strategy.settled_before_ms, holds=Holds(), now_ms=self.now_ms,
             epoch=self.reader.next_seq,
         )  # fmt: skip
-        return self._synced(attachment)
+        return self._sync_files(attachment)
 
-    def prepare_bulk(self, dues: Sequence[int]) -> Attachment:
+    def prepare_bulk(self, due_times: Sequence[int]) -> Attachment:
         """Write the files of a bulk job. Its scheduled messages are pending from the attach on."""
-        first_seq = self.run(self._reserve(len(dues)))
-        ordered = np.sort(np.array(dues, dtype=np.int64))
-        seqs = np.arange(first_seq, first_seq + len(dues), dtype=np.int64)
-        rows = table_rows(ordered.tolist(), seqs.tolist(), self.now_ms)
-        return self._synced(
+        first_seq = self.run(self._reserve(len(due_times)))
+        sorted_due_times = np.sort(np.array(due_times, dtype=np.int64))
+        seqs = np.arange(first_seq, first_seq + len(due_times), dtype=np.int64)
+        rows = table_rows(sorted_due_times.tolist(), seqs.tolist(), self.now_ms)
+        return self._sync_files(
             Attachment(
-                job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(dues))],
+                job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(due_times))],
                 files=compact.write_files(self.files, rows, self.now_ms),
             )
         )  # fmt: skip
@@ -107,7 +107,7 @@ class Attaching:
         await durable
         return seq + 1
 
-    def _synced(self, attachment: Attachment) -> Attachment:
+    def _sync_files(self, attachment: Attachment) -> Attachment:
         for entry in attachment.files:
             self.files.sync_file(f"{layout.FOLDER}/{entry.path}")
             self.files.sync_dir(f"{layout.FOLDER}/{entry.path.rpartition('/')[0]}")
@@ -126,7 +126,7 @@ class Attaching:
         bulk, accepted = {}, {}
         for entry in attachment.files if attachment.job == "bulk" else ():
             columns = rows_of(self.files, entry).select(["seq", "due_ms", "body", "accepted_ms"])
-            for seq, due, body, accepted_ms in zip(*(c.to_pylist() for c in columns), strict=True):
+            for seq, due, body, accepted_ms in zip(*(column.to_pylist() for column in columns), strict=True):
                 bulk[seq], accepted[seq] = (due, body), accepted_ms
         row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=self.now_ms)
         seq, durable = self.writer.append(row)

@@ -1,4 +1,4 @@
-"""The contract for clocks: clocks that are set, that run wrong, that are not read for a while, and far due times.
+"""The contract for clocks: clocks that are set, run fast or slow, or are not read for a while, and far due times.
 
 The cases are those of the reliability study in docs/decisions/0004-clock.md. The model checks each step: no message is
 released early by the scheduler's clock, no overdue message is left, and the ticker wakes in time. Temporary faults are
@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 from tests.rounds import rounds
-from tests.schedule.moves import to_the_end
+from tests.schedule.moves import release_all_pending
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
@@ -25,7 +25,7 @@ from timeball.model import limits
 from timeball.schedule.ticker import CLOCK_READ_MS
 
 SECOND, HOUR, DAY = limits.SECOND_MS, limits.HOUR_MS, limits.DAY_MS
-AROUND_2038_MS = (1 << 31) * SECOND  # a second later than a signed 32-bit one can say
+AROUND_2038_MS = (1 << 31) * SECOND  # one second more than a signed 32-bit integer can store
 LAST_MS = limits.INSTANT_MS_MAX
 # Distances of scheduled messages that wait when a script begins.
 WAITING_MS = [
@@ -48,11 +48,11 @@ WAITING_MS = [
     5 * DAY,
 ]
 
-Script = list[tuple[int, int]]  # the wall is set by so much, then so much time passes
+Script = list[tuple[int, int]]  # (step of the wall clock in ms, ms that pass after it)
 
 
 @dataclass(frozen=True)
-class Passing:
+class TemporaryFault:
     """A temporary fault of the wall clock. By true time, messages are at most `early_ms` early and `late_ms` late."""
 
     script: Script
@@ -60,17 +60,17 @@ class Passing:
     late_ms: int
 
 
-PASSING = {
-    # On probation for less than it takes to be believed, again and again.
-    "spikes": Passing([(HOUR, 3_000), (-HOUR, 1_000)] * 8, 0, 0),
-    # The step is undone in pieces. A smaller rest of it is still wrong.
-    "spike in pieces": Passing([(HOUR, 1_000), (-HOUR // 2, 3_000), (-HOUR // 2, 3_000)], 0, 0),
-    "strobe": Passing([(200, 50), *([(-400, 50), (400, 50)] * 300), (-200, 1_000)], 200, 200),
+TEMPORARY_FAULTS = {
+    # Each step is undone before the end of its probation.
+    "spikes": TemporaryFault([(HOUR, 3_000), (-HOUR, 1_000)] * 8, 0, 0),
+    # The step is undone in two parts. After the first part the clock is still wrong.
+    "spike in pieces": TemporaryFault([(HOUR, 1_000), (-HOUR // 2, 3_000), (-HOUR // 2, 3_000)], 0, 0),
+    "strobe": TemporaryFault([(200, 50), *([(-400, 50), (400, 50)] * 300), (-200, 1_000)], 200, 200),
     # A millisecond in two seconds is 500 ppm.
-    "fast": Passing([(1, 2_000)] * 60, 60, 0),
-    "slow": Passing([(-1, 2_000)] * 60, 0, 60),
-    "second forth and back": Passing([(STEP_MS, 500), (-STEP_MS, 2_000)] * 5, STEP_MS, STEP_MS),
-    "second back and forth": Passing([(-STEP_MS, 500), (STEP_MS, 2_000)] * 5, STEP_MS, STEP_MS),
+    "fast": TemporaryFault([(1, 2_000)] * 60, 60, 0),
+    "slow": TemporaryFault([(-1, 2_000)] * 60, 0, 60),
+    "second forth and back": TemporaryFault([(STEP_MS, 500), (-STEP_MS, 2_000)] * 5, STEP_MS, STEP_MS),
+    "second back and forth": TemporaryFault([(-STEP_MS, 500), (STEP_MS, 2_000)] * 5, STEP_MS, STEP_MS),
 }
 
 
@@ -86,24 +86,24 @@ class Clocks:
     ) -> None:
         """Small steps back are waited for, large ones followed. Steps forward > 1 s pass a probation."""
         admitted = world.admit([world.now_ms + ms for ms in WAITING_MS])
-        look(world)
+        release_due(world)
         before_ms = world.now_ms
         world.manual.step_wall(step_ms)
-        look(world)
+        release_due(world)
         if step_ms > STEP_MS:
-            assert world.now_ms == before_ms, "a large step forward is not believed at once"
+            assert world.now_ms == before_ms, "a large step forward is not followed at once"
         if restarts:
             world.save()
             world.restart(power_cut=1)
-            assert world.now_ms == world.manual.wall, "a new process knows no other clock"
+            assert world.now_ms == world.manual.wall, "a new process reads the wall clock"
         for delay_ms in (1, 100, 2_000):
-            (fresh,) = world.admit([world.now_ms + delay_ms])
-            waited_ms = wait_for(world, fresh)
+            (new_seq,) = world.admit([world.now_ms + delay_ms])
+            waited_ms = wait_for(world, new_seq)
             held_ms = -step_ms if -STEP_MS <= step_ms < 0 else 0
             assert waited_ms <= delay_ms + held_ms, "no message waits for the length of a large step"
-        passes(world, PROBATION_MS + 2 * CLOCK_READ_MS)
-        assert abs(world.now_ms - world.manual.wall) <= STEP_MS, "the wall is believed by now"
-        to_the_end(world)
+        release_during(world, PROBATION_MS + 2 * CLOCK_READ_MS)
+        assert abs(world.now_ms - world.manual.wall) <= STEP_MS, "the step was followed"
+        release_all_pending(world)
         world.release()
         assert world.model.released.keys() >= set(admitted)
 
@@ -112,79 +112,77 @@ class Clocks:
     ) -> None:
         """The messages that were due in the 30 s of the wrong time are released. All others keep their times."""
         start_ms = world.now_ms
-        dues = [start_ms + ms for ms in (10_000, HOUR - 1, HOUR + 60_000, 2 * HOUR, DAY)]
-        world.admit(dues)
-        look(world)
+        due_times = [start_ms + ms for ms in (10_000, HOUR - 1, HOUR + 60_000, 2 * HOUR, DAY)]
+        world.admit(due_times)
+        release_due(world)
         world.manual.step_wall(HOUR)
-        assert passes(world, PROBATION_MS - 1) == []
-        assert passes(world, 30_000 - PROBATION_MS + 1) == dues[:2]
+        assert release_during(world, PROBATION_MS - 1) == []
+        assert release_during(world, 30_000 - PROBATION_MS + 1) == due_times[:2]
         world.manual.step_wall(-HOUR)
-        look(world)
+        release_due(world)
         assert world.now_ms == start_ms + 30_000
-        (fresh,) = world.admit([world.now_ms + 50])
-        assert wait_for(world, fresh) == 50
-        assert [due for due, _ in to_the_end(world)] == dues[2:]
+        (new_seq,) = world.admit([world.now_ms + 50])
+        assert wait_for(world, new_seq) == 50
+        assert [due for due, _ in release_all_pending(world)] == due_times[2:]
 
-    @pytest.mark.parametrize("name", PASSING)
+    @pytest.mark.parametrize("name", TEMPORARY_FAULTS)
     def test_temporary_clock_faults_shift_releases_by_bounded_times(self, world: World, name: str) -> None:
-        passing, start_ms, start_boot = PASSING[name], world.now_ms, world.manual.boot
+        fault, start_ms, start_boot = TEMPORARY_FAULTS[name], world.now_ms, world.manual.boot
         seqs = world.admit([start_ms + ms for ms in WAITING_MS])
-        look(world)
+        release_due(world)
         at = dict.fromkeys(world.model.released, 0)
-        for step_ms, ms in passing.script:
+        for step_ms, ms in fault.script:
             world.manual.step_wall(step_ms)
-            for _ in looks(world, ms):
+            for _ in pass_time(world, ms):
                 for seq in world.model.released.keys() - at.keys():
                     at[seq] = world.manual.boot - start_boot
         for seq, delay_ms in zip(seqs, WAITING_MS, strict=True):
             if seq in at:
                 late_ms = at[seq] - delay_ms
-                assert -passing.early_ms <= late_ms <= passing.late_ms, (
-                    f"due after {delay_ms} ms: {late_ms} late"
-                )
-        to_the_end(world)
+                assert -fault.early_ms <= late_ms <= fault.late_ms, f"due after {delay_ms} ms: {late_ms} late"
+        release_all_pending(world)
         world.release()
         assert world.model.released.keys() == set(seqs)
 
     @pytest.mark.parametrize("ms", [30_000, 40 * DAY])
-    @pytest.mark.parametrize("asleep", [False, True])
+    @pytest.mark.parametrize("suspends", [False, True])
     def test_paused_process_releases_overdue_messages_at_once_and_in_order(
-        self, world: World, ms: int, asleep: bool
+        self, world: World, ms: int, suspends: bool
     ) -> None:
         """A stopped process or a suspended machine."""
         start_ms = world.now_ms
-        dues = sorted(start_ms + 1 + (i * 7_919) % (2 * ms) for i in range(200))
-        world.admit(dues[::-1])
-        look(world)
-        (world.manual.suspend if asleep else world.manual.advance)(ms)
-        overdue = [due for due in dues if due <= start_ms + ms]
+        due_times = sorted(start_ms + 1 + (i * 7_919) % (2 * ms) for i in range(200))
+        world.admit(due_times[::-1])
+        release_due(world)
+        (world.manual.suspend if suspends else world.manual.advance)(ms)
+        overdue = [due for due in due_times if due <= start_ms + ms]
         assert [due for due, _ in world.drain(limit=7)] == overdue
-        assert [due for due, _ in to_the_end(world)] == dues[len(overdue) :]
+        assert [due for due, _ in release_all_pending(world)] == due_times[len(overdue) :]
 
     @pytest.mark.parametrize("around_ms", [AROUND_2038_MS, LAST_MS - 400 * DAY, LAST_MS - DAY, LAST_MS])
     def test_far_due_times_survive_compaction_and_a_power_cut(self, around_ms: int) -> None:
         distances = [-4 * HOUR, -1_001, -1_000, -1, 0, 1, 999, 1_000, HOUR, 5 * DAY]
-        dues = [around_ms + ms for ms in distances if around_ms + ms <= LAST_MS]
+        due_times = [around_ms + ms for ms in distances if around_ms + ms <= LAST_MS]
         with closing(World(type(self).new_rig(), wall_ms=around_ms - 5 * HOUR)) as world:
-            world.admit(dues[::-1])
+            world.admit(due_times[::-1])
             if world.rig.has_table:
                 world.attach_now(world.prepare_compact())
             world.drain()
             world.save()
             world.restart(power_cut=1)
-            assert [due for due, _ in to_the_end(world)] == dues
+            assert [due for due, _ in release_all_pending(world)] == due_times
 
     def test_message_due_in_ten_years_is_released_on_time(self, world: World) -> None:
-        ten_years(world, random.Random(1), steps=40)
+        pass_ten_years(world, random.Random(1), steps=40)
 
     @pytest.mark.slow
     @pytest.mark.siege
     @pytest.mark.timeout(1_200)
     def test_message_due_in_ten_years_is_released_on_time_after_many_steps(self, world: World) -> None:
-        ten_years(world, random.Random(0), steps=rounds(60, 200))
+        pass_ten_years(world, random.Random(0), steps=rounds(60, 200))
 
 
-def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
+def pass_ten_years(world: World, chance: random.Random, *, steps: int) -> None:
     """Pass ten years in irregular steps with restarts in between. Nothing is released before the end."""
     begin_ms = world.now_ms
     due_ms = begin_ms + limits.DELAY_MS_MAX
@@ -202,7 +200,7 @@ def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
             world.save()
         if chance.random() < 0.5:
             back = int(chance.random() < 0.2)
-            world.restart(back=back, power_cut=chance.randrange(100), unheard=chance.random() < 0.5)
+            world.restart(back=back, power_cut=chance.randrange(100), unreported=chance.random() < 0.5)
     assert world.drain() == []
     world.advance(1)
     assert world.drain() == [(due_ms - 1, first)]
@@ -210,10 +208,10 @@ def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
     assert world.drain() == [(due_ms, second), (due_ms, later)]
 
 
-# -- time, as a ticker spends it -------------------------------------------------------------------------------
+# -- time passes, with the sleeps of a ticker ------------------------------------------------------------------
 
 
-def look(world: World) -> list[int]:
+def release_due(world: World) -> list[int]:
     """Release all due messages. Returns their due times."""
     taken = world.drain()
     world.release()
@@ -221,26 +219,26 @@ def look(world: World) -> list[int]:
     return [due for due, _ in taken]
 
 
-def passes(world: World, ms: int) -> list[int]:
-    """Let `ms` pass. Returns the due times of the messages that are released meanwhile."""
-    return [due for taken in looks(world, ms) for due in taken]
+def release_during(world: World, ms: int) -> list[int]:
+    """Pass `ms` and return the due times of the messages that are released meanwhile."""
+    return [due for taken in pass_time(world, ms) for due in taken]
 
 
-def looks(world: World, ms: int) -> Iterator[list[int]]:
-    """Let `ms` pass as a ticker does, with sleeps of at most 1 s. Yields the due times released after each sleep."""
+def pass_time(world: World, ms: int) -> Iterator[list[int]]:
+    """Pass `ms` with the sleeps of a ticker, at most 1 s each. Yields the due times released after each sleep."""
     while ms > 0:
         upcoming = world.strategy.next_due_ms()
-        nap_ms = CLOCK_READ_MS if upcoming is None else max(1, min(upcoming - world.now_ms, CLOCK_READ_MS))
-        nap_ms = min(nap_ms, ms)
-        world.advance(nap_ms)
-        ms -= nap_ms
-        yield look(world)
+        sleep_ms = CLOCK_READ_MS if upcoming is None else max(1, min(upcoming - world.now_ms, CLOCK_READ_MS))
+        sleep_ms = min(sleep_ms, ms)
+        world.advance(sleep_ms)
+        ms -= sleep_ms
+        yield release_due(world)
 
 
 def wait_for(world: World, seq: int) -> int:
     """Measure the ms until a message is released. Fails after two minutes."""
     begin = world.manual.boot
-    for _ in looks(world, 120_000):
+    for _ in pass_time(world, 120_000):
         if seq in world.model.released:
             return world.manual.boot - begin
     raise AssertionError(f"seq {seq} was not released")

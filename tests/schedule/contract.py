@@ -39,7 +39,7 @@ T = TypeVar("T")
 FAST = hypothesis.settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-# Nothing is shrunk: only the fact of the failure matters.
+# Nothing is shrunk, because only the fact of the failure matters.
 UNTIL_CAUGHT = hypothesis.settings(
     FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
@@ -52,7 +52,7 @@ def assert_caught(new_rig: Callable[[], Rig]) -> None:
     """Check that the state machine finds a wrong strategy."""
     with pytest.raises(AssertionError) as caught:
         run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
-    # It is the suite that noticed, not an assert in the strategy itself.
+    # A check of the tests must fail, not an assertion in the strategy.
     assert caught.traceback[-1].path.name in ("stage.py", "world.py", "moves.py")
 
 
@@ -75,7 +75,7 @@ def invalid_exemptions(contract: type[Contract]) -> list[str]:
 class Contract(Moves, Clocks, Cuts):
     """All tests of the contract. A strategy joins with `new_rig`."""
 
-    # The suite's sleep from one due time to the next. It is shorter if a message is rewritten every few
+    # The longest delay of a message. It is shorter if a message is rewritten every few
     # seconds.
     far_ms: ClassVar[int] = 400 * limits.DAY_MS
     # Tests that a strategy need not pass, each with the reason. There are none.
@@ -91,7 +91,7 @@ class Contract(Moves, Clocks, Cuts):
         world.close()
 
     @pytest.fixture(autouse=True)
-    def leave_out_the_exempt(self, request: pytest.FixtureRequest) -> None:
+    def skip_exempt_tests(self, request: pytest.FixtureRequest) -> None:
         reason = self.exempt.get(request.node.originalname)
         if reason is not None:
             pytest.skip(reason)
@@ -157,9 +157,9 @@ class Contract(Moves, Clocks, Cuts):
 
     def test_a_sleeper_wakes_for_each_scheduled_message(self, world: World) -> None:
         now_ms = world.now_ms
-        dues = sorted(now_ms + ms for ms in (5, 6, 4_000, 12_345, self.far_ms // 400, self.far_ms))
-        world.admit(dues)
-        assert [due for due, _ in sleep_through(world)] == dues
+        due_times = sorted(now_ms + ms for ms in (5, 6, 4_000, 12_345, self.far_ms // 400, self.far_ms))
+        world.admit(due_times)
+        assert [due for due, _ in sleep_through(world)] == due_times
 
     def test_message_due_earlier_wakes_the_sleeper(self, world: World) -> None:
         now_ms = world.now_ms
@@ -192,13 +192,13 @@ class Contract(Moves, Clocks, Cuts):
 
     def test_messages_are_handed_out_by_due_time_and_number(self, world: World) -> None:
         now_ms = world.now_ms
-        dues = [now_ms + (i * 7_919) % 3_000 for i in range(2_000)]
-        pairs = sorted(zip(dues, world.admit(dues), strict=True))
+        due_times = [now_ms + (i * 7_919) % 3_000 for i in range(2_000)]
+        pairs = sorted(zip(due_times, world.admit(due_times), strict=True))
         world.advance(3_000)
         assert world.drain(limit=100) == pairs
 
     def test_hand_out_does_not_exceed_the_limit(self, world: World) -> None:
-        world.drain()  # whatever a strategy does before the first scheduled message is done
+        world.drain()  # work before the first scheduled message is done now
         world.admit([world.now_ms] * 10)
         world.settle()
         assert [len(world.take(3) or []) for _ in range(5)] == [3, 3, 3, 1, 0]
@@ -257,7 +257,7 @@ class Contract(Moves, Clocks, Cuts):
     def test_wall_clock_step_forward_is_followed_after_the_probation(self, world: World) -> None:
         world.admit([world.now_ms + limits.HOUR_MS])
         world.manual.step_wall(limits.HOUR_MS)
-        assert world.drain() == [], "a step is suspect before it has stood for a while"
+        assert world.drain() == [], "a step is not followed before the end of its probation"
         world.advance(60_000)
         world.drain()
         world.advance(60_000)
@@ -321,8 +321,8 @@ class Contract(Moves, Clocks, Cuts):
         assert [seq for _, seq in world.drain()] == late
 
     def test_repeated_restarts_lose_and_repeat_nothing(self, world: World) -> None:
-        dues = [world.now_ms + 100 * i for i in range(30)]
-        world.admit(dues)
+        due_times = [world.now_ms + 100 * i for i in range(30)]
+        world.admit(due_times)
         taken = []
         for i in range(35):
             taken += world.drain()
@@ -331,22 +331,22 @@ class Contract(Moves, Clocks, Cuts):
                 world.save()
             world.restart(power_cut=i)
             world.advance(100)
-        assert [due for due, _ in taken] == dues
+        assert [due for due, _ in taken] == due_times
 
     # -- files ---------------------------------------------------------------------------------------------
 
     def test_compaction_moves_and_changes_nothing(self, table_world: World) -> None:
         world = table_world
         now_ms = world.now_ms
-        dues = sorted(now_ms + ms for ms in (*range(100), 3_000, limits.HOUR_MS, 50 * limits.DAY_MS))
-        world.admit(dues)
+        due_times = sorted(now_ms + ms for ms in (*range(100), 3_000, limits.HOUR_MS, 50 * limits.DAY_MS))
+        world.admit(due_times)
         world.attach_now(world.prepare_compact())
-        assert sum(file.entry.rows for file in world.live_files()) == len(dues)
+        assert sum(file.entry.rows for file in world.live_files()) == len(due_times)
         taken = world.drain()
         for ms in (100, 3_000, limits.HOUR_MS, 50 * limits.DAY_MS):
             world.advance(ms)
             taken += world.drain()
-        assert [due for due, _ in taken] == dues
+        assert [due for due, _ in taken] == due_times
 
     @pytest.mark.parametrize("step_before_attach", range(6))
     def test_files_arrive_in_the_middle_of_a_gather(
@@ -398,9 +398,9 @@ class Contract(Moves, Clocks, Cuts):
 
     def test_sleeper_wakes_for_each_row_of_a_file(self, table_world: World) -> None:
         world = table_world
-        dues = [world.now_ms + ms for ms in (222, 9_999, 10_000, 14_999, 15_000, 26_583, 900_000)]
-        world.attach_now(world.prepare_bulk(dues))
-        assert [due for due, _ in sleep_through(world)] == dues
+        due_times = [world.now_ms + ms for ms in (222, 9_999, 10_000, 14_999, 15_000, 26_583, 900_000)]
+        world.attach_now(world.prepare_bulk(due_times))
+        assert [due for due, _ in sleep_through(world)] == due_times
 
     def test_cancel_settles_messages_in_files(self, table_world: World) -> None:
         world = table_world

@@ -21,7 +21,7 @@ import pytest
 from tests.crash_files import CrashFiles, PowerCut, Survival
 from tests.rounds import rounds
 from tests.schedule.attaching import rows_of
-from tests.schedule.moves import sleep_until_moving, to_the_end
+from tests.schedule.moves import release_all_pending, sleep_until_rewriting
 from tests.schedule.stage import Restart, Rig, Saved
 from tests.schedule.world import CHECKPOINT, World
 
@@ -69,12 +69,12 @@ class Cuts:
     def test_a_power_cut_in_the_recovery_from_one(self) -> None:
         first, last = calls_of(type(self).new_rig)
         for cut in range(first, last + 1, 5 * self.cuts_step * rounds(8, 1)):
-            with cut_world(type(self).new_rig, cut) as dead:
-                for again in range(1 + cut % 5, 30, 7):
-                    files = dead.files.crash(cut, crash_at=again)
-                    with pytest.raises(PowerCut), closing(Reborn(dead, files)):
-                        raise PowerCut("the recovery was over before")
-                    keeps_all(Reborn(dead, files.crash(again)))
+            with cut_world(type(self).new_rig, cut) as before_cut:
+                for second_cut in range(1 + cut % 5, 30, 7):
+                    files = before_cut.files.crash(cut, crash_at=second_cut)
+                    with pytest.raises(PowerCut), closing(SurvivingWorld(before_cut, files)):
+                        raise PowerCut("the recovery has fewer calls")
+                    check_survivor(SurvivingWorld(before_cut, files.crash(second_cut)))
 
 
 def scenario(world: World) -> None:
@@ -104,12 +104,12 @@ def scenario(world: World) -> None:
     world.advance(HOUR)
     world.drain()
     world.release()
-    sleep_until_moving(world, 2)
+    sleep_until_rewriting(world, 2)
     world.cancel(far[2:3])
-    world.land_part(1)
+    world.finish_part_of_rewrite(1)
     world.save()
     world.take()
-    world.land()
+    world.finish_rewrites()
     world.admit([world.now_ms + ms for ms in (-HOUR, 0, 7 * DAY)] * 20)
     world.let_go()
     world.restart()
@@ -129,7 +129,7 @@ class Cut(World):
     """A world whose power may be cut at any call of the disk, which then raises PowerCut."""
 
     files: CrashFiles
-    begun_with: int  # calls of the disk before the scenario
+    calls_before: int  # calls of the disk before the scenario
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = self.loop.create_task(coroutine)
@@ -148,8 +148,8 @@ class Cut(World):
                 raise PowerCut(*error.args) from error
             raise
 
-    def bury(self) -> None:
-        """Stop everything that still runs in a cut world."""
+    def stop_all_tasks(self) -> None:
+        """Cancel all tasks and close the loop."""
         self.loop.set_exception_handler(lambda loop, context: None)
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
@@ -163,23 +163,23 @@ class Cut(World):
 def cut_world(new_rig: Callable[[], Rig], cut: int | None, **forget: bool) -> Iterator[Cut]:
     """Run the scenario until its end or until the power cut."""
     world = Cut(new_rig(), CrashFiles(**forget))
-    world.begun_with = world.files.calls
+    world.calls_before = world.files.calls
     world.files.crash_at = cut
     try:
         scenario(world)
     except PowerCut:
-        assert world.files.cut, "only a power cut may end it"
+        assert world.files.cut, "only a power cut may end the scenario"
     try:
         yield world
     finally:
-        world.bury()
+        world.stop_all_tasks()
 
 
 def calls_of(new_rig: Callable[[], Rig]) -> tuple[int, int]:
     """Count the disk calls of the scenario: the first and the last number."""
     with cut_world(new_rig, None) as world:
         assert not world.files.cut
-        return world.begun_with + 1, world.files.calls
+        return world.calls_before + 1, world.files.calls
 
 
 def violations(
@@ -187,60 +187,64 @@ def violations(
     cuts: Sequence[int],
     survivals: Sequence[Survival],
     *,
-    enough: int = 10,
+    violations_max: int = 10,
     **forget: bool,
 ) -> list[str]:
-    """List up to `enough` violations after these cuts. `forget` is that of CrashFiles."""
+    """List up to `violations_max` violations after these cuts. `forget` contains options of CrashFiles."""
     found: list[str] = []
     for cut in cuts:
-        if len(found) >= enough:
+        if len(found) >= violations_max:
             break
-        with cut_world(new_rig, cut, **forget) as dead:
+        with cut_world(new_rig, cut, **forget) as before_cut:
             for seed, survival in enumerate(survivals, cut * len(survivals)):
                 try:
-                    keeps_all(Reborn(dead, dead.files.crash(seed, survival)))
+                    check_survivor(SurvivingWorld(before_cut, before_cut.files.crash(seed, survival)))
                 except (AssertionError, TimeballError) as error:
-                    found.append(f"cut at {cut} ({dead.files.trace[-1]}), {survival} ({seed}): {error!r}")
+                    found.append(
+                        f"cut at {cut} ({before_cut.files.trace[-1]}), {survival} ({seed}): {error!r}"
+                    )
     return found
 
 
 # -- after a cut -----------------------------------------------------------------------------------------------
 
 
-class Reborn(World):
+class SurvivingWorld(World):
     """A world that starts from the disk that a cut world has left."""
 
-    def __init__(self, dead: World, files: CrashFiles) -> None:
-        self._dead = dead
+    def __init__(self, before_cut: World, files: CrashFiles) -> None:
+        self._before_cut = before_cut
         number = files.content(CHECKPOINT) if files.exists(CHECKPOINT) else b""
-        # As in the broker: a damaged checkpoint is not used.
-        checkpoints = [dead.ever_saved[int(number)]] if number.isdigit() else []
-        super().__init__(dead.rig, files, wall_ms=dead.manual.wall, checkpoints=checkpoints)
+        # A damaged checkpoint is not used, as in the broker.
+        checkpoints = [before_cut.ever_saved[int(number)]] if number.isdigit() else []
+        super().__init__(before_cut.rig, files, wall_ms=before_cut.manual.wall, checkpoints=checkpoints)
 
     def _read_back(self, saved: Saved) -> Restart:
-        self._believe()
+        self._set_model()
         return super()._read_back(saved)
 
-    def _believe(self) -> None:
-        """Set the model to the acknowledged state and the further rows of the log."""
-        dead, model = self._dead.model, self.model
-        model.accepted, model.at = dict(dead.accepted), dict(dead.at)
-        model.released = dict(dead.released)
-        model.cancelled = {s: due for s, due in dead.cancelled.items() if s not in dead.cancelling}
-        model.waiting = dead.waiting | dead.cancelling
-        for handed_out in dead.in_flight:
+    def _set_model(self) -> None:
+        """Set the model to the acknowledged state, and apply the rows of the surviving log."""
+        before_cut, model = self._before_cut.model, self.model
+        model.accepted, model.at = dict(before_cut.accepted), dict(before_cut.at)
+        model.released = dict(before_cut.released)
+        model.cancelled = {
+            s: due for s, due in before_cut.cancelled.items() if s not in before_cut.cancelling
+        }
+        model.waiting = before_cut.waiting | before_cut.cancelling
+        for handed_out in before_cut.in_flight:
             model.waiting |= handed_out
-        self.attached = [(seq, a) for seq, a in self._dead.attached if seq < self.reader.first_seq]
+        self.attached = [(seq, a) for seq, a in self._before_cut.attached if seq < self.reader.first_seq]
         for rows in self.reader.rows(self.reader.first_seq, self.reader.next_seq):
             for row in rows.to_pylist():
-                self._believe_row(row)
+                self._apply_to_model(row)
         self.watermark = max((a.to_seq for _, a in self.attached if a.job == "compact"), default=1)
         for seq in (*model.released, *model.cancelled):
             model.waiting.pop(seq, None)
         if not self.rig.has_table:
             model.let_go(self.reader.first_seq)
 
-    def _believe_row(self, row: dict[str, Any]) -> None:
+    def _apply_to_model(self, row: dict[str, Any]) -> None:
         model, seq, source_seq = self.model, row["seq"], row["source_seq"]
         if row["kind"] == self.rig.kind:
             model.waiting[seq], model.at[seq] = (row["due_ms"], row["body"]), seq
@@ -257,17 +261,17 @@ class Reborn(World):
                 return
             self.attached.append((seq, attachment))
             for entry in attachment.files if attachment.job == "bulk" else ():
-                for found in rows_of(self.files, entry).to_pylist():
-                    model.waiting[found["seq"]] = (found["due_ms"], found["body"])
-                    model.accepted[found["seq"]] = found["accepted_ms"]
+                for bulk_row in rows_of(self.files, entry).to_pylist():
+                    model.waiting[bulk_row["seq"]] = (bulk_row["due_ms"], bulk_row["body"])
+                    model.accepted[bulk_row["seq"]] = bulk_row["accepted_ms"]
 
 
-def keeps_all(world: Reborn) -> None:
-    """Continue the surviving world, and check that it releases old and new messages exactly once."""
+def check_survivor(world: SurvivingWorld) -> None:
+    """Continue, and check that old and new messages are released exactly once."""
     with closing(world):
         world.check_sleep()
         world.admit([world.now_ms + ms for ms in (0, 1, HOUR, 3 * DAY)])
-        to_the_end(world)
+        release_all_pending(world)
         world.release()
         world.save()
         world.restart()

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.schedule.moves import sleep_until_moving
+from tests.schedule.moves import sleep_until_rewriting
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
@@ -46,7 +46,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(reader_is_open=st.booleans())
     def open(self, reader_is_open: bool) -> None:
         self.world = World(type(self).new_rig(), reader_is_open=reader_is_open)
-        self.written: Attachment | None = None  # files that are written and not attached yet
+        self.written: Attachment | None = None  # written files that are not attached yet
         self.bulk: Attachment | None = None
         self.saving = False
 
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.close()
 
-    # -- scheduled messages come and go ------------------------------------------------------------------------------
+    # -- scheduled messages ------------------------------------------------------------------------------
 
     @rule(distances=st.lists(DISTANCES_MS, min_size=1, max_size=12))
     def admit(self, distances: list[int]) -> None:
@@ -83,13 +83,13 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.model.moving)
     @rule(batches=st.integers(1, 5))
-    def land(self, batches: int) -> None:
-        self.world.land(batches)
+    def finish_rewrites(self, batches: int) -> None:
+        self.world.finish_rewrites(batches)
 
     @precondition(lambda self: self.world.model.moving)
     @rule(rows=st.sampled_from([1, 2, 50]))
-    def land_part(self, rows: int) -> None:
-        self.world.land_part(rows)
+    def finish_part_of_rewrite(self, rows: int) -> None:
+        self.world.finish_part_of_rewrite(rows)
 
     @precondition(lambda self: self.world.rig.has_files)
     @rule(distance=FAR_MS, count=st.integers(1, 12), times=st.integers(1, 4), late_ms=st.integers(0, 2_000))
@@ -98,20 +98,20 @@ class Machine(RuleBasedStateMachine):
         self.world.admit([self.world.now_ms + distance + 100 * n for n in range(count)])
         for _ in range(times):
             self.world.drain()
-            sleep_until_moving(self.world)
+            sleep_until_rewriting(self.world)
             self.world.advance(late_ms)
 
     @rule(limit=st.sampled_from([1, 3, 1_000]), data=st.data())
-    def sleep_until_moving(self, limit: int, data: st.DataObject) -> None:
-        sleep_until_moving(self.world, limit)
+    def sleep_until_rewriting(self, limit: int, data: st.DataObject) -> None:
+        sleep_until_rewriting(self.world, limit)
         being_rewritten = sorted(self.world.model.being_rewritten)
         if being_rewritten:
-            what = data.draw(st.sampled_from(["nothing", "cancel", "restart", "come due"]))
-            if what == "cancel":
+            event = data.draw(st.sampled_from(["nothing", "cancel", "restart", "come due"]))
+            if event == "cancel":
                 self.world.cancel([data.draw(st.sampled_from(being_rewritten))])
-            elif what == "restart":
+            elif event == "restart":
                 self.restart(0, None, data.draw(st.booleans()))
-            elif what == "come due":
+            elif event == "come due":
                 due_ms = self.world.model.due_of(being_rewritten[0])
                 self.world.advance(max(0, due_ms - self.world.now_ms))
                 self.world.take()
@@ -128,10 +128,10 @@ class Machine(RuleBasedStateMachine):
         first = self.world.model.first_due_ms
         if first is not None:
             self.world.advance(max(0, first + offset - self.world.now_ms))
-            at_once = sorted(s for s, (due, _) in self.world.model.waiting.items() if due == first)
+            due_first = sorted(s for s, (due, _) in self.world.model.waiting.items() if due == first)
             if data.draw(st.booleans()):
                 self.world.take(data.draw(st.sampled_from([1, 1_000])))
-            self.world.cancel([data.draw(st.sampled_from(at_once))])
+            self.world.cancel([data.draw(st.sampled_from(due_first))])
 
     @rule()
     def look_a_millisecond_before(self) -> None:
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         self.world.reader_thread.step()
         self.world.turn()
 
-    # -- moving what waits ---------------------------------------------------------------------------------
+    # -- files of the table ------------------------------------------------------------------------------
 
     @precondition(lambda self: type(self).new_rig().has_table and self.written is None)
     @rule(share=st.sampled_from([0.3, 1.0]), rewrite=st.booleans())
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
         world.reader_thread.is_open = was_open
         world.settle()
 
-    # -- dying ---------------------------------------------------------------------------------------------
+    # -- checkpoints and restarts ------------------------------------------------------------------------
 
     @rule()
     def save(self) -> None:
@@ -229,12 +229,12 @@ class Machine(RuleBasedStateMachine):
         self.world.let_go()
         self.saving = False
 
-    @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000), unheard=st.booleans())
-    def restart(self, back: int, power_cut: int | None, unheard: bool) -> None:
-        self.written, self.saving = None, False  # by a process that has ended
-        self.world.restart(back=back, power_cut=power_cut, unheard=unheard)
+    @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000), unreported=st.booleans())
+    def restart(self, back: int, power_cut: int | None, unreported: bool) -> None:
+        self.written, self.saving = None, False  # the process that wrote them has ended
+        self.world.restart(back=back, power_cut=power_cut, unreported=unreported)
 
-    # -- what holds between any two steps ------------------------------------------------------------------
+    # -- what holds after each step ----------------------------------------------------------------------
 
     @invariant()
     def wakes_in_time(self) -> None:

@@ -41,45 +41,47 @@ class Walk:
         self.world = World(rig)  # for its log, files, clock and reader thread
         self.due: dict[int, int] = {}
         self.row: dict[int, int] = {}
-        self.opened: set[int] = set()  # and neither settled nor given back
+        self.opened: set[int] = set()  # neither settled nor rewritten since
         self.settled: set[int] = set()
-        self.saved: tuple[object, int] = (None, 1)  # a state, and the log's end then
+        self.saved: tuple[object, int] = (None, 1)  # a saved state, and the end of the log at that time
         self.build(None, 1)
 
-    # -- the scheduler's part ----------------------------------------------------------------------------------
+    # -- what the scheduler does -------------------------------------------------------------------------
 
     def build(self, state: object, saved_seq: int) -> None:
         """Restart with the state in a checkpoint and the later log."""
         self.outcomes = Outcomes()
         self.outcomes.restore(NOTHING_SETTLED)
-        done = sorted(self.settled)
-        self.outcomes.add_settled(column(map(self.due.__getitem__, done)), column(done))
+        settled_seqs = sorted(self.settled)
+        self.outcomes.add_settled(column(map(self.due.__getitem__, settled_seqs)), column(settled_seqs))
         unsettled = sorted(self.due.keys() - self.settled)
         since = [seq for seq in unsettled if self.row[seq] >= saved_seq]
         restart = Restart(state=state, since=self.waiting(since), waiting=self.waiting(unsettled))
         built = self.rig.build(self.world, restart, self.outcomes)
         self.backlog: Any = built.backlog
         self.opened = set()
-        self.take_over(self.backlog.restore(built.state, NOTHING_SETTLED, built.waiting, self.world.now_ms))
+        self.check_opened(
+            self.backlog.restore(built.state, NOTHING_SETTLED, built.waiting, self.world.now_ms)
+        )
 
     def waiting(self, seqs: list[int]) -> Waiting:
-        due, row = (column(map(known.__getitem__, seqs)) for known in (self.due, self.row))
+        due, row = (column(map(by_seq.__getitem__, seqs)) for by_seq in (self.due, self.row))
         return Waiting(due, column(seqs), row) if seqs else NOTHING
 
-    def take_over(self, opened: Opened) -> None:
+    def check_opened(self, opened: Opened) -> None:
         seqs = opened.seq.tolist()
-        assert len(set(seqs)) == len(seqs), "given up twice in one go"
-        fresh = {seq for seq in seqs if seq not in self.settled}
-        assert not fresh & self.opened, f"given up twice: {sorted(fresh & self.opened)}"
-        assert fresh <= self.due.keys(), "never added"
+        assert len(set(seqs)) == len(seqs), "opened twice in one call"
+        unsettled_seqs = {seq for seq in seqs if seq not in self.settled}
+        assert not unsettled_seqs & self.opened, f"opened twice: {sorted(unsettled_seqs & self.opened)}"
+        assert unsettled_seqs <= self.due.keys(), "never added"
         assert all(self.due[seq] == due for seq, due in zip(seqs, opened.due_ms.tolist(), strict=True))
-        self.opened |= fresh
-        again = opened.part(opened.rewrites & np.isin(opened.seq, column(fresh)))
-        if len(again):
-            self.rewrite(again)
+        self.opened |= unsettled_seqs
+        to_rewrite = opened.part(opened.rewrites & np.isin(opened.seq, column(unsettled_seqs)))
+        if len(to_rewrite):
+            self.rewrite(to_rewrite)
 
     def rewrite(self, scheduled_rows: Opened) -> None:
-        """Their new rows are durable, unless the power is cut before. Then the old rows count."""
+        """Append new rows of these messages. With some probability, restart before or after they are durable."""
         if self.chance.random() < 0.3:
             return self.restart()
         first_seq = self.append(len(scheduled_rows))
@@ -96,7 +98,7 @@ class Walk:
         return None
 
     def append(self, count: int) -> int:
-        """Rows for which only their numbers matter."""
+        """Append rows of which only the numbers matter. Returns the first number."""
         rows = build_rows(
             count, kind=int(Kind.MOVED), topic="t", queue_id=-1, store_ms=self.world.now_ms, source_seq=1
         )
@@ -114,23 +116,23 @@ class Walk:
         self.check()
 
     def add(self) -> None:
-        dues = [
+        due_times = [
             self.world.now_ms + self.chance.choice(DISTANCES_MS) for _ in range(self.chance.randint(1, 12))
         ]
         rows = build_rows(
-            len(dues),
+            len(due_times),
             kind=int(Kind.SCHEDULED),
             topic="t",
             queue_id=-1,
             store_ms=self.world.now_ms,
-            due_ms=dues,
+            due_ms=due_times,
         )
         rows, seqs = self.rig.encode(rows, self.backlog), list[int]()
 
         async def append() -> None:
             first_seq, durable = self.world.writer.append(rows)
             await durable
-            seqs.extend(range(first_seq, first_seq + len(dues)))
+            seqs.extend(range(first_seq, first_seq + len(due_times)))
 
         self.world.run(append())
         self.rig.keep(rows, seqs[0])
@@ -145,25 +147,25 @@ class Walk:
             first_ms = self.backlog.first_due_ms
             if first_ms - ahead_ms // 2 > now_ms:
                 break
-            found: list[Opened] = []
+            results: list[Opened] = []
 
-            async def open_(found: list[Opened] = found) -> None:
-                found.append(await self.backlog.open(now_ms, now_ms + ahead_ms))
+            async def open_(results: list[Opened] = results) -> None:
+                results.append(await self.backlog.open(now_ms, now_ms + ahead_ms))
 
             self.world.run(open_())
-            self.take_over(found[0])
+            self.check_opened(results[0])
         else:
-            raise AssertionError("there is always something to open")
-        late = [seq for seq in self.unopened() if self.due[seq] <= now_ms]
-        assert not late, f"due and not given up: {late}"
+            raise AssertionError("the opening does not end")
+        overdue = [seq for seq in self.unopened() if self.due[seq] <= now_ms]
+        assert not overdue, f"due and not opened: {overdue}"
 
     def settle(self) -> None:
-        done = sorted(self.opened)[: self.chance.randint(0, 20)]
-        if self.chance.random() < 0.3:  # cancelled, wherever it is
-            done += [seq for seq in self.unopened() if self.chance.random() < 0.2]
-        self.outcomes.cancel(column(map(self.due.__getitem__, done)), column(done))
-        self.settled |= set(done)
-        self.opened -= set(done)
+        settled_seqs = sorted(self.opened)[: self.chance.randint(0, 20)]
+        if self.chance.random() < 0.3:  # cancelled before it was opened
+            settled_seqs += [seq for seq in self.unopened() if self.chance.random() < 0.2]
+        self.outcomes.cancel(column(map(self.due.__getitem__, settled_seqs)), column(settled_seqs))
+        self.settled |= set(settled_seqs)
+        self.opened -= set(settled_seqs)
 
     def advance(self) -> None:
         first_ms = self.backlog.first_due_ms
@@ -174,15 +176,15 @@ class Walk:
         files = self.backlog.files_to_sync()
         state = self.rig.state(self.backlog.state(self.settled_ms))
         self.backlog.rows_synced()
-        for _, some in files:
-            for file in some:
+        for _, dirty_files in files:
+            for file in dirty_files:
                 file.sync()
         self.saved = state, self.world.writer.next_seq
 
     def restart(self) -> None:
         self.build(*self.saved)
 
-    # -- what holds between any two of them --------------------------------------------------------------------
+    # -- what holds after each step ----------------------------------------------------------------------
 
     def unopened(self) -> list[int]:
         return sorted(self.due.keys() - self.opened - self.settled)
@@ -190,15 +192,15 @@ class Walk:
     @property
     def settled_ms(self) -> int:
         first_ms = self.backlog.first_due_ms
-        dues = [self.due[seq] for seq in self.opened] + [self.due[seq] for seq in self.unopened()]
-        return min([self.world.now_ms, first_ms, *dues])
+        due_times = [self.due[seq] for seq in self.opened] + [self.due[seq] for seq in self.unopened()]
+        return min([self.world.now_ms, first_ms, *due_times])
 
     def check(self) -> None:
-        first_ms, dues = self.backlog.first_due_ms, [self.due[seq] for seq in self.unopened()]
-        assert not dues or first_ms <= min(dues), f"{first_ms} is after {min(dues)}"
+        first_ms, due_times = self.backlog.first_due_ms, [self.due[seq] for seq in self.unopened()]
+        assert not due_times or first_ms <= min(due_times), f"{first_ms} is after {min(due_times)}"
         needed = self.backlog.needed_seq(self.settled_ms)
         if self.rig.has_table:
-            assert needed is None, "the watermark says it"
+            assert needed is None, "with a table, the watermark limits the needed rows"
             return
         rows = [self.row[seq] for seq in self.due.keys() - self.settled]
         assert not rows or (needed is not None and needed <= min(rows)), (
@@ -208,24 +210,26 @@ class Walk:
 
 def walk(new_rig: Callable[[], Rig], seed: int, steps: int = STEPS) -> Walk:
     """Take `steps` random steps. At the end all messages are settled, and the backlog must be empty."""
-    it = Walk(new_rig(), seed)
-    with closing(it.world):
+    walker = Walk(new_rig(), seed)
+    with closing(walker.world):
         for _ in range(steps):
-            it.step()
+            walker.step()
         for _ in range(1_000):
-            it.open()
-            it.settled |= it.opened
-            done = sorted(it.settled)
-            it.outcomes.add_settled(column(map(it.due.__getitem__, done)), column(done))
-            it.opened.clear()
-            first_ms = it.backlog.first_due_ms
+            walker.open()
+            walker.settled |= walker.opened
+            settled_seqs = sorted(walker.settled)
+            walker.outcomes.add_settled(
+                column(map(walker.due.__getitem__, settled_seqs)), column(settled_seqs)
+            )
+            walker.opened.clear()
+            first_ms = walker.backlog.first_due_ms
             if first_ms == FAR_MS:
                 break
-            it.world.advance(max(0, first_ms - it.world.now_ms))
-        assert not it.unopened()
-        it.world.advance(limits.DAY_MS)
-        assert it.backlog.needed_seq(it.world.now_ms) is None, "nothing waits"
-    return it
+            walker.world.advance(max(0, first_ms - walker.world.now_ms))
+        assert not walker.unopened()
+        walker.world.advance(limits.DAY_MS)
+        assert walker.backlog.needed_seq(walker.world.now_ms) is None, "no message is pending"
+    return walker
 
 
 class Questions:

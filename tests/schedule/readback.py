@@ -1,6 +1,6 @@
 """The input of a strategy at a start, read from the log by a plain loop over its rows.
 
-It replaces broker/recovery.py, which has tests of its own, by code that is simple enough to need none.
+It replaces broker/recovery.py by simpler code, so that these tests do not depend on it.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ def read_back(
     """Read the log from a checkpoint on. `attached` are (seq, attachment); `kind` is that of the messages' rows."""
     pairs = dict(zip(saved.settled.seq.tolist(), saved.settled.due_ms.tolist(), strict=True))
     due: dict[int, int] = {}
-    at: dict[int, int] = {}
+    row_seqs: dict[int, int] = {}
     for rows in reader.rows(reader.first_seq, reader.next_seq):
         for row in rows.select(COLUMNS).to_pylist():
             seq, source_seq = row["seq"], row["source_seq"]
             if row["kind"] in (kind, Kind.MOVED):
-                named = seq if row["kind"] == kind else source_seq
-                due[named], at[named] = row["due_ms"], seq
+                number = seq if row["kind"] == kind else source_seq
+                due[number], row_seqs[number] = row["due_ms"], seq
             elif row["kind"] in (Kind.RELEASE, Kind.CANCEL) and seq >= saved.seq:
                 pairs[source_seq] = row["due_ms"]
     live: dict[str, FileEntry] = {}
     for _, attachment in attached:
         live = {path: entry for path, entry in live.items() if path not in attachment.removes}
         live |= {entry.path: entry for entry in attachment.files}
-    late = (given for seq, attachment in attached if seq >= saved.seq for given in attachment.ranges)
+    late = (seq_range for seq, attachment in attached if seq >= saved.seq for seq_range in attachment.ranges)
     settled = Settled(
         saved.settled.before_ms, ((column(pairs.values()), column(pairs)),),
         before_seq=min(saved.seq, saved.settled.before_seq), late=(*saved.settled.late, *late),
     )  # fmt: skip
-    open_ = [seq for seq in at if seq not in pairs and not is_covered(settled, due[seq], seq)]
-    waiting = [seq for seq in open_ if seq >= watermark]
+    pending = [seq for seq in row_seqs if seq not in pairs and not is_covered(settled, due[seq], seq)]
+    waiting = [seq for seq in pending if seq >= watermark]
 
-    def placed(seqs: Iterable[int]) -> Waiting:
-        chosen = list(seqs)
-        return Waiting(column(due[s] for s in chosen), column(chosen), column(at[s] for s in chosen))
+    def to_waiting(seqs: Iterable[int]) -> Waiting:
+        numbers = list(seqs)
+        return Waiting(
+            column(due[seq] for seq in numbers), column(numbers), column(row_seqs[seq] for seq in numbers)
+        )
 
     return Restart(
         settled=settled, entries=list(live.values()), state=saved.state,
-        since=placed(seq for seq in waiting if at[seq] >= saved.seq), waiting=placed(waiting),
+        since=to_waiting(seq for seq in waiting if row_seqs[seq] >= saved.seq), waiting=to_waiting(waiting),
     )  # fmt: skip
 
 

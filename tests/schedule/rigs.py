@@ -28,22 +28,22 @@ from timeball.schedule.timer_wheel import Slots, TimerWheel, WheelState
 from timeball.table.data_file import DataFile
 
 AHEAD_MS = 10_000
-GATHER_BYTES = 64 * 512  # some tens of rows by the first guess: most gathers of a test are cut by it
+GATHER_BYTES = 64 * 512  # some tens of rows by the first estimate, so that it limits most reads of bodies
 
 DEFAULT = Slots.of(1_000, 3 * limits.DAY_MS, AHEAD_MS)
-# This ring has no margin: an opened slot loses its record after one lap, even if it is not settled.
+# This ring has no margin: the record of an opened slot is overwritten after one lap, even if it is not settled.
 MINUTE = Slots(1_000, reach=61, count=61)
-# Rolled every few seconds: to reach only three, of milliseconds, is less than may be configured.
+# Messages are rolled every few seconds. A reach of 3 s with slots of 1 ms is less than may be configured.
 TINY = Slots(1, reach=3_000, count=60_000)
 
 
 class HourLogRig:
-    """`hour_log` alone, or a wrong variant of it."""
+    """`hour_log`, or a wrong variant of it."""
 
     name = "hour_log"
     has_table = True
     kind = Kind.SCHEDULED
-    has_files = False  # of its own, besides the table
+    has_files = False  # besides those of the table
 
     def __init__(
         self,
@@ -188,9 +188,9 @@ class LevelsRig(HourLogRig):
         self._turn += rows.num_rows
         offset = np.empty(rows.num_rows, dtype=np.int64)
         for number in range(LEVELS):
-            mine = np.flatnonzero(queue == number)
-            offset[mine] = self._next[number] + np.arange(len(mine))
-            self._next[number] += len(mine)
+            mask = np.flatnonzero(queue == number)
+            offset[mask] = self._next[number] + np.arange(len(mask))
+            self._next[number] += len(mask)
         columns = {
             "kind": pa.array(np.full(rows.num_rows, self.kind, dtype=np.int8)),
             "topic": pa.array([SCHEDULE_TOPIC] * rows.num_rows),
@@ -208,8 +208,8 @@ class LevelsRig(HourLogRig):
     def _index(self, rows: pa.RecordBatch) -> None:
         queue, seq, due = (rows.column(name).to_numpy() for name in ("queue_id", "seq", "due_ms"))
         for number, index in enumerate(self.indexes):
-            mine = queue == number
-            index.append(seq[mine], np.full(int(mine.sum()), ROW_BYTES), due[mine])
+            mask = queue == number
+            index.append(seq[mask], np.full(int(mask.sum()), ROW_BYTES), due[mask])
 
     def state(self, state: Any) -> object:
         facts = {number: facts.offset for number, facts in state.levels.items()}

@@ -3,7 +3,7 @@
 The reader thread is a queue of jobs (`StepExecutor`) that run when the test says so. So a test can choose each
 interleaving of a gather with other steps, and none happens by chance.
 
-A strategy joins with a `Rig`. `Restart` is the broker's knowledge at a start.
+Each strategy has a `Rig`. `Restart` contains the data from which a strategy starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepExecutor(Disk):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            # As in a thread pool, any error goes to the caller that waits for the outcome.
+            # As in a thread pool, the caller that waits for the result gets any error.
             except BaseException as error:
                 future.set_exception(error)
 
@@ -79,11 +79,11 @@ class Restart:
     If `state` is None, both are the same.
     """
 
-    settled: Settled = NOTHING_SETTLED  # complete: the checkpoint's, and all that was settled since
+    settled: Settled = NOTHING_SETTLED  # of the checkpoint and of the rows after it
     entries: list[FileEntry] = field(default_factory=list)  # files of the table
     state: object = None  # the backlog's own state in the checkpoint
-    since: Waiting = NOTHING  # came, or were written again, since the checkpoint
-    waiting: Waiting = NOTHING  # all, those in files of the table aside
+    since: Waiting = NOTHING  # messages that arrived or were rewritten since the checkpoint
+    waiting: Waiting = NOTHING  # all messages that are not in files of the table
 
 
 @dataclass(frozen=True)
@@ -106,33 +106,33 @@ class Saved:
 
 
 class Rig(Protocol):
-    """How the suite builds a backlog, and how its scheduled messages look in the log."""
+    """How the tests build a backlog, and how its scheduled messages are stored in the log."""
 
     name: str
     has_table: bool  # whether files can be attached
     has_files: bool  # whether it keeps files of its own
-    kind: Kind  # of its scheduled messages' rows
+    kind: Kind  # of the rows of its scheduled messages
     ahead_ms: int
     gather_bytes: int
     scheduler: type[Scheduler]
 
     def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
-        """A backlog over `world`'s files, reader and reader thread; on the running loop."""
+        """Build a backlog with the files, reader and reader thread of `world`. Call it on the loop."""
 
     def encode(self, rows: pa.RecordBatch, backlog: Backlog) -> pa.RecordBatch:
-        """Scheduled messages as their rows stand in the log."""
+        """Convert scheduled messages to rows of the log."""
 
     def keep(self, rows: pa.RecordBatch, first_seq: int) -> None:
-        """These are durable now, and the scheduler is to be told."""
+        """Called when these rows are durable, before `Scheduler.add`."""
 
     def state(self, state: msgspec.Struct | None) -> object:
-        """What a checkpoint keeps of a backlog's state."""
+        """Convert the state of a backlog to the form that a checkpoint contains."""
 
     def rows_in_memory(self, backlog: Any) -> int:
-        """Scheduled messages that cost memory in the backlog."""
+        """Count the messages that take memory in the backlog."""
 
     def live_files(self, backlog: Any) -> list[DataFile]:
-        """The files of the table."""
+        """List the files of the table."""
 
 
 @dataclass
@@ -140,18 +140,16 @@ class Model:
     """The expected state: seq -> (due_ms, body) of pending messages, and all comparisons with a strategy."""
 
     waiting: dict[int, tuple[int, bytes]] = field(default_factory=dict)
-    moving: deque[list[int]] = field(
-        default_factory=deque
-    )  # of the waiting: being written again, oldest first
+    # Messages in `waiting` that are being rewritten, the oldest batch first.
+    moving: deque[list[int]] = field(default_factory=deque)
     in_flight: deque[dict[int, tuple[int, bytes]]] = field(default_factory=deque)  # hand-outs, oldest first
     released: dict[int, int] = field(default_factory=dict)  # seq -> due_ms
-    cancelled: dict[int, int] = field(default_factory=dict)
-    cancelling: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # of these: not acknowledged yet
+    cancelled: dict[int, int] = field(default_factory=dict)  # seq -> due_ms
+    # Messages in `cancelled` whose cancel is not acknowledged yet.
+    cancelling: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
-    accepted: dict[int, int] = field(default_factory=dict)  # seq -> when, of all of these
-    at: dict[int, int] = field(
-        default_factory=dict
-    )  # seq -> the row of the log it lies in, of those that came by it
+    accepted: dict[int, int] = field(default_factory=dict)  # seq -> store_ms, of all messages
+    at: dict[int, int] = field(default_factory=dict)  # seq -> the current row, of messages in the log
     forgotten: set[int] = field(default_factory=set)
     moved_rows: int = 0
 
@@ -161,7 +159,7 @@ class Model:
 
     @property
     def wake_by_ms(self) -> int | None:
-        """The latest time at which a sleeper must wake. A message being moved may delay those due with it or later."""
+        """The latest time at which the ticker must wake. None if the first message is being rewritten."""
         moving_ms = [self.waiting[seq][0] for seq in self.being_rewritten if seq in self.waiting]
         first_ms = self.first_due_ms
         return None if first_ms is None or first_ms in moving_ms else first_ms
@@ -173,7 +171,7 @@ class Model:
 
     @property
     def known(self) -> list[int]:
-        """All scheduled messages that ever existed and may be asked for."""
+        """The numbers of all messages that have existed, except forgotten ones."""
         handed_out = (seq for batch in self.in_flight for seq in batch)
         return sorted({*self.waiting, *self.released, *self.cancelled, *handed_out} - self.forgotten)
 
@@ -195,10 +193,10 @@ class Model:
         """Check a hand-out and apply it to the model. Returns its (due_ms, seq)."""
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
         pairs = list(zip(batch["due_ms"].to_pylist(), batch["seq"].to_pylist(), strict=True))
-        assert pairs == sorted(set(pairs)), f"out of order, or twice: {pairs}"
+        assert pairs == sorted(set(pairs)), f"out of order or repeated: {pairs}"
         being_rewritten = self.being_rewritten
         for due_ms, seq in pairs:
-            state = "being written again" if seq in being_rewritten else self.state_of(seq)
+            state = "being rewritten" if seq in being_rewritten else self.state_of(seq)
             assert state == "waiting", f"seq {seq} handed out while {state}"
             assert due_ms <= now_ms, f"seq {seq} handed out {due_ms - now_ms} ms early"
         self.check_unchanged(batch)
@@ -209,24 +207,24 @@ class Model:
         """Check the messages to rewrite. They are still pending."""
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
         seqs, being_rewritten = batch["seq"].to_pylist(), self.being_rewritten
-        assert len(set(seqs)) == len(seqs), f"written again twice in one go: {seqs}"
+        assert len(set(seqs)) == len(seqs), f"rewritten twice in one call: {seqs}"
         for seq in seqs:
-            state = "being written again" if seq in being_rewritten else self.state_of(seq)
-            assert state == "waiting", f"seq {seq} to be written again while {state}"
+            state = "being rewritten" if seq in being_rewritten else self.state_of(seq)
+            assert state == "waiting", f"seq {seq} to be rewritten while {state}"
         self.check_unchanged(batch)
         self.moving.append(seqs)
 
-    def land(self, at: list[int]) -> None:
-        """The oldest of the messages being rewritten are durable, in these rows."""
+    def mark_rewritten(self, row_seqs: list[int]) -> None:
+        """Record that the oldest of the messages being rewritten are durable in these rows."""
         batch = self.moving[0]
-        self.at.update(zip(batch, at, strict=False))
-        del batch[: len(at)]
-        self.moved_rows += len(at)
+        self.at.update(zip(batch, row_seqs, strict=False))
+        del batch[: len(row_seqs)]
+        self.moved_rows += len(row_seqs)
         if not batch:
             self.moving.popleft()
 
     def let_go(self, first_seq: int) -> None:
-        """The log begins here now: messages settled before need not be known any more."""
+        """Record that the log begins at `first_seq` now. Messages settled before need not be known any more."""
         self.forgotten |= {seq for seq, at in self.at.items() if at < first_seq}
 
     def check_unchanged(self, batch: pa.RecordBatch) -> None:
@@ -236,7 +234,7 @@ class Model:
             assert self.waiting[seq] == (due_ms, body), f"seq {seq} has changed: {due_ms}, {body!r}"
             expected_ms = self.accepted[seq]
             assert accepted_ms == expected_ms, f"seq {seq} accepted at {expected_ms}, not {accepted_ms}"
-            assert kind != Kind.MOVED, f"seq {seq} is given out as a row, not as a scheduled message"
+            assert kind != Kind.MOVED, f"seq {seq} is a row of the log, not the message in it"
 
     def cancel(self, seqs: list[int], answers: list[bool]) -> list[int]:
         """Check the answers to a cancel and apply them to the model. Returns the cancelled messages."""

@@ -35,12 +35,12 @@ class TestDelayLevels(Questions):
 @pytest.mark.parametrize(
     ("rig", "backlog"),
     [
-        *((WheelRig, one) for one in (
+        *((WheelRig, backlog) for backlog in (
             wrong.LooseLatch, wrong.OnlyTheLastBatch, wrong.BeginsWithAnEmptyRing, wrong.OpensOnce,
             wrong.KeepsOnlyTheFar, wrong.LeavesItWhereItStood,
         )),
-        *((CascadeRig, one) for one in (wrong.StaysWhereItWas, wrong.ForgetsTheNear, wrong.ForgetsWhatCame)),
-        *((LevelsRig, one) for one in (
+        *((CascadeRig, backlog) for backlog in (wrong.StaysWhereItWas, wrong.ForgetsTheNear, wrong.ForgetsWhatCame)),
+        *((LevelsRig, backlog) for backlog in (
             wrong.SavesTheEnd, wrong.SkipsToTheEnd, wrong.TakesQueuesForSorted, wrong.LosesEntries,
         )),
     ],

@@ -41,11 +41,11 @@ def test_runs_of_finds_runs_of_equal_values(values: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 21), st.integers(1, 9), st.integers(0, 40))
 def test_leading_finds_the_first_records_in_few_reads(
-    dues: list[int], before_ms: int, probe: int, begin: int
+    due_times: list[int], before_ms: int, probe: int, begin: int
 ) -> None:
-    records = np.zeros(len(dues), np.dtype([("due_ms", "<i8")]))
-    records["due_ms"] = sorted(dues)
-    begin, reads = min(begin, len(dues)), list[int]()
+    records = np.zeros(len(due_times), np.dtype([("due_ms", "<i8")]))
+    records["due_ms"] = sorted(due_times)
+    begin, reads = min(begin, len(due_times)), list[int]()
 
     def read(low: int, high: int) -> Int64Array:
         reads.append(high - low)
@@ -53,9 +53,9 @@ def test_leading_finds_the_first_records_in_few_reads(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(locations, "PROBE", probe)
-        found = leading(read, "due_ms", begin, len(dues), before_ms)["due_ms"].tolist()
-    assert found == [due for due in sorted(dues)[begin:] if due < before_ms]
-    assert len(reads) <= 3, "nothing, the probe, and one of all that is left"
+        first_due_times = leading(read, "due_ms", begin, len(due_times), before_ms)["due_ms"].tolist()
+    assert first_due_times == [due for due in sorted(due_times)[begin:] if due < before_ms]
+    assert len(reads) <= 3, "an empty read, the probe, and one read of the other records"
 
 
 def test_with_column_keeps_the_position_of_the_column() -> None:
@@ -67,20 +67,22 @@ def test_with_column_keeps_the_position_of_the_column() -> None:
     st.lists(st.lists(st.integers(-5, 5), max_size=7), max_size=20),
     st.lists(st.integers(0, 30), min_size=20, max_size=20),
 )
-def test_growing_columns_contain_copies_of_added_rows(batches: list[list[int]], rooms: list[int]) -> None:
-    growing, whole = locations.GrowingColumns(2), []
-    for batch, room in zip(batches, rooms, strict=False):
-        growing.reserve(room)
+def test_growing_columns_contain_copies_of_added_rows(
+    batches: list[list[int]], reserved_rows: list[int]
+) -> None:
+    growing, expected = locations.GrowingColumns(2), []
+    for batch, rows_max in zip(batches, reserved_rows, strict=False):
+        growing.reserve(rows_max)
         values = np.array(batch, np.int64)
         growing.add(values, values % 2 == 1)
         values[:] = 99
-        whole += batch
+        expected += batch
     first, second = growing.columns()
-    assert (first.tolist(), second.tolist()) == (whole, [value % 2 for value in whole])
-    assert len(growing) == len(whole)
+    assert (first.tolist(), second.tolist()) == (expected, [value % 2 for value in expected])
+    assert len(growing) == len(expected)
     growing.replace(first[:1], second[:1])
     growing.add(np.array([7]), np.array([8]))
     assert [column.tolist() for column in growing.columns()] == [
-        [*whole[:1], 7],
-        [*[v % 2 for v in whole[:1]], 8],
+        [*expected[:1], 7],
+        [*[value % 2 for value in expected[:1]], 8],
     ]

@@ -88,10 +88,10 @@ def test_message_due_soon_is_loaded_without_a_second_read() -> None:
 
 
 def test_more_messages_due_at_once_than_fit_into_memory_are_all_released(world: World) -> None:
-    dues = sorted(world.now_ms + 1 + i % 7 for i in range(MANY))
-    world.admit(dues)
+    due_times = sorted(world.now_ms + 1 + number % 7 for number in range(MANY))
+    world.admit(due_times)
     world.advance(7)
-    assert [due for due, _ in world.drain()] == dues
+    assert [due for due, _ in world.drain()] == due_times
 
 
 def test_clock_step_during_a_read_of_bodies_keeps_each_message_once(world: World) -> None:
@@ -110,7 +110,7 @@ def test_clock_step_during_a_read_of_bodies_keeps_each_message_once(world: World
 
 
 class ShortRig(LevelsRig):
-    """Levels of which the first is ten seconds long."""
+    """Three levels, the first of ten seconds."""
 
     def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
         built = super().build(world, restart, outcomes)
@@ -136,39 +136,41 @@ def test_after_a_step_back_no_message_waits_longer_than_its_level(loaded: bool, 
     world.advance(9_999)
     assert world.drain() == []
     world.advance(1)
-    rows = handed_out(world)
+    rows = take_due_rows(world)
     assert rows.column("seq").to_pylist() == [seq]
-    assert rows.column("due_ms").to_pylist() == [world.now_ms], "the record says when it counted as due"
+    assert rows.column("due_ms").to_pylist() == [world.now_ms], (
+        "the row contains the time at which the message counted as due"
+    )
     assert rows.column("from_due_ms").to_pylist() == [due_ms]
     world.model.in_flight.append({seq: world.model.waiting.pop(seq)})
-    world.run(released(world, rows))
+    world.run(append_releases(world, rows))
     if restarts:
         world.restart()
     assert world.drain() == []
     world.advance(2 * limits.DAY_MS)
-    assert world.drain() == [], "not at its own instant either"
+    assert world.drain() == [], "it is not released again at its original due time"
     assert offsets(world)[0] == 1
     world.close()
 
 
-def handed_out(world: World) -> pa.RecordBatch:
+def take_due_rows(world: World) -> pa.RecordBatch:
     for _ in range(100):
-        rows = world.run(taken(world))
+        rows = world.run(take_due(world))
         world.settle()
         if rows is not None:
             return rows
     raise AssertionError("nothing is due")
 
 
-async def taken(world: World) -> pa.RecordBatch | None:
+async def take_due(world: World) -> pa.RecordBatch | None:
     return world.strategy.take_due(world.now_ms, 1_000)
 
 
-async def released(world: World, rows: pa.RecordBatch) -> None:
-    """Build the release of a message as older records state it: with the time at which it counted as due."""
+async def append_releases(world: World, rows: pa.RecordBatch) -> None:
+    """Append RELEASE rows as older brokers did: with the time at which a message counted as due."""
     seq, due = int64(rows.column("seq")), int64(rows.column("due_ms"))
     await world._settle_rows(Kind.RELEASE, due, seq, lambda: world.strategy.released(seq))
-    world.model.released |= {one: batch[one][0] for batch in world.model.in_flight for one in batch}
+    world.model.released |= {number: batch[number][0] for batch in world.model.in_flight for number in batch}
     world.model.in_flight.clear()
 
 
@@ -184,7 +186,7 @@ def test_cancelled_message_is_not_released_after_a_step_back() -> None:
     world.close()
 
 
-def restarted(
+def restored_levels(
     world: World, state: dict[int, LevelFacts], *durations_ms: int, back_ms: int = 0
 ) -> DelayLevels:
     """Make a second backlog over the same log and queues. Its clock is `back_ms` behind that of `world`."""
@@ -202,10 +204,10 @@ def unshifted(seq: Int64Array) -> Int64Array:
 
 def test_shorter_level_table_releases_no_message_earlier(world: World) -> None:
     world.admit([world.now_ms + HOUR_MS])
-    again = restarted(world, levels_of(world).state(0).levels, 1_000)
-    assert again.first_due_ms == world.now_ms + HOUR_MS
-    again.clock_stepped(world.now_ms, unshifted)
-    assert again.first_due_ms == world.now_ms + HOUR_MS
+    levels = restored_levels(world, levels_of(world).state(0).levels, 1_000)
+    assert levels.first_due_ms == world.now_ms + HOUR_MS
+    levels.clock_stepped(world.now_ms, unshifted)
+    assert levels.first_due_ms == world.now_ms + HOUR_MS
 
 
 def test_level_that_was_longer_for_a_while_releases_no_message_earlier(world: World) -> None:
@@ -214,10 +216,10 @@ def test_level_that_was_longer_for_a_while_releases_no_message_earlier(world: Wo
     world.admit([first_due_ms] * LEVELS)
     world.advance(MINUTE_MS)
     world.admit([world.now_ms + 2 * HOUR_MS] * LEVELS)
-    again = restarted(world, {})
-    assert again.first_due_ms == first_due_ms
-    again.clock_stepped(world.now_ms, unshifted)
-    assert again.first_due_ms == first_due_ms
+    levels = restored_levels(world, {})
+    assert levels.first_due_ms == first_due_ms
+    levels.clock_stepped(world.now_ms, unshifted)
+    assert levels.first_due_ms == first_due_ms
 
 
 @settings(max_examples=30)
@@ -234,29 +236,29 @@ def test_no_sequence_of_tables_releases_a_message_earlier(
     accepted: list[tuple[int, int]], hours: int, back_ms: int
 ) -> None:
     """Each message: the time since the one before it, and the hours of the table by which it was accepted."""
-    dues = dict[int, int]()
+    due_times = dict[int, int]()
     with closing(World(LevelsRig())) as world:
         for gap_ms, level_hours in accepted:
             world.advance(gap_ms)
             due_ms = world.now_ms + level_hours * HOUR_MS
-            dues |= dict.fromkeys(world.admit([due_ms] * LEVELS), due_ms)
+            due_times |= dict.fromkeys(world.admit([due_ms] * LEVELS), due_ms)
         now_ms = world.now_ms - back_ms
-        again = restarted(world, {}, *(hours * HOUR_MS,) * LEVELS, back_ms=back_ms)
-        opened = world.run(again.open(now_ms, now_ms + DAY_MS))
-    assert sorted(opened.seq.tolist()) == sorted(dues)
+        levels = restored_levels(world, {}, *(hours * HOUR_MS,) * LEVELS, back_ms=back_ms)
+        opened = world.run(levels.open(now_ms, now_ms + DAY_MS))
+    assert sorted(opened.seq.tolist()) == sorted(due_times)
     longest_ms = max(hours, *(level_hours for _, level_hours in accepted)) * HOUR_MS
     for due_ms, seq in zip(opened.due_ms.tolist(), opened.seq.tolist(), strict=True):
-        # A message waits for the rest of its duration, so it may be due earlier by the step, and no earlier than that.
-        assert dues[seq] - back_ms <= due_ms <= min(dues[seq], now_ms + longest_ms)
+        # After a step back a message waits for its remaining duration, so it may be due earlier, at most by the step.
+        assert due_times[seq] - back_ms <= due_ms <= min(due_times[seq], now_ms + longest_ms)
 
 
 def test_saved_offset_outside_its_queue_is_moved_into_it(world: World) -> None:
     seqs = world.admit([world.now_ms + HOUR_MS] * 6)
     states = [{}, {0: LevelFacts(1), 1: LevelFacts(-4), 2: LevelFacts(99)}]
     for state, expected in zip(states, [seqs, [seqs[1], seqs[3], seqs[4]]], strict=True):
-        again = restarted(world, state)
-        assert again.needed_seq(0) == expected[0]
-        assert again.statistics() == {"waiting_rows": len(expected)}
+        levels = restored_levels(world, state)
+        assert levels.needed_seq(0) == expected[0]
+        assert levels.statistics() == {"waiting_rows": len(expected)}
 
 
 def test_message_sent_to_the_schedule_topic_is_not_delivered(world: World) -> None:
@@ -287,14 +289,14 @@ def test_message_sent_to_the_schedule_topic_is_not_delivered(world: World) -> No
     world.advance(5)
     assert len(world.drain()) == 3
     world.release()
-    assert offsets(world)[0] == 2, "and it keeps nothing from being forgotten"
+    assert offsets(world)[0] == 2, "the offset passes the old entry"
 
 
 def test_default_table_equals_rocketmqs() -> None:
     table = LevelTable.parse(Settings().delay_levels)
-    minutes = [MINUTE_MS * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)]
-    seconds = [SECOND_MS * n for n in (1, 5, 10, 30)]
-    assert list(table.durations_ms) == [*seconds, *minutes, HOUR_MS, 2 * HOUR_MS]
+    minutes_ms = [MINUTE_MS * minutes for minutes in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)]
+    seconds_ms = [SECOND_MS * seconds for seconds in (1, 5, 10, 30)]
+    assert list(table.durations_ms) == [*seconds_ms, *minutes_ms, HOUR_MS, 2 * HOUR_MS]
     assert len(table) == table.queues == 18
 
 
@@ -415,11 +417,11 @@ WAIT_MS = 100
 FAR_MS = 1 << 40
 
 
-def queue_of(dues: list[int], duration_ms: int | None = WAIT_MS, first_seq: int = 10) -> LevelQueue:
+def queue_of(due_times: list[int], duration_ms: int | None = WAIT_MS, first_seq: int = 10) -> LevelQueue:
     """Make a queue whose entry n has the sequence number first_seq + 3 n."""
     index = QueueIndexes(CrashFiles()).queue("t", 0)
-    count = len(dues)
-    index.append(first_seq + 3 * np.arange(count), np.full(count, 91), np.array(dues, np.int64))
+    count = len(due_times)
+    index.append(first_seq + 3 * np.arange(count), np.full(count, 91), np.array(due_times, np.int64))
     queue = LevelQueue(2, index, duration_ms)
     queue.rebuild()
     return queue
@@ -433,28 +435,28 @@ DUES = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 
 
 @given(DUES)
-def test_stretches_are_sorted_and_cover_the_queue(dues: list[int]) -> None:
-    queue = queue_of(dues)
+def test_stretches_are_sorted_and_cover_the_queue(due_times: list[int]) -> None:
+    queue = queue_of(due_times)
     ends = [0]
     for stretch in queue.stretches:
         assert stretch.next == ends[-1] and stretch.end > stretch.next
-        part = dues[stretch.next : stretch.end]
+        part = due_times[stretch.next : stretch.end]
         assert part == sorted(part)
         assert (stretch.head_ms, stretch.last_ms) == (part[0], part[-1])
         ends.append(stretch.end)
-    assert ends[-1] == len(dues)
-    assert len(queue.stretches) == 1 + sum(b < a for a, b in pairwise(dues))
-    assert queue.first_due_ms() == min(dues)
+    assert ends[-1] == len(due_times)
+    assert len(queue.stretches) == 1 + sum(b < a for a, b in pairwise(due_times))
+    assert queue.first_due_ms() == min(due_times)
 
 
 @given(DUES, st.lists(st.integers(1, 7), max_size=10), st.integers(-1, 51))
 def test_new_entries_are_opened_or_extend_the_last_stretch_or_begin_another(
-    dues: list[int], cuts: list[int], near_ms: int
+    due_times: list[int], cuts: list[int], near_ms: int
 ) -> None:
     queue, index = queue_of([]), QueueIndexes(CrashFiles()).queue("t", 0)
     queue.index, opened, begin = index, 0, 0
-    for step in [*cuts, len(dues)]:
-        part = np.array(dues[begin : begin + step], np.int64)
+    for step in [*cuts, len(due_times)]:
+        part = np.array(due_times[begin : begin + step], np.int64)
         seq = 10 + 3 * np.arange(begin, begin + len(part))
         index.append(seq, np.full(len(part), 91), part)
         begin += len(part)
@@ -463,22 +465,22 @@ def test_new_entries_are_opened_or_extend_the_last_stretch_or_begin_another(
             10 + 3 * at for at in range(opened, opened + len(near))
         ]
         opened += 0 if near is None else len(near)
-    assert all(due <= near_ms for due in dues[:opened]), "only near entries are opened"
-    assert opened == len(dues) or dues[opened] > near_ms, "and all of it that nothing waits before"
-    whole = queue_of(dues[opened:])
+    assert all(due <= near_ms for due in due_times[:opened]), "only near entries are opened"
+    assert opened == len(due_times) or due_times[opened] > near_ms, "and all of it that nothing waits before"
+    whole = queue_of(due_times[opened:])
     assert stretches(queue) == [(b + opened, e + opened, once) for b, e, once in stretches(whole)]
 
 
 @given(DUES, st.integers(0, 52), st.integers(1, 50), st.sampled_from([1, 3, 4_096]))
 def test_open_returns_due_entries_in_order_up_to_the_limit(
-    dues: list[int], until_ms: int, rows_max: int, probe: int
+    due_times: list[int], until_ms: int, rows_max: int, probe: int
 ) -> None:
-    queue = queue_of(dues)
+    queue = queue_of(due_times)
     expected, left = [], []
     for begin, end, _ in stretches(queue):
-        due = [at for at in range(begin, end) if dues[at] < until_ms][:rows_max]
+        due = [at for at in range(begin, end) if due_times[at] < until_ms][:rows_max]
         if due:
-            expected.append(([dues[at] for at in due], [10 + 3 * at for at in due]))
+            expected.append(([due_times[at] for at in due], [10 + 3 * at for at in due]))
         if begin + len(due) < end:
             left.append((begin + len(due), end, False))
     was, locations.PROBE = locations.PROBE, probe
@@ -488,54 +490,60 @@ def test_open_returns_due_entries_in_order_up_to_the_limit(
         locations.PROBE = was
     assert [(due.tolist(), seq.tolist()) for _, due, seq in opened_columns] == expected
     assert stretches(queue) == left
-    assert queue.first_due_ms() == min((dues[begin] for begin, _, _ in left), default=None)
+    assert queue.first_due_ms() == min((due_times[begin] for begin, _, _ in left), default=None)
 
 
 @given(DUES, st.integers(0, 40), st.lists(st.integers(0, 140), max_size=12))
-def test_find_entries_finds_numbers_from_the_offset_on(dues: list[int], low: int, wanted: list[int]) -> None:
-    queue = queue_of(dues)
-    queue.low = min(low, len(dues))
-    seqs = [10 + 3 * at for at in range(len(dues))]
-    expected = [dues[seqs.index(seq)] if seq in seqs[queue.low :] else -1 for seq in wanted]
-    assert queue.find_entries(np.array(wanted, np.int64)).tolist() == expected
+def test_find_due_times_finds_numbers_from_the_offset_on(
+    due_times: list[int], low: int, wanted: list[int]
+) -> None:
+    queue = queue_of(due_times)
+    queue.low = min(low, len(due_times))
+    seqs = [10 + 3 * at for at in range(len(due_times))]
+    expected = [due_times[seqs.index(seq)] if seq in seqs[queue.low :] else -1 for seq in wanted]
+    assert queue.find_due_times(np.array(wanted, np.int64)).tolist() == expected
 
 
-@given(dues=st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), now_ms=st.integers(0, 500))
-def test_no_entry_waits_longer_than_its_level(dues: list[int], now_ms: int) -> None:
-    queue = queue_of(dues)
+@given(
+    due_times=st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), now_ms=st.integers(0, 500)
+)
+def test_no_entry_waits_longer_than_its_level(due_times: list[int], now_ms: int) -> None:
+    queue = queue_of(due_times)
     queue.shorten_long_waits(now_ms)
-    shift_ms = min(0, now_ms + WAIT_MS - dues[-1])
+    shift_ms = min(0, now_ms + WAIT_MS - due_times[-1])
     picked = {
         seq: due
         for released, _, seqs in queue.open(now_ms + 1, 1_000)
         for due, seq in zip(released.tolist(), seqs.tolist(), strict=True)
     }
-    assert picked == {10 + 3 * at: due + shift_ms for at, due in enumerate(dues) if due + shift_ms <= now_ms}
+    assert picked == {
+        10 + 3 * at: due + shift_ms for at, due in enumerate(due_times) if due + shift_ms <= now_ms
+    }
 
 
 @given(
-    dues=st.lists(st.integers(0, 500), min_size=1, max_size=30),
+    due_times=st.lists(st.integers(0, 500), min_size=1, max_size=30),
     cut=st.integers(0, 30),
     now_ms=st.integers(0, 500),
 )
-def test_entries_are_due_at_their_shifted_times(dues: list[int], cut: int, now_ms: int) -> None:
-    queue = queue_of(dues, duration_ms=None)
-    shifts = [-40 if at < cut else 7 for at in range(len(dues))]
+def test_entries_are_due_at_their_shifted_times(due_times: list[int], cut: int, now_ms: int) -> None:
+    queue = queue_of(due_times, duration_ms=None)
+    shifts = [-40 if at < cut else 7 for at in range(len(due_times))]
     queue.rebuild(lambda seq: np.array([shifts[(one - 10) // 3] for one in seq.tolist()], np.int64))
     picked = {
         seq: (released, due)
         for parts in queue.open(now_ms + 1, 1_000)
         for released, due, seq in zip(*(column.tolist() for column in parts), strict=True)
     }
-    assert picked.keys() <= {10 + 3 * at for at in range(len(dues))}
-    for at, (due, shift_ms) in enumerate(zip(dues, shifts, strict=True)):
+    assert picked.keys() <= {10 + 3 * at for at in range(len(due_times))}
+    for at, (due, shift_ms) in enumerate(zip(due_times, shifts, strict=True)):
         # Behind an entry of its stretch that is not due it waits for that one.
         if (found := picked.get(10 + 3 * at)) is not None:
             assert found == (due + shift_ms, due) and due + shift_ms <= now_ms
         else:
             assert due + shift_ms > now_ms
-    assert queue.first_late_ms() >= min(
-        due for due, shift_ms in zip([*dues, 999], [*shifts, 1], strict=True) if shift_ms > 0
+    assert queue.first_postponed_ms() >= min(
+        due for due, shift_ms in zip([*due_times, 999], [*shifts, 1], strict=True) if shift_ms > 0
     )
 
 

@@ -16,8 +16,10 @@ from timeball.schedule.due_index import FAR_MS, DueIndex
 
 Pair = tuple[int, int]
 
-# Each sequence number once, as in a log; few instants, so that many scheduled messages share one.
-PAIRS = st.lists(st.integers(-5, 30), max_size=120).map(lambda dues: [(due, i) for i, due in enumerate(dues)])
+# Each sequence number once, as in a log. Few due times, so that many messages share one.
+PAIRS = st.lists(st.integers(-5, 30), max_size=120).map(
+    lambda due_times: [(due, i) for i, due in enumerate(due_times)]
+)
 POSITIONS = st.tuples(st.integers(-6, 31), st.integers(0, 120))
 
 
@@ -65,18 +67,20 @@ def test_between_removes_nothing(pairs: list[Pair], batch: int, low: Pair, high:
 
 
 @given(PAIRS, st.integers(1, 20), PAIRS)
-def test_contains_compares_due_time_and_number(pairs: list[Pair], batch: int, asked: list[Pair]) -> None:
+def test_contains_compares_due_time_and_number(pairs: list[Pair], batch: int, looked_up: list[Pair]) -> None:
     """A number may have several due times."""
     index = index_of(pairs, batch)
     again = sorted({(due + 1, seq) for due, seq in pairs[::3]} - set(pairs))
     index.add(*columns(again))
-    asked = [*asked, *pairs, *again, *((due + 2, seq) for due, seq in pairs)]
-    assert index.contains(*columns(asked)).tolist() == [pair in pairs or pair in again for pair in asked]
+    looked_up = [*looked_up, *pairs, *again, *((due + 2, seq) for due, seq in pairs)]
+    assert index.contains(*columns(looked_up)).tolist() == [
+        pair in pairs or pair in again for pair in looked_up
+    ]
 
 
 @given(PAIRS, st.integers(1, 20), PAIRS, st.lists(POSITIONS, max_size=2))
 def test_has_agrees_with_contains(
-    pairs: list[Pair], batch: int, asked: list[Pair], highs: list[Pair]
+    pairs: list[Pair], batch: int, looked_up: list[Pair], highs: list[Pair]
 ) -> None:
     """Before and after the newest pairs become a run, and after pairs were cut off."""
     with pytest.MonkeyPatch.context() as patch:
@@ -87,11 +91,13 @@ def test_has_agrees_with_contains(
         held = {*pairs, *again}
         for high in [(-100, 0), *sorted(highs)]:
             index.pop_before(*high)
-            asked = [*asked, *held]
-            wanted = [pair in held and pair >= high for pair in asked]
-            assert [index.has(*pair) for pair in asked] == wanted
-            assert [index.contains(*columns([pair])).tolist() for pair in asked] == [[one] for one in wanted]
-            assert index.contains(*columns(asked)).tolist() == wanted
+            looked_up = [*looked_up, *held]
+            expected = [pair in held and pair >= high for pair in looked_up]
+            assert [index.has(*pair) for pair in looked_up] == expected
+            assert [index.contains(*columns([pair])).tolist() for pair in looked_up] == [
+                [is_contained] for is_contained in expected
+            ]
+            assert index.contains(*columns(looked_up)).tolist() == expected
 
 
 @given(PAIRS, st.integers(1, 20), st.lists(POSITIONS, max_size=4))
@@ -133,15 +139,15 @@ def test_any_history_leaves_the_pairs_of_a_set(steps: list[tuple[str, Any, Any]]
             patch.setattr(due_index, name, value)
         for name, *arguments in steps:
             if name in ("add", "restore"):
-                dues, ascend = arguments
-                made = [(due, next_seq + at) for at, due in enumerate(dues)]
-                next_seq += len(dues)
-                getattr(index, name)(*columns(made if ascend else made[::-1]))
-                pairs.update(made)
+                due_times, ascend = arguments
+                new_pairs = [(due, next_seq + number) for number, due in enumerate(due_times)]
+                next_seq += len(due_times)
+                getattr(index, name)(*columns(new_pairs if ascend else new_pairs[::-1]))
+                pairs.update(new_pairs)
             elif name == "take":
                 position, rows = arguments
                 runs = index.take_before(*position, rows)
-                taken = [pair for run in runs for pair in listed((run.due, run.seq))]
+                taken = [pair for run in runs for pair in listed((run.due_ms, run.seq))]
                 assert set(taken) <= {pair for pair in pairs if pair < position}
                 assert len(taken) >= min(rows, sum(pair < position for pair in pairs))
                 other.add_runs(runs)
@@ -154,12 +160,12 @@ def test_any_history_leaves_the_pairs_of_a_set(steps: list[tuple[str, Any, Any]]
                 (divisor,) = arguments
                 index.drop(lambda seqs, divisor=divisor: seqs % divisor == 0)
                 pairs = {pair for pair in pairs if pair[1] % divisor}
-            asked = sorted(pairs | others) + [(due + 1, seq) for due, seq in pairs]
-            for one, held in ((index, pairs), (other, others)):
-                assert (len(one), listed(one.pairs())) == (len(held), sorted(held))
-                assert one.first_due_ms == min((due for due, _ in held), default=FAR_MS)
-                assert one.contains(*columns(asked)).tolist() == [pair in held for pair in asked]
-                assert [one.has(*pair) for pair in asked[:9]] == [pair in held for pair in asked[:9]]
+            looked_up = sorted(pairs | others) + [(due + 1, seq) for due, seq in pairs]
+            for each, held in ((index, pairs), (other, others)):
+                assert (len(each), listed(each.pairs())) == (len(held), sorted(held))
+                assert each.first_due_ms == min((due for due, _ in held), default=FAR_MS)
+                assert each.contains(*columns(looked_up)).tolist() == [pair in held for pair in looked_up]
+                assert [each.has(*pair) for pair in looked_up[:9]] == [pair in held for pair in looked_up[:9]]
 
 
 def test_taking_pairs_sorts_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +173,7 @@ def test_taking_pairs_sorts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of([(due, due * 7 % 1_000) for due in range(1_000)], 100)
     monkeypatch.setattr(due_index, "_sorted", lambda *_: pytest.fail("was sorted"))
     assert sum(len(run) for run in index.take_before(500, 0)) == 500
-    assert sum(len(run) for run in index.take_before(1_000, 0, 150)) == 200, "whole runs"
+    assert sum(len(run) for run in index.take_before(1_000, 0, 150)) == 200, "complete runs are taken"
     index.take_before(1_000, 0)
     assert len(index) == 0
 
@@ -238,7 +244,7 @@ def test_popped_pairs_take_no_memory() -> None:
     for due_ms in range(10_000, rows, 10_000):
         index.pop_before(due_ms, 0)
         for run in index._runs:
-            for part in (run.due, run.seq):
+            for part in (run.due_ms, run.seq):
                 held = part if part.base is None else part.base
                 assert held.nbytes <= 2 * part.nbytes
     assert len(index) == 10_000

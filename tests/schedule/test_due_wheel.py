@@ -24,10 +24,12 @@ SLOT_DUES = st.lists(st.integers(-10_000, 10_000), min_size=1, max_size=60).map(
 DUES = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 5_000)), min_size=1, max_size=30)
 
 
-def rows(dues: list[int], first_seq: int) -> pa.RecordBatch:
-    bodies = [f"{due} {first_seq + i}".encode() for i, due in enumerate(dues)]
+def rows(due_times: list[int], first_seq: int) -> pa.RecordBatch:
+    bodies = [f"{due} {first_seq + i}".encode() for i, due in enumerate(due_times)]
     return with_seq(
-        build_rows(len(dues), kind=int(Kind.SCHEDULED), topic="t", body=bodies, store_ms=0, due_ms=dues),
+        build_rows(
+            len(due_times), kind=int(Kind.SCHEDULED), topic="t", body=bodies, store_ms=0, due_ms=due_times
+        ),
         first_seq,
     )
 
@@ -37,13 +39,13 @@ def as_values(batch: pa.RecordBatch) -> NumberedRows:
 
 
 @given(SLOT_DUES)
-def test_slot_cuts_put_each_row_into_the_slot_of_its_due_time(dues: list[int]) -> None:
-    slots, cuts = slot_cuts(np.array(dues, np.int64))
-    assert slots == sorted({due // SLOT_MS for due in dues})
-    assert cuts[0] == 0 and cuts[-1] == len(dues) and len(cuts) == len(slots) + 1
+def test_slot_cuts_put_each_row_into_the_slot_of_its_due_time(due_times: list[int]) -> None:
+    slots, cuts = slot_cuts(np.array(due_times, np.int64))
+    assert slots == sorted({due // SLOT_MS for due in due_times})
+    assert cuts[0] == 0 and cuts[-1] == len(due_times) and len(cuts) == len(slots) + 1
     for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False):
         assert begin < end
-        assert {due // SLOT_MS for due in dues[begin:end]} == {slot}
+        assert {due // SLOT_MS for due in due_times[begin:end]} == {slot}
 
 
 class WheelMachine(RuleBasedStateMachine):
@@ -64,31 +66,31 @@ class WheelMachine(RuleBasedStateMachine):
         self.patch.setattr(wheel_module, "ARRIVAL_BYTES_MAX", 2 * small_bytes)
         self.wheel = DueWheel()
         self.waiting: list[Pair] = []
-        self.gone: list[Pair] = []
+        self.handed_out: list[Pair] = []
         self.next_seq = 1
 
     def teardown(self) -> None:
         self.patch.undo()
 
-    def _new(self, dues: list[int]) -> pa.RecordBatch:
-        batch = rows(dues, self.next_seq)
-        self.waiting = sorted([*self.waiting, *((due, self.next_seq + i) for i, due in enumerate(dues))])
-        self.next_seq += len(dues)
+    def _new(self, due_times: list[int]) -> pa.RecordBatch:
+        batch = rows(due_times, self.next_seq)
+        self.waiting = sorted([*self.waiting, *((due, self.next_seq + i) for i, due in enumerate(due_times))])
+        self.next_seq += len(due_times)
         return batch
 
-    @rule(dues=DUES)
-    def add(self, dues: list[int]) -> None:
-        self.wheel.add(self._new(dues))
+    @rule(due_times=DUES)
+    def add(self, due_times: list[int]) -> None:
+        self.wheel.add(self._new(due_times))
 
-    @rule(dues=DUES)
-    def add_as_values(self, dues: list[int]) -> None:
-        self.wheel.add(as_values(self._new(dues)))
+    @rule(due_times=DUES)
+    def add_as_values(self, due_times: list[int]) -> None:
+        self.wheel.add(as_values(self._new(due_times)))
 
-    @rule(dues=DUES)
-    def add_in_their_message(self, dues: list[int]) -> None:
-        batch = self._new(dues)
+    @rule(due_times=DUES)
+    def add_in_their_message(self, due_times: list[int]) -> None:
+        batch = self._new(due_times)
         encoded = build([row[1:] for row in as_values(batch).values])
-        self.wheel.add(row_encoder.numbered(encoded, batch["seq"].to_pylist(), list(range(len(dues)))))
+        self.wheel.add(row_encoder.numbered(encoded, batch["seq"].to_pylist(), list(range(len(due_times)))))
 
     @rule(first=DUES, second=DUES)
     def add_run(self, first: list[int], second: list[int]) -> None:
@@ -105,25 +107,25 @@ class WheelMachine(RuleBasedStateMachine):
         if before_row is not None and self.waiting:
             # At the due time of a row, so that the sequence number decides.
             before_ms, before_seq = self.waiting[before_row % len(self.waiting)]
-        wanted = [pair for pair in self.waiting if pair < (before_ms, before_seq)][:limit]
-        assert self.wheel.has_before((before_ms, before_seq)) == bool(wanted)
+        expected = [pair for pair in self.waiting if pair < (before_ms, before_seq)][:limit]
+        assert self.wheel.has_before((before_ms, before_seq)) == bool(expected)
         run = self.wheel.take_due(before_ms, limit, bytes_max, before_seq=before_seq)
         if run is None:
-            assert wanted == []
+            assert expected == []
             return
         if bytes_max < wheel_module.UNLIMITED_BYTES:
             # A part of them, which is not empty and not too large.
-            wanted = wanted[: len(run.due)]
-            body_bytes = sum(len(f"{due} {seq}") for due, seq in wanted)
-            assert len(wanted) == 1 or 0 < body_bytes <= bytes_max
+            expected = expected[: len(run.due_ms)]
+            body_bytes = sum(len(f"{due} {seq}") for due, seq in expected)
+            assert len(expected) == 1 or 0 < body_bytes <= bytes_max
             assert run.body_bytes == body_bytes
-        assert list(zip(run.due.tolist(), run.seq.tolist(), strict=True)) == wanted
-        assert run.original_due_ms.tolist() == [due for due, _ in wanted]
+        assert list(zip(run.due_ms.tolist(), run.seq.tolist(), strict=True)) == expected
+        assert run.original_due_ms.tolist() == [due for due, _ in expected]
         batch = read_batch(run.rows)
-        assert batch["due_ms"].to_pylist() == [due for due, _ in wanted]
-        assert batch["body"].to_pylist() == [f"{due} {seq}".encode() for due, seq in wanted]
-        self.waiting = self.waiting[len(wanted) :]
-        self.gone += wanted
+        assert batch["due_ms"].to_pylist() == [due for due, _ in expected]
+        assert batch["body"].to_pylist() == [f"{due} {seq}".encode() for due, seq in expected]
+        self.waiting = self.waiting[len(expected) :]
+        self.handed_out += expected
 
     @invariant()
     def counts_and_knows_what_is_next(self) -> None:
@@ -142,7 +144,7 @@ TestWheel = WheelMachine.TestCase
 @given(DUES, DUES)
 def test_run_sorts_times_numbers_and_rows_together(first: list[int], second: list[int]) -> None:
     run = Run.from_batches([rows(first, 50), rows(second, 1)])
-    pairs = list(zip(run.due.tolist(), run.seq.tolist(), strict=True))
+    pairs = list(zip(run.due_ms.tolist(), run.seq.tolist(), strict=True))
     assert pairs == sorted(pairs)
     assert run.rows["seq"].to_pylist() == run.seq.tolist()
     assert run.rows["body"].to_pylist() == [f"{due} {seq}".encode() for due, seq in pairs]
@@ -167,7 +169,7 @@ def test_runs_of_a_slot_are_merged_at_its_first_hand_out() -> None:
     wheel.add_run(Run.from_batches([rows([500] * wheel_module.ARRIVALS_MAX, 100)]))
     assert len(wheel._slots[0]) == 20
     assert wheel.take_due(501, 10) is not None
-    assert len(wheel._slots[0]) == 2, "the small ones as one, and a large one as it is"
+    assert len(wheel._slots[0]) == 2, "small runs are merged, a large one is not"
 
 
 def test_arrivals_are_in_their_slot_at_its_first_hand_out() -> None:
@@ -178,21 +180,21 @@ def test_arrivals_are_in_their_slot_at_its_first_hand_out() -> None:
     assert [len(runs) for runs in wheel._slots.values()] == [1, 1]
     wheel.add(rows([1_600], 5))
     assert wheel.take_due(1_401, 10) is not None
-    assert len(wheel._slots[1]) == 1, "it has come later, and waits until it is due"
+    assert len(wheel._slots[1]) == 1, "a later run is not merged before it is due"
 
 
 @pytest.mark.parametrize("opens_ms", [0, 500])
 def test_merged_runs_keep_due_times_that_differ_from_the_original_ones(opens_ms: int) -> None:
     """Messages of delay levels have these after a clock was set back."""
-    wheel, dues = DueWheel(), [500, 510, 505, 520, 515, 530]
+    wheel, due_times = DueWheel(), [500, 510, 505, 520, 515, 530]
     wheel.add(rows([opens_ms], 1))
     assert wheel.take_due(opens_ms + 1, 1) is not None, "the slot is in use, or will be"
-    for seq, due in enumerate(dues, 2):
+    for seq, due in enumerate(due_times, 2):
         wheel.add_run(Run.with_due_times(np.array([due]), np.array([seq]), rows([due + 400], seq)))
     run = wheel.take_due(600, 10)
     assert run is not None
-    assert run.due.tolist() == sorted(dues)
-    assert run.original_due_ms.tolist() == [due + 400 for due in sorted(dues)]
+    assert run.due_ms.tolist() == sorted(due_times)
+    assert run.original_due_ms.tolist() == [due + 400 for due in sorted(due_times)]
     assert read_batch(run.rows)["due_ms"].to_pylist() == run.original_due_ms.tolist()
 
 
@@ -200,35 +202,35 @@ def test_whole_slot_is_merged_only_at_its_first_hand_out() -> None:
     wheel = DueWheel()
     wheel.add_run(Run.from_batches([rows([1_000, 1_500], 1)]))
     assert wheel.take_due(1_001, 10) is not None
-    whole = wheel._slots[1][0]
+    large_run = wheel._slots[1][0]
     for seq in range(3, 6):
         wheel.add_run(Run.from_batches([rows([999], seq)]))  # of the slot before, which comes into use again
         wheel.add_run(Run.from_batches([rows([1_600], 10 + seq)]))
         assert wheel.take_due(1_001, 10) is not None
-    assert len(wheel._slots[1]) == 4 and wheel._slots[1][0] is whole
+    assert len(wheel._slots[1]) == 4 and wheel._slots[1][0] is large_run
 
 
 def test_rows_added_one_by_one_are_kept_in_few_batches() -> None:
     """Each batch takes 10 KB of objects, however few its rows."""
-    wheel, seq, most = DueWheel(), 0, 0
+    wheel, seq, batches_max = DueWheel(), 0, 0
     for now in range(0, 1_200, 2):
         seq += 1
         wheel.add(rows([now + 2_500 + seq % 2 * 500], seq))
         seq += 1
         wheel.add(rows([now], seq))  # due at once, so that arrivals are sorted into their slots
         taken = wheel.take_due(now + 1, 10)
-        assert taken is not None and len(taken.due) == 1
-        most = max(most, len(wheel._arrivals) + sum(map(len, wheel._slots.values())))
+        assert taken is not None and len(taken.due_ms) == 1
+        batches_max = max(batches_max, len(wheel._arrivals) + sum(map(len, wheel._slots.values())))
     assert len(wheel) == 600
-    assert most <= 4 * (wheel_module.RUNS_MAX + 1)
+    assert batches_max <= 4 * (wheel_module.RUNS_MAX + 1)
 
 
 def test_collected_batches_are_bounded_in_number() -> None:
-    wheel, most = DueWheel(), 0
+    wheel, batches_max = DueWheel(), 0
     for seq in range(1, 1_000):
         wheel.add(rows([1_000_000], seq))
-        most = max(most, len(wheel._arrivals))
-    assert most <= wheel_module.ARRIVAL_BATCHES_MAX
+        batches_max = max(batches_max, len(wheel._arrivals))
+    assert batches_max <= wheel_module.ARRIVAL_BATCHES_MAX
 
 
 def test_size_returns_to_the_start_when_single_rows_are_handed_out_together() -> None:

@@ -63,13 +63,13 @@ def test_each_duration_is_shifted_by_the_steps_since_it_was_accepted() -> None:
 
 @given(st.lists(st.tuples(st.integers(-(10**9), -STEP_MS - 1), st.integers(0, 9_000)), max_size=8))
 def test_remaining_time_is_the_duration_minus_the_elapsed_time(steps: list[tuple[int, int]]) -> None:
-    rig, until = Rig(), dict[int, int]()
+    rig, end_boot_ms = Rig(), dict[int, int]()
     for step_ms, passing_ms in steps:
-        until[rig.add(100_000)] = rig.manual.boot + 100_000
+        end_boot_ms[rig.add(100_000)] = rig.manual.boot + 100_000
         rig.step(step_ms)
         rig.manual.advance(passing_ms)
         rig.clock.now_ms()
-    assert rig.left() == {seq: boot_ms - rig.manual.boot for seq, boot_ms in until.items()}
+    assert rig.left() == {seq: boot_ms - rig.manual.boot for seq, boot_ms in end_boot_ms.items()}
 
 
 def test_merged_epochs_make_no_duration_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_step_forward_is_applied_at_once_and_a_small_step_back_every_second() ->
     rig = Rig()
     assert not rig.durations.is_off
     rig.step(OFFSET_JITTER_MS)
-    assert not rig.durations.is_off, "as whole milliseconds may say"
+    assert not rig.durations.is_off, "two readings in whole milliseconds may differ by it"
     rig.step(200)
     assert rig.durations.is_off
     rig.durations.apply()
@@ -133,12 +133,12 @@ def test_duration_stored_in_the_future_counts_from_the_start() -> None:
     rig.durations.begin(now_ms + HOUR_MS, 0)
     assert rig.durations.is_off
     due_ms, seq = column(now_ms + HOUR_MS + 60_000, now_ms + 30_000), column(5, 6)
-    rig.durations.adopt(
+    rig.durations.add_stored(
         StoredDurations(Waiting(due_ms, seq, seq + 10), column(now_ms + HOUR_MS, now_ms - 30_000))
     )
     assert rig.left() == {5: 60_000}
     assert rig.durations.rows_of(column(5)).tolist() == [15]
-    assert rig.durations.original_due_of(column(5)).tolist() == [now_ms + HOUR_MS + 60_000]
+    assert rig.durations.original_due_times(column(5)).tolist() == [now_ms + HOUR_MS + 60_000]
 
 
 def test_without_a_clock_no_shift_is_applied() -> None:
@@ -148,5 +148,7 @@ def test_without_a_clock_no_shift_is_applied() -> None:
 
 
 @given(st.sets(st.integers(0, 30)).map(sorted), st.lists(st.integers(-1, 31)))
-def test_is_in_marks_the_numbers_in_a_sorted_column(known: list[int], wanted: list[int]) -> None:
-    assert is_in(column(*known), column(*wanted)).tolist() == [seq in known for seq in wanted]
+def test_is_in_marks_the_numbers_in_a_sorted_column(sorted_numbers: list[int], wanted: list[int]) -> None:
+    assert is_in(column(*sorted_numbers), column(*wanted)).tolist() == [
+        seq in sorted_numbers for seq in wanted
+    ]

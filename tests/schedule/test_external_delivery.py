@@ -28,7 +28,7 @@ from tests.schedule.world import World
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Int64Array, int64
 from timeball.schedule import loaded
-from timeball.schedule.hour_log import HourLog, load
+from timeball.schedule.hour_log import HourLog, read_rows_between
 from timeball.schedule.loaded import GRACE_MS, ExternalDelivery
 from timeball.schedule.outcomes import Outcomes, SettledPairs
 from timeball.schedule.scheduler import Scheduler
@@ -39,7 +39,8 @@ LEASE_MS, PAUSE_MS = 9_000, 4_000  # the dispatcher works for so long, and pause
 LATE_MS = 1_500
 FIRST, LAST = (-(1 << 62), 0), (1 << 62, 0)
 
-Times = Callable[[Int64Array, Int64Array], Int64Array]  # (late_ms, seq) -> how often each is brought now
+# How often the dispatcher brings each message now, for columns (late_ms, seq).
+Times = Callable[[Int64Array, Int64Array], Int64Array]
 
 
 def everything(late_ms: Int64Array, seq: Int64Array) -> Int64Array:
@@ -87,7 +88,7 @@ class Watched(Scheduler):
     def read(self, now_ms: int, limit: int) -> list[pa.RecordBatch]:
         """Due messages in files, wherever else they are, and rows that were never written."""
         assert self._table is not None
-        rows = load(self._table.pending.all(), FIRST, (now_ms + 1, 0))
+        rows = read_rows_between(self._table.pending.all(), FIRST, (now_ms + 1, 0))
         if rows is None:
             return []
         due, seq = int64(rows["due_ms"]), int64(rows["seq"])
@@ -280,21 +281,21 @@ def loaded_late(world: World) -> int:
     return world.strategy.statistics()["fetched_rows"]
 
 
-def leave(world: World, dues: list[int], lease_ms: int = HOUR_MS) -> list[int]:
+def leave(world: World, due_times: list[int], lease_ms: int = HOUR_MS) -> list[int]:
     """Attach a file and leave its messages to the dispatcher. Their due times are given relative to now."""
     world.drain()
-    seqs = world.admit([world.now_ms + ms for ms in dues])
+    seqs = world.admit([world.now_ms + ms for ms in due_times])
     world.attach_now(world.prepare_compact())
     world.strategy.lease(world.now_ms, lease_ms)
     world.advance(NEAR_MS)
     world.drain()
-    assert counts(world) == (0, len(dues)), "no body is in memory"
+    assert counts(world) == (0, len(due_times)), "no body is in memory"
     return seqs
 
 
 def bring(world: World, seqs: list[int]) -> list[int]:
     """Bring these messages in this order, as a dispatcher does. Returns the ones that were handed out."""
-    rows = load(world.live_files(), FIRST, LAST)
+    rows = read_rows_between(world.live_files(), FIRST, LAST)
     assert rows is not None
     at = [int(np.flatnonzero(int64(rows["seq"]) == seq)[0]) for seq in seqs]
     taken = world.strategy.hand_out_dispatched(rows.take(pa.array(at, pa.int64()))) if seqs else None
@@ -390,7 +391,7 @@ def test_message_of_the_tail_is_not_taken_from_the_dispatcher(world: World) -> N
     seqs = world.admit([world.now_ms + 1])
     world.attach_now(world.prepare_compact())
     world.advance(1)
-    assert bring(world, seqs) == [], "it was near before it came into a file: it is in the wheel"
+    assert bring(world, seqs) == [], "it was loaded into the wheel before the attach"
     assert [seq for _, seq in world.drain()] == seqs
 
 

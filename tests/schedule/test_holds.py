@@ -24,17 +24,17 @@ def numbers(*values: int) -> Int64Array:
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 130)), max_size=30),
 )
 def test_message_is_held_if_its_number_is_in_a_range_and_it_is_due_later(
-    held: dict[str, tuple[set[int], int]], asked: list[tuple[int, int]]
+    held: dict[str, tuple[set[int], int]], pairs: list[tuple[int, int]]
 ) -> None:
     holds, expected = Holds(), {}
-    for at, (name, (tens, from_ms)) in enumerate(held.items()):
-        # Ranges of four numbers; those of one campaign are none of another's.
-        ranges = [(ten * 12 + at * 4, 4) for ten in tens]
+    for index, (name, (tens, from_ms)) in enumerate(held.items()):
+        # Ranges of four numbers, which differ from hold to hold.
+        ranges = [(ten * 12 + index * 4, 4) for ten in tens]
         holds.add(name, ranges, from_ms)
-        expected |= {first + n: from_ms for first, _ in ranges for n in range(4)}
-    due_ms, seq = (np.array([one[at] for one in asked], np.int64) for at in (0, 1))
-    wanted = [number in expected and due >= expected[number] for due, number in asked]
-    assert holds.contains(due_ms, seq).tolist() == wanted
+        expected |= {first_seq + number: from_ms for first_seq, _ in ranges for number in range(4)}
+    due_ms, seq = (np.array([pair[column] for pair in pairs], np.int64) for column in (0, 1))
+    expected_mask = [number in expected and due >= expected[number] for due, number in pairs]
+    assert holds.contains(due_ms, seq).tolist() == expected_mask
     assert holds.from_ms == min((from_ms for _, from_ms in held.values()), default=FAR_MS)
     for name in [*held, "of another name"]:
         holds.remove(name)
@@ -50,7 +50,7 @@ def test_mark_does_not_settle_held_messages_and_their_settled_pairs_stay() -> No
     outcomes.move_mark(far, 60)
     assert outcomes.is_settled(due, seq).tolist() == [True, False, False, True]
     assert outcomes.was_cancelled(due, seq).tolist() == [True, False, False, False]
-    assert outcomes.settled().seq.tolist() == [10]  # a checkpoint says so, too
+    assert outcomes.settled().seq.tolist() == [10]  # as a checkpoint contains them
     assert outcomes.cancel(due, seq).tolist() == [False, True, True, False]
     outcomes.holds.remove("spring")
     assert outcomes.is_settled(due, seq).all()
@@ -62,34 +62,36 @@ def test_messages_settled_before_the_hold_are_not_held() -> None:
     """The mark has replaced their pairs. All messages of a job that came after the mark are held."""
     outcomes = Outcomes()
     outcomes.move_mark(100, 60)
-    assert outcomes.hold("old", [(10, 3)], 40) == 100  # another job's scheduled messages are due before
+    assert (
+        outcomes.hold("old", [(10, 3)], 40) == 100
+    )  # the mark does not tell whether messages due before it are settled
     assert outcomes.hold("new", [(70, 3)], 40) == 40
     outcomes.exclude_from_mark([(20, 3)])
     assert outcomes.hold("late", [(20, 3)], 40) == 40
-    asked = numbers(50, 50, 50)
-    assert outcomes.is_settled(asked, numbers(11, 71, 21)).tolist() == [True, False, False]
+    due_ms = numbers(50, 50, 50)
+    assert outcomes.is_settled(due_ms, numbers(11, 71, 21)).tolist() == [True, False, False]
 
 
 def test_a_reader_in_another_thread_is_not_stopped_by_a_change() -> None:
-    """A time that adds a hold whenever it is compared takes the part of the event loop."""
+    """An integer that adds a hold whenever it is compared simulates changes by the event loop."""
     holds = Holds()
 
-    class Compared(int):
+    class ChangingInt(int):
         def __lt__(self, other: int) -> bool:
             if is_read:
                 holds.add("new", [(90, 1)], 7)
             return int(self) < int(other)
 
     is_read = False
-    holds.add("a", [(1, 2)], Compared(30))
-    holds.add("b", [(5, 2)], Compared(20))
+    holds.add("a", [(1, 2)], ChangingInt(30))
+    holds.add("b", [(5, 2)], ChangingInt(20))
     is_read = True
     assert holds.from_ms == 20
 
 
 # ---- settled pairs ------------------------------------------------------------------------------------------
 
-NAMES = st.sampled_from([0, 1, 2])  # the hold of this name has the numbers from 100 times it on
+NAMES = st.sampled_from([0, 1, 2])  # the hold with name n has the thousand numbers from 1,000 * n on
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), NAMES, st.lists(st.integers(0, 30), min_size=1, max_size=30)),
@@ -104,7 +106,7 @@ STEPS = st.lists(
 @settings(max_examples=50)
 @given(STEPS, st.sampled_from([1, 1 << 62]))
 def test_settled_pairs_stay_while_they_are_due_later_or_held(steps: list[Any], rows_max: int) -> None:
-    pairs, holds, kept, mark_ms, made = SettledPairs(), Holds(), set[tuple[int, int]](), 0, 0
+    pairs, holds, kept, mark_ms, made_rows = SettledPairs(), Holds(), set[tuple[int, int]](), 0, 0
     held = dict[int, int]()  # from_ms by name
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outcomes, "HELD_ROWS_MAX", rows_max)
@@ -114,8 +116,10 @@ def test_settled_pairs_stay_while_they_are_due_later_or_held(steps: list[Any], r
             if step == "add":
                 # Only messages that the mark does not cover can be settled.
                 late_ms = held.get(value, mark_ms)
-                new = [(late_ms + due, 1_000 * value + made + at) for at, due in enumerate(more[0])]
-                made += len(new)
+                new = [
+                    (late_ms + due, 1_000 * value + made_rows + index) for index, due in enumerate(more[0])
+                ]
+                made_rows += len(new)
                 pairs.add(*(numbers(*column) for column in zip(*new, strict=True)))
                 kept.update(new)
             elif step == "hold" and value not in held:
@@ -127,14 +131,18 @@ def test_settled_pairs_stay_while_they_are_due_later_or_held(steps: list[Any], r
             elif step == "drop":
                 mark_ms += value
                 pairs.drop_before(mark_ms, holds)
-                kept = {(d, n) for d, n in kept if d >= mark_ms or d >= held.get(n // 1_000, FAR_MS)}
-            asked = [numbers(*(pair[at] for pair in sorted(kept))) for at in (0, 1)]
-            assert pairs.contains(*asked).all() and all(pairs.has(*pair) for pair in kept)
+                kept = {
+                    (due, seq) for due, seq in kept if due >= mark_ms or due >= held.get(seq // 1_000, FAR_MS)
+                }
+            columns = [numbers(*(pair[column] for pair in sorted(kept))) for column in (0, 1)]
+            assert pairs.contains(*columns).all() and all(pairs.has(*pair) for pair in kept)
             assert pairs.first_due_ms <= min((due for due, _ in kept), default=FAR_MS)
-            found = sorted((due, n) for run in pairs.runs() for due, n in zip(*map(list, run), strict=True))
-            assert len(found) == len(pairs)
+            stored = sorted(
+                (due, seq) for run in pairs.runs() for due, seq in zip(*map(list, run), strict=True)
+            )
+            assert len(stored) == len(pairs)
             if step == "drop" and rows_max > 1:
-                assert found == sorted(kept)
+                assert stored == sorted(kept)
     for name in held:
         holds.remove(str(name))
     pairs.drop_before(1 << 40, holds)
@@ -142,27 +150,27 @@ def test_settled_pairs_stay_while_they_are_due_later_or_held(steps: list[Any], r
 
 
 def test_pairs_of_held_messages_are_compared_with_the_holds_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were taken out, sorted and added again in each second of a pause."""
+    """Otherwise each second of a pause would compare all of them again."""
     monkeypatch.setattr(outcomes, "HELD_ROWS_MAX", 100)
-    asked = []
+    compared_rows = []
 
-    class Asked(Holds):
+    class RecordingHolds(Holds):
         def contains(self, due_ms: Int64Array, seq: Int64Array) -> Any:
-            asked.append(len(seq))
+            compared_rows.append(len(seq))
             return super().contains(due_ms, seq)
 
-    pairs, holds = SettledPairs(), Asked()
+    pairs, holds = SettledPairs(), RecordingHolds()
     holds.add("spring", [(0, 1_000)], 0)
     holds.add("autumn", [(1_000, 1)], 0)
     for begin in range(0, 1_000, 50):
         pairs.add(np.arange(begin, begin + 50), np.arange(begin, begin + 50))
     for _ in range(15):
         pairs.drop_before(2_000, holds)
-    assert (asked, len(pairs)) == ([50] * 20, 1_000), "two runs in each step"
+    assert (compared_rows, len(pairs)) == ([50] * 20, 1_000), "two runs in each step"
     holds.remove("autumn")
     for _ in range(15):
         pairs.drop_before(2_000, holds)
-    assert (len(asked), len(pairs)) == (40, 1_000)
+    assert (len(compared_rows), len(pairs)) == (40, 1_000)
     holds.remove("spring")
     pairs.drop_before(2_000, holds)
-    assert (len(asked), len(pairs)) == (40, 0)
+    assert (len(compared_rows), len(pairs)) == (40, 0)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import msgspec
 import numpy as np
 import pytest
-from tests.schedule.moves import sleep_through, sleep_until_moving
+from tests.schedule.moves import sleep_through, sleep_until_rewriting
 from tests.schedule.rigs import CascadeRig
 from tests.schedule.world import World
 from tests.schedule.wrong import SavesNoOldRows
@@ -23,7 +23,7 @@ from timeball.model.message import Kind, build_rows, decode_properties, encode_p
 from timeball.schedule.level_cascade import FOLDER, NAMES, CascadeState, LevelCascade, check
 
 TIMING = encode_properties({"TIMING": "08:00:00", "UNIQ_KEY": "k"})
-# 3h 50m 9m 50s 7s 1s, of which the last is near when the one before is over.
+# 3h 50m 9m 50s 7s 1s. The last hop is near when the previous one ends.
 LONG_MS = 3 * HOUR_MS + 59 * MINUTE_MS + 58 * SECOND_MS
 
 
@@ -67,14 +67,14 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
 
 def said(world: World) -> list[list[str]]:
     """List TIMING-LIST of all rows of scheduled messages in the log, as names of levels."""
-    found = []
+    level_lists = []
     for rows in world.reader.rows(
         world.reader.first_seq, world.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED]
     ):
         for text in rows["properties"].to_pylist():
             numbers = decode_properties(text or "").get("TIMING-LIST", "")
-            found.append([NAMES[int(number) - 1] for number in numbers.split(",") if number])
-    return found
+            level_lists.append([NAMES[int(number) - 1] for number in numbers.split(",") if number])
+    return level_lists
 
 
 def properties_released(world: World) -> list[str | None]:
@@ -87,8 +87,8 @@ def properties_released(world: World) -> list[str | None]:
     released = release_rows(
         without_timing_lists(rows), now_ms=world.now_ms, queue_id=places, queue_offset=places
     )
-    found: list[str | None] = released["properties"].to_pylist()
-    return found
+    properties: list[str | None] = released["properties"].to_pylist()
+    return properties
 
 
 # -- hops in the rows of the log -------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def test_released_properties_equal_the_sent_ones_without_our_list(
 ) -> None:
     admit(world, world.now_ms + 61 * SECOND_MS, properties)
     for _ in range(3):
-        sleep_until_moving(world)
-        world.land()
+        sleep_until_rewriting(world)
+        world.finish_rewrites()
     world.advance(61 * SECOND_MS)
     (text,) = properties_released(world)
     without = {k: v for k, v in decode_properties(properties or "").items() if k != "TIMING-LIST"}
@@ -141,11 +141,11 @@ def test_delays_of_hops_are_compensated_by_the_last_hop(world: World, late_ms: i
     due_ms = world.now_ms + LONG_MS
     seq = admit(world, due_ms)
     while world.now_ms + late_ms < due_ms:
-        sleep_until_moving(world)
+        sleep_until_rewriting(world)
         if not world.model.moving:
             break
         world.advance(min(late_ms, due_ms - 1 - world.now_ms))
-        world.land()
+        world.finish_rewrites()
     assert world.model.moved_rows >= 2
     world.advance(due_ms - 1 - world.now_ms)
     assert world.drain() == []
@@ -156,9 +156,9 @@ def test_delays_of_hops_are_compensated_by_the_last_hop(world: World, late_ms: i
 def test_slightly_late_hops_keep_the_list(world: World) -> None:
     admit(world, world.now_ms + LONG_MS)
     for _ in range(4):
-        sleep_until_moving(world)
+        sleep_until_rewriting(world)
         world.advance(100)
-        world.land()
+        world.finish_rewrites()
     lists = said(world)
     assert [lists[0][at + 1 :] for at in range(len(lists) - 1)] == lists[1:]
 
@@ -178,27 +178,27 @@ def test_long_stop_replaces_the_list(world: World) -> None:
 
 
 @pytest.mark.parametrize("saved", ["always", "before the move", "never"])
-@pytest.mark.parametrize("stop", ["between", "in the move", "in the move, unheard"])
+@pytest.mark.parametrize("stop", ["between", "in the move", "in the move, unreported"])
 @pytest.mark.parametrize("hop", range(5))
 def test_restart_at_any_hop_releases_the_message_on_time(
     world: World, hop: int, stop: str, saved: str
 ) -> None:
-    dues = [world.now_ms + LONG_MS + 100 * n for n in range(3)]
-    pairs = list(zip(dues, world.admit(dues), strict=True))
+    due_times = [world.now_ms + LONG_MS + 100 * n for n in range(3)]
+    pairs = list(zip(due_times, world.admit(due_times), strict=True))
     for _ in range(hop):
-        sleep_until_moving(world)
-        world.land()
+        sleep_until_rewriting(world)
+        world.finish_rewrites()
     if saved == "before the move":
         world.save()
-    sleep_until_moving(world)
+    sleep_until_rewriting(world)
     if stop == "between":
-        world.land()
+        world.finish_rewrites()
     elif hop % 2:
-        world.land_part(1)
+        world.finish_part_of_rewrite(1)
     if saved == "always":
         world.save()
     before = world.model.moved_rows
-    world.restart(power_cut=hop, unheard="unheard" in stop)
+    world.restart(power_cut=hop, unreported="unreported" in stop)
     assert sleep_through(world) == pairs
     assert before <= world.model.moved_rows <= 3 * 9
 
@@ -213,8 +213,8 @@ def test_superseded_entries_are_known_after_several_restarts(strategy: type[Leve
     for n in range(3):
         due_ms = world.now_ms + LONG_MS + n
         pairs.append((due_ms, *world.admit([due_ms])))
-    sleep_until_moving(world)
-    world.land()
+    sleep_until_rewriting(world)
+    world.finish_rewrites()
     assert any(queue.gone for queue in state_of(world).queues) == (strategy is LevelCascade)
     with nullcontext() if strategy is LevelCascade else pytest.raises(AssertionError, match="written again"):
         for _ in range(3):
@@ -256,8 +256,8 @@ def test_clock_step_between_hops_keeps_the_due_time(world: World, at_hop: int, s
     due_ms = world.now_ms + LONG_MS
     (seq,) = world.admit([due_ms])
     for _ in range(at_hop):
-        sleep_until_moving(world)
-        world.land()
+        sleep_until_rewriting(world)
+        world.finish_rewrites()
     world.manual.step_wall(step_ms)
     (later,) = world.admit([due_ms + 1])
     assert sleep_through(world) == [(due_ms, seq), (due_ms + 1, later)]
@@ -267,10 +267,10 @@ def test_message_due_after_midnight_is_released_on_time() -> None:
     """At 23:50 in Berlin for 00:10, and for 02:50 in the night in which that hour is skipped."""
     evening_ms = 1_711_839_000_000  # 2024-03-30T23:50 there
     world = World(CascadeRig(), wall_ms=evening_ms)
-    dues = [next_timing_ms(f"{text} Europe/Berlin", evening_ms) for text in ("00:10:00", "02:50:00")]
-    assert [due - evening_ms for due in dues] == [20 * MINUTE_MS, 130 * MINUTE_MS]
-    seqs = [admit(world, due_ms) for due_ms in dues]
-    assert sleep_through(world) == list(zip(dues, seqs, strict=True))
+    due_times = [next_timing_ms(f"{text} Europe/Berlin", evening_ms) for text in ("00:10:00", "02:50:00")]
+    assert [due - evening_ms for due in due_times] == [20 * MINUTE_MS, 130 * MINUTE_MS]
+    seqs = [admit(world, due_ms) for due_ms in due_times]
+    assert sleep_through(world) == list(zip(due_times, seqs, strict=True))
     assert said(world)[:2] == [[], ["10m"]]
     world.close()
 
@@ -301,9 +301,9 @@ def test_statistics_count_messages_by_state(world: World) -> None:
     assert counts() == (3, 1, 0, 0, 1), "its hop is not over"
     world.advance(3_000)
     assert world.drain() == [(world.now_ms, near)]
-    sleep_until_moving(world)
-    assert counts() == (0, 0, 2, 0, 1), "the cancelled one was left out when its hop was over"
-    world.land()
+    sleep_until_rewriting(world)
+    assert counts() == (0, 0, 2, 0, 1), "the cancelled message was skipped at the end of its hop"
+    world.finish_rewrites()
     assert counts() == (2, 0, 0, 2, 1)
 
 
@@ -332,6 +332,6 @@ def test_queues_are_empty_after_all_messages_are_settled(world: World) -> None:
 def test_message_due_in_a_year_needs_no_old_rows_of_the_log(world: World) -> None:
     admit(world, world.now_ms + 365 * DAY_MS)
     for _ in range(20):
-        sleep_until_moving(world)
-        world.land()
+        sleep_until_rewriting(world)
+        world.finish_rewrites()
     assert cascade(world).needed_seq(0) == world.reader.next_seq - 1

@@ -40,34 +40,34 @@ class Stage(World):
     def changed(self) -> None:
         self.changes += 1
 
-    def scheduled_row(self, dues: list[int]) -> np.ndarray:
-        """Rows in the log that nobody has been told of."""
-        return np.array(self.admit(dues), dtype=np.int64)
+    def append_scheduled(self, due_times: list[int]) -> np.ndarray:
+        """Append scheduled messages to the log, and return their numbers. They are not loaded."""
+        return np.array(self.admit(due_times), dtype=np.int64)
 
-    def admit_near(self, dues: list[int]) -> list[int]:
-        seqs = self.scheduled_row(dues)
+    def admit_near(self, due_times: list[int]) -> list[int]:
+        seqs = self.append_scheduled(due_times)
         self.near.add(self.source, take_scheduled(self.reader, seqs), self.now_ms)
         return seqs.tolist()
 
-    def expect(self, dues: list[int]) -> list[int]:
-        seqs = self.scheduled_row(dues)
-        self.near.add_without_bodies(self.source, np.array(dues), seqs, seqs)
+    def expect(self, due_times: list[int]) -> list[int]:
+        seqs = self.append_scheduled(due_times)
+        self.near.add_without_bodies(self.source, np.array(due_times), seqs, seqs)
         return seqs.tolist()
 
     def all_due(self, below_ms: int = FAR_MS, limit: int = 1_000) -> list[tuple[int, int]]:
         return self.run(self._all_due(below_ms, limit))
 
     async def _all_due(self, below_ms: int, limit: int) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         while True:
             rows = self.near.take_due(self.now_ms, limit, below_ms)
             if rows is not None:
                 assert rows.num_rows <= limit
-                found += list(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True))
+                pairs += list(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True))
             elif self.near.is_gathering:
                 await self._let_load()
             else:
-                return found
+                return pairs
 
     async def take_one(self) -> pa.RecordBatch | None:
         return self.near.take_due(self.now_ms, 1, FAR_MS)
@@ -97,13 +97,13 @@ def test_message_without_a_body_delays_later_ones(stage: Stage) -> None:
 
     stage.run(first())
     assert stage.near.is_gathering and stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, (
-        "the end of a gather is told"
+        "the scheduler is woken at the end of a gather"
     )
     stage.reader_thread.is_open = True
     assert stage.all_due() == [(now + 5, early), (now + 6, late)]
 
 
-def test_nothing_is_possible_while_a_gather_delays_the_next_one(stage: Stage) -> None:
+def test_no_message_is_handed_out_while_a_running_gather_delays_the_next_one(stage: Stage) -> None:
     now = stage.now_ms
     stage.expect([now + 20])
     stage.reader_thread.is_open = False
@@ -117,7 +117,7 @@ def test_nothing_is_possible_while_a_gather_delays_the_next_one(stage: Stage) ->
     (late,) = stage.admit_near([now + 6])
     stage.advance(10)
     assert stage.run(take()) is None
-    assert stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, "or the ticker would turn in place"
+    assert stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, "otherwise the ticker would loop without work"
     stage.reader_thread.is_open = True
     assert stage.all_due() == [(now + 5, early), (now + 6, late)]
 
@@ -127,7 +127,7 @@ def test_message_due_after_an_unopened_one_is_not_handed_out(stage: Stage) -> No
     one, two = stage.admit_near([now + 5, now + 6])
     stage.advance(10)
     assert stage.all_due(below_ms=now + 6) == [(now + 5, one)]
-    assert stage.near.next_ms(stage.now_ms, now + 6) == FAR_MS, "or the ticker would turn in place"
+    assert stage.near.next_ms(stage.now_ms, now + 6) == FAR_MS, "otherwise the ticker would loop without work"
     assert stage.all_due(below_ms=now + 7) == [(now + 6, two)]
 
 
@@ -145,22 +145,22 @@ def test_memory_is_bounded_and_every_message_is_handed_out() -> None:
     stage = Stage(gather_bytes=1)
     try:
         now = stage.now_ms
-        seqs = stage.expect([now + 100 + i for i in range(20)])
+        seqs = stage.expect([now + 100 + number for number in range(20)])
         stage.admit_near([now + 90])
-        most = 0
-        found: list[tuple[int, int]] = []
+        wheel_rows_max = 0
+        pairs: list[tuple[int, int]] = []
         for _ in range(130):
             stage.advance(1)
-            found += stage.all_due()
-            most = max(most, stage.near.wheel_rows)
-        assert most <= 2
-        assert [seq for _, seq in found[1:]] == seqs
+            pairs += stage.all_due()
+            wheel_rows_max = max(wheel_rows_max, stage.near.wheel_rows)
+        assert wheel_rows_max <= 2
+        assert [seq for _, seq in pairs[1:]] == seqs
     finally:
         stage.close()
 
 
-def test_bodies_of_one_instant_are_handed_out_while_later_ones_are_read(stage: Stage) -> None:
-    """The bound of unread messages is a position, not a time."""
+def test_bodies_of_one_due_time_are_handed_out_while_later_ones_are_read(stage: Stage) -> None:
+    """The position of the first unread message is a due time and a number, not only a due time."""
     due_ms = stage.now_ms + 5
     loaded = stage.expect([due_ms] * 7)
     assert stage.all_due() == []
@@ -173,46 +173,48 @@ def test_bodies_of_one_instant_are_handed_out_while_later_ones_are_read(stage: S
         rows = stage.near.take_due(stage.now_ms, 10, FAR_MS)
         assert stage.near.is_gathering
         assert rows is not None and rows["seq"].to_pylist() == loaded
-        assert stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, "or the ticker would turn in place"
+        assert stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, (
+            "otherwise the ticker would loop without work"
+        )
         assert stage.near.take_due(stage.now_ms, 10, FAR_MS) is None
 
     stage.run(while_reading())
     assert stage.all_due() == [(due_ms, seq) for seq in unread + last]
 
 
-def test_memory_is_bounded_for_messages_of_one_instant() -> None:
+def test_memory_is_bounded_for_messages_of_one_due_time() -> None:
     """Bodies that can be handed out make room before more are read."""
     stage = Stage(gather_bytes=4_096)
     try:
         seqs = stage.expect([stage.now_ms + 5] * 100)
         stage.all_due()
-        at_most = stage.near.wheel_rows
-        assert at_most < 50
+        wheel_rows_max = stage.near.wheel_rows
+        assert wheel_rows_max < 50
         stage.advance(5)
-        found: list[tuple[int, int]] = []
-        while len(found) < len(seqs):
+        pairs: list[tuple[int, int]] = []
+        while len(pairs) < len(seqs):
             rows = stage.run(stage.take_one())
             if rows is None:
                 stage.run(stage._let_load())
             else:
-                found += list(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True))
-            assert stage.near.wheel_rows <= at_most
-        assert [seq for _, seq in found] == seqs
+                pairs += list(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True))
+            assert stage.near.wheel_rows <= wheel_rows_max
+        assert [seq for _, seq in pairs] == seqs
     finally:
         stage.close()
 
 
 def test_rewritten_message_is_loaded_from_its_new_row(stage: Stage) -> None:
     due_ms = stage.now_ms + 5
-    seqs = stage.scheduled_row([due_ms] * 2)
-    at = stage.writer.next_seq
+    seqs = stage.append_scheduled([due_ms] * 2)
+    new_row_seq = stage.writer.next_seq
     rows = moved_rows(take_scheduled(stage.reader, seqs[:1]), now_ms=stage.now_ms)
 
     async def move() -> None:
         await stage.writer.append(rows)[1]
 
     stage.run(move())
-    stage.near.add_without_bodies(stage.source, np.full(2, due_ms), seqs, np.array([at, seqs[1]]))
+    stage.near.add_without_bodies(stage.source, np.full(2, due_ms), seqs, np.array([new_row_seq, seqs[1]]))
     stage.advance(5)
     assert stage.all_due() == [(due_ms, seq) for seq in seqs.tolist()]
 
@@ -244,7 +246,7 @@ def test_every_message_is_handed_out_once_and_in_order(
     try:
         waiting: dict[int, int] = {}
         for step, values in steps:
-            dues = [max(0, stage.now_ms + value) for value in values]
+            due_times = [max(0, stage.now_ms + value) for value in values]
             if step == "advance":
                 stage.advance(abs(values[0]))
             elif step == "take":
@@ -257,8 +259,8 @@ def test_every_message_is_handed_out_once_and_in_order(
                 seq = sorted(waiting)[values[0] % len(waiting)]
                 assert stage.outcomes.cancel(np.array([waiting.pop(seq)]), np.array([seq])).all()
             elif step in ("admit", "expect"):
-                seqs = stage.admit_near(dues) if step == "admit" else stage.expect(dues)
-                waiting |= dict(zip(seqs, dues, strict=True))
+                seqs = stage.admit_near(due_times) if step == "admit" else stage.expect(due_times)
+                waiting |= dict(zip(seqs, due_times, strict=True))
         first = stage.near.first_due_ms()
         assert not waiting or first <= min(waiting.values())
     finally:
@@ -268,7 +270,7 @@ def test_every_message_is_handed_out_once_and_in_order(
 def test_needed_seq_is_the_current_row_of_a_message(stage: Stage) -> None:
     """A rewritten message does not need its first row."""
     far_ms = stage.now_ms + 60_000
-    seqs = stage.scheduled_row([far_ms] * 3)
+    seqs = stage.append_scheduled([far_ms] * 3)
     stage.near.add_without_bodies(stage.source, np.full(2, far_ms), seqs[1:], np.array([90, seqs[2]]))
     assert stage.near.needed_seq() == seqs[2]
     stage.near.add_without_bodies(stage.source, np.full(1, far_ms), seqs[:1], np.array([80]))

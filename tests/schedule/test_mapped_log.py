@@ -31,10 +31,10 @@ def small_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(values: list[int]) -> RecordArray:
-    made = np.zeros(len(values), RECORD)
-    made["value"] = values
-    made["twice"] = made["value"] * 2
-    return made
+    records = np.zeros(len(values), RECORD)
+    records["value"] = values
+    records["twice"] = records["value"] * 2
+    return records
 
 
 def open_log(files: CrashFiles | RealFiles, begin: int = 0, end: int = 0) -> MappedLog:
@@ -63,9 +63,9 @@ def save(log: MappedLog, files: CrashFiles) -> tuple[int, int]:
 
 
 def values_of(log: MappedLog) -> list[int]:
-    found = log.read(log.begin, log.end)
-    assert (found["twice"] == found["value"] * 2).all()
-    return [int(value) for value in found["value"]]
+    read_records = log.read(log.begin, log.end)
+    assert (read_records["twice"] == read_records["value"] * 2).all()
+    return [int(value) for value in read_records["value"]]
 
 
 def names(files: CrashFiles) -> list[str]:
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         self.values: list[int] = []  # all there ever were
         self.next_value = 0
         self.checkpoint = (0, 0)
-        self.kept: list[int] = []
+        self.saved_values: list[int] = []
 
     @rule(count=st.integers(0, 35))
     def append(self, count: int) -> None:
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.checkpoint = save(self.log, self.files)
-        self.kept = list(self.values)
+        self.saved_values = list(self.values)
 
     @rule(synced=st.booleans())
     def fail_to_save(self, synced: bool) -> None:
@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
             self.files = self.files.crash(seed)
         assert is_whole(self.files, begin, end)
         self.log = open_log(self.files, begin, end)
-        self.values = list(self.kept)
+        self.values = list(self.saved_values)
 
     @invariant()
     def holds_what_was_appended(self) -> None:
@@ -174,7 +174,7 @@ def test_any_range_can_be_read(counts: list[int], begin: int, end: int, chosen: 
         log.at(np.append(existing, total))
 
 
-# ---- one by one --------------------------------------------------------------------------------------------
+# ---- single cases --------------------------------------------------------------------------------------------
 
 
 def test_records_after_the_end_are_overwritten() -> None:
@@ -203,7 +203,7 @@ def test_a_file_is_removed_once_a_checkpoint_without_it_is_saved() -> None:
     save(log, files)
     log.drop_below(21)
     save(log, files)
-    assert len(names(files)) == 3, "were this checkpoint not saved, the one before it would need them"
+    assert len(names(files)) == 3, "if this checkpoint is not saved, the previous one needs them"
     save(log, files)
     assert names(files) == ["00000002.log"]
 
@@ -241,9 +241,11 @@ def test_without_a_sync_a_power_cut_loses_records() -> None:
         log.append(records(list(range(1, 26))))
         begin, end = save(log, files)
         files = files.crash(seed)
-        whole = is_whole(files, begin, end)
-        kept = whole and open_log(files, begin, end).read(begin, end)["value"].tolist() == list(range(1, 26))
-        lost += not kept
+        is_complete = is_whole(files, begin, end)
+        is_kept = is_complete and open_log(files, begin, end).read(begin, end)["value"].tolist() == list(
+            range(1, 26)
+        )
+        lost += not is_kept
     assert lost
 
 

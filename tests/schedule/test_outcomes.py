@@ -55,20 +55,20 @@ class Machine(RuleBasedStateMachine):
 
     # -- scheduled messages come -------------------------------------------------------------------------------------
 
-    @rule(dues=DUES)
-    def admit(self, dues: list[int]) -> None:
-        self.state.update({(due, self.next_seq + i): "waits" for i, due in enumerate(dues)})
-        self.next_seq += len(dues)
+    @rule(due_times=DUES)
+    def admit(self, due_times: list[int]) -> None:
+        self.state.update({(due, self.next_seq + i): "waits" for i, due in enumerate(due_times)})
+        self.next_seq += len(due_times)
 
-    @rule(dues=DUES, marks=st.booleans())
-    def attach(self, dues: list[int], marks: bool) -> None:
+    @rule(due_times=DUES, marks=st.booleans())
+    def attach(self, due_times: list[int], marks: bool) -> None:
         """Numbers are set aside, and the mark may move before their scheduled messages come."""
         first_seq = self.next_seq
-        self.next_seq += len(dues)
+        self.next_seq += len(due_times)
         if marks:
             self.move_mark(0)
-        self.outcomes.exclude_from_mark([(first_seq, len(dues))])
-        self.state.update({(due, first_seq + i): "waits" for i, due in enumerate(dues)})
+        self.outcomes.exclude_from_mark([(first_seq, len(due_times))])
+        self.state.update({(due, first_seq + i): "waits" for i, due in enumerate(due_times)})
 
     # -- and go --------------------------------------------------------------------------------------------
 
@@ -251,12 +251,12 @@ def test_pairs_that_the_mark_covers_take_no_memory() -> None:
 
 
 def test_settled_pair_does_not_settle_its_number_at_another_due_time() -> None:
-    """A message may get another due time, and later the earlier one again."""
+    """A message may get another due time, and later its previous one again."""
     outcomes = Outcomes()
     assert outcomes.cancel(*columns([(10, 1), (20, 1), (30, 2)])).all()
-    asked = columns([(10, 1), (20, 1), (30, 1), (10, 2), (30, 2)])
-    assert outcomes.is_settled(*asked).tolist() == [True, True, False, False, True]
-    assert outcomes.waits(*asked).tolist() == [False, False, True, True, False]
+    pairs = columns([(10, 1), (20, 1), (30, 1), (10, 2), (30, 2)])
+    assert outcomes.is_settled(*pairs).tolist() == [True, True, False, False, True]
+    assert outcomes.waits(*pairs).tolist() == [False, False, True, True, False]
 
 
 def test_cursor_uses_the_recorded_due_time_not_the_original_one() -> None:
@@ -275,57 +275,59 @@ def test_new_outcomes_have_nothing_settled() -> None:
     assert (settled.before_ms, settled.before_seq, len(settled.seq), settled.late) == (BEGINNING, 0, 0, ())
 
 
-# ---- the cursor, against a plain count of what has been sent ------------------------------------------------
+# ---- the cursor, compared with a count of the released messages ------------------------------------------------
 
 # Few seconds, so that many scheduled messages share one; instants in any order, as after a clock that was set back.
 CURSOR_DUES = st.lists(st.integers(0, 5_500), max_size=40)
 
 
-def counted(dues: list[int]) -> ReleaseCursor:
-    seconds = Counter(due // 1_000 for due in dues)
+def expected_cursor(due_times: list[int]) -> ReleaseCursor:
+    seconds = Counter(due // 1_000 for due in due_times)
     last = max(seconds, default=0)
     return ReleaseCursor(last * 1_000, seconds[last])
 
 
-def after(tick: ReleaseCursor, dues: list[int]) -> ReleaseCursor:
-    return tick.after(np.array(dues, np.int64))
+def cursor_after(cursor: ReleaseCursor, due_times: list[int]) -> ReleaseCursor:
+    return cursor.after(np.array(due_times, np.int64))
 
 
 @given(CURSOR_DUES, st.lists(st.integers(0, 40), max_size=5))
 def test_cursor_is_the_last_second_and_its_count_for_any_split_of_records(
-    dues: list[int], cuts: list[int]
+    due_times: list[int], cuts: list[int]
 ) -> None:
-    bounds = [0, *sorted(cuts), len(dues)]
-    tick = ReleaseCursor()
+    bounds = [0, *sorted(cuts), len(due_times)]
+    cursor = ReleaseCursor()
     for begin, end in pairwise(bounds):
-        before, tick = tick, after(tick, dues[begin:end])
-        assert tick >= before, "it never goes back"
-    assert tick == counted(dues)
+        before, cursor = cursor, cursor_after(cursor, due_times[begin:end])
+        assert cursor >= before, "a cursor never moves back"
+    assert cursor == expected_cursor(due_times)
 
 
 @given(CURSOR_DUES, CURSOR_DUES)
 def test_cursor_does_not_depend_on_the_order_of_records(first: list[int], then: list[int]) -> None:
-    assert after(after(ReleaseCursor(), first), then) == after(after(ReleaseCursor(), then), first)
+    assert cursor_after(cursor_after(ReleaseCursor(), first), then) == cursor_after(
+        cursor_after(ReleaseCursor(), then), first
+    )
 
 
 def test_late_message_does_not_change_the_cursor() -> None:
-    tick = after(ReleaseCursor(), [7_100, 7_200, 8_000, 8_999])
-    assert tick == ReleaseCursor(8_000, 2)
-    assert after(tick, [7_999, 3]) == tick
-    assert after(tick, [7_999, 8_500]) == ReleaseCursor(8_000, 3), (
-        "late by milliseconds is of this second still"
+    cursor = cursor_after(ReleaseCursor(), [7_100, 7_200, 8_000, 8_999])
+    assert cursor == ReleaseCursor(8_000, 2)
+    assert cursor_after(cursor, [7_999, 3]) == cursor
+    assert cursor_after(cursor, [7_999, 8_500]) == ReleaseCursor(8_000, 3), (
+        "late by milliseconds, it counts in the second of the cursor"
     )
 
 
 def test_cursor_that_counts_a_record_twice_differs() -> None:
-    """The control: the position of the checkpoint in the log matters, to the row."""
-    dues = [1_000, 2_000, 2_500, 2_999]
-    saved = after(ReleaseCursor(), dues[:2])
-    assert after(saved, dues[2:]) == counted(dues)
-    assert after(saved, dues[1:]) != counted(dues)
-    assert after(saved, dues[3:]) != counted(dues)
+    """The control: the records after a checkpoint must be counted from exactly its row on."""
+    due_times = [1_000, 2_000, 2_500, 2_999]
+    saved = cursor_after(ReleaseCursor(), due_times[:2])
+    assert cursor_after(saved, due_times[2:]) == expected_cursor(due_times)
+    assert cursor_after(saved, due_times[1:]) != expected_cursor(due_times)
+    assert cursor_after(saved, due_times[3:]) != expected_cursor(due_times)
 
 
 def test_cursor_is_zero_before_the_first_release() -> None:
-    assert after(ReleaseCursor(), []) == ReleaseCursor(0, 0)
-    assert after(ReleaseCursor(), [0]) == ReleaseCursor(0, 1)
+    assert cursor_after(ReleaseCursor(), []) == ReleaseCursor(0, 0)
+    assert cursor_after(ReleaseCursor(), [0]) == ReleaseCursor(0, 1)

@@ -23,37 +23,37 @@ from timeball.schedule.rewrites import Rewrites
 CHUNK_BYTES = 1_000_000
 
 
-class Noting(HourLog):
+class NoteRecorder(HourLog):
     """A backlog that records the notes with which its rows were rewritten."""
 
     def encode_rewrite(self, scheduled_rows: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
-        self.noted = [*getattr(self, "noted", []), *note.tolist()]
+        self.notes = [*getattr(self, "notes", []), *note.tolist()]
         assert len(note) == scheduled_rows.num_rows
         return scheduled_rows
 
 
-def opened(dues: list[int], seq: Int64Array) -> Opened:
-    return Opened(np.array(dues), seq, seq, seq * 10, np.ones(len(seq), np.bool_))
+def opened(due_times: list[int], seq: Int64Array) -> Opened:
+    return Opened(np.array(due_times), seq, seq, seq * 10, np.ones(len(seq), np.bool_))
 
 
 class Stage(World):
     """A log with scheduled messages, and `Rewrites` for them."""
 
-    backlog: Noting
+    backlog: NoteRecorder
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
-        super().__init__(HourLogRig(Noting))
+        super().__init__(HourLogRig(NoteRecorder))
         self.outcomes = Outcomes()
         self.rewrites = Rewrites(
             self.reader, self.reader_thread, self.outcomes, chunk_bytes=chunk_bytes,
             on_change=lambda: None, on_failure=self.failures.append,
         )  # fmt: skip
 
-    def begin(self, dues: list[int]) -> Int64Array:
-        seqs = np.array(self.admit(dues), dtype=np.int64)
+    def begin(self, due_times: list[int]) -> Int64Array:
+        seqs = np.array(self.admit(due_times), dtype=np.int64)
 
         async def add() -> None:
-            self.rewrites.add(self.backlog, opened(dues, seqs))
+            self.rewrites.add(self.backlog, opened(due_times, seqs))
 
         self.run(add())
         return seqs
@@ -122,19 +122,19 @@ def test_message_settled_before_its_rewrite_is_skipped(stage: Stage) -> None:
 
 
 def test_message_settled_during_its_rewrite_delays_no_other(stage: Stage) -> None:
-    dues = [stage.now_ms + ms for ms in (300, 100, 200, 100)]
-    seqs = stage.begin(dues)
+    due_times = [stage.now_ms + ms for ms in (300, 100, 200, 100)]
+    seqs = stage.begin(due_times)
     later = stage.begin([stage.now_ms + 250])
     first_due_ms = stage.rewrites.first_due_ms
-    assert first_due_ms() == dues[1]
-    stage.outcomes.cancel(np.array([dues[1]]), seqs[1:2])
-    assert first_due_ms() == dues[3]
-    stage.outcomes.cancel(np.array(dues[2:]), seqs[2:])
-    assert first_due_ms() == dues[0] - 50
+    assert first_due_ms() == due_times[1]
+    stage.outcomes.cancel(np.array([due_times[1]]), seqs[1:2])
+    assert first_due_ms() == due_times[3]
+    stage.outcomes.cancel(np.array(due_times[2:]), seqs[2:])
+    assert first_due_ms() == due_times[0] - 50
     assert stage.take() == [seqs[0]]
-    stage.outcomes.cancel(np.array([dues[0] - 50]), later)
-    assert first_due_ms() == dues[0], "in flight"
-    stage.outcomes.cancel(np.array(dues[:1]), seqs[:1])
+    stage.outcomes.cancel(np.array([due_times[0] - 50]), later)
+    assert first_due_ms() == due_times[0], "the rewrite in flight counts"
+    stage.outcomes.cancel(np.array(due_times[:1]), seqs[:1])
     assert first_due_ms() == FAR_MS
 
 
@@ -145,7 +145,7 @@ def test_batch_whose_messages_are_all_settled_is_skipped(stage: Stage) -> None:
     stage.outcomes.cancel(np.full(2, far_ms), second)
     stage.reader_thread.is_open = True
     assert stage.take() == first.tolist()
-    assert stage.backlog.noted == (first * 10).tolist(), "the settled are not read"
+    assert stage.backlog.notes == (first * 10).tolist(), "settled messages are not read"
 
 
 def test_memory_is_bounded_by_chunks() -> None:
@@ -153,14 +153,14 @@ def test_memory_is_bounded_by_chunks() -> None:
     try:
         seqs = stage.begin([stage.now_ms + 1_000_000] * 200)
         taken: list[int] = []
-        most = 0
+        rows_max = 0
         while len(taken) < len(seqs):
-            most = max(most, stage.rewrites.rows_in_memory)
-            got = stage.take()
-            assert got
-            taken += got
+            rows_max = max(rows_max, stage.rewrites.rows_in_memory)
+            seqs_taken = stage.take()
+            assert seqs_taken
+            taken += seqs_taken
         assert taken == seqs.tolist()
-        assert 0 < most < 100
+        assert 0 < rows_max < 100
     finally:
         stage.close()
 
@@ -168,12 +168,12 @@ def test_memory_is_bounded_by_chunks() -> None:
 def test_taking_rows_at_each_loop_iteration_gets_all() -> None:
     """One loop iteration is between the end of a read and its callback. Taking rows in it must start the next read."""
     stage = Stage(chunk_bytes=2_000)
-    dues = [stage.now_ms + 1_000_000] * 200
-    seqs = np.array(stage.admit(dues), dtype=np.int64)
+    due_times = [stage.now_ms + 1_000_000] * 200
+    seqs = np.array(stage.admit(due_times), dtype=np.int64)
 
     async def take_all() -> list[int]:
         taken: list[int] = []
-        stage.rewrites.add(stage.backlog, opened(dues, seqs))
+        stage.rewrites.add(stage.backlog, opened(due_times, seqs))
         for _ in range(10 * len(seqs)):
             rows = stage.rewrites.take_rows(100)
             taken += [] if rows is None else rows["seq"].to_pylist()

@@ -38,7 +38,7 @@ def build(world: World, settings: Settings) -> Backlog | None:
     return strategies.build(settings, world.files, world.reader, world.reader_thread, Outcomes())
 
 
-def saved(world: World, settings: Settings) -> Checkpoint:
+def make_checkpoint(world: World, settings: Settings) -> Checkpoint:
     """Build the checkpoint of a broker that has just started with these settings, with one scheduled message."""
     backlog = build(world, settings)
     assert backlog is not None
@@ -49,19 +49,19 @@ def saved(world: World, settings: Settings) -> Checkpoint:
             file.sync()
     facts = Facts(schedule=settings.strategy, kept=msgspec.to_builtins(backlog.state(world.now_ms)))
     backlog.close()
-    # As it comes back from the disk.
+    # Encoded and decoded, as if it was read from the disk.
     return Checkpoint(msgspec.json.decode(msgspec.json.encode(facts), type=Facts), NONE, NONE)
 
 
 def test_settings_choose_the_strategy(world: World) -> None:
-    assert build(world, SETTINGS) is None, "the hour log keeps what no other does"
+    assert build(world, SETTINGS) is None, "no other backlog: the hour log always exists"
     assert isinstance(build(world, WHEEL), TimerWheel)
     assert isinstance(build(world, CASCADE), LevelCascade)
 
 
 @pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.strategy)
 def test_saved_state_of_the_chosen_strategy_is_used(world: World, settings: Settings) -> None:
-    checkpoint = saved(world, settings)
+    checkpoint = make_checkpoint(world, settings)
     state = strategies.saved_state(settings, world.files, checkpoint)
     assert msgspec.json.encode(state) == msgspec.json.encode(checkpoint.facts.kept)
 
@@ -72,7 +72,7 @@ def test_saved_state_of_the_chosen_strategy_is_used(world: World, settings: Sett
     ids=["hour log", "cascade", "another precision", "another reach"],
 )
 def test_saved_state_of_another_strategy_is_not_used(world: World, other: Settings) -> None:
-    assert strategies.saved_state(other, world.files, saved(world, WHEEL)) is None
+    assert strategies.saved_state(other, world.files, make_checkpoint(world, WHEEL)) is None
 
 
 def test_missing_and_invalid_states_are_not_used(world: World) -> None:
@@ -81,16 +81,16 @@ def test_missing_and_invalid_states_are_not_used(world: World) -> None:
         assert strategies.saved_state(WHEEL, world.files, Checkpoint(facts, NONE, NONE)) is None
 
 
-@pytest.mark.parametrize("way", ["missing", "flipped"])
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
 @pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.strategy)
 def test_a_state_whose_files_are_damaged_is_not_used(
-    world: World, settings: Settings, way: str, caplog: pytest.LogCaptureFixture
+    world: World, settings: Settings, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoint = saved(world, settings)
+    checkpoint = make_checkpoint(world, settings)
     assert strategies.saved_state(settings, world.files, checkpoint) is not None
     folder = "timer_wheel/00000001" if settings is WHEEL else "cascade/00000001"
     name = f"{folder}/{world.files.list_dir(folder)[0]}/00000000.log"
-    if way == "missing":
+    if damage == "missing":
         world.files.remove(name)
     else:
         world.files.open(name).write_at(1, bytes([world.files.content(name)[1] ^ 1]))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.schedule.moves import sleep_through, to_the_end
+from tests.schedule.moves import release_all_pending, sleep_through
 from tests.schedule.rigs import AHEAD_MS, DEFAULT, MINUTE, WheelRig
 from tests.schedule.world import World
 
@@ -59,10 +59,12 @@ def first_slot(world: World) -> int:
 def test_precision_makes_no_message_early_or_late(precision_ms: int) -> None:
     world = open_world(Slots.of(precision_ms, MINUTE_MS, AHEAD_MS))
     due_ms = world.now_ms + 20_000 - world.now_ms % 1_000
-    dues = sorted({due_ms + ms for ms in (-1, 0, 1, 9, 10, 11, 99, 100, 101, 500, 998, 999, 1_000, 1_001)})
-    seqs = world.admit(dues)
-    world.advance(dues[0] - 1 - world.now_ms)
-    for due, seq in zip(dues, seqs, strict=True):
+    due_times = sorted(
+        {due_ms + ms for ms in (-1, 0, 1, 9, 10, 11, 99, 100, 101, 500, 998, 999, 1_000, 1_001)}
+    )
+    seqs = world.admit(due_times)
+    world.advance(due_times[0] - 1 - world.now_ms)
+    for due, seq in zip(due_times, seqs, strict=True):
         world.advance(due - 1 - world.now_ms)
         assert world.drain() == []
         world.advance(1)
@@ -85,8 +87,8 @@ def test_reach_in_time_does_not_depend_on_the_precision(precision_ms: int) -> No
 
 def test_roll_happens_long_before_the_due_time(minute: World) -> None:
     minute.drain()
-    dues = [minute.now_ms + AHEAD_MS + ms for ms in range(61_000, 200_000, 500)]
-    minute.admit(dues)
+    due_times = [minute.now_ms + AHEAD_MS + ms for ms in range(61_000, 200_000, 500)]
+    minute.admit(due_times)
     margins = []
     while (upcoming := minute.strategy.next_due_ms()) is not None:
         minute.advance(upcoming - minute.now_ms)
@@ -112,7 +114,7 @@ def test_low_passes_a_slot_when_all_its_releases_are_durable(world: World) -> No
     assert [seq for _, seq in world.drain()] == [second]
     for _ in range(2):
         world.save()
-        assert wheel._low == slot, "both are in flight, then one of them"
+        assert wheel._low == slot, "releases of the slot are not durable yet"
         world.release(1)
     world.save()
     assert wheel._low > slot
@@ -133,11 +135,11 @@ def test_low_passes_a_slot_when_its_rolls_are_durable(minute: World) -> None:
     for landed in (1, 2):
         minute.save()
         assert wheel._low == slot
-        minute.land_part(landed)
+        minute.finish_part_of_rewrite(landed)
     minute.save()
     assert wheel._low > slot
     minute.restart()
-    assert [seq for _, seq in to_the_end(minute)] == seqs
+    assert [seq for _, seq in release_all_pending(minute)] == seqs
 
 
 def marked_entries(world: World) -> int:
@@ -153,7 +155,7 @@ def roll_some(world: World) -> None:
     world.take()
     world.settle()
     world.take()
-    world.land_part(3)
+    world.finish_part_of_rewrite(3)
 
 
 def test_entries_of_rolled_messages_are_marked_after_the_log_is_synced(minute: World) -> None:
@@ -162,7 +164,7 @@ def test_entries_of_rolled_messages_are_marked_after_the_log_is_synced(minute: W
     roll_some(minute)
     minute.begin_save()
     assert marked_entries(minute) == 0
-    minute.land_part(1)
+    minute.finish_part_of_rewrite(1)
     minute.end_save()
     assert marked_entries(minute) == 3, "the row of the fourth message is newer than the state that was saved"
     minute.save()
@@ -172,23 +174,23 @@ def test_entries_of_rolled_messages_are_marked_after_the_log_is_synced(minute: W
 def test_checkpoint_that_is_not_saved_leaves_its_marks_to_the_next_one(minute: World) -> None:
     roll_some(minute)
     minute.begin_save()
-    minute.land_part(1)
+    minute.finish_part_of_rewrite(1)
     minute.save()
     assert marked_entries(minute) == 4
     seqs = sorted(minute.model.waiting)
     minute.restart(power_cut=1)
-    assert [seq for _, seq in to_the_end(minute)] == seqs
+    assert [seq for _, seq in release_all_pending(minute)] == seqs
 
 
 def test_entries_of_passed_slots_are_not_marked(minute: World) -> None:
     """Without checkpoints their number would grow."""
     roll_some(minute)
-    minute.land()
+    minute.finish_rewrites()
     minute.advance(2 * AHEAD_MS)
     minute.drain()
-    assert wheel_of(minute)._moved
+    assert wheel_of(minute)._rolled
     needed_by(minute)
-    assert not wheel_of(minute)._moved
+    assert not wheel_of(minute)._rolled
 
 
 def test_late_roll_keeps_low_at_its_slot(minute: World) -> None:
@@ -218,13 +220,13 @@ def test_ring_entries_after_the_checkpoint_are_ignored_by_a_restart(seed: int) -
     world = open_world(arrivals_max=1)
     world.drain()
     now_ms = world.now_ms
-    dues = [now_ms + 60_000 + 1_000 * (n % 7) for n in range(40)]
-    seqs = world.admit(dues)
+    due_times = [now_ms + 60_000 + 1_000 * (n % 7) for n in range(40)]
+    seqs = world.admit(due_times)
     world.save()
-    seqs += world.admit(dues)
+    seqs += world.admit(due_times)
     world.restart(power_cut=seed if seed else None)
-    assert [seq for _, seq in to_the_end(world)] == [
-        seq for _, seq in sorted(zip([*dues, *dues], seqs, strict=True))
+    assert [seq for _, seq in release_all_pending(world)] == [
+        seq for _, seq in sorted(zip([*due_times, *due_times], seqs, strict=True))
     ]
     world.close()
 
@@ -234,22 +236,22 @@ def test_restart_after_longer_than_the_ring_releases_all_messages(minute: World,
     """Overdue messages are only late, and others are on time."""
     minute.drain()
     now_ms = minute.now_ms
-    dues = [now_ms + round(ms) for ms in np.geomspace(20_000, 600 * MINUTE_MS, 60)]
-    seqs = minute.admit(dues)
+    due_times = [now_ms + round(ms) for ms in np.geomspace(20_000, 600 * MINUTE_MS, 60)]
+    seqs = minute.admit(due_times)
     minute.save()
     minute.advance(round(turns * MINUTE_MS))
     minute.restart(power_cut=1)
-    late = [seq for due, seq in zip(dues, seqs, strict=True) if due <= minute.now_ms]
+    late = [seq for due, seq in zip(due_times, seqs, strict=True) if due <= minute.now_ms]
     assert late
     assert [seq for _, seq in minute.drain()] == late
-    assert [seq for _, seq in to_the_end(minute)] == seqs[len(late) :]
+    assert [seq for _, seq in release_all_pending(minute)] == seqs[len(late) :]
 
 
 def test_many_messages_are_opened_in_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_wheel, "OPEN_ROWS", 50)
     monkeypatch.setattr(loaded, "OPENED_ROWS_MAX", 50)
-    dues = [world.now_ms + 30_000 + 100 * n for n in range(2_000)]
-    seqs = world.admit(dues)
+    due_times = [world.now_ms + 30_000 + 100 * n for n in range(2_000)]
+    seqs = world.admit(due_times)
     world.save()
     world.advance(DAY_MS)
     world.restart()
@@ -278,9 +280,9 @@ def test_damaged_link_stops_the_broker(world: World) -> None:
 # -- flow control
 
 
-def refused(world: World, dues: list[int]) -> bool:
+def refused(world: World, due_times: list[int]) -> bool:
     try:
-        wheel_of(world).check_capacity(np.array(dues, dtype=np.int64))
+        wheel_of(world).check_capacity(np.array(due_times, dtype=np.int64))
     except OverLimit:
         return True
     return False
@@ -297,7 +299,7 @@ def test_slot_accepts_messages_up_to_its_limit() -> None:
         assert not refused(world, [begin_ms + n])
         world.admit([begin_ms + n])
         if n == 50:
-            world.save()  # some are in the files, some in memory
+            world.save()  # some arrivals are in the files, others in memory
     assert refused(world, [begin_ms]) and refused(world, [begin_ms + 999])
     assert refused(world, [begin_ms - 1, begin_ms + 5_000, begin_ms])
     assert not refused(world, [begin_ms - 1] * 100 + [begin_ms + 1_000] * 100), "its neighbours are not full"
@@ -350,7 +352,7 @@ def test_memory_does_not_grow_with_pending_messages(world: World) -> None:
     assert world.memory() == 0
     world.advance(DAY_MS // 2 - 5_000)
     world.drain()
-    assert 0 < world.memory() < 1_000, "some seconds of it"
+    assert 0 < world.memory() < 1_000, "only the messages of some seconds are in memory"
 
 
 def test_needed_seq_covers_rows_of_pending_messages(minute: World) -> None:
@@ -405,7 +407,7 @@ def test_new_generation_removes_the_old_one_and_differs_from_it(world: World) ->
     state = wheel_of(world).state(0)
     assert isinstance(old.state, dict) and state.generation > old.state["generation"]
     assert world.files.list_dir(f"timer_wheel/{old.state['generation']:08d}/links") == []
-    assert [seq for _, seq in to_the_end(world)] == seqs
+    assert [seq for _, seq in release_all_pending(world)] == seqs
 
 
 def test_state_with_other_ring_dimensions_is_refused(world: World) -> None:
@@ -424,7 +426,7 @@ def test_each_start_makes_an_empty_ring(world: World, kept: bool) -> None:
     if not kept:
         world.files.remove("timer_wheel/ring")
     world.restart()
-    assert [seq for _, seq in to_the_end(world)] == seqs
+    assert [seq for _, seq in release_all_pending(world)] == seqs
 
 
 def test_message_of_an_overwritten_slot_is_found_after_a_restart(minute: World) -> None:
@@ -437,8 +439,8 @@ def test_message_of_an_overwritten_slot_is_found_after_a_restart(minute: World) 
     later = minute.admit([minute.now_ms + 60_000 - 1_000 * n for n in range(20)])
     minute.save()
     minute.restart()
-    assert [found for _, found in minute.drain()] == [seq], "its release was not durable"
-    assert sorted(found for _, found in to_the_end(minute)) == sorted(later)
+    assert [number for _, number in minute.drain()] == [seq], "its release was not durable"
+    assert sorted(number for _, number in release_all_pending(minute)) == sorted(later)
 
 
 def test_rows_of_the_log_are_unchanged(world: World) -> None:

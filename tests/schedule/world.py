@@ -5,7 +5,7 @@ from checkpoints, and compares every result with `stage.Model`. Any difference i
 steps in the same order as the broker, without its edges.
 
 Handed-out messages and rewrites stay in memory until the test makes them durable (`release`, `land`). With
-`restart(unheard=True)` the disk has made them durable, but the broker stops before it is notified.
+`restart(unreported=True)` the disk has made them durable, but the broker stops before it is notified.
 """
 
 from __future__ import annotations
@@ -64,11 +64,10 @@ class World(Attaching):
         wall_ms: int = ManualClock.wall,
         checkpoints: Sequence[Saved] = (),
     ) -> None:
-        """`wall_ms` is what the clocks show first; `checkpoints` are what the files hold, the newest last."""
+        """The clocks begin at `wall_ms`. `checkpoints` are those in the files, the newest last."""
         self.rig = rig
-        self._hands = getattr(
-            rig, "hands", 1
-        )  # who hand out, each in order, and without regard for each other
+        # The number of programs that hand out. Each one does it in order.
+        self._hands = getattr(rig, "hands", 1)
         self.files: Files = CrashFiles() if files is None else files
         self.loop = asyncio.new_event_loop()
         self.manual = ManualClock(wall_ms)
@@ -81,41 +80,44 @@ class World(Attaching):
         self.failures: list[BaseException] = []
         self.watermark = 1
         self._counter = 0
-        self._moves: deque[pa.RecordBatch] = deque()  # to be written again, not durable yet, oldest first
+        # Rows to be rewritten whose new rows are not durable yet, oldest first.
+        self._taken_rewrites: deque[pa.RecordBatch] = deque()
         self._saving: tuple[Saved, list[tuple[str, list[File]]]] | None = None
         # The time until which a ticker would sleep (None: until woken), and whether it has been woken since.
         self._asleep_until: int | None = None
-        self._woken, self._told_ms = True, self.now_ms
+        self._woken, self._last_call_ms = True, self.now_ms
         self.external = ExternalDelivery()
         self.strategy: Scheduler
         self.backlog: Backlog
         try:
             self.run(self._open())
-        except BaseException:  # power cuts too: the loop must be closed
+        except BaseException:  # also a power cut
             self.loop.close()
             raise
 
-    # -- the broker's part: deciding, writing, telling the strategy ----------------------------------------
+    # -- what the broker does: send, release, cancel, rewrite --------------------------------------------
 
-    def admit(self, dues: Sequence[int]) -> list[int]:
+    def admit(self, due_times: Sequence[int]) -> list[int]:
         """Make scheduled messages with these due times durable. Returns their sequence numbers."""
-        return self.run(self._admit(list(dues)))
+        return self.run(self._admit(list(due_times)))
 
-    async def _admit(self, dues: list[int]) -> list[int]:
-        bodies = [f"body {self._counter + i}".encode() for i in range(len(dues))]
-        self._counter += len(dues)
+    async def _admit(self, due_times: list[int]) -> list[int]:
+        bodies = [f"body {self._counter + i}".encode() for i in range(len(due_times))]
+        self._counter += len(due_times)
         rows = build_rows(
-            len(dues), kind=int(Kind.SCHEDULED), topic="t", queue_id=-1, body=bodies,
-            unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=dues,
+            len(due_times), kind=int(Kind.SCHEDULED), topic="t", queue_id=-1, body=bodies,
+            unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=due_times,
         )  # fmt: skip
         rows = self.rig.encode(rows, self.backlog)
         first_seq, now_ms = self.writer.next_seq, rows["store_ms"][0].as_py()
-        seqs = list(range(first_seq, first_seq + len(dues)))
+        seqs = list(range(first_seq, first_seq + len(due_times)))
 
         def on_durable() -> None:
             self.model.accepted.update(dict.fromkeys(seqs, now_ms))
             self.model.at.update(zip(seqs, seqs, strict=True))
-            self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
+            self.model.waiting.update(
+                {seq: (due, body) for seq, due, body in zip(seqs, due_times, bodies, strict=True)}
+            )
             self.rig.keep(rows, first_seq)
             scheduled_rows = with_seq(rows, first_seq)
             self.strategy.add(self.backlog, scheduled_rows, pairs_of(scheduled_rows), now_ms)
@@ -132,7 +134,7 @@ class World(Attaching):
 
     async def _take(self, limit: int) -> list[tuple[int, int]] | None:
         now_ms, idle_calls = self.now_ms, 0
-        self._told_ms = now_ms
+        self._last_call_ms = now_ms
         while idle_calls < IDLE_CALLS_MAX:
             batch = self.strategy.take_due(now_ms, limit)
             if batch is not None:
@@ -141,14 +143,14 @@ class World(Attaching):
             batch = self.strategy.take_rewrites(limit)
             if batch is not None:
                 self.model.move(batch, limit)
-                self._moves.append(batch)
+                self._taken_rewrites.append(batch)
                 continue
             idle_calls += 1
             until = self._asleep_until = self.strategy.fall_asleep()
             self._woken = False
             if until is None or until > now_ms or self.strategy.is_busy:
                 return None
-        raise AssertionError(f"turns in place: nothing is due at {now_ms}, yet next is {until}")
+        raise AssertionError(f"would loop without work: nothing is due at {now_ms}, yet next is {until}")
 
     def release(self, batches: int = ALL) -> None:
         """Make the release records of the oldest hand-out durable."""
@@ -164,32 +166,32 @@ class World(Attaching):
     async def _release(self, seqs: list[int]) -> None:
         handed_out = self.model.in_flight[0]
         seq = column(seqs)
-        due = column(handed_out[s][0] for s in seqs)
+        due = column(handed_out[number][0] for number in seqs)
         await self._settle_rows(Kind.RELEASE, due, seq, lambda: self.strategy.released(seq))
-        self.model.released.update((s, handed_out.pop(s)[0]) for s in seqs)
+        self.model.released.update((number, handed_out.pop(number)[0]) for number in seqs)
         if not handed_out:
             self.model.in_flight.popleft()
 
-    def land(self, batches: int = ALL) -> None:
+    def finish_rewrites(self, batches: int = ALL) -> None:
         """Make the new rows of the oldest rewrite durable."""
-        while self._moves and batches > 0:
+        while self._taken_rewrites and batches > 0:
             batches -= 1
-            self.land_part(self._moves[0].num_rows)
+            self.finish_part_of_rewrite(self._taken_rewrites[0].num_rows)
 
-    def land_part(self, rows: int) -> None:
+    def finish_part_of_rewrite(self, rows: int) -> None:
         """Make a frame with the first `rows` new rows of the oldest rewrite durable."""
-        if self._moves:
-            self.run(self._land(rows))
+        if self._taken_rewrites:
+            self.run(self._append_rewritten(rows))
 
-    async def _land(self, count: int) -> None:
-        batch = self._moves.popleft()
+    async def _append_rewritten(self, count: int) -> None:
+        batch = self._taken_rewrites.popleft()
         if batch.num_rows > count:
-            self._moves.appendleft(batch.slice(count))
+            self._taken_rewrites.appendleft(batch.slice(count))
         rows, seq = moved_rows(batch.slice(0, count), now_ms=self.now_ms), int64(batch["seq"])[:count]
         at = np.arange(self.writer.next_seq, self.writer.next_seq + len(seq))
 
         def on_durable() -> None:
-            self.model.land(at.tolist())
+            self.model.mark_rewritten(at.tolist())
             self.strategy.rewritten(seq, at, self.now_ms)
 
         await self.writer.append(rows, on_durable=on_durable)[1]
@@ -220,15 +222,15 @@ class World(Attaching):
         )
         await self.writer.append(rows, on_durable=on_durable)[1]
 
-    # -- time, and dying -----------------------------------------------------------------------------------
+    # -- time, checkpoints, restarts ---------------------------------------------------------------------
 
     @property
     def now_ms(self) -> int:
-        """The scheduler's instant."""
+        """The time of the scheduler's clock."""
         return self.clock.now_ms()
 
     def advance(self, ms: int) -> None:
-        """Let real time pass."""
+        """Advance the clocks."""
         self.manual.advance(ms)
 
     def save(self) -> None:
@@ -241,10 +243,10 @@ class World(Attaching):
         settled = self.strategy.settled()
         self.model.check_settled(settled)
         self.model.check_settled_before(self.strategy.settled_before_ms)
-        # A copy: in a file it would not change any more either.
+        # A copy, because later changes must not affect it.
         state = copy.deepcopy(self.rig.state(self.strategy.state(self.backlog)))
         if self._saving is not None:
-            self.backlog.sync_failed()  # the save before this one came to nothing
+            self.backlog.sync_failed()  # the previous checkpoint was not completed
         dirty = self.backlog.files_to_sync()
         self._saving = (Saved(self.reader.next_seq, settled, state), dirty)
 
@@ -262,28 +264,28 @@ class World(Attaching):
         self.checkpoints.append(saved)
 
     def let_go(self) -> None:
-        """Save a checkpoint, then remove the segments that nothing needs."""
+        """Save a checkpoint, then remove the segments that are not needed."""
         self.save()
         seqs = [self.reader.next_seq, self.strategy.needed_seq()]
         seqs += [self.watermark] if self.rig.has_table else []
         needed, segments = min(seq for seq in seqs if seq is not None), self.reader.segments
         expired = segments.expired(now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
         segments.remove(self.files, expired)
-        if not self.rig.has_table:  # the table keeps rows of settled messages for longer
+        if not self.rig.has_table:  # with a table, settled messages stay known for longer
             self.model.let_go(self.reader.first_seq)
 
-    def restart(self, *, back: int = 0, power_cut: int | None = None, unheard: bool = False) -> None:
+    def restart(self, *, back: int = 0, power_cut: int | None = None, unreported: bool = False) -> None:
         """Start again from the checkpoint `back` before the last one, or from the log's beginning.
 
-        Hand-outs whose release records were not durable wait again, and what was on the move lies where it lay.
-        `unheard`: they were durable, but nobody was told. `power_cut` is a seed for what the disk lost.
-        A backlog with files has let go of what only older checkpoints need, so it goes back to none; without the log's
-        beginning nothing goes back.
+        Messages whose releases were not durable are pending again, and rewritten ones without a durable new row have
+        their old row. With `unreported` both were durable, but the broker was not notified. `power_cut` is the seed of
+        what the disk loses. A backlog with files of its own has removed files that only older checkpoints need, so
+        with `back` it starts without a checkpoint. If the log no longer has its beginning, `back` is ignored.
         """
         self.reader_thread.is_open, was_open = True, self.reader_thread.is_open
         self.settle()
-        if unheard:
-            self.run(self._write_unheard())
+        if unreported:
+            self.run(self._append_unreported())
         self.run(self.writer.close())
         if power_cut is not None:
             assert isinstance(self.files, CrashFiles)
@@ -291,19 +293,19 @@ class World(Attaching):
         while self.model.in_flight:
             self.model.waiting.update(self.model.in_flight.popleft())
         self.model.moving.clear()
-        self._moves.clear()
+        self._taken_rewrites.clear()
         self._saving = None
         if back and self.reader.first_seq == 1:
             self.checkpoints = [] if self.rig.has_files else self.checkpoints[:-back]
-        self.clock = SchedulerClock(self.manual)  # a new process believes the wall
+        self.clock = SchedulerClock(self.manual)  # a new process reads the wall clock
         self.run(self._open())
         self.reader_thread.is_open = was_open
 
-    async def _write_unheard(self) -> None:
-        for batch in self._moves:
+    async def _append_unreported(self) -> None:
+        for batch in self._taken_rewrites:
             at = list(range(self.writer.next_seq, self.writer.next_seq + batch.num_rows))
             await self.writer.append(moved_rows(batch, now_ms=self.now_ms))[1]
-            self.model.land(at)
+            self.model.mark_rewritten(at)
         while self.model.in_flight:
             handed_out = {seq: due for seq, (due, _) in self.model.in_flight.popleft().items()}
             await self._settle_rows(Kind.RELEASE, column(handed_out.values()), column(handed_out))
@@ -335,10 +337,10 @@ class World(Attaching):
     def _read_back(self, saved: Saved) -> Restart:
         return read_back(self.reader, self.rig.kind, saved, self.attached, self.watermark)
 
-    # -- waiting for what runs behind the strategy's back --------------------------------------------------
+    # -- waiting for the reader thread -------------------------------------------------------------------
 
     def wake(self) -> None:
-        """`on_earlier`: the ticker is woken."""
+        """The `on_earlier` of the scheduler: record that it wakes the ticker."""
         self._woken = True
 
     def settle(self) -> None:
@@ -355,24 +357,24 @@ class World(Attaching):
             if task is None and not len(self.reader_thread) and not self.strategy.is_busy:
                 assert not self.failures, self.failures
                 return None
-        raise AssertionError("the strategy never came to rest")
+        raise AssertionError("the strategy is always busy")
 
     def drain(self, limit: int = ALL) -> list[tuple[int, int]]:
-        """Hand out everything that is due now, as the ticker does. Afterwards nothing due may be left.
+        """Hand out all due messages, as the ticker does, and check that none is left.
 
         Rewrites become durable at once.
         """
         taken: list[tuple[int, int]] = []
         for _ in range(TURNS_MAX):
             self.settle()
-            if self._moves:
-                self.land()
+            if self._taken_rewrites:
+                self.finish_rewrites()
                 continue
             pairs = self.take(limit)
             if pairs is not None:
                 assert not taken or taken[-1] < pairs[0] or self._hands > 1, f"{pairs[0]} after {taken[-1]}"
                 taken += pairs
-            elif not self._moves and not self.strategy.is_busy:
+            elif not self._taken_rewrites and not self.strategy.is_busy:
                 break
         self.model.check_nothing_overdue(self.now_ms)
         return sorted(taken) if self._hands > 1 else taken
@@ -383,17 +385,17 @@ class World(Attaching):
         if first is None or self.strategy.is_busy:
             return
         now_ms, upcoming = self.now_ms, self.strategy.next_due_ms()
-        # Woken, it is asked once more, and told the time: "now" may mean when it was told last.
-        latest_ms = max(first, now_ms, self._told_ms if self._woken else now_ms)
+        # A woken ticker calls the scheduler again, so the next time may be as late as the time of the last call.
+        latest_ms = max(first, now_ms, self._last_call_ms if self._woken else now_ms)
         assert upcoming is not None and upcoming <= latest_ms, f"{upcoming} is after {first}"
         if not self._woken:
             until = self._asleep_until
             assert until is not None and until <= max(first, now_ms), f"asleep until {until}, missing {first}"
 
-    # -- small things --------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Run what is ready on the event loop."""
+        """Run one iteration of the event loop."""
         self.run(asyncio.sleep(0))
 
     def memory(self) -> int:

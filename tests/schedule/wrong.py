@@ -1,4 +1,4 @@
-"""Wrong schedules, each with one fault. The suites must catch every one of them.
+"""Wrong schedulers and backlogs, each with one fault. The tests must catch each of them.
 
 The machine catches those of `BY_CHANCE` with random steps. A test of the contract, named with its arguments, catches
 each of `AT_AN_EDGE`.
@@ -21,7 +21,7 @@ from timeball.io.files import File
 from timeball.model.message import Int64Array
 from timeball.schedule import timer_wheel as wheel
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
-from timeball.schedule.delay_levels import Columns, DelayLevels, LevelQueue
+from timeball.schedule.delay_levels import DelayLevels, LevelQueue, OpenedColumns
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.level_cascade import CascadeState, LevelCascade, holds_last_hops
@@ -109,12 +109,12 @@ class KeepsTheCancelled(Scheduler):
     """Stores the cancel and hands the message out nevertheless."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        was, self.outcomes.was_cancelled = (
+        was_cancelled, self.outcomes.was_cancelled = (
             self.outcomes.was_cancelled,
             lambda due, seq: np.zeros(len(seq), np.bool_),
         )  # type: ignore[method-assign]
         rows = super().take_due(now_ms, limit)
-        self.outcomes.was_cancelled = was  # type: ignore[method-assign]
+        self.outcomes.was_cancelled = was_cancelled  # type: ignore[method-assign]
         return rows
 
 
@@ -122,9 +122,12 @@ class CancelsOnlyTheNear(Scheduler):
     """Refuses to cancel a message that is being rewritten."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        moving = [batch.opened.seq for batch in self.rewrites._in_flight]
-        answers, here = np.zeros(len(seq), np.bool_), ~np.isin(seq, np.concatenate([seq[:0], *moving]))
-        answers[here] = super().cancel(due_ms[here], seq[here])
+        in_flight = [batch.opened.seq for batch in self.rewrites._in_flight]
+        answers, not_moving = (
+            np.zeros(len(seq), np.bool_),
+            ~np.isin(seq, np.concatenate([seq[:0], *in_flight])),
+        )
+        answers[not_moving] = super().cancel(due_ms[not_moving], seq[not_moving])
         return answers
 
 
@@ -292,8 +295,8 @@ class LosesBodiesOnTheMove(Scheduler):
         rows = super().take_rewrites(limit)
         if rows is None:
             return None
-        at, body = rows.schema.get_field_index("body"), rows.schema.field("body")
-        return rows.set_column(at, body, pa.array([b""] * rows.num_rows, body.type))
+        index, body = rows.schema.get_field_index("body"), rows.schema.field("body")
+        return rows.set_column(index, body, pa.array([b""] * rows.num_rows, body.type))
 
 
 class MovesRows(Scheduler):
@@ -303,8 +306,8 @@ class MovesRows(Scheduler):
         rows = super().take_rewrites(limit)
         if rows is None:
             return None
-        at = rows.schema.get_field_index("store_ms")
-        return rows.set_column(at, rows.schema.field("store_ms"), pa.array([self._now_ms] * rows.num_rows))
+        index = rows.schema.get_field_index("store_ms")
+        return rows.set_column(index, rows.schema.field("store_ms"), pa.array([self._now_ms] * rows.num_rows))
 
 
 class SleepsOnTheMove(Scheduler):
@@ -328,17 +331,17 @@ class LosesTheLast(Scheduler):
 
     def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
         batch = self.rewrites._in_flight[0]
-        few = np.arange(len(batch.opened)) < max(1, len(seq) - 1)
+        all_but_last = np.arange(len(batch.opened)) < max(1, len(seq) - 1)
         add = batch.backlog.add
 
         def all_but_one(waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-            some = few[: len(waiting)]
+            mask = all_but_last[: len(waiting)]
             assert rewritten is not None
-            kept = np.zeros(len(waiting), np.bool_)
-            kept[some] = add(
-                waiting.part(some), now_ms, Rewritten(rewritten.row_seq[some], rewritten.note[some])
+            opened = np.zeros(len(waiting), np.bool_)
+            opened[mask] = add(
+                waiting.part(mask), now_ms, Rewritten(rewritten.row_seq[mask], rewritten.note[mask])
             )
-            return kept
+            return opened
 
         batch.backlog.add = all_but_one  # type: ignore[method-assign]
         super().rewritten(seq, row_seq, now_ms)
@@ -361,7 +364,7 @@ class BlindToLateFiles(HourLog):
     def attach(self, attachment: Attachment, now_ms: int = 0) -> None:
         self.pending.attach(attachment, self._opened_ms, now_ms)
         opened = {entry.path: max(entry.min_due_ms, self._opened_ms) for entry in attachment.files}
-        self.pending.opened(opened)
+        self.pending.set_opened(opened)
         if attachment.job == "compact":
             self._tail.drop_seqs_below(attachment.to_seq)
 
@@ -382,13 +385,18 @@ class LooseLatch(TimerWheel):
 class OnlyTheLastBatch(TimerWheel):
     """Reads only the newest link of each slot, not the rest of the chain."""
 
-    def _split_opened(self, found: Entries) -> Opened:
-        last = {slot: index for index, slot in zip(found.index.tolist(), found.slot.tolist(), strict=True)}
+    def _split_opened(self, entries: Entries) -> Opened:
+        last = {
+            slot: index for index, slot in zip(entries.index.tolist(), entries.slot.tolist(), strict=True)
+        }
         keep = np.array(
-            [abs(last[s] - i) < 8 for i, s in zip(found.index.tolist(), found.slot.tolist(), strict=True)],
+            [
+                abs(last[slot] - index) < 8
+                for index, slot in zip(entries.index.tolist(), entries.slot.tolist(), strict=True)
+            ],
             np.bool_,
         )
-        return super()._split_opened(found.part(keep))
+        return super()._split_opened(entries.part(keep))
 
 
 class BeginsWithAnEmptyRing(TimerWheel):
@@ -439,7 +447,7 @@ class LeavesItWhereItStood(TimerWheel):
 
 @contextmanager
 def unmarked_log() -> Iterator[None]:
-    """Wheels that are restored meanwhile have another log."""
+    """Wheels that are restored within this context use `UnmarkedLog`."""
     wheel.TimerLog = UnmarkedLog  # type: ignore[misc]
     try:
         yield
@@ -541,23 +549,23 @@ class SortedQueue(LevelQueue):
 class TakesQueuesForSorted(DelayLevels):
     """Assumes that a level's queue is always sorted by due time."""
 
-    def _queue(self, number: int, index: Any) -> LevelQueue:
+    def _make_queue(self, number: int, index: Any) -> LevelQueue:
         queue = self._queues[number] = SortedQueue(number, index, self.table.durations_ms[number])
         return queue
 
 
 class ForgetfulQueue(LevelQueue):
-    def open(self, until_ms: int, rows_max: int) -> list[Columns]:
+    def open(self, until_ms: int, rows_max: int) -> list[OpenedColumns]:
         return [
-            (a[:-1], b[:-1], c[:-1]) if len(a) > 5 else (a, b, c)
-            for a, b, c in super().open(until_ms, rows_max)
+            (release_ms[:-1], due_ms[:-1], seq[:-1]) if len(seq) > 5 else (release_ms, due_ms, seq)
+            for release_ms, due_ms, seq in super().open(until_ms, rows_max)
         ]
 
 
 class LosesEntries(DelayLevels):
     """Loses the last of many opened entries."""
 
-    def _queue(self, number: int, index: Any) -> LevelQueue:
+    def _make_queue(self, number: int, index: Any) -> LevelQueue:
         queue = self._queues[number] = ForgetfulQueue(number, index, self.table.durations_ms[number])
         return queue
 
@@ -575,40 +583,40 @@ class TrustsTheWheel(DelayLevels):
 NewRig = Callable[[], Rig]
 
 
-def _of(rig: type[HourLogRig], *wrongs: type, **options: Any) -> dict[str, NewRig]:
-    """Build a rig for each of these by name: schedulers over the right backlog, and wrong backlogs."""
-    found: dict[str, NewRig] = {}
+def _rigs_of(rig: type[HourLogRig], *wrongs: type, **options: Any) -> dict[str, NewRig]:
+    """Return a function that makes a rig for each class, by its name. `wrongs` are schedulers and backlogs."""
+    rigs: dict[str, NewRig] = {}
     for wrong in wrongs:
         if issubclass(wrong, Scheduler):
-            found[wrong.__name__] = partial(rig, scheduler=wrong, **options)
+            rigs[wrong.__name__] = partial(rig, scheduler=wrong, **options)
         else:
-            found[wrong.__name__] = partial(rig, wrong, **options)
-    return found
+            rigs[wrong.__name__] = partial(rig, wrong, **options)
+    return rigs
 
 
 WHEEL = {"slots": DEFAULT}
 
 BY_CHANCE: dict[str, NewRig] = {
-    **_of(
+    **_rigs_of(
         HourLogRig, Early, Forgets, Doubles, Unsorted, DeafToCancels, CancelsAll, KeepsTheCancelled, SleepsTooLong,
         TurnsInPlace, NeverWakes, SettlesTooMuch, LosesOnTheWay, BlindToLateFiles,
         ForgetsAtARestart,
     ),
-    **_of(
+    **_rigs_of(
         WheelRig, RoundsUp, RoundsDown, SleepsThroughOpenings, LooseLatch, OnlyTheLastBatch, BeginsWithAnEmptyRing,
         OpensOnce, KeepsOnlyTheFar, **WHEEL,
     ),
-    **_of(CascadeRig, LosesTheLast, SettlesTheUnopened, SleepsThroughHops),
-    **_of(LevelsRig, NotTheEarliest, SavesTheEnd, SkipsToTheEnd, TakesQueuesForSorted, LosesEntries),
+    **_rigs_of(CascadeRig, LosesTheLast, SettlesTheUnopened, SleepsThroughHops),
+    **_rigs_of(LevelsRig, NotTheEarliest, SavesTheEnd, SkipsToTheEnd, TakesQueuesForSorted, LosesEntries),
 }  # fmt: skip
 
-COMES_DUE = "test_message_due_during_its_rewrite_is_released_after_it"
+DUE_DURING_REWRITE = "test_message_due_during_its_rewrite_is_released_after_it"
 PARTS, RESTART = (
     "test_rewrite_that_becomes_durable_in_parts_loses_nothing",
     "test_restart_during_a_rewrite_loses_nothing",
 )
-UNHEARD, STEP = {"saved": True, "unheard": True}, {"step_ms": -3_600_000, "restarts": False}
-LET_GO, AGAIN = (
+ROWS_NOT_REPORTED, STEP = {"saved": True, "unreported": True}, {"step_ms": -3_600_000, "restarts": False}
+NEEDED_ROWS, RESTARTS = (
     "test_rows_before_rewritten_messages_are_not_needed",
     "test_repeated_restarts_lose_and_repeat_nothing",
 )
@@ -617,19 +625,19 @@ AT_AN_EDGE: list[tuple[type, type[HourLogRig], str, dict[str, Any]]] = [
     (MovesAgain, WheelRig, PARTS, {"limit": 4}),
     (MovesTheCancelled, CascadeRig, "test_cancelled_message_is_not_rewritten", {}),
     (MovesTooMuch, WheelRig, PARTS, {"limit": 4}),
-    (LosesBodiesOnTheMove, WheelRig, COMES_DUE, {}),
-    (MovesRows, WheelRig, COMES_DUE, {}),
-    (SleepsOnTheMove, WheelRig, COMES_DUE, {}),
-    (TurnsOnTheMove, WheelRig, COMES_DUE, {}),
+    (LosesBodiesOnTheMove, WheelRig, DUE_DURING_REWRITE, {}),
+    (MovesRows, WheelRig, DUE_DURING_REWRITE, {}),
+    (SleepsOnTheMove, WheelRig, DUE_DURING_REWRITE, {}),
+    (TurnsOnTheMove, WheelRig, DUE_DURING_REWRITE, {}),
     (CancelsOnlyTheNear, CascadeRig, "test_message_being_rewritten_may_be_cancelled", {}),
-    (NeedsTheNewest, CascadeRig, LET_GO, {}),
-    (NeedsTheNewest, WheelRig, LET_GO, {}),
+    (NeedsTheNewest, CascadeRig, NEEDED_ROWS, {}),
+    (NeedsTheNewest, WheelRig, NEEDED_ROWS, {}),
     (NeverGoesBack, HourLogRig, "test_wall_clock_step_is_waited_for_or_followed", STEP),
     (WaitsForTheClock, HourLogRig, "test_wall_clock_step_is_waited_for_or_followed", STEP),
-    (LeavesItWhereItStood, WheelRig, RESTART, UNHEARD),
-    (LooseLatch, WheelRig, AGAIN, {}),
-    (StaysWhereItWas, CascadeRig, RESTART, UNHEARD),
-    (ForgetsTheNear, CascadeRig, AGAIN, {}),
+    (LeavesItWhereItStood, WheelRig, RESTART, ROWS_NOT_REPORTED),
+    (LooseLatch, WheelRig, RESTARTS, {}),
+    (StaysWhereItWas, CascadeRig, RESTART, ROWS_NOT_REPORTED),
+    (ForgetsTheNear, CascadeRig, RESTARTS, {}),
     (ForgetsWhatCame, CascadeRig, "test_restart_releases_a_message_that_came_too_late", {}),
     (AttachesInAnOpening, HourLogRig, "test_files_are_rewritten_in_the_middle_of_an_opening", {}),
     (TrustsTheWheel, LevelsRig, "test_wall_clock_step_back_releases_no_near_message_early", {}),

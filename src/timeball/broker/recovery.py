@@ -400,7 +400,7 @@ class TailScheduled:
         The columns may be views of internal memory, which are valid until the next change.
         """
         tail = locations.latest_locations([Waiting(*self._columns.columns())], from_seq)
-        is_pending = (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
+        is_pending = (tail.due_ms >= settled.before_ms) | settled.may_be_pending(tail.seq)
         cancelled_count = len(settled.seq) - settled.released
         # Numbers are never reused, so the due times need not be compared. Each part is sorted by number.
         for seq in (settled.seq[:cancelled_count], settled.seq[cancelled_count:]):
@@ -611,7 +611,7 @@ class Replayed:
         """Build the columns of the wake-ups that the mark does not show as settled, each once, sorted by version."""
         columns, mark = np.stack(self._woken.columns()), self._baseline.mark
         # After the clock was set back, a wake-up may be due before the mark and still be pending.
-        columns = columns[:, (columns[3] >= mark.before_ms) | mark.may_wait(columns[0])]
+        columns = columns[:, (columns[3] >= mark.before_ms) | mark.may_be_pending(columns[0])]
         return tuple(columns[:, np.unique(columns[0], return_index=True)[1]])
 
     def settled(self) -> Settled:
@@ -670,7 +670,7 @@ class _Baseline:
         """Count the pairs that the starting point does not count as settled. Half messages are not counted."""
         if (is_half := due_ms == NO_DUE_TIME_MS).any():
             due_ms, seq = due_ms[~is_half], seq[~is_half]
-        is_settled = (due_ms < self.mark.before_ms) & ~self.mark.may_wait(seq)
+        is_settled = (due_ms < self.mark.before_ms) & ~self.mark.may_be_pending(seq)
         is_settled &= ~self.holds.contains(due_ms, seq)
         if len(self.seq):
             index = np.minimum(np.searchsorted(self.seq, seq), len(self.seq) - 1)

@@ -47,8 +47,8 @@ class Opened(Columns):
     """Messages that a backlog has opened, to be loaded or rewritten.
 
     `due_ms` is the time of the release. `row_seq` is the row of the log that contains the message, or IN_TABLE.
-    `rewrites` marks the messages that must be rewritten to stay pending. `note` is a number for the backlog's own use,
-    which it gets back with the new row (`Rewritten`).
+    `rewrites` is a mask of the messages that must be rewritten to stay pending. `note` is a number for the backlog's
+    own use, which it gets back with the new row (`Rewritten`).
     """
 
     due_ms: Int64Array
@@ -59,7 +59,7 @@ class Opened(Columns):
 
     @classmethod
     def near(cls, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> Opened:
-        """Build opened messages that are all to be loaded."""
+        """Build opened messages of which none must be rewritten."""
         return cls(due_ms, seq, row_seq, np.zeros(len(seq), np.int64), np.zeros(len(seq), np.bool_))
 
     @classmethod
@@ -70,7 +70,7 @@ class Opened(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """For rewritten messages that are passed to `add` again: their previous rows, and the notes of their opening."""
+    """An argument of `add` for rewritten messages: their previous rows, and their notes from `Opened`."""
 
     row_seq: Int64Array
     note: Int64Array
@@ -87,10 +87,13 @@ class Backlog(Protocol):
     # scheduler reads it at every step.
     first_due_ms: int = FAR_MS
 
-    # These messages delay no others. But `settled_before_ms` of the scheduler must not pass their due times.
+    # Messages in missing files delay no others. But `settled_before_ms` of the scheduler must not pass their due times.
     @property
     def missing_due_ms(self) -> int:
-        """The earliest due time of messages that cannot be opened now, or that are due later than their pair states."""
+        """The earliest due time of messages that cannot be opened now, or that are due later than their pair states.
+
+        FAR_MS if there are none.
+        """
         return FAR_MS
 
     # Called from the commit's callback, in log order. It must not fail: an exception here stops the log
@@ -101,22 +104,29 @@ class Backlog(Protocol):
     # The only coroutine. `add` may be called while it waits. An added message is then returned by this `open` or marked
     # by that `add`, never both.
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Open all messages that may be due before `until_ms`, or the first part of them. Advance `first_due_ms`."""
+        """Open the messages that may be due before `until_ms`, or only the first of them. Advance `first_due_ms`."""
 
     # Retention removes rows below the result. So the result may be lower than necessary, but never higher.
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Find the oldest row that is needed. Opened messages due before `settled_ms` are settled."""
+        """Find the oldest row of the log that is needed, None if no row is.
+
+        All opened messages due before `settled_ms` are settled.
+        """
 
     # The state may be older than the files. `restore` receives the messages since then as `waiting`.
     def state(self, settled_ms: int) -> msgspec.Struct | None:
-        """Build the state for a checkpoint, which is saved after the `files_to_sync` are synced."""
+        """Build the state for a checkpoint, which is saved after the `files_to_sync` are synced.
+
+        None if the backlog needs no state.
+        """
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
         """Start with a saved state and the messages that were added or rewritten since. This blocks.
 
-        Without a state, `waiting` contains all pending messages. Returns the messages that count as opened.
+        Without a state, `waiting` contains all pending messages of this backlog that are in the log. Returns the
+        messages that count as opened.
         """
 
     # -- defaults for a backlog without files, without a capacity limit and without a stored form of its own ----
@@ -143,7 +153,7 @@ class Backlog(Protocol):
         return self.decode_from_log(take_scheduled(self.reader, row_seq))
 
     def clock_stepped(self, now_ms: int, shift_of: Callable[[Int64Array], Int64Array]) -> bool:
-        """Handle a clock step. Returns True if all loaded messages must be opened again with other due times.
+        """Handle a clock step. Returns True if all messages of this backlog must be opened again, with other due times.
 
         `shift_of` maps numbers of durations to shifts: how many ms later than their rows state they are due now.
         """
@@ -159,7 +169,7 @@ class Backlog(Protocol):
 
     # Between `files_to_sync` and the sync of these files.
     def rows_synced(self) -> None:
-        """Change the files by facts from before the last `files_to_sync`: the rows of the log so far are synced."""
+        """Write changes to the files that are valid only now: the rows before the last `files_to_sync` are synced."""
         return
 
     def sync_failed(self) -> None:

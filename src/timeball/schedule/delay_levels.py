@@ -5,7 +5,7 @@ due time in place of a tag's hash. Pending messages take no memory here. The off
 first entry that is not settled (released or cancelled). A release record refers to the scheduled message that it
 settles, so a restart repeats no release.
 
-A message is an entry in the index of its queue. That entry exists before `add` is called, so nothing else is stored.
+Each message is an entry in the index of its queue. The entry exists before `add` is called, so nothing else is stored.
 Opening takes entries from the heads of all queues. An added message counts as opened at once if it is due within the
 lead time (`ahead_ms`) and its queue has no unopened entries before it.
 
@@ -190,8 +190,6 @@ def with_original_topics(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 # ---- the backlog: all levels ---------------------------------------------------------------------------------
 
-# ---- the backlog ----------------------------------------------------------------------------------------------
-
 OPEN_ROWS = 131_072  # entries of a queue opened at a time; the event loop reads them in a few ms
 
 _NONE = np.empty(0, np.int64)
@@ -220,20 +218,20 @@ class DelayLevels(Backlog):
         """Take the queues of the schedule topic from `indexes` with every call."""
         self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
         self._ahead_ms = ahead_ms
-        self._queues: dict[int, LevelQueue] = {}
-        # The earliest original due time of entries that a clock step has postponed, and the ends of the queues at that
-        # step, by queue.
+        self._queues: dict[int, LevelQueue] = {}  # by level - 1
+        # The earliest original due time of entries that a clock step has postponed, and the end of each queue at that
+        # step.
         self._postponed_ms, self._postponed_ends = FAR_MS, dict[int, int]()
 
     # -- the five operations of a backlog --------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Read the new entries from the indexes of all queues."""
+        """Read the new entries from the indexes of all queues. Returns a mask of the messages that count as opened."""
         opened_seqs = []
         for number, index in enumerate(self._indexes()):
             queue = self._queues.get(number)
             if queue is not None or index.max_offset > index.min_offset:
-                queue = queue or self._queue(number, index)
+                queue = queue or self._make_queue(number, index)
                 # All queues are read, not only those of `waiting`, because the indexes already contain all new entries.
                 seq = queue.add_new(now_ms + self._ahead_ms)
                 if seq is not None:
@@ -244,7 +242,10 @@ class DelayLevels(Backlog):
         return np.isin(waiting.seq, np.concatenate(opened_seqs))
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Open the heads of all queues. Skip messages that are settled (released or cancelled) or in flight."""
+        """Open up to OPEN_ROWS entries of each stretch that are due before `until_ms`.
+
+        Messages that are settled (released or cancelled) or in flight are skipped.
+        """
         parts = [part for queue in self._queues.values() for part in queue.open(until_ms, OPEN_ROWS)]
         self._update_first_due()
         if not parts:
@@ -272,14 +273,14 @@ class DelayLevels(Backlog):
         assert state is None or isinstance(state, LevelsState)
         for number, index in enumerate(self._indexes()):
             if index.max_offset > index.min_offset:
-                queue = self._queue(number, index)
+                queue = self._make_queue(number, index)
                 offset = state.levels[number].offset if state is not None and number in state.levels else 0
                 # The offset is from a checkpoint. The index may have been rebuilt since, and retention may have moved
                 # its start.
                 queue.low = min(max(offset, index.min_offset), index.max_offset)
-                due = queue.find_entries(settled.seq)
-                # A message may have been released under another due time, because the clock was set. It is settled
-                # under its original due time as well.
+                due = queue.find_due_times(settled.seq)
+                # A message may have been released at another due time, because the clock was set. Its original due time
+                # gets a settled pair as well.
                 differs = (due >= 0) & (due != settled.due_ms)
                 self._outcomes.add_settled(due[differs], settled.seq[differs])
                 queue.rebuild()
@@ -291,9 +292,10 @@ class DelayLevels(Backlog):
     # -- further methods of a backlog ------------------------------------------------------------------------
 
     def read_bodies(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
-        """Read the messages in these rows (reader thread). Skip rows that are no scheduled messages.
+        """Read the messages in these rows (reader thread), with the topics and queues to which they were sent.
 
-        Those were sent to this topic before the broker reserved it, and are in its queue already.
+        Rows that are no scheduled messages are skipped: they were sent to the schedule topic before the broker reserved
+        it. Raises Corrupt if a scheduled message lacks its original topic.
         """
         rows = self.reader.read_rows(row_seq)
         is_scheduled = np.isin(rows.column("kind").to_numpy(), list(KINDS))
@@ -320,7 +322,8 @@ class DelayLevels(Backlog):
         for queue in self._queues.values():
             queue.rebuild(shift_of)
             queue.shorten_long_waits(now_ms)
-        self._postponed_ms = min((queue.first_late_ms() for queue in self._queues.values()), default=FAR_MS)
+        firsts = (queue.first_postponed_ms() for queue in self._queues.values())
+        self._postponed_ms = min(firsts, default=FAR_MS)
         self._postponed_ends = {number: queue.added_to for number, queue in self._queues.items()}
         self._update_first_due()
         return True
@@ -329,11 +332,11 @@ class DelayLevels(Backlog):
         """Compute a mask of the numbers that are in a queue."""
         is_in_queue = np.zeros(len(seq), np.bool_)
         for queue in self._queues.values():
-            is_in_queue |= queue.find_entries(seq) >= 0
+            is_in_queue |= queue.find_due_times(seq) >= 0
         return is_in_queue
 
     def statistics(self) -> dict[str, int]:
-        """Count the pending messages. Cancelled ones are included until their turn comes."""
+        """Count the pending messages. Settled ones are included until their queue's offset passes them."""
         self._advance()
         return {"waiting_rows": sum(queue.waiting_rows for queue in self._queues.values())}
 
@@ -346,7 +349,7 @@ class DelayLevels(Backlog):
 
     # -- internals -------------------------------------------------------------------------------------------
 
-    def _queue(self, number: int, index: QueueIndex) -> LevelQueue:
+    def _make_queue(self, number: int, index: QueueIndex) -> LevelQueue:
         """Make and store the queue `number`. A level that the table no longer has gets no duration."""
         duration_ms = self.table.durations_ms[number] if number < len(self.table) else None
         queue = self._queues[number] = LevelQueue(number, index, duration_ms)
@@ -363,7 +366,10 @@ class DelayLevels(Backlog):
             queue.advance(self._outcomes)
 
     def _restore_durations(self, queue: LevelQueue) -> None:
-        """Restore the durations with which the entries of a queue were accepted, if they exceed that of the table."""
+        """Extend the duration of a queue to the longest one with which the last entry of a stretch was accepted.
+
+        It was longer than now if the level table has changed since.
+        """
         for stretch in queue.stretches:
             entry = queue.index.read(stretch.end - 1, 1)
             row = self.reader.read_rows(entry["seq"].astype(np.int64))
@@ -374,7 +380,8 @@ class DelayLevels(Backlog):
 
 # ---- the queue of one level ----------------------------------------------------------------------------------
 
-Columns = tuple[Int64Array, Int64Array, Int64Array]  # release times, original due times, sequence numbers
+# release times, original due times, sequence numbers
+OpenedColumns = tuple[Int64Array, Int64Array, Int64Array]
 # Maps sequence numbers to the ms by which entries are due later than they state.
 ShiftOf = Callable[[Int64Array], Int64Array]
 
@@ -418,10 +425,10 @@ class LevelQueue:
     # -- adding entries --------------------------------------------------------------------------------------
 
     def add_new(self, near_ms: int) -> Int64Array | None:
-        """Add the new entries of the index. Return the numbers of those that count as opened, or None.
+        """Add the new entries of the index. Return the numbers of the entries that count as opened. None if none do.
 
-        These are the first entries due up to `near_ms`, and only if the queue has no stretch. The reason is that the
-        offset of the level passes entries in order.
+        The first new entries count as opened if they are due up to `near_ms` and the queue has no stretch. Only the
+        first ones, because the offset of the level passes entries in order.
         """
         if self.added_to == self.index.max_offset:
             return None
@@ -434,7 +441,10 @@ class LevelQueue:
         return _seq(entries[:near_count]) if near_count else None
 
     def rebuild(self, shift_of: ShiftOf | None = None) -> None:
-        """Treat all entries from `low` on as unopened. The backlog skips settled ones when it opens them."""
+        """Treat all entries from `low` on as unopened, with the shifts of `shift_of` (None: no shifts).
+
+        The backlog skips settled ones when it opens them.
+        """
         self.stretches, offset, self.added_to = [], self.low, self.index.max_offset
         while offset < self.added_to:
             entries = self.index.read(offset, min(CHUNK, self.added_to - offset))
@@ -442,7 +452,7 @@ class LevelQueue:
             offset += len(entries)
 
     def _extend(self, offset: int, due: Int64Array, shift_ms: Int64Array | None = None) -> None:
-        """Add unopened entries from `offset` on, to the last stretch or as new stretches."""
+        """Add unopened entries with the due times `due`, from `offset` on, to the last stretch or as new stretches."""
         if not len(due):
             return
         shift_ms = np.zeros(len(due), np.int64) if shift_ms is None else shift_ms
@@ -463,8 +473,11 @@ class LevelQueue:
         """Find the time at which the first entry of a stretch is due. None if there are no stretches."""
         return min((stretch.first_due_ms for stretch in self.stretches), default=None)
 
-    def open(self, until_ms: int, rows_max: int) -> list[Columns]:
-        """Open up to `rows_max` entries of each stretch that are due, with the shift, before `until_ms`."""
+    def open(self, until_ms: int, rows_max: int) -> list[OpenedColumns]:
+        """Open up to `rows_max` entries of each stretch that are due, with the shift, before `until_ms`.
+
+        Returns the entries of each stretch.
+        """
         opened = []
         for stretch in [stretch for stretch in self.stretches if stretch.first_due_ms < until_ms]:
             end = min(stretch.end, stretch.next + rows_max)
@@ -499,7 +512,7 @@ class LevelQueue:
 
     # -- settled entries -------------------------------------------------------------------------------------
 
-    def first_late_ms(self) -> int:
+    def first_postponed_ms(self) -> int:
         """Find the earliest original due time of entries that are postponed. FAR_MS if there are none."""
         postponed = (stretch.head_ms for stretch in self.stretches if stretch.shift_ms > 0)
         return min(postponed, default=FAR_MS)
@@ -520,13 +533,13 @@ class LevelQueue:
         """Find the oldest row of the log that is needed, as of the last `advance`. None if no row is needed."""
         return int(_seq(self.index.read(self.low, 1))[0]) if self.low < self.added_to else None
 
-    def find_entries(self, seq: Int64Array) -> Int64Array:
-        """Look up the original due times of these numbers among the entries from `low` on. -1 for other numbers."""
+    def find_due_times(self, seq: Int64Array) -> Int64Array:
+        """Find the original due times of these numbers among the entries from `low` on. -1 for other numbers."""
+        # A bisection for all numbers at once. Each round reads one entry of the index for each number.
         low, high = np.full(len(seq), self.low), np.full(len(seq), self.index.max_offset)
         while (unfinished := low < high).any():
             middle = (low + high) // 2
             is_below = np.zeros(len(seq), dtype=np.bool_)
-            # A bisection for all numbers at once. Each round reads one entry of the index for each number.
             is_below[unfinished] = _seq(self.index.at(middle[unfinished])) < seq[unfinished]
             low = np.where(unfinished & is_below, middle + 1, low)
             high = np.where(unfinished & ~is_below, middle, high)

@@ -1,15 +1,14 @@
 """The wheel of loaded messages: those due soon, with bodies in memory, in slots of one second.
 
-The numbers of the used slots are also in a heap. So an empty second costs nothing, and
-the first slot of the heap has the next due time. Rows arrive in batches, which become sorted runs in the slots. Small
-batches are first collected until there are many rows or one of them is due, because splitting ten rows over ten slots
-costs as much as splitting a thousand. The first hand-out from a slot merges its small runs. So the rows of each
-millisecond are a slice.
+The numbers of the used slots are also in a heap. So an empty second costs nothing, and the first slot of the heap has
+the next due time. Rows arrive in batches, which become sorted runs in the slots. Small batches are first collected
+until there are many rows or one of them is due, because splitting ten rows over ten slots costs as much as splitting a
+thousand. The first hand-out from a slot merges its small runs. So the rows of each millisecond are a slice.
 
-Messages that arrive a few at a time stay in the Arrow message of their commit, with an entry in a list for each quarter
-of a second, which is sorted when its first message is the next one. As columns, each step for one message would cost as
-much as for a thousand. They become columns when they are due together with columns. If there are very many, further
-messages are stored as columns.
+Messages that arrive a few at a time stay in the Arrow message of their commit. An *entry* refers to each of them. The
+entries of each quarter of a second are a list, which is sorted when it becomes the first one. As columns, each step for
+one message would cost as much as for a thousand. Entries become columns when they are due together with columns. If
+there are very many entries, further messages are stored as columns.
 
 Large bodies are not copied: a batch with many bytes is a run of its own, and only small runs are merged. A hand-out
 ends after some bytes of bodies, so that the first message of a burst does not wait until all others are on disk.
@@ -48,17 +47,17 @@ ARRIVAL_BYTES_MAX = 4 * 1024 * 1024  # sorting them copies them, at about 1 ms p
 # A run with fewer bytes and fewer than ARRIVALS_MAX rows is small: it may be merged with others, which copies it.
 SMALL_RUN_BYTES = 512 * 1024
 UNLIMITED_BYTES = 1 << 62
-ENTRIES_MAX = 65_536  # of about 200 bytes each besides their messages
+ENTRIES_MAX = 65_536  # messages stored as entries, of about 200 bytes each besides the message
 ENTRY_SLOT_MS = 250
 # For more entries of one slot, which may all be due at one time, columns cost less. Sorting them takes about 1 ms.
 ENTRIES_OF_SLOT_MAX = 4_096
 # Small runs of a slot. With more, most of them are merged, because each hand-out searches all runs.
 RUNS_MAX = 24
-OPEN_RUNS_MAX = 4  # the same for a slot from which rows have already been handed out
+OPEN_RUNS_MAX = 4  # the most runs of a slot from which rows have already been handed out
 
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
 _BODY, _DUE_MS = READ_SCHEMA.get_field_index("body"), READ_SCHEMA.get_field_index("due_ms")
-_END = struct.Struct("<i")
+_OFFSET = struct.Struct("<i")  # an offset of an Arrow text column
 _OFFSET_MAX = (1 << 31) - 1
 
 
@@ -76,7 +75,7 @@ def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
 class Run:
     """Rows sorted by (due_ms, seq). Those before `cursor` have been handed out."""
 
-    due: Int64Array
+    due_ms: Int64Array
     seq: Int64Array
     # The original due times. A row may count as due at another time (delay levels, shifted durations).
     original_due_ms: Int64Array
@@ -85,7 +84,7 @@ class Run:
 
     @classmethod
     def from_batches(cls, batches: list[pa.RecordBatch]) -> Run:
-        """Build one sorted run of these rows."""
+        """Build one sorted run of these rows, which are due at their `due_ms`."""
         # A single batch, such as the result of a gather, is not copied.
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         due, seq = pairs_of(rows)
@@ -96,9 +95,9 @@ class Run:
 
     @classmethod
     def with_due_times(cls, due_ms: Int64Array, seq: Int64Array, rows: pa.RecordBatch) -> Run:
-        """Build one sorted run of `rows`. The message with the number seq[i] is due at due_ms[i].
+        """Build one sorted run of `rows`, in which the message with the number seq[i] is due at due_ms[i].
 
-        `rows` may lack some of these messages.
+        `rows` may lack some of these messages and have any order.
         """
         # The reader may skip rows (no scheduled message, or settled), so due times are found by number, not by index.
         numbers = int64(rows.column("seq"))
@@ -114,7 +113,7 @@ class Run:
         """Join the rows of several runs that have not been handed out. Each row keeps its due time."""
         due, seq, original_due_ms = (
             np.concatenate([getattr(run, name)[run.cursor :] for run in runs])
-            for name in ("due", "seq", "original_due_ms")
+            for name in ("due_ms", "seq", "original_due_ms")
         )
         rows = pa.concat_batches([run.rows.slice(run.cursor) for run in runs])
         if not _is_sorted(due, seq):
@@ -130,14 +129,14 @@ class Run:
     def part(self, begin: int, end: int) -> Run:
         """Build a view of the rows [begin, end), none of which has been handed out."""
         # The cursor of the new run is 0: rows that were handed out of the old run are outside [begin, end).
-        due, original_due_ms = self.due[begin:end], self.original_due_ms
-        original_due_ms = due if original_due_ms is self.due else original_due_ms[begin:end]
+        due, original_due_ms = self.due_ms[begin:end], self.original_due_ms
+        original_due_ms = due if original_due_ms is self.due_ms else original_due_ms[begin:end]
         return Run(due, self.seq[begin:end], original_due_ms, self.rows.slice(begin, end - begin))
 
     def filtered(self, keep: npt.NDArray[np.bool_]) -> Run:
         """Select rows by a mask. None of the rows has been handed out."""
         return Run(
-            self.due[keep], self.seq[keep], self.original_due_ms[keep], self.rows.filter(pa.array(keep))
+            self.due_ms[keep], self.seq[keep], self.original_due_ms[keep], self.rows.filter(pa.array(keep))
         )
 
     @property
@@ -153,22 +152,27 @@ class Run:
     @property
     def is_shifted(self) -> bool:
         """True if a row is due at another time than its original due time."""
-        return self.original_due_ms is not self.due and not np.array_equal(self.original_due_ms, self.due)
+        return self.original_due_ms is not self.due_ms and not np.array_equal(
+            self.original_due_ms, self.due_ms
+        )
 
     def rows_as_due(self) -> pa.RecordBatch:
-        """Build the rows with the due times at which they count as due. `from_due_ms` contains the original ones."""
-        rows = with_column(self.rows, "due_ms", pa.array(self.due))
+        """Build the rows with `self.due_ms` as their due times. None of the rows has been handed out.
+
+        `from_due_ms` is the original due time where it differs, else null.
+        """
+        rows = with_column(self.rows, "due_ms", pa.array(self.due_ms))
         return with_column(
-            rows, "from_due_ms", pa.array(self.original_due_ms, mask=self.original_due_ms == self.due)
+            rows, "from_due_ms", pa.array(self.original_due_ms, mask=self.original_due_ms == self.due_ms)
         )
 
 
 @dataclass(slots=True)
 class ValuesRun:
-    """Rows as values, sorted by (due_ms, seq). Each is due at its original due time."""
+    """Rows that were entries, sorted by (due_ms, seq). Each is due at its original due time."""
 
     is_shifted: ClassVar = False
-    due: Int64Array
+    due_ms: Int64Array
     seq: Int64Array
     rows: NumberedRows
     body_bytes: int = 0  # approximate, and 0 after `filtered`
@@ -176,26 +180,26 @@ class ValuesRun:
     @property
     def original_due_ms(self) -> Int64Array:
         """The due times, which are the original ones."""
-        return self.due
+        return self.due_ms
 
     def filtered(self, keep: npt.NDArray[np.bool_]) -> ValuesRun:
         """Select rows by a mask."""
-        return ValuesRun(self.due[keep], self.seq[keep], self.rows.filter(keep))
+        return ValuesRun(self.due_ms[keep], self.seq[keep], self.rows.filter(keep))
 
     @property
     def last_original_due_ms(self) -> int:
         """The latest due time."""
-        return int(self.due[-1])
+        return int(self.due_ms[-1])
 
     def rows_as_due(self) -> NumberedRows:
-        """The rows, unchanged: none is due at another time than its original one."""
+        """Return the rows, unchanged: none is due at another time than its original one."""
         return self.rows
 
 
 class EntrySlots:
-    """Rows that are not columns, in lists by due time. `len` counts them.
+    """Entries in lists by due time. `len` counts them. An entry begins with (due_ms, seq, bytes of the body).
 
-    One heap of all rows would cost a dozen comparisons for each row, all over the memory.
+    One heap of all entries would cost a dozen comparisons for each of them, all over the memory.
     """
 
     def __init__(self) -> None:
@@ -208,49 +212,49 @@ class EntrySlots:
         return self._size
 
     def has_capacity(self, due_ms: int) -> bool:
-        """Check whether further rows due at this time may be added."""
+        """Check whether further entries due at this time may be added."""
         return (
             self._size < ENTRIES_MAX
             and len(self._slots.get(due_ms // ENTRY_SLOT_MS, ())) < ENTRIES_OF_SLOT_MAX
         )
 
     def add(self, entries: list[Entry]) -> None:
-        """Add rows in any order."""
+        """Add entries in any order."""
         for entry in entries:
             slot = entry[0] // ENTRY_SLOT_MS
-            rows = self._slots.get(slot)
-            if rows is None:
+            slot_entries = self._slots.get(slot)
+            if slot_entries is None:
                 self._slots[slot] = [entry]
                 heapq.heappush(self._used, slot)
             elif slot == self._sorted:
-                insort(rows, entry)
+                insort(slot_entries, entry)
             else:
-                rows.append(entry)
+                slot_entries.append(entry)
         self._size += len(entries)
 
     @property
     def first(self) -> Position:
-        """The position of the first row. (FAR_MS, 0) if there are none."""
+        """The position (due_ms, seq) of the first entry. (FAR_MS, 0) if there are none."""
         return self._first_slot()[0][:2] if self._used else (FAR_MS, 0)
 
     def take(self, before: Position, limit: int, bytes_max: int) -> list[Entry]:
-        """Remove and return up to `limit` rows that come before the position `before`, in order.
+        """Remove and return up to `limit` entries that come before the position `before`, in order.
 
-        Their bodies have at most `bytes_max` bytes, unless the first row alone has more.
+        Their bodies have at most `bytes_max` bytes, unless the first one alone has more.
         """
         taken: list[Entry] = []
         while self._used:
-            rows = self._first_slot()
+            entries = self._first_slot()
             # A position comes before the entry at this position, because the entry has more items.
-            end = min(bisect_left(rows, before), limit - len(taken))
-            for at, entry in enumerate(rows[:end]):
+            end = min(bisect_left(entries, before), limit - len(taken))
+            for index, entry in enumerate(entries[:end]):
                 bytes_max -= entry[2]
-                if bytes_max < 0 and (taken or at):
-                    end = at
+                if bytes_max < 0 and (taken or index):
+                    end = index
                     break
-            taken += rows[:end]
-            del rows[:end]
-            if rows:
+            taken += entries[:end]
+            del entries[:end]
+            if entries:
                 break
             del self._slots[heapq.heappop(self._used)]
         self._size -= len(taken)
@@ -288,7 +292,7 @@ class DueWheel:
         return self._size
 
     def add(self, rows: ReadRows) -> None:
-        """Add READ_SCHEMA rows in any order."""
+        """Add rows of READ_SCHEMA in any order. NumberedRows are stored as entries if there is capacity."""
         if isinstance(rows, NumberedRows):
             entries = rows.entries()
             if self._entries.has_capacity(entries[0][0]):
@@ -318,15 +322,15 @@ class DueWheel:
             self._sort_arrivals()
 
     def add_run(self, run: Run | ValuesRun) -> None:
-        """Add rows that are already sorted, such as those of a gather."""
+        """Add the rows of a sorted run, of which none has been handed out."""
         if isinstance(run, ValuesRun):
             self._add_entries(run.rows.entries())
             return
-        if len(run.due) == 0:
+        if len(run.due_ms) == 0:
             return
-        self._size += len(run.due)
+        self._size += len(run.due_ms)
         self.size_bytes += _bytes_of(run.rows)
-        self._note_columns_due(int(run.due[0]))
+        self._note_columns_due(int(run.due_ms[0]))
         self._put_into_slots(run)
 
     def has_before(self, before: Position) -> bool:
@@ -339,7 +343,7 @@ class DueWheel:
         if self._arrivals_first_ms == before[0]:
             self._sort_arrivals()
         first_runs = self._slots[self._used[0]] if self._used else []
-        heads = [(int(run.due[run.cursor]), int(run.seq[run.cursor])) for run in first_runs]
+        heads = [(int(run.due_ms[run.cursor]), int(run.seq[run.cursor])) for run in first_runs]
         return min([*heads, self._entries.first]) < before
 
     def take_due(
@@ -350,12 +354,13 @@ class DueWheel:
         Their bodies have at most `bytes_max` bytes, unless the first row alone has more.
         """
         before = before_ms, before_seq
-        due_to_ms = before_ms + (before_seq > 0)  # all rows before the position are due before this time
+        # All rows before the position are due before this time.
+        due_to_ms = before_ms + 1 if before_seq > 0 else before_ms
         if self._entries.first < before:
             if self._columns_first_ms >= due_to_ms:
                 return self._take_entries(before, limit, bytes_max)
-            # Rows as values are due together with columns. Convert only as many as are handed out, since there may be
-            # very many.
+            # Entries are due together with columns. Convert only as many as are handed out, since there may be very
+            # many.
             self.add_run(Run.from_batches([self._take_entries(before, limit, bytes_max).rows.batch]))
         # No row of a slot comes before a row that has stayed an entry.
         before = min(before, self._entries.first)
@@ -376,7 +381,7 @@ class DueWheel:
             if due_run is None:
                 break
             taken.append(due_run)
-            taken_rows += len(due_run.due)
+            taken_rows += len(due_run.due_ms)
             taken_bytes += due_run.body_bytes
             # If the slot is still used, its next row is not due, or too large for this hand-out.
             if slot in self._slots:
@@ -398,11 +403,11 @@ class DueWheel:
         Their bodies have at most `bytes_max` bytes, but `at_least` rows are returned.
         """
         runs = self._slots[slot]
-        # All small runs are merged only at the first hand-out from a slot. A late message may make an earlier slot used
-        # again, and then this slot once more.
+        # All small runs are merged at the first hand-out from a slot. Later ones merge only if there are many runs,
+        # because each message that arrives meanwhile adds one.
         runs = self._slots[slot] = _merge_small(runs) if slot > self._latest_slot else _merge_if_many(runs)
         self._latest_slot = max(self._latest_slot, slot)
-        ends = [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], before) for run in runs]
+        ends = [run.cursor + search(run.due_ms[run.cursor :], run.seq[run.cursor :], before) for run in runs]
         # More rows are due than may be handed out: take the first ones of all runs together, by (due_ms, seq).
         if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit or (
             sum(_body_bytes(run, end) for run, end in zip(runs, ends, strict=True)) > bytes_max
@@ -416,7 +421,7 @@ class DueWheel:
         for run, end in zip(runs, ends, strict=True):
             # Only the cursor moves: the remaining rows are not copied.
             run.cursor = end
-        unfinished = [run for run in runs if run.cursor < len(run.due)]
+        unfinished = [run for run in runs if run.cursor < len(run.due_ms)]
         if unfinished:
             self._slots[slot] = unfinished
         else:
@@ -426,14 +431,14 @@ class DueWheel:
         return due_runs[0] if len(due_runs) == 1 else Run.joined(due_runs)
 
     def _add_entries(self, entries: list[Entry]) -> None:
-        """Add rows that are not columns."""
+        """Store rows as entries."""
         self._entries.add(entries)
         self.size_bytes += ROW_BYTES * len(entries) + sum([entry[2] for entry in entries])
         self._size += len(entries)
         self._update_first_due()
 
     def _take_entries(self, before: Position, limit: int, bytes_max: int) -> ValuesRun:
-        """Remove and return rows that are not columns (`EntrySlots.take`), at least one."""
+        """Remove and return entries (`EntrySlots.take`). There must be at least one."""
         taken = self._entries.take(before, limit, bytes_max)
         due_ms, seqs, sizes, _, _ = zip(*taken, strict=True)
         self._size -= len(taken)
@@ -455,7 +460,7 @@ class DueWheel:
         first_ms = self._arrivals_first_ms
         if self._used:
             # Slots do not overlap in time, so the first used slot contains the earliest due time.
-            heads = (int(run.due[run.cursor]) for run in self._slots[self._used[0]])
+            heads = (int(run.due_ms[run.cursor]) for run in self._slots[self._used[0]])
             first_ms = min(first_ms, *heads)
         self._columns_first_ms = first_ms
         self._update_first_due()
@@ -470,7 +475,7 @@ class DueWheel:
 
     def _put_into_slots(self, run: Run) -> None:
         """Add the parts of a sorted run to their slots."""
-        slots, cuts = slot_cuts(run.due)
+        slots, cuts = slot_cuts(run.due_ms)
         for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False):
             runs = self._slots.get(slot)
             if runs is None:
@@ -482,7 +487,10 @@ class DueWheel:
 
 
 def _merge_smallest(runs: list[Run]) -> list[Run]:
-    """Merge the smallest three quarters of the small runs, if there are many. Each row is copied O(log n) times."""
+    """Merge the smallest three quarters of the small runs if there are more than RUNS_MAX small ones.
+
+    Each row is copied O(log n) times.
+    """
     small = sorted((run for run in runs if _is_small(run)), key=_rows_left)
     if len(small) <= RUNS_MAX:
         return runs
@@ -494,12 +502,12 @@ def _merge_smallest(runs: list[Run]) -> list[Run]:
 
 def _rows_left(run: Run) -> int:
     """Count the rows of a run that have not been handed out."""
-    return len(run.due) - run.cursor
+    return len(run.due_ms) - run.cursor
 
 
 def _is_small(run: Run) -> bool:
     """Check whether the rows of a run that have not been handed out cost little to copy."""
-    return _rows_left(run) < ARRIVALS_MAX and _body_bytes(run, len(run.due)) < SMALL_RUN_BYTES
+    return _rows_left(run) < ARRIVALS_MAX and _body_bytes(run, len(run.due_ms)) < SMALL_RUN_BYTES
 
 
 def _merge_small(runs: list[Run]) -> list[Run]:
@@ -512,16 +520,15 @@ def _merge_small(runs: list[Run]) -> list[Run]:
 
 
 def _merge_if_many(runs: list[Run]) -> list[Run]:
-    """Merge all small runs but the largest if there are too many. Each row is copied O(log n) times."""
-    if len(runs) <= OPEN_RUNS_MAX:
-        return runs
-    return _merge_small(runs)
+    """Merge the small runs of a slot if it has more than OPEN_RUNS_MAX runs."""
+    return _merge_small(runs) if len(runs) > OPEN_RUNS_MAX else runs
 
 
 def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, at_least: int) -> list[int]:
-    """Reduce `ends`, the ends of the due rows, to the first rows of all runs together, by (due_ms, seq).
+    """Cut the due rows to the first ones of all runs together, by (due_ms, seq).
 
-    These are `limit` rows, or as many of them as have bodies of at most `bytes_max` bytes, but `at_least` rows.
+    `ends` contains the index in each run at which its due rows end. The result contains the reduced indexes: of `limit`
+    rows, or of as many as have bodies of at most `bytes_max` bytes together, but of `at_least` rows.
     """
     due, seq, body_bytes = [], [], []
     for run, run_end in zip(runs, ends, strict=True):
@@ -531,7 +538,7 @@ def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, at_least:
         last_offset = np.int32(min(int(offsets[0]) + bytes_max, _OFFSET_MAX))
         fitting = int(np.searchsorted(offsets, last_offset, side="right")) - 1
         end = min(run_end, run.cursor + max(at_least, min(limit, fitting)) + 1)
-        due.append(run.due[run.cursor : end])
+        due.append(run.due_ms[run.cursor : end])
         seq.append(run.seq[run.cursor : end])
         body_bytes.append(np.diff(offsets[: end - run.cursor + 1]))
     all_due, all_seq = np.concatenate(due), np.concatenate(seq)
@@ -542,7 +549,7 @@ def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, at_least:
         return ends
     # Pairs are distinct, so exactly `count` of them come before the one at index `count`.
     first_left = int(all_due[order[count]]), int(all_seq[order[count]])
-    return [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], first_left) for run in runs]
+    return [run.cursor + search(run.due_ms[run.cursor :], run.seq[run.cursor :], first_left) for run in runs]
 
 
 def _body_offsets(run: Run, end: int) -> Int64Array:
@@ -560,7 +567,7 @@ def _body_bytes(run: Run, end: int) -> int:
 
 
 def _bytes_of(rows: pa.RecordBatch) -> int:
-    """Estimate the memory of rows, in bytes. The estimates of parts add up to exactly that of the whole.
+    """Estimate the memory of rows, in bytes. The estimates of parts add up to the estimate of the whole.
 
     `nbytes` is not used: a single row has a larger share of it than a row among others, so sums would drift. It also
     reads all columns, which for one row costs as much as releasing it.
@@ -577,7 +584,7 @@ def _text_bytes(column: pa.Array) -> int:
     if ends is None:
         return 0
     (first,), (last,) = (
-        _END.unpack_from(ends, 4 * index) for index in (column.offset, column.offset + len(column))
+        _OFFSET.unpack_from(ends, 4 * index) for index in (column.offset, column.offset + len(column))
     )
     return int(last - first)
 

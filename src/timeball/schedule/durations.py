@@ -48,6 +48,7 @@ _NONE = np.empty(0, np.int64)
 
 
 Bools = npt.NDArray[np.bool_]
+Pairs = tuple[Int64Array, Int64Array]  # (due_ms, seq)
 
 
 class Shifted(NamedTuple):
@@ -68,9 +69,7 @@ class StoredDurations(NamedTuple):
     store_ms: Int64Array
 
 
-Pairs = tuple[Int64Array, Int64Array]
-
-# Read the durations among the rows from one number to another. This blocks.
+# Read the durations among the rows of the log from one number up to another. This blocks.
 Find = Callable[[LogReader, int, int], StoredDurations]
 
 
@@ -86,24 +85,26 @@ class Durations:
     ) -> None:
         """`next_seq` returns the number of the next row of the log.
 
-        Without a clock no step is ever noticed. `find` reads the durations from before the start, at the first step.
+        Without a clock no step is ever noticed. `find` reads the durations from before the start. The scheduler calls
+        it at the first step.
         """
         self._outcomes, self._next_seq, self._clock, self.find = outcomes, next_seq, clock, find
         self.begun_seq = next_seq()  # rows below it were written before this start
         self._begun_ms = 0 if clock is None else clock.now_ms()
+        # True from `begin` to the first `apply` if the clock is behind the newest row.
         self._is_behind = False
         self.files_to_seq = 0  # messages in rows below it are in files
-        # Durations whose rows were stored later than this start, and the difference in ms. Sorted by number, usually
-        # empty.
+        # The numbers of durations whose rows were stored later than this start, and the difference in ms. Sorted by
+        # number, usually empty.
         self._future_seq = self._future_ms = _NONE
         offset_ms = 0 if clock is None else clock.offset_ms
         self._epochs = [(-FAR_MS, offset_ms)]  # (first number, offset in ms from there on)
         self._offset_ms = self._applied_ms = offset_ms
         self._applied_elapsed_ms = -FAR_MS
-        # The pairs (due_ms, seq) of pending durations, and of some settled ones. The scheduler appends to `newest`
-        # until `is_full`.
+        # The pairs of pending durations, and of some settled ones. The scheduler appends new ones to `newest`, unless
+        # `is_full`. `_index` moves them to `_pairs`.
         self._pairs, self.newest, self.is_full = DueIndex(), list[Pairs](), False
-        self.has_changed = False  # true if the offset has changed since the shifts were applied
+        self.has_changed = False  # true if the shifts may have to be applied, see `is_off`
         self._locations = Locations()  # of the durations that were rewritten
         # The numbers of the shifted durations (settled ones included), which the scheduler loads itself, and their
         # original due times in the same order. Sorted by number. Replaced, never changed in place, because the reader
@@ -136,12 +137,12 @@ class Durations:
         self.files_to_seq = files_to_seq
         self._is_behind = self.has_changed = newest_ms > self._begun_ms + OFFSET_JITTER_MS
 
-    def adopt(self, found: StoredDurations) -> None:
-        """Add durations from before the start. None of them waits longer than its whole duration from now on."""
-        waiting, later_ms = found.waiting, found.store_ms - self._begun_ms
+    def add_stored(self, stored: StoredDurations) -> None:
+        """Add durations from before the start. None of them waits longer than its whole duration from the start on."""
+        waiting, later_ms = stored.waiting, stored.store_ms - self._begun_ms
         self._index().add(waiting.due_ms, waiting.seq)
         self._locations.add(waiting.seq, waiting.row_seq)
-        # Stored in the future of this start's clock. `shift_of` subtracts the difference.
+        # Stored later than the start by this clock, so the clock was set back. `shift_of` subtracts the difference.
         in_future = later_ms > 0
         self._future_seq, self._future_ms = waiting.seq[in_future], later_ms[in_future]
 
@@ -153,7 +154,7 @@ class Durations:
             self._locations.add(seq[is_duration], row_seq[is_duration])
 
     def rows_of(self, seq: Int64Array) -> Int64Array:
-        """Find the rows of the log that contain these messages, or contained them until they were moved to a file."""
+        """Find the rows of the log that contain these messages, or contained them before a file did."""
         return self._locations.rows_of(seq)
 
     def forget_before(self, mark_ms: int) -> None:
@@ -167,7 +168,10 @@ class Durations:
     # -- steps of the clock ------------------------------------------------------------------------------------
 
     def _offset_changed(self, offset_ms: int) -> None:
-        """Begin an epoch. The clock calls this within the reading that shows the step, before any later row."""
+        """Begin an epoch with the next row of the log.
+
+        The clock calls this within the reading that shows the step, so no row was accepted in between.
+        """
         first_seq = self._next_seq()
         self._offset_ms, self.has_changed = offset_ms, True
         # No row was accepted in the last epoch, so the new one replaces it.
@@ -183,15 +187,16 @@ class Durations:
         """True if the shifts must be applied now, because the offset has changed."""
         if not self.has_changed:
             return False
-        changed_ms = self._offset_ms - self._applied_ms
         if self._is_behind:
             return True
-        # A step forward is followed at once, else a duration would end early.
+        changed_ms = self._offset_ms - self._applied_ms
+        # A step forward is followed at once, else a duration would end early. So is a large step back.
         if changed_ms > OFFSET_JITTER_MS or changed_ms < -STEP_MS:
             return True
         if changed_ms >= -OFFSET_JITTER_MS or self._clock is None:
             self.has_changed = False  # the offset has returned to the applied one
             return False
+        # During a small step back, the offset changes all the time.
         return self._clock.elapsed_ms() - self._applied_elapsed_ms >= FOLLOW_MS
 
     def apply(self) -> int:
@@ -206,7 +211,7 @@ class Durations:
         """Compute how many ms later than their rows state these durations are due. Negative: earlier."""
         first_seq, offset_ms = np.array(self._epochs, np.int64).T
         shift_ms: Int64Array = self._applied_ms - offset_ms[np.searchsorted(first_seq, seq, side="right") - 1]
-        # The rows stored in the future count from the start (see `adopt`).
+        # Durations that were stored later than the start count from the start (see `add_stored`).
         if len(self._future_seq):
             indexes = np.minimum(np.searchsorted(self._future_seq, seq), len(self._future_seq) - 1)
             shift_ms = shift_ms - np.where(self._future_seq[indexes] == seq, self._future_ms[indexes], 0)
@@ -219,6 +224,7 @@ class Durations:
         # Durations that were shifted before stay included, even with a shift of 0: their backlogs may have opened them
         # meanwhile.
         chosen = (np.abs(shift_ms) > OFFSET_JITTER_MS) | self.contains(seq)
+        # The settled ones among them are removed from the mask.
         chosen[chosen] = self._outcomes.waits(due_ms[chosen], seq[chosen])
         original_due_ms, seq, shift_ms = due_ms[chosen], seq[chosen], shift_ms[chosen]
         order = np.argsort(seq)
@@ -230,8 +236,11 @@ class Durations:
         """Compute a mask of the numbers that are shifted durations, which the scheduler loads itself."""
         return is_in(self.shifted_seqs, seq)
 
-    def original_due_of(self, seq: Int64Array) -> Int64Array:
-        """Look up the original due times of messages that the last `shifted` returned (any thread)."""
+    def original_due_times(self, seq: Int64Array) -> Int64Array:
+        """Find the original due times of messages that the last `shifted` returned (any thread).
+
+        The result for other numbers has no meaning.
+        """
         original_due_ms = self._original_due_by_number
         # A gather from before the last step may ask for other numbers. Its result is discarded.
         indexes = np.minimum(np.searchsorted(self.shifted_seqs, seq), len(original_due_ms) - 1)

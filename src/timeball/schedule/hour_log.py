@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class HourLog(Backlog):
-    """The tail in memory, and the files. `_survey` and `read_files` run in the reader thread."""
+    """The tail in memory, and the files. `_read_window` and `read_files` run in the reader thread."""
 
     def __init__(
         self,
@@ -82,7 +82,10 @@ class HourLog(Backlog):
     # -- the five operations of a backlog --------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Store two numbers per message, and two more if its row is not that of its version."""
+        """Store messages in the tail, unless they are due before `opened_ms`. Returns a mask of the messages that are.
+
+        A message takes two numbers, and two more if its row is not that of its version.
+        """
         ahead_ms = now_ms + self._ahead_ms
         if self.first_due_ms >= ahead_ms:
             self._opened_ms = max(self._opened_ms, ahead_ms)  # nothing before this time has to be opened
@@ -98,18 +101,21 @@ class HourLog(Backlog):
         return is_opened
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Open the due messages of the files, without bodies, and of the tail."""
+        """Open the messages of the files and of the tail that are due before `until_ms`, or before an earlier time.
+
+        The time is earlier if a window of the files would be too large. No bodies are read.
+        """
         files, until_ms = self.pending.to_open(until_ms)
         window = Window(until_ms, _NONE, _NONE, {}, [])
         if files:
             loop = asyncio.get_running_loop()
-            window = await loop.run_in_executor(self._thread, self._survey, files, until_ms, now_ms)
-            self.pending.opened(window.next_ms)
+            window = await loop.run_in_executor(self._thread, self._read_window, files, until_ms, now_ms)
+            self.pending.set_opened(window.next_ms)
             self.pending.mark_missing(window.missing)
         else:
             self.pending.refresh_local_files()  # files may have become local
         # No await from here on: messages that were added meanwhile must stay in the tail until `_opened_ms` has moved.
-        # The survey may have ended before `until_ms`, and tail and files must be open up to the same time.
+        # The window may end before `until_ms`, and tail and files must be open up to the same time.
         due, seq = self._tail.pop_before(window.until_ms, 0)
         self._opened_ms = max(self._opened_ms, window.until_ms)
         self._update_first_due()
@@ -129,7 +135,10 @@ class HourLog(Backlog):
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Start with the messages of the tail, and with the files without the rows that the mark covers."""
+        """Start with the messages of the tail (`waiting`), and with the files without the rows that the mark covers.
+
+        Returns the messages of `waiting` that count as opened.
+        """
         self.pending.skip_settled(settled)
         self._update_first_due()
         # Added as if they arrived now: near messages are returned, the others stay in the tail.
@@ -172,9 +181,12 @@ class HourLog(Backlog):
         self._update_first_due()
 
     def read_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
-        """Read these messages, which are sorted, from the files (reader thread)."""
+        """Read these messages, which are sorted by (due_ms, seq), from the files (reader thread).
+
+        The rows have READ_SCHEMA and are unsorted. Messages that no file contains are omitted.
+        """
         low, high = (int(due_ms[0]), int(seq[0])), (int(due_ms[-1]), int(seq[-1]) + 1)
-        rows = load(self.pending.overlapping(low[0], high[0]), low, high)
+        rows = read_rows_between(self.pending.overlapping(low[0], high[0]), low, high)
         if rows is None:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         # The files contain more rows in this span: settled ones, and messages of another gather.
@@ -182,7 +194,7 @@ class HourLog(Backlog):
         return rows if is_wanted.all() else rows.filter(pa.array(is_wanted))
 
     def rows_due(self, times_ms: list[int]) -> list[int]:
-        """Count the rows of tail and files that are due before each of `times_ms`, which ascend.
+        """Count the rows of tail and files that are due before each of `times_ms`.
 
         If a time is within the span of a file, a share of the file's rows is counted. Settled (released or cancelled)
         rows are included until they are removed.
@@ -210,9 +222,9 @@ class HourLog(Backlog):
     def _update_first_due(self) -> None:
         self.first_due_ms = min(self._tail.first_due_ms, self.pending.first_due_ms)
 
-    def _survey(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
-        """Read the pairs to open from `files`, and close files that are far from now (reader thread)."""
-        window = survey(files, until_ms)
+    def _read_window(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
+        """Read a window of `files`, and close the files that are far from now (reader thread)."""
+        window = read_window(files, until_ms)
         # In the reader thread, which alone opens and reads data files, so no file is closed during a read.
         close_far(self.pending.all(), now_ms)
         return window
@@ -223,7 +235,7 @@ class HourLog(Backlog):
 
 WINDOW_ROWS_MAX = 8_000_000  # positions read in one opening, 16 bytes each
 WINDOW_FILES_MAX = 64  # files read in one opening
-OPEN_MS = 2 * limits.HOUR_MS  # a file farther than this from the opened time is closed
+OPEN_MS = 2 * limits.HOUR_MS  # a file without rows due within this time from now is closed
 
 _NONE = np.empty(0, np.int64)
 
@@ -237,17 +249,16 @@ class PendingFiles:
         """`is_local` checks by path whether a file can be read now. None: all files can."""
         self._files, self._is_local = files, is_local
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
-        # Columns in one order of files, because each opening scans all files, perhaps ten thousand. `_index_of` maps a
-        # path to its index.
+        # Columns in one order of files, because each opening scans all files, perhaps ten thousand: the path of each
+        # file, its next due time and its last due time. `_index_of` maps a path to its index.
         self._paths, self._index_of = list[str](), dict[str, int]()
-        # The next due time of each file, and its last due time.
         self._next_ms = self._last_ms = _NONE
         self._set_next({entry.path: entry.min_due_ms for entry in entries})
-        # A lower bound of the unopened due times. Stored, because there may be thousands of files.
-        self.first_due_ms = FAR_MS
-        self.missing_due_ms = FAR_MS  # the same for files that are not local
+        # A lower bound of the unopened due times in available files, and one for all other files. Stored, because there
+        # may be thousands of files.
+        self.first_due_ms = self.missing_due_ms = FAR_MS
         self._opened_paths: set[str] = set()  # files from which rows may have been opened
-        # Paths of live files that are gone, until they are restored.
+        # Paths of live files that do not exist any more, until an operator restores them.
         self.missing: frozenset[str] = frozenset()
         # Built when needed. The first item is the `_live` of which it was built.
         self._set: tuple[dict[str, DataFile], FileSet] | None = None
@@ -337,7 +348,7 @@ class PendingFiles:
         removed = set(attachment.removes)
         remaining = {path: file for path, file in self._live.items() if path not in removed}
         added = {entry.path: DataFile(self._files, entry) for entry in attachment.files}
-        # Replaced, not changed: `over` may iterate over the old one in the reader thread.
+        # Replaced, not changed: `overlapping` may iterate over the old one in the reader thread.
         self._live, self._set = remaining | added, None
         old_next_ms = dict(zip(self._index_of, self._next_ms.tolist(), strict=True))
         next_ms = {path: old_next_ms[path] for path in remaining}
@@ -358,7 +369,7 @@ class PendingFiles:
         self._update_first_due()
 
     def to_open(self, until_ms: int) -> tuple[list[tuple[DataFile, int]], int]:
-        """List the files with unopened rows due before `until_ms`, each with its next due time.
+        """List the available files with unopened rows due before `until_ms`, each with its next due time.
 
         Also returns the time up to which to open them: earlier than `until_ms` if there would be too many files.
         """
@@ -370,8 +381,8 @@ class PendingFiles:
             until_ms = min(until_ms, max(candidates[WINDOW_FILES_MAX][0], candidates[0][0] + 1))
         return [(self._live[path], next_ms) for next_ms, path in candidates if next_ms < until_ms], until_ms
 
-    def opened(self, next_ms: dict[str, int]) -> None:
-        """Store the new next due times of files, by path."""
+    def set_opened(self, next_ms: dict[str, int]) -> None:
+        """Record that rows of these files were opened. `next_ms` contains their new next due times, by path."""
         for path, due_ms in next_ms.items():
             if path in self._index_of:
                 self._next_ms[self._index_of[path]] = due_ms
@@ -445,17 +456,20 @@ class PendingFiles:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The result of a survey: (due_ms, seq) of the rows due before `until_ms`, and the next due time of each file."""
+    """Rows of files that are to be opened: those due before `until_ms`, from the next due time of each file on."""
 
     until_ms: int
     due_ms: Int64Array
     seq: Int64Array
-    next_ms: dict[str, int]
+    next_ms: dict[str, int]  # the new next due time of each file, by path
     missing: list[str]  # paths of files that are gone, from which no rows were opened
 
 
-def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
-    """Read the pairs of these files from their next due times on, within the limits of one opening (reader thread)."""
+def read_window(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
+    """Read the pairs (due_ms, seq) of the window up to `until_ms`, or up to an earlier time if there are too many.
+
+    `files` are given with their next due times. Runs in the reader thread.
+    """
     files, missing = _split_missing(files)
     until_ms = _limit_until(files, until_ms)
     pairs = [file.positions_between((low_ms, 0), (until_ms, 0)) for file, low_ms in files]
@@ -463,7 +477,8 @@ def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
     seq = np.concatenate([_NONE, *(seq for _, seq in pairs)])
     next_ms = {}
     for (file, low_ms), (file_due, _) in zip(files, pairs, strict=True):
-        # Set to the due time of the next row. Otherwise a file with one row a week would be read at every opening.
+        # A file without rows in the window continues at the due time of its next row. Otherwise a file with one row a
+        # week would be read at every opening.
         next_due_ms = file.first_due_at_or_after(until_ms) if not len(file_due) else None
         next_ms[file.entry.path] = max(low_ms, until_ms if next_due_ms is None else next_due_ms)
     return Window(until_ms, due, seq, next_ms, missing)
@@ -485,7 +500,10 @@ def _split_missing(files: list[tuple[DataFile, int]]) -> tuple[list[tuple[DataFi
 
 
 def _limit_until(files: list[tuple[DataFile, int]], until_ms: int) -> int:
-    """Reduce `until_ms` until the statistics of the files show at most WINDOW_ROWS_MAX rows before it."""
+    """Reduce `until_ms` until the statistics of the files show at most WINDOW_ROWS_MAX rows before it.
+
+    It stays at least 1 ms after the first next due time, however many rows are due then.
+    """
     low_ms = min((low_ms for _, low_ms in files), default=until_ms)
     while until_ms - low_ms > 1:
         if (
@@ -499,7 +517,7 @@ def _limit_until(files: list[tuple[DataFile, int]], until_ms: int) -> int:
 
 
 def close_far(files: list[DataFile], now_ms: int) -> None:
-    """Close the files that have no rows within two hours of now (reader thread)."""
+    """Close the open files without rows due within OPEN_MS of `now_ms` (reader thread)."""
     for file in files:
         entry = file.entry
         # A file that spans the present stays open: it is read every few seconds, and opening it takes some ms.
@@ -507,7 +525,7 @@ def close_far(files: list[DataFile], now_ms: int) -> None:
             file.close()
 
 
-def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch | None:
+def read_rows_between(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch | None:
     """Read the rows in [low, high) of these files in READ_SCHEMA, unsorted across files. None if there are none."""
     tables = [(file, table) for file in files if (table := file.rows_between(low, high)).num_rows]
     if not tables:
@@ -518,9 +536,9 @@ def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch
 
 
 def _count_lateness_from(lateness_from_ms: int, rows: pa.Table) -> pa.Table:
-    """Raise accepted times below `lateness_from_ms` to it, because the lateness of these rows counts from there.
+    """Raise `accepted_ms` of rows due before `lateness_from_ms` to that time, from which their lateness counts.
 
-    `lateness_from_ms` is the time at which the file joined the table, or 0.
+    `lateness_from_ms` is the time at which the file joined the table. 0 changes no row.
     """
     if not lateness_from_ms:
         return rows
@@ -537,15 +555,20 @@ def _count_lateness_from(lateness_from_ms: int, rows: pa.Table) -> pa.Table:
 
 
 def as_scheduled(rows: pa.Table) -> pa.RecordBatch:
-    """Convert TABLE_SCHEMA rows to READ_SCHEMA rows that equal those read from the log (schedule/locations.py)."""
+    """Convert rows of the pending table (TABLE_SCHEMA) to READ_SCHEMA.
+
+    The result equals that of `locations.as_scheduled` for the same messages in the log, but without `store_host`, which
+    the table does not contain. A row with a `number` becomes a MOVED row with that `source_seq`, any other becomes a
+    SCHEDULED row.
+    """
     rows = rows.combine_chunks()
     columns = {name: rows.column(name).chunk(0) for name in LOG_SCHEMA.names if name in rows.schema.names}
     number = rows.column("number").chunk(0)
-    is_all_null = number.null_count == len(number)
+    has_numbers = number.null_count < len(number)
     batch = build_rows(
         rows.num_rows,
-        kind=int(Kind.SCHEDULED) if is_all_null else np.where(number.is_valid(), Kind.MOVED, Kind.SCHEDULED),
-        source_seq=None if is_all_null else number,
+        kind=np.where(number.is_valid(), Kind.MOVED, Kind.SCHEDULED) if has_numbers else int(Kind.SCHEDULED),
+        source_seq=number if has_numbers else None,
         store_ms=rows.column("accepted_ms").chunk(0),
         **{name: column for name, column in columns.items() if name != "accepted_ms"},
     )

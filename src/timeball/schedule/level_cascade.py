@@ -30,8 +30,8 @@ restart finds it. This entry is opened at once.
 lead time before it. For a queue of hops that are not the last, it is half the lead time after the end of the first hop,
 whose messages are due more than the lead time after that. So a state can only be used with the same lead time.
 
-A clock that is set back changes no entry. Later entries begin another stretch of their queue. If the rest of a list no
-longer fits the remaining time, a new list is made.
+A clock that is set back changes no entry. Later entries begin another stretch of their queue. If the levels left in a
+list no longer fit the remaining time, a new list is made.
 
 A queue contains messages that wait for the end of a hop, on disk, first in, first out:
 
@@ -41,9 +41,9 @@ A queue contains messages that wait for the end of a hop, on disk, first in, fir
     entry   | hop_end_ms | due_ms    | seq       | row_seq   | hops      | crc32c    |   48 bytes, little-endian
             +------------+-----------+-----------+-----------+-----------+-----------+
 
-All messages of a queue wait equally long. So entries arrive sorted by the end of their hop, and a search finds those
-whose hop is over. Two events break this order: a clock that is set back, and after a restart messages that are not in
-their original order in the log. Then the queue consists of several *stretches*, each sorted by hop end and by row. None
+All messages of a queue wait equally long. So entries arrive sorted by the end of their hop, and a search finds the
+entries whose hop is over. Two events break this order: a clock that is set back, and a restart that adds messages in
+another order than before. Then the queue consists of several *stretches*, each sorted by hop end and by row. None
 blocks another.
 
 An opened entry ("near, or on the move" in the figure) stays until its message is settled or has a new entry, in which
@@ -103,7 +103,7 @@ class QueueState(msgspec.Struct, array_like=True):
     gone: list[tuple[int, int]]
 
     def bounds(self) -> LogBounds:
-        """The queue's log, and its bounds."""
+        """Describe the queue's log for `mapped_log.open_logs`."""
         return f"{self.number:02d}", RECORDS, self.low, self.end
 
 
@@ -180,20 +180,19 @@ class HopQueue:
     def take_due(self, until_ms: int, rows_max: int) -> Entries:
         """Take up to `rows_max` entries whose hops end by `until_ms`, from the stretch with the earliest hop end.
 
-        The caller then passes those of unsettled messages to `keep_opened`.
+        There must be unopened entries. The caller then passes the entries of unsettled messages to `keep_opened`.
         """
         # After a clock was set back there may be several stretches with unopened entries.
-        stretch = min(
-            (each for each in self._stretches if each.next < each.end), key=lambda each: each.head_ms
-        )
-        first_level, end = stretch.next, min(stretch.end, stretch.next + rows_max)
-        records = leading(self.log.read, "hop_end_ms", first_level, end, until_ms + 1)
+        unopened = (stretch for stretch in self._stretches if stretch.next < stretch.end)
+        stretch = min(unopened, key=lambda stretch: stretch.head_ms)
+        begin, end = stretch.next, min(stretch.end, stretch.next + rows_max)
+        records = leading(self.log.read, "hop_end_ms", begin, end, until_ms + 1)
         stretch.next += len(records)
         if stretch.next < stretch.end:
             stretch.head_ms = int(self.log.read(stretch.next, stretch.next + 1)["hop_end_ms"][0])
         self._update_head()
         columns = (np.ascontiguousarray(records[name]) for name in ("due_ms", "seq", "row_seq", "hops"))
-        entries = Entries(np.arange(first_level, stretch.next), *columns)
+        entries = Entries(np.arange(begin, stretch.next), *columns)
         return entries.part(~np.isin(entries.index, self._superseded)) if len(self._superseded) else entries
 
     def keep_opened(self, entries: Entries) -> None:
@@ -212,7 +211,10 @@ class HopQueue:
         return indexes[~np.isin(indexes, self._superseded)], end
 
     def advance(self, is_settled: IsSettled, moved_from: Int64Array) -> None:
-        """Remove entries that are done: settled, or rewritten from the rows `moved_from` after they were opened."""
+        """Remove the opened entries of messages that are settled, or were rewritten from one of the rows `moved_from`.
+
+        Unopened entries of settled messages are removed from the beginning of each stretch.
+        """
         if self.low == self.log.end:
             return
         if self._opened:
@@ -327,7 +329,10 @@ class LevelCascade(BacklogInFiles):
     # -- the five operations of a backlog --------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Add an entry for each message, sorted by row. Rewritten messages begin their next hop."""
+        """Add an entry for each of the messages, which are sorted by row. Rewritten messages begin their next hop.
+
+        Returns a mask of the near messages, which count as opened.
+        """
         if not len(waiting):
             return np.zeros(0, np.bool_)
         # A hop does not begin before the latest one, unless the clock was set back.
@@ -341,7 +346,10 @@ class LevelCascade(BacklogInFiles):
         return self._enter(waiting, hops, self._latest_entry_ms)
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Open the entries whose hops are over, and those of last hops that are due."""
+        """Open the entries whose hops are over, and those in last hops that end by `until_ms`.
+
+        The opening ends as soon as it has OPEN_ROWS messages or more.
+        """
         opened = Opened.nothing()
         for queue in reversed(self.queues):
             hop_end_until_ms = until_ms if holds_last_hops(queue.number) else now_ms
@@ -364,7 +372,7 @@ class LevelCascade(BacklogInFiles):
         return min((row for queue in self.queues if (row := queue.first_row_seq) is not None), default=None)
 
     def state(self, settled_ms: int) -> CascadeState:
-        """Build the bounds of the queues, and list the superseded entries within them."""
+        """Build the state for a checkpoint: the bounds of the queues, and the superseded entries within them."""
         self._advance()
         # Queues that never had an entry have no files. A state without them is a few hundred bytes.
         states = [queue.state() for queue in self.queues if queue.log.end]
@@ -373,7 +381,10 @@ class LevelCascade(BacklogInFiles):
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Start from a state. Messages in rows that the state does not include get a new entry."""
+        """Start from a state. Messages in rows that the state does not include get a new entry.
+
+        Returns the near messages, of the state and of `waiting`.
+        """
         assert state is None or isinstance(state, CascadeState)
         folder = self._begin_generation(self._files, FOLDER, state)
         states = {} if state is None else {queue.number: queue for queue in state.queues}
@@ -390,11 +401,11 @@ class LevelCascade(BacklogInFiles):
     # -- further methods of a backlog ------------------------------------------------------------------------
 
     def encode_for_log(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-        """Add the list of the later hops to the properties of messages."""
+        """Add the hops after the first one to the properties of the scheduled messages, as TIMING-LIST."""
         return encode_for_log(scheduled_rows, now_ms)
 
     def encode_rewrite(self, scheduled_rows: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
-        """Add the list of the hops after the next one to the properties of rewritten messages."""
+        """Set TIMING-LIST of rewritten messages to the hops after the next one. `note` contains their hops."""
         return encode_rewrite(scheduled_rows, note)
 
     def statistics(self) -> dict[str, int]:
@@ -404,10 +415,13 @@ class LevelCascade(BacklogInFiles):
     # -- adding to queues -------------------------------------------------------------------------------------
 
     def _enter(self, waiting: Waiting, hops: Int64Array, entry_ms: int) -> Bools:
-        """Add messages to the queues of their first hops, which begin at `entry_ms`. Return which of them are near."""
+        """Add messages to the queues of the first hops in `hops`, which begin at `entry_ms`.
+
+        Near messages enter the queue NEAR, where they are opened at once. Returns a mask of these.
+        """
         due, seq, row_seq = waiting.due_ms, waiting.seq, waiting.row_seq
         self._known_seq = max(self._known_seq, int(row_seq.max()) + 1, int(seq.max()) + 1)
-        placements = enter(due, hops, entry_ms, self.lead_ms)
+        placements = place(due, hops, entry_ms, self.lead_ms)
         # Grouped by queue, so that each queue gets one append of a batch that is sorted by row.
         order = np.argsort(placements.queue, kind="stable")
         records = np.empty(len(due), RECORD)
@@ -417,9 +431,9 @@ class LevelCascade(BacklogInFiles):
         numbers = placements.queue[order]
         for begin, count in zip(*runs_of(numbers), strict=True):
             queue = self.queues[int(numbers[begin])]
-            head_ms = queue.head_ms
+            previous_head_ms = queue.head_ms
             queue.append(records[begin : begin + count])
-            if queue.head_ms != head_ms and queue.number != NEAR:
+            if queue.head_ms != previous_head_ms and queue.number != NEAR:
                 self._update_first_due()
         near = np.asarray(placements.queue == NEAR)
         if near.any():
@@ -430,11 +444,14 @@ class LevelCascade(BacklogInFiles):
     # -- opening queues --------------------------------------------------------------------------------------
 
     def _open_some(self, queue: HopQueue, now_ms: int, until_ms: int) -> Opened:
-        """Open up to OPEN_ROWS entries whose hops end by `until_ms`. Choose the next hops of far messages."""
+        """Open up to OPEN_ROWS entries of a queue whose hops end by `until_ms`.
+
+        Messages that are due more than the lead time from now must be rewritten, with their next hops as notes.
+        """
         entries = queue.take_due(until_ms, OPEN_ROWS)
         entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
         queue.keep_opened(entries)
-        # A message is not rewritten after its last hop, which ends near the due time.
+        # Never after a last hop, which ends near the due time.
         must_rewrite = (entries.due_ms - now_ms > self.lead_ms) & (not holds_last_hops(queue.number))
         hops = entries.hops
         if must_rewrite.any():
@@ -461,25 +478,28 @@ class LevelCascade(BacklogInFiles):
         self._update_first_due()
 
     def _forget_old_rows(self, seq: Int64Array) -> None:
-        """Mark the entries of messages that were rewritten after the state was saved.
+        """Mark the saved entries of these messages as superseded: they were rewritten after the state was saved.
 
-        They had been opened, so they are at the beginning of a stretch. The search ends when all have been found.
+        The entries had been opened, so they are at the beginnings of stretches. The search ends when all are found.
         """
         searches = [(queue, queue.low) for queue in self.queues if queue.low < queue.log.end]
         remaining = len(seq)
         while remaining and searches:
             next_searches = []
             for queue, begin in searches:
-                old_entries, end = queue.find_entries(seq, begin)
-                queue.mark_superseded(old_entries)
-                remaining -= len(old_entries)
+                old_indexes, end = queue.find_entries(seq, begin)
+                queue.mark_superseded(old_indexes)
+                remaining -= len(old_indexes)
                 # Each round searches one chunk of each queue, so that it ends soon after the last entry is found.
                 if end < queue.log.end:
                     next_searches.append((queue, end))
             searches = next_searches
 
     def _reopen_near(self, now_ms: int) -> Opened:
-        """Open the messages that were near. Make new entries for those that no longer are: the clock was set back."""
+        """Open the saved messages of the queue NEAR that are still near.
+
+        The others get new entries in other queues. There are some if the clock was set back.
+        """
         queue, reopened, no_longer_near = self.queues[NEAR], Opened.nothing(), list[Entries]()
         while queue.head_ms is not None:
             entries = queue.take_due(FAR_MS, OPEN_ROWS)
@@ -540,11 +560,12 @@ def _levels_of(count: int, unit: str) -> list[int]:
 
 
 def _packed(levels: list[int]) -> int:
+    """Encode a list of levels as a number: six bits per level, the first level lowest."""
     return sum(level << (HOP_BITS * index) for index, level in enumerate(levels))
 
 
 def _table(values: int, unit: str) -> tuple[Int64Array, Int64Array]:
-    """Build the packed levels of 0 to values - 1, and the number of bits of each."""
+    """Build the packed levels of each number from 0 to values - 1 in this unit, and the bits that each list takes."""
     lists = [_levels_of(value, unit) for value in range(values)]
     bits = [HOP_BITS * len(levels) for levels in lists]
     return np.array([_packed(levels) for levels in lists]), np.array(bits)
@@ -597,7 +618,7 @@ def first_due_ms(queue: int, head_ms: int, lead_ms: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class Placements:
     """The queue of each message, the end of its hop, and the levels left after that."""
 
     queue: Int64Array
@@ -606,20 +627,26 @@ class Entered:
 
 
 def next_hops(due_ms: Int64Array, hops: Int64Array, now_ms: int) -> Int64Array:
-    """Choose the list for the time after a hop: `hops`, or a new list if its first level ends too late."""
+    """Choose the list for a hop that begins at `now_ms`: `hops`, or a new list where its first level ends too late.
+
+    A list is also new where `hops` is empty.
+    """
     level = first_level(hops)
     fits = (level > 0) & (now_ms + DURATION_MS[level] <= due_ms + DRIFT_MS)
     return hops if fits.all() else np.where(fits, hops, plan(due_ms - now_ms))
 
 
-def enter(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> Entered:
-    """Place messages in the queues of their first hops, which begin at `entry_ms`. Near messages have no hop."""
+def place(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> Placements:
+    """Choose the queues of messages whose first hops begin at `entry_ms`. Near messages have no hop.
+
+    A message that `hops` no longer fits gets a new list (`next_hops`).
+    """
     is_near = due_ms - entry_ms <= lead_ms
     hops = next_hops(due_ms, hops, entry_ms)
     level = np.where(is_near, 0, first_level(hops))
     hop_end = entry_ms + DURATION_MS[level]
     is_last_hop = hop_end >= due_ms - lead_ms
-    return Entered(np.where(is_near, NEAR, 2 * level - 1 + is_last_hop), hop_end, levels_after_first(hops))
+    return Placements(np.where(is_near, NEAR, 2 * level - 1 + is_last_hop), hop_end, levels_after_first(hops))
 
 
 # ---- the property TIMING-LIST --------------------------------------------------------------------------------
@@ -647,7 +674,7 @@ def hop_texts(hops: Int64Array) -> pa.Array:
 
 
 def without_list(properties: pa.Array) -> pa.Array:
-    """Remove all properties of that name. Texts without any are returned unchanged, byte by byte."""
+    """Remove all properties TIMING-LIST. Texts without any are returned unchanged, byte by byte."""
     if not pc.any(pc.match_substring(properties, NAME)).as_py():
         return properties
     properties = pc.replace_substring_regex(properties, _AT_THE_START, "")
@@ -655,7 +682,7 @@ def without_list(properties: pa.Array) -> pa.Array:
 
 
 def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
-    """Add the list of the remaining levels. Texts of messages without remaining levels get none."""
+    """Replace TIMING-LIST by the levels of `hops`, or remove it where `hops` is empty or the text becomes too long."""
     properties = without_list(properties)
     has_list = hops != 0
     if not has_list.any():
@@ -675,7 +702,7 @@ def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
 
 
 def encode_for_log(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Add TIMING-LIST to the scheduled messages among these rows. `now_ms` is the time at which they were accepted."""
+    """Add TIMING-LIST to the messages of kind SCHEDULED among these rows, which were accepted at `now_ms`."""
     is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
     if not is_scheduled.any():
         return rows

@@ -1,12 +1,12 @@
 """Opened messages: load their bodies ahead of their due times, or leave this to a dispatcher, and hand them out once.
 
-    opened      --expect-->  index: two int64 a scheduled message  --gather-->  wheel: bodies  --take_due-->
-    just added  --add------------------------------------------------>
+    opened      --add_without_bodies-->  index: two int64 a message  --gather-->  wheel: bodies  --take_due-->
+    just added  --add----------------------------------------------------------->
 
-Messages are handed out in order. No fixed horizon separates loaded messages from others. A message may be handed out
-when it comes before every message whose body is not in memory, and is due earlier than every message that is still in a
-backlog. So the order does not depend on when messages arrive, and a clock that is set back makes none of them late or
-early. If more bodies are due at one time than memory may hold, some are handed out while others are read.
+Messages are handed out in order. A message may be handed out when it comes before every message whose body is not in
+memory, and is due earlier than every message that is still in a backlog. So the order does not depend on when messages
+arrive, and a clock that is set back makes none of them late or early. If more bodies are due at one time than memory
+may hold, some are handed out while others are read.
 
 A *gather* is one read of bodies in the reader thread. Bodies are loaded up to `ahead_ms` before their due time if
 memory allows it. At the due time they are loaded in any case, because a message without memory would never be handed
@@ -73,16 +73,13 @@ class Source:
     in_files: bool = False
     index: DueIndex = field(default_factory=DueIndex)
     locations: Locations = field(default_factory=Locations)
-    # How many times the index was discarded, after which the backlog opens all messages again.
-    discards: int = 0
+    discards: int = 0  # how many times the index was emptied (`Loaded.forget`)
 
     def decoded(self, scheduled_rows: ReadRows) -> ReadRows:
         """Convert log rows to messages as they were accepted. NumberedRows already have that form."""
-        return (
-            scheduled_rows
-            if isinstance(scheduled_rows, NumberedRows)
-            else self.decode(as_scheduled(scheduled_rows))
-        )
+        if isinstance(scheduled_rows, NumberedRows):
+            return scheduled_rows
+        return self.decode(as_scheduled(scheduled_rows))
 
     @classmethod
     def of(cls, backlog: Backlog) -> Source:
@@ -96,10 +93,10 @@ class Source:
     def forget_settled(self, outcomes: Outcomes) -> None:
         """Remove the earliest messages from the index, up to the first that is not settled (released or cancelled)."""
         while (head_ms := self.index.first_due_ms) < FAR_MS:
+            # The messages of one due time. They are removed all together, or up to the first unsettled one.
             due, seq = self.index.between(EARLIEST, (head_ms + 1, 0))
             settled = outcomes.is_settled(due, seq)
             if not settled.all():
-                # Up to the first pending message: the index removes pairs only from its beginning.
                 self.index.pop_before(head_ms, int(seq[int(settled.argmin())]))
                 return
             self.index.pop_before(head_ms + 1, 0)
@@ -119,7 +116,7 @@ class Gathering:
     source: Source
     # The value of `source.discards` when the gather began. If it has changed at the end, the result is discarded.
     discards: int
-    due: Int64Array
+    due_ms: Int64Array
     seq: Int64Array
     row_seq: Int64Array
 
@@ -138,9 +135,9 @@ class Loaded:
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Call `on_change` when a gather has ended, and `on_failure` when one has failed.
+        """Call `on_change` when a gather has ended, and `on_failure` with the exception when one has failed.
 
-        `gather_bytes` bounds the memory for bodies.
+        Bodies are loaded up to `ahead_ms` before their due times. `gather_bytes` bounds the memory for them.
         """
         self._thread, self._outcomes, self._sources = reader_thread, outcomes, sources
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
@@ -152,7 +149,8 @@ class Loaded:
         self._gathers: list[Gathering] = []
         self._gathering_from: Position = NEVER  # the first message in a gather, of those that delay others
         self._row_bytes = ROW_BYTES_GUESS
-        # Predicates of messages that were removed during a gather. The gather's rows that match one are discarded.
+        # Functions from numbers to a mask of the messages that `remove_for_reload` removed during the gather. Its rows
+        # for these messages are discarded.
         self._removals: list[Callable[[Int64Array], Bools]] = []
 
     def __len__(self) -> int:
@@ -179,7 +177,7 @@ class Loaded:
         return self._gathering is not None
 
     def has_capacity(self, now_ms: int) -> bool:
-        """Check whether backlogs may open more, or have to wait until some of these messages are handed out."""
+        """Check whether backlogs may open more messages: each index is smaller than its limit."""
         return all(
             len(source.index)
             < (OPENED_ROWS_MAX if source.external is None else source.external.rows_max(now_ms))
@@ -191,7 +189,7 @@ class Loaded:
     # -- adding and removing messages ----------------------------------------------------------------------
 
     def add(self, source: Source, scheduled_rows: ReadRows, now_ms: int) -> int:
-        """Add messages from the rows that were just appended. Returns the time in ms of the next work on them."""
+        """Add messages from the rows that were just appended. Returns when to load or hand out the first one (ms)."""
         scheduled_rows = source.decoded(scheduled_rows)
         due, seq = pairs_of(scheduled_rows)
         first_ms = int(due.min())
@@ -212,20 +210,26 @@ class Loaded:
     def add_without_bodies(
         self, source: Source, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array
     ) -> None:
-        """Add messages without bodies: these are in the rows `row_seq` of the log, or in files of the table."""
+        """Add messages whose bodies are in the rows `row_seq` of the log, or in files of the table."""
         source.index.add(due_ms, seq)
         if not source.in_files:
             source.locations.add(seq, row_seq)
 
     def forget(self, source: Source, is_of_source: Callable[[Int64Array], Bools]) -> None:
-        """Remove all messages of a source. `is_of_source` selects those in the wheel. They will be opened again."""
+        """Remove all messages of a source, which will be opened again.
+
+        `is_of_source` computes a mask of the numbers that belong to the source.
+        """
         source.index, source.locations = DueIndex(), Locations()
-        # A gather in progress belongs to the removed messages. `_gather` compares this number and discards its rows.
+        # A gather in progress may read removed messages. `_gather` compares this number and discards its rows.
         source.discards += 1
         self._remove_bodies(is_of_source)
 
     def remove_for_reload(self, is_removed: Callable[[Int64Array], Bools]) -> None:
-        """Remove messages from all sources. They are loaded again with other due times."""
+        """Remove the messages in the mask of `is_removed` from all sources. They are loaded again with other due times.
+
+        Rows of a gather in progress are removed when it ends.
+        """
         for source in self._sources:
             if len(source.index):
                 source.index.drop(is_removed)
@@ -234,7 +238,7 @@ class Loaded:
         self._remove_bodies(is_removed)
 
     def remove_held(self, is_removed: Callable[[Int64Array], Bools]) -> None:
-        """Remove messages in files that are held from now on. Those in a gather are removed when it ends."""
+        """Remove messages in files that are held from now on. Rows of a gather are removed when it ends (`_gather`)."""
         for source in self._sources:
             if source.external is not None:
                 source.index.drop(is_removed)
@@ -242,7 +246,7 @@ class Loaded:
         self._on_change()
 
     def _remove_bodies(self, is_removed: Callable[[Int64Array], Bools]) -> None:
-        """Remove messages from the wheel, by the mask of their numbers."""
+        """Remove the messages in the mask of `is_removed` from the wheel."""
         # The whole wheel is rebuilt, because its rows do not record their source. This is rare: clock steps and pauses.
         run = self.wheel.take_due(FAR_MS, len(self.wheel))
         if run is not None:
@@ -252,14 +256,14 @@ class Loaded:
     # -- handing out ---------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int, limit: int, below_ms: int) -> ReadRows | None:
-        """Hand out up to `limit` messages due by now and before `below_ms`, sorted. None if there are none.
+        """Hand out up to `limit` messages due by now and before `below_ms`, sorted by (due_ms, seq).
 
-        Their bodies have at most RELEASE_BYTES_MAX, so the next call may hand out more at once. A backlog may still
-        contain messages due at or after `below_ms`.
+        None if there are none. Their bodies have at most RELEASE_BYTES_MAX, so the next call may hand out more at once.
+        Backlogs may still contain messages due at `below_ms` or later.
         """
         self._gather_if_needed(now_ms)
         # Invariant: no message is handed out before an earlier one whose body is not in memory. This bound ensures it.
-        # It is a position, so that bodies due at one time are handed out while the later ones are being read.
+        # It is a position (due_ms, seq), so that some messages of one due time are handed out while others are read.
         bound = min((now_ms + 1, 0), (below_ms, 0), self._first_unloaded(now_ms, now_ms))
         bound_ms, bound_seq = bound
         while (
@@ -287,9 +291,11 @@ class Loaded:
         return None
 
     def next_ms(self, now_ms: int, below_ms: int) -> int:
-        """Compute when `take_due` next has work among messages due before `below_ms`. FAR_MS if never."""
-        # If no body comes before the bound, work is possible only after a gather or an opening. `on_change` reports the
-        # end of a gather, and the scheduler the end of an opening.
+        """Compute when to call `take_due` next: to hand out a message due before `below_ms`, or to begin a gather.
+
+        FAR_MS if neither is possible before a gather in progress or an opening has ended, or if there are no messages.
+        """
+        # `on_change` reports the end of a gather, and the scheduler reports the end of an opening.
         bound, gather_ms = (below_ms, 0), FAR_MS
         if self._gathering is None:
             gather_ms = self._next_gather_ms(now_ms)
@@ -303,7 +309,7 @@ class Loaded:
             if source.external is not None:
                 source.forget_settled(self._outcomes)  # messages that a dispatcher brought are settled
         firsts = (source.index.first_due_ms for source in self._sources)
-        gathers = (int(gather.due[0]) for gather in self._gathers)
+        gathers = (int(gather.due_ms[0]) for gather in self._gathers)
         return min(self.wheel.first_due_ms, *firsts, *gathers)
 
     def needed_seq(self) -> int | None:
@@ -312,28 +318,31 @@ class Loaded:
         needed_rows += [int(gather.row_seq.min()) for gather in self._gathers if not gather.source.in_files]
         return min((needed_row for needed_row in needed_rows if needed_row is not None), default=None)
 
-    async def wait_held(self) -> None:
-        """Wait until no gather contains a held message. The files of a resume contain all of these again."""
+    async def wait_until_none_held(self) -> None:
+        """Wait until no gather contains a held message. The files of a resume contain all held messages again."""
         holds = self._outcomes.holds
-        while any(holds.contains(gather.due, gather.seq).any() for gather in self._gathers):
+        while any(holds.contains(gather.due_ms, gather.seq).any() for gather in self._gathers):
             await self.wait_idle()
 
     async def wait_idle(self) -> None:
-        """Wait until the reader thread has finished its gather."""
+        """Wait until no gather is in progress."""
         while self._gathering is not None:
             await asyncio.wait([self._gathering])
 
     # -- loading bodies ------------------------------------------------------------------------------------
 
     def _has_memory_for_bodies(self) -> bool:
-        """Check whether the bodies of new messages are kept. They leave half of the memory to gathers."""
+        """Check whether the bodies of new messages stay in memory: half of the memory is left to gathers."""
         return self.wheel.size_bytes < self._gather_bytes // 2
 
     def _has_memory_for_gather(self) -> bool:
         return self.wheel.size_bytes < self._gather_bytes - self._gather_bytes // GATHERS
 
     def _first_unloaded(self, now_ms: int, to_ms: int) -> Position:
-        """Find the first message without a body that is due by `to_ms`, among those that delay others."""
+        """Find the position of the first message that is in a gather, or that is in an index and due by `to_ms`.
+
+        NEVER if there is none. Messages that are left to a dispatcher are not considered: they delay no others.
+        """
         first = self._gathering_from
         for source in self._sources:
             if source.index.first_due_ms <= min(to_ms, first[0]) and not source.is_leased_out(now_ms):
@@ -341,7 +350,10 @@ class Loaded:
         return first
 
     def _next_gather_ms(self, now_ms: int) -> int:
-        """Compute when to load bodies next: ahead of their due times if memory allows it, else at their due times."""
+        """Compute when to begin a gather: ahead of the first due time if memory allows it, else at that time.
+
+        FAR_MS if there is nothing to load, or if memory is full and bodies that can be handed out will make room.
+        """
         # A gather loads messages due within the whole lead time, but the next one begins only half the lead time before
         # a due time. So there is one gather per half lead time, not one per message.
         has_memory = self._has_memory_for_gather()
@@ -353,7 +365,7 @@ class Loaded:
         first_ms = FAR_MS
         for source in self._sources:
             head_ms = source.index.first_due_ms
-            if head_ms < FAR_MS and not (makes_room and not source.is_leased_out(now_ms)):
+            if head_ms < FAR_MS and (not makes_room or source.is_leased_out(now_ms)):
                 load_ms = head_ms - lead_ms
                 if source.external is not None:
                     load_ms = source.external.load_ms(now_ms, head_ms, load_ms)
@@ -367,13 +379,13 @@ class Loaded:
 
     def _start_gather(self, now_ms: int) -> None:
         """Take messages out of the indexes, as far ahead as memory allows, and start to load their bodies."""
-        has_capacity = self._has_memory_for_gather()
+        has_memory = self._has_memory_for_gather()
         # At least one row of any size.
         rows_max = max(1, self._gather_bytes // GATHERS // self._row_bytes)
         until_ms_by_source = []
         for source in self._sources:
             # If memory is full, only due messages are loaded.
-            load_until_ms = now_ms + self._ahead_ms if has_capacity else now_ms
+            load_until_ms = now_ms + self._ahead_ms if has_memory else now_ms
             if source.is_leased_out(now_ms):
                 assert source.external is not None
                 load_until_ms = now_ms - source.external.grace_ms
@@ -402,10 +414,10 @@ class Loaded:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(gathers))
             self._gathering.add_done_callback(self._finish_gather)
 
-    def _find_cut(self, until_ms_by_source: list[int], rows_max: int) -> tuple[int, int]:
-        """Find the (due_ms, seq) before which at most `rows_max` messages are to be loaded, whatever their source.
+    def _find_cut(self, until_ms_by_source: list[int], rows_max: int) -> Position:
+        """Find the position before which at most `rows_max` messages are to be loaded, of all sources together.
 
-        `until_ms_by_source` has the time up to which each source is loaded, -FAR_MS for none.
+        `until_ms_by_source` has the time before which messages of each source are to be loaded. -FAR_MS: none of them.
         """
         pairs = [
             source.index.between(EARLIEST, (until_ms, 0))
@@ -414,7 +426,7 @@ class Loaded:
         ]
         pairs = [pair for pair in pairs if len(pair[0])]
         if sum(len(due) for due, _ in pairs) <= rows_max:
-            return (FAR_MS, 0)
+            return NEVER
         due, seq = pairs[0]
         if len(pairs) > 1:
             due, seq = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
@@ -423,7 +435,7 @@ class Loaded:
         return int(due[rows_max]), int(seq[rows_max])
 
     async def _gather(self, gathers: list[Gathering]) -> None:
-        """Read bodies in the reader thread and add them to the wheel, except messages that were removed meanwhile."""
+        """Read the bodies in the reader thread. Add them to the wheel, without messages that were removed meanwhile."""
         runs = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, gathers)
         for gather, run in zip(gathers, runs, strict=True):
             if gather.discards != gather.source.discards:
@@ -433,7 +445,7 @@ class Loaded:
             for is_removed in self._removals:
                 run = run.filtered(~is_removed(run.seq))
             if len(self._outcomes.holds):
-                run = run.filtered(~self._outcomes.holds.contains(run.due, run.seq))
+                run = run.filtered(~self._outcomes.holds.contains(run.due_ms, run.seq))
             self.wheel.add_run(run)
 
     def _read(self, gathers: list[Gathering]) -> list[Run]:
@@ -441,25 +453,25 @@ class Loaded:
         runs = []
         for gather in gathers:
             if gather.source.external is not None:
-                # `read_files` needs the messages in the order of due times, which they have.
-                rows = gather.source.read_bodies(gather.due, gather.seq, gather.row_seq)
+                # `HourLog.read_files` needs the messages in the order of due times, which they have.
+                rows = gather.source.read_bodies(gather.due_ms, gather.seq, gather.row_seq)
                 runs.append(Run.from_batches([rows]))
                 continue
             # In the order of the log, so that each frame is decoded once.
             order = np.argsort(gather.row_seq)
-            rows = gather.source.read_bodies(gather.due[order], gather.seq[order], gather.row_seq[order])
-            runs.append(Run.with_due_times(gather.due, gather.seq, rows))
+            rows = gather.source.read_bodies(gather.due_ms[order], gather.seq[order], gather.row_seq[order])
+            runs.append(Run.with_due_times(gather.due_ms, gather.seq, rows))
         size_bytes, count = sum(run.rows.nbytes for run in runs), sum(len(run.seq) for run in runs)
         self._row_bytes = max(64, size_bytes // max(1, count))
         return runs
 
     def _settle_missing(self, gather: Gathering, run: Run) -> None:
-        """Settle messages without a body.
+        """Settle the messages of a gather that the read has not found.
 
-        Either the row is no scheduled message, or the table was rewritten without the message because it was settled.
+        The row is no scheduled message, or a rewrite of the table has omitted the message because it was settled.
         """
         is_missing = ~np.isin(gather.seq, run.seq)
-        due, seq = gather.due[is_missing], gather.seq[is_missing]
+        due, seq = gather.due_ms[is_missing], gather.seq[is_missing]
         if gather.source.is_shifted:
             return  # settled meanwhile, under the original due time
         if gather.source.external is None:
@@ -520,7 +532,7 @@ class ExternalDelivery:
         return LEASED_ROWS_MAX if self.is_leased(now_ms) else OPENED_ROWS_MAX
 
     def load_ms(self, now_ms: int, due_ms: int, default_ms: int) -> int:
-        """Compute when to load the first message, due at `due_ms`. Without a dispatcher this is `default_ms`."""
+        """Compute when to load the message due at `due_ms`. Without a lease, that is `default_ms`."""
         if not self.is_leased(now_ms):
             return default_ms
         # At the end of the grace period or of the lease, but never earlier than without a dispatcher.

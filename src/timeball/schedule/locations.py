@@ -57,7 +57,7 @@ class Columns:
 
 
 class GrowingColumns:
-    """Growing int64 columns. Rows are copied in, so they keep neither many small arrays nor views of the log alive."""
+    """Growing int64 columns. Rows are copied, so that no small arrays and no views of the log stay in memory."""
 
     def __init__(self, width: int) -> None:
         self._columns = np.empty((width, 0), np.int64)
@@ -81,7 +81,7 @@ class GrowingColumns:
         self._grow(self._rows + rows, self._rows + rows)
 
     def _grow(self, needed_rows: int, capacity: int) -> None:
-        """If there is less space than `needed_rows`, allocate that many rows, or `capacity` rows if that is more."""
+        """Allocate the larger of `needed_rows` and `capacity`, if there is less space than `needed_rows`."""
         if needed_rows > self._columns.shape[1]:
             grown = np.empty((len(self._columns), max(needed_rows, capacity)), np.int64)
             grown[:, : self._rows] = self._columns[:, : self._rows]
@@ -103,9 +103,9 @@ def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordB
 
 
 def leading(read: Callable[[int, int], Records], field: str, begin: int, end: int, before_ms: int) -> Records:
-    """Read the first records of [begin, end): those whose time in `field` is before `before_ms`.
+    """Read the first records of [begin, end), up to the first whose `field` is at or after `before_ms`.
 
-    The records are sorted by that time. `read` returns the records of a range.
+    The records are sorted by `field`. `read(begin, end)` returns the records of a range.
     """
     # The first part is empty, so that the result has the type of the records even if there are none.
     chunks, chunk_rows = [read(begin, begin)], PROBE
@@ -132,7 +132,7 @@ def runs_of(values: Int64Array) -> tuple[Int64Array, Int64Array]:
 _NONE = np.empty(0, np.int64)
 
 
-KINDS = frozenset({Kind.SCHEDULED, Kind.MOVED})
+KINDS = frozenset({Kind.SCHEDULED, Kind.MOVED})  # of rows that contain a scheduled message
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +148,15 @@ NOTHING = Waiting(_NONE, _NONE, _NONE)
 
 
 def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Select the rows that contain a message with a due time. This excludes half messages and those of delay levels."""
+    """Select the rows that contain a scheduled message, without half messages and messages of delay levels."""
     mask = np.isin(rows.column("kind").to_numpy(), list(KINDS))
-    # A half message has no due time. A message of a delay level has a position in the queue of its level, which stores
-    # it.
+    # A half message has no due time. A message of a delay level has an offset in the queue of its level.
     mask &= np.asarray(rows.column("due_ms").is_valid()) & np.asarray(rows.column("queue_offset").is_null())
     return rows if mask.all() else rows.filter(pa.array(mask))
 
 
 def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Select the rows of `waiting_rows` that gave a message its due time."""
+    """Select the rows of `waiting_rows` that gave a message its due time: not those that only rewrote it."""
     rows = waiting_rows(rows)
     mask = rows.column("kind").to_numpy() == Kind.SCHEDULED
     mask |= np.asarray(rows.column("from_due_ms").is_valid())
@@ -173,14 +172,20 @@ def waiting_in(rows: pa.RecordBatch) -> Waiting:
 
 
 def moved_versions(rows: pa.RecordBatch) -> Int64Array:
-    """Compute the versions of MOVED rows. A row with a new due time is a version itself, others refer to one."""
+    """Compute the versions of MOVED rows. A row with a new due time is a version itself, others refer to one.
+
+    The values for rows of other kinds have no meaning.
+    """
     return np.where(
         np.asarray(rows.column("from_due_ms").is_valid()), int64(rows.column("seq")), versions(rows)
     )
 
 
 def versions(rows: pa.RecordBatch) -> Int64Array:
-    """Read the versions that rows of the kinds RELEASE, CANCEL and MOVED refer to. 0 if they refer to none."""
+    """Read the versions that rows of the kinds RELEASE, CANCEL and MOVED refer to. 0 if they refer to none.
+
+    A row without `version_seq` refers to the version that equals the message's number (`source_seq`).
+    """
     version_seq, number = rows.column("version_seq"), rows.column("source_seq")
     version_seq = number if version_seq.null_count == len(version_seq) else pc.coalesce(version_seq, number)
     return np.asarray(version_seq.fill_null(0).to_numpy(), dtype=np.int64)
@@ -212,7 +217,11 @@ def take_scheduled(reader: LogReader, row_seq: Int64Array) -> pa.RecordBatch:
 
 
 def as_scheduled(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert READ_SCHEMA rows of the kinds SCHEDULED and MOVED to the messages that they contain."""
+    """Convert READ_SCHEMA rows of the kinds SCHEDULED and MOVED to the messages that they contain.
+
+    A message has its version as `seq` and its first row's `store_ms`. It stays MOVED, with its number as `source_seq`,
+    if number and version differ.
+    """
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     if not moved.any():
         return rows
@@ -256,16 +265,15 @@ class Locations:
             self._row_seq = np.concatenate((self._row_seq, row_seq[is_elsewhere]))[order]
 
     def rows_of(self, seq: Int64Array) -> Int64Array:
-        """Find the rows of these messages."""
+        """Find the rows of these messages. A message that is not stored is in the row of its version."""
         indexes, is_stored = self._find(seq)
         return np.where(is_stored, self._row_seq[indexes], seq) if is_stored.any() else seq
 
     def pop(self, seq: Int64Array) -> Int64Array:
-        """Find and remove the rows of these messages."""
+        """Find the rows of these messages as `rows_of`, and remove them."""
         row_seq, (indexes, is_stored) = self.rows_of(seq), self._find(seq)
         if is_stored.any():
             kept = np.ones(len(self._seq), dtype=np.bool_)
-            # A message is opened once, so its location is not needed after this.
             kept[indexes[is_stored]] = False
             self._seq, self._row_seq = self._seq[kept], self._row_seq[kept]
         return row_seq

@@ -21,9 +21,9 @@ removed only after a checkpoint that does not need it has been saved (`files_to_
 nevertheless, or too short or damaged, `check` reports it, and the owner rebuilds the records from the commit log.
 
 The CRC-32C of many short records of one length is computed column by column. Except for a constant, a checksum is
-linear: the exclusive or of one number per byte value and position, and of the checksum of a record of zeros.
-So a block of records costs one table look-up per byte, about 30 ns for a record of 24 bytes, and no Python code per
-record. The result equals that of `google_crc32c.value`.
+linear: it is the exclusive or of the checksum of a record of zeros, and of one number for each byte, which depends on
+the byte's value and position. So a block of records costs one table look-up per byte, about 30 ns for a record of 24
+bytes, and no Python code per record. The result equals that of `google_crc32c.value`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MappedLog:
         begin: int = 0,
         end: int = 0,
     ) -> None:
-        """Open the records [begin, end) of the log in `folder`. Remove files without any of them.
+        """Open the records [begin, end) of the log in `folder`. Remove its other files.
 
         The folder is made together with its first file.
         """
@@ -115,9 +115,9 @@ class MappedLog:
     def append(self, records: RecordArray) -> int:
         """Append records. Return the index of the first. On a full disk, append none and raise OverLimit."""
         first, done_rows = self.end, 0
-        # All files grow before any record is written, so that a full disk leaves no part of a batch to be taken back.
         stored = np.empty(len(records), self._checked)
         stored["record"], stored["crc32c"] = records, _checksums(records, self._marked)
+        # All files grow before any record is written, so that a full disk leaves no part of a batch to be taken back.
         views = []
         while done_rows < len(records):
             number, position = divmod(first + done_rows, self._file_records)
@@ -170,14 +170,14 @@ class MappedLog:
         return records
 
     def expect_marks(self, indexes: Int64Array) -> None:
-        """Count the files of these records as written, because `mark` changes them before the next sync."""
+        """Include the files of these records in the next `files_to_sync`: `mark` changes them before the sync."""
         self._dirty.update(number for number, _, _ in self._by_file(indexes))
 
     def mark(self, indexes: Int64Array) -> None:
         """Mark the records at these indexes, in place: replace the marked field by its complement.
 
-        A second mark has no effect. A mark may reach the disk at any time, or be lost. So use this only for facts that
-        no power cut undoes, and that a restart finds without the mark unless `files_to_sync` had the file.
+        A second mark has no effect. A mark may reach the disk at any time. So mark a record only for a reason that no
+        power cut undoes. Until the file is synced the mark may be lost, so a restart must find the reason without it.
         """
         assert self._marked is not None
         for number, _, positions in self._by_file(indexes):
@@ -195,10 +195,10 @@ class MappedLog:
     def files_to_sync(self) -> list[File]:
         """List the files written since the last call, for a checkpoint with the current [begin, end).
 
-        The caller syncs them in a thread of its own, then syncs the folder, then saves the checkpoint. So the next call
-        means that this checkpoint has been saved, and files that it does not need are removed.
+        The caller syncs them in a thread of its own, then syncs the folder, then saves the checkpoint. The next call
+        takes this checkpoint as saved, unless `sync_failed` was called, and removes the files that it does not need.
         """
-        # The checkpoint of this call may never be saved, so the one before it decides which files may be removed.
+        # The checkpoint of this call may never be saved, so the one before it decides which files are removed.
         self._saved_begin, self._unsaved_begin = self._unsaved_begin, self.begin
         for number in [n for n in self._chunks if (n + 1) * self._file_records <= self._saved_begin]:
             self._chunks.pop(number).file.close()
@@ -209,7 +209,7 @@ class MappedLog:
         return dirty
 
     def sync_failed(self) -> None:
-        """Count all open files as written, because the files were not synced or the checkpoint was not saved."""
+        """Include all open files in the next `files_to_sync`: the sync failed, or the checkpoint was not saved."""
         self._unsaved_begin = self._saved_begin
         self._dirty.update(self._chunks)
 
@@ -222,7 +222,10 @@ class MappedLog:
     # -- internals -------------------------------------------------------------------------------------------
 
     def _by_file(self, indexes: Int64Array) -> list[tuple[int, npt.NDArray[np.bool_] | slice, Int64Array]]:
-        """Group indexes by file. Returns (file number, mask of `indexes` in it, their positions in the file)."""
+        """Group indexes by file. Returns (file number, mask of the `indexes` in it, their positions in the file).
+
+        The mask is `slice(None)` if all indexes are in one file.
+        """
         if len(indexes) == 0:
             return []
         numbers = indexes // self._file_records
@@ -236,7 +239,10 @@ class MappedLog:
         return groups
 
     def _view(self, number: int, records: int, *, grow: bool = False) -> RecordArray:
-        """Map file `number` with at least `records` records. Views stay valid when the file grows."""
+        """Map file `number` with at least `records` records, which it must have unless `grow`.
+
+        Views stay valid when the file grows.
+        """
         chunk = self._chunks.get(number)
         if chunk is not None and len(chunk.records) >= records:
             return chunk.records
@@ -308,7 +314,7 @@ def _verified(stored: RecordArray, marked: str | None, name: str) -> RecordArray
     records = stored["record"].copy()
     if bool((_checksums(records, marked) != stored["crc32c"]).any()):
         raise Corrupt(
-            f"{name} does not match its checksums: start the broker again, and what waits is read from the log"
+            f"{name} does not match its checksums: start the broker again, and it is rebuilt from the commit log"
         )
     return records
 
@@ -321,7 +327,7 @@ def _numbers(files: Files, folder: str) -> list[int]:
 
 
 def checksums_of(records: npt.NDArray[np.void]) -> Uint32Array:
-    """Compute the checksum of each record of a contiguous array."""
+    """Compute the CRC-32C of each record of a contiguous array (see the module docstring)."""
     size = records.dtype.itemsize
     record_bytes = records.view(np.uint8).reshape(len(records), size)
     if len(record_bytes) <= FEW:
@@ -333,19 +339,18 @@ def checksums_of(records: npt.NDArray[np.void]) -> Uint32Array:
         columns = np.ascontiguousarray(record_bytes[begin : begin + BLOCK].T)
         block_sums = sums[begin : begin + BLOCK]
         for table, column in zip(tables, columns, strict=True):
-            # `block_sums` is a view of `sums`.
-            block_sums ^= table.take(column)
+            block_sums ^= table.take(column)  # in place: a view of `sums`
     return sums
 
 
 @cache
 def _crc_tables(size: int) -> tuple[int, Uint32Array]:
-    """Compute the checksum of `size` zeros, and the exclusive or that each value at each byte position contributes."""
+    """Compute the checksum of `size` zeros, and a table of the number that each byte contributes: [position, value]."""
     zeros_crc = google_crc32c.value(bytes(size))
     tables = np.empty((size, 256), np.uint32)
     for position in range(size):
         for value in range(256):
-            # By definition of the change. A few thousand calls of the library, once per size (`cache`).
+            # The checksum of zeros and this one byte, without the constant. A few thousand calls, once per size.
             tables[position, value] = (
                 google_crc32c.value(bytes(position) + bytes([value]) + bytes(size - position - 1)) ^ zeros_crc
             )
@@ -382,7 +387,7 @@ class BacklogInFiles(Backlog):
     def _add_in_log_order(self, waiting: Waiting, now_ms: int) -> Opened:
         """Add messages in the order of their rows, so that files and log rows can be dropped together.
 
-        Returns the messages that are due too soon for the backlog, to be loaded.
+        Returns the messages that count as opened.
         """
         waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))
         near = waiting.part(self.add(waiting, now_ms))
@@ -404,12 +409,12 @@ class BacklogInFiles(Backlog):
 
 
 def begin_generation(files: Files, folder: str, saved: int | None) -> int:
-    """Choose the saved generation, or a new one if there is none. Remove the logs of all others."""
+    """Choose the generation `saved`, or a new one if it is None. Make its folder. Remove the logs of all others."""
     present = [int(name) for name in files.list_dir(folder) if name.isdigit()]
     generation = max(present, default=0) + 1 if saved is None else saved
     for other in present:
         if other != generation:
-            # The empty folders stay: from their numbers the next generation learns that it must take another number.
+            # The empty folders stay, so that no later generation gets their numbers.
             _remove_logs(files, folder_of(folder, other))
     # The folder is made at once, so that the next start without a state cannot take the same number.
     files.make_dir(folder_of(folder, generation))

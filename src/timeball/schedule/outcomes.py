@@ -1,12 +1,12 @@
 """The outcomes of scheduled messages (in flight, released, cancelled), moved and held messages, mark and cursor.
 
-    waits -> in flight -> released          handed out in order, durable in the same order
-    waits -> cancelled
+    pending -> in flight -> released          handed out in order, durable in the same order
+    pending -> cancelled
 
 A message is *settled* when it is released durably or cancelled.
 
 The *mark* (S, N) states that all messages due before S with numbers below N are settled. So only settled messages that
-the mark does not cover need a pair in memory. Two kinds of messages are excepted from the mark: messages that a later
+the mark does not cover need a pair in memory. The mark excepts two kinds of messages: messages that a later
 bulk attach adds under numbers that were reserved before (`late`), and messages of a paused campaign while they are held
 (`Holds`), whose settled pairs stay in memory. The time T before which everything is settled moves back when a message
 arrives whose due time has passed. The mark never moves back, so pairs that it covers can be removed. It advances again
@@ -19,8 +19,8 @@ The *cursor* is the progress of the releases: the latest second with a released 
 durable releases in that second (the local index). It is computed from the release records alone, so any node that has
 the log can compute it. It never decreases and does not depend on the order of the records: a message that came too
 late, or a clock that was set back, does not change it. The cursor does not identify messages, because cancelled
-messages of the tick are not counted, and a late message may sort before counted ones. The pairs identify the settled
-messages, so a restart from an older cursor repeats no release.
+messages of the tick are not counted, and a late message may sort before counted ones. A restart finds the settled
+messages by their pairs, so an older cursor repeats no release.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,21 +55,36 @@ MERGED_ROWS_MAX = 262_144
 # A checkpoint merges the runs in parts of about so many entries, found by a sample of each so many.
 PART_ROWS, SAMPLE_ROWS = 131_072, 4_096
 
-# number, due_ms, version, until_ms. Sorted by number, each number once.
-Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
-
 _NONE = np.empty(0, np.int64)
-_NO_MOVES: Columns = _NONE, _NONE, _NONE, _NONE
+
+Move = tuple[int, int, int]  # (due_ms, version, until_ms) of a number, as in MoveColumns
+
+
+class MoveColumns(NamedTuple):
+    """Moves, sorted by number, each number once."""
+
+    number: Int64Array
+    due_ms: Int64Array  # the present due time
+    version: Int64Array
+    until_ms: Int64Array  # the last of all due times that it has had: until then the entry is needed
+
+    def part(self, index: slice | npt.NDArray[Any]) -> MoveColumns:
+        """Select moves by a slice or by a mask."""
+        return MoveColumns(*(column[index] for column in self))
+
+
+_NO_MOVES = MoveColumns(_NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(slots=True, eq=False)
 class _MovedRun:
-    """Moves as columns that never change. Some of the entries count no more: those forgotten, and those replaced."""
+    """Moves as columns that never change. An entry is no longer valid when it is forgotten or replaced."""
 
-    columns: Columns
+    columns: MoveColumns
     # Entries with an earlier `until_ms` are forgotten. Moves that come later are in other runs.
     forgotten_ms: int = -FAR_MS
-    # Entries of messages that a later run or a recent move contains. Readers need not know: they take the last entry.
+    # A mask of the entries whose messages have an entry in a later run or among the recent moves. Look-ups do not use
+    # it, because they take the latest entry.
     is_replaced: npt.NDArray[np.bool_] = field(init=False)
     replaced_rows: int = field(init=False, default=0)
     first_until_ms: int = field(init=False)
@@ -78,22 +93,22 @@ class _MovedRun:
     quarter_until_ms: int = field(init=False)
 
     def __post_init__(self) -> None:
-        until_ms = self.columns[3]
+        until_ms = self.columns.until_ms
         self.is_replaced = np.zeros(len(until_ms), np.bool_)
         quarter = (len(until_ms) - 1) // 4
         self.quarter_until_ms = int(np.partition(until_ms, quarter)[quarter])
         self.first_until_ms, self.last_until_ms = int(until_ms.min()), int(until_ms.max())
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return len(self.columns.number)
 
     def find(self, number: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Find the indexes of these numbers, and a mask of those that the run contains."""
-        known, _, _, until_ms = self.columns
-        indexes = np.minimum(np.searchsorted(known, number), len(known) - 1)
-        return indexes, (known[indexes] == number) & (until_ms[indexes] >= self.forgotten_ms)
+        """Find the indexes of these numbers, and a mask of the numbers with an entry that is not forgotten."""
+        run_numbers, _, _, until_ms = self.columns
+        indexes = np.minimum(np.searchsorted(run_numbers, number), len(run_numbers) - 1)
+        return indexes, (run_numbers[indexes] == number) & (until_ms[indexes] >= self.forgotten_ms)
 
-    def replace(self, indexes: Int64Array) -> None:
+    def mark_replaced(self, indexes: Int64Array) -> None:
         """Count the entries at these indexes as replaced."""
         new = np.unique(indexes[~self.is_replaced[indexes]])
         self.is_replaced[new] = True
@@ -101,16 +116,16 @@ class _MovedRun:
 
     @property
     def is_wasteful(self) -> bool:
-        """True if a quarter of the entries is forgotten, or a quarter is replaced. Otherwise at least half count."""
+        """True if a quarter of the entries is forgotten, or a quarter is replaced. Else at least half are valid."""
         return 4 * self.replaced_rows >= len(self) or self.forgotten_ms > self.quarter_until_ms
 
-    def counting(self) -> Columns:
-        """Select the entries that count."""
+    def valid_columns(self) -> MoveColumns:
+        """Select the entries that are neither forgotten nor replaced."""
         if self.forgotten_ms > self.last_until_ms:
             return _NO_MOVES
         if not self.replaced_rows and self.forgotten_ms <= self.first_until_ms:
             return self.columns
-        return _part(self.columns, ~self.is_replaced & (self.columns[3] >= self.forgotten_ms))
+        return self.columns.part(~self.is_replaced & (self.columns.until_ms >= self.forgotten_ms))
 
 
 class Moved:
@@ -118,13 +133,13 @@ class Moved:
 
     This is a cache of the log and the checkpoint. It takes 33 bytes per entry. The latest entries are Python objects,
     because a move must not cost a pass over all earlier ones. All others are in runs, the oldest first. A number may be
-    in several of them: the newest one counts. At least half of the entries of a run count, or it is built again soon.
+    in several runs, of which the newest is right. A run with less than half valid entries is soon built again.
     """
 
     def __init__(self) -> None:
         # Replaced as a whole, and no columns change, so that another thread always reads columns of equal length.
         self._runs: tuple[_MovedRun, ...] = ()
-        self._recent: dict[int, tuple[int, int, int]] = {}  # number -> (due_ms, version, until_ms)
+        self._recent: dict[int, Move] = {}  # by number
         # No later than the earliest `until_ms`, the time from which an entry can be removed.
         self._first_until_ms = FAR_MS
 
@@ -138,9 +153,11 @@ class Moved:
         # An old row may have any of the message's due times, so the entry is needed until the latest of them.
         until_ms = [max(times) for times in zip(due_ms, from_due_ms, self._replace(numbers), strict=True)]
         if not recent.keys().isdisjoint(numbers) or len(set(numbers)) < len(numbers):
+            # Some of the messages have moved recently, or move twice in these rows.
             for index, number in enumerate(numbers):
-                if (entry := recent.get(number)) is not None:
-                    until_ms[index] = max(until_ms[index], entry[2])
+                if (earlier := recent.get(number)) is not None:
+                    _, _, earlier_until_ms = earlier
+                    until_ms[index] = max(until_ms[index], earlier_until_ms)
                 recent[number] = due_ms[index], versions[index], until_ms[index]
         else:
             recent.update(zip(numbers, zip(due_ms, versions, until_ms, strict=True), strict=True))
@@ -166,10 +183,10 @@ class Moved:
         """Find the latest current due time of the moved messages among first, first + 1, …. 0 if there are none."""
         parts = []
         for run in self._runs:
-            begin, end = np.searchsorted(run.columns[0], [first, first + rows])
+            begin, end = np.searchsorted(run.columns.number, [first, first + rows])
             if begin < end:
-                part = _part(run.columns, slice(begin, end))
-                parts.append(_part(part, part[3] >= run.forgotten_ms))
+                part = run.columns.part(slice(begin, end))
+                parts.append(part.part(part.until_ms >= run.forgotten_ms))
         recent = self._recent
         # The shorter of the range and the recent moves is scanned.
         candidates = range(first, first + rows) if rows < len(recent) else recent
@@ -180,7 +197,7 @@ class Moved:
         }
         if chosen:
             parts.append(_columns_of(chosen))
-        return int(_merged(parts)[1].max(initial=0))
+        return int(_merged(parts).due_ms.max(initial=0))
 
     def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Find the current (due_ms, version) of many messages, given their numbers and first due times (any thread)."""
@@ -189,8 +206,8 @@ class Moved:
         recent, runs = self._recent, self._runs
         for run in runs:
             indexes, was_moved = run.find(number)
-            _, *newest, _ = run.columns
-            due_ms[was_moved], version[was_moved] = (column[indexes[was_moved]] for column in newest)
+            due_ms[was_moved] = run.columns.due_ms[indexes[was_moved]]
+            version[was_moved] = run.columns.version[indexes[was_moved]]
         for index, seq in enumerate(number.tolist()) if recent else ():
             if (entry := recent.get(seq)) is not None:
                 due_ms[index], version[index], _ = entry
@@ -211,21 +228,24 @@ class Moved:
         )
 
     def restore(self, columns: Int64Array) -> None:
-        """Start with the entries of a checkpoint and the later log: due_ms, number, version, until_ms, by number."""
+        """Start with the entries of a checkpoint and the later log.
+
+        The rows of `columns` are due_ms, number, version and until_ms, sorted by number.
+        """
         due_ms, number, version, until_ms = columns
         runs = list[_MovedRun]()
         for begin in range(0, len(number), MERGED_ROWS_MAX):
             part = slice(begin, begin + MERGED_ROWS_MAX)
             # Copies, because views would hold all columns.
-            copies = number[part].copy(), due_ms[part].copy(), version[part].copy(), until_ms[part].copy()
-            runs.append(_MovedRun(copies))
+            copies = (column[part].copy() for column in (number, due_ms, version, until_ms))
+            runs.append(_MovedRun(MoveColumns(*copies)))
         self._runs = tuple(runs)
         self._first_until_ms = int(until_ms.min(initial=FAR_MS))
 
     def copied(self) -> Iterator[Int64Array]:
-        """Prepare the columns of all entries as of now, in the form of `restore`. Any thread may iterate.
+        """Copy all entries as of this call, in parts of about PART_ROWS, sorted by number.
 
-        The parts have about `PART_ROWS` entries, by number.
+        Each part is an array as for `restore`. Any thread may iterate over the parts, at any later time.
         """
         runs = [(run.columns, run.forgotten_ms) for run in self._runs]
         if self._recent:
@@ -233,16 +253,19 @@ class Moved:
         return _parts(runs)
 
     def _replace(self, numbers: Sequence[int]) -> list[int]:
-        """Count the entries of these numbers in the runs as replaced. Returns their `until_ms`, -FAR_MS for none."""
+        """Count the entries of these numbers in the runs as replaced.
+
+        Returns the latest `until_ms` of the entries of each number. -FAR_MS if there are none.
+        """
         wanted = np.array(numbers, np.int64)
-        found_ms = np.full(len(wanted), -FAR_MS)
+        until_ms = np.full(len(wanted), -FAR_MS)
         for run in self._runs:
-            indexes, is_known = run.find(wanted)
-            if is_known.any():
-                np.maximum(found_ms, run.columns[3][indexes], out=found_ms, where=is_known)
-                run.replace(indexes[is_known])
-        found: list[int] = found_ms.tolist()
-        return found
+            indexes, is_in_run = run.find(wanted)
+            if is_in_run.any():
+                np.maximum(until_ms, run.columns.until_ms[indexes], out=until_ms, where=is_in_run)
+                run.mark_replaced(indexes[is_in_run])
+        result: list[int] = until_ms.tolist()
+        return result
 
     def _fold(self) -> None:
         """Turn the recent moves into a run, and tidy the runs."""
@@ -258,10 +281,10 @@ def _tidied(runs: Iterable[_MovedRun]) -> tuple[_MovedRun, ...]:
     tidied, built_rows = list[_MovedRun](), 0
     for run in runs:
         if run.is_wasteful and built_rows < MERGED_ROWS_MAX:
-            # The step holds the event loop, and many runs may become wasteful at once. The next steps do the rest.
-            columns = run.counting()
-            built_rows += len(run) if len(columns[0]) else 0
-            if len(columns[0]):
+            # Limited, because it holds the event loop, and many runs may become wasteful at once. Later calls continue.
+            columns = run.valid_columns()
+            if len(columns.number):
+                built_rows += len(run)
                 tidied.append(_MovedRun(columns))
         else:
             tidied.append(run)
@@ -269,48 +292,42 @@ def _tidied(runs: Iterable[_MovedRun]) -> tuple[_MovedRun, ...]:
         pair = tidied[index : index + 2]
         earlier, later = len(pair[0]), len(pair[-1])
         if len(pair) == 2 and earlier <= 2 * later and earlier + later <= MERGED_ROWS_MAX:
-            columns = _merged([run.counting() for run in pair])
-            tidied[index : index + 2] = [_MovedRun(columns)] if len(columns[0]) else []
+            columns = _merged([run.valid_columns() for run in pair])
+            tidied[index : index + 2] = [_MovedRun(columns)] if len(columns.number) else []
     return tuple(tidied)
 
 
-def _parts(runs: Sequence[tuple[Columns, int]]) -> Iterator[Int64Array]:
-    """Merge runs without the entries that are forgotten, each given as (columns, forgotten_ms)."""
-    # Samples of all runs tell where a part begins. So each of them takes some milliseconds.
-    samples = np.sort(np.concatenate([_NONE, *(columns[0][::SAMPLE_ROWS] for columns, _ in runs)]))
+def _parts(runs: Sequence[tuple[MoveColumns, int]]) -> Iterator[Int64Array]:
+    """Merge runs, each given as (columns, forgotten_ms), and yield the result in parts (see `Moved.copied`)."""
+    # A part begins at every nth sample of the numbers of all runs, so that each part takes some milliseconds.
+    samples = np.sort(np.concatenate([_NONE, *(columns.number[::SAMPLE_ROWS] for columns, _ in runs)]))
     begins = np.unique(samples[:: PART_ROWS // SAMPLE_ROWS]).tolist()
     for low, high in pairwise([*begins, FAR_MS]):
         parts = []
         for columns, forgotten_ms in runs:
-            part = _part(columns, slice(*np.searchsorted(columns[0], [low, high])))
-            parts.append(_part(part, part[3] >= forgotten_ms))
+            part = columns.part(slice(*np.searchsorted(columns.number, [low, high])))
+            parts.append(part.part(part.until_ms >= forgotten_ms))
         number, due_ms, version, until_ms = _merged(parts)
         yield np.stack([due_ms, number, version, until_ms])
 
 
-def _columns_of(moves: Mapping[int, tuple[int, int, int]]) -> Columns:
-    """Build columns, sorted by number."""
+def _columns_of(moves: Mapping[int, Move]) -> MoveColumns:
+    """Build the columns of moves, which are given by number."""
     numbers = np.fromiter(moves, np.int64, len(moves))
     order = np.argsort(numbers)
     due_ms, version, until_ms = np.array(list(moves.values()), np.int64).reshape(-1, 3)[order].T
-    return numbers[order], due_ms, version, until_ms
+    return MoveColumns(numbers[order], due_ms, version, until_ms)
 
 
-def _part(columns: Columns, index: slice | npt.NDArray[Any]) -> Columns:
-    number, due_ms, version, until_ms = columns
-    return number[index], due_ms[index], version[index], until_ms[index]
-
-
-def _merged(runs: Sequence[Columns]) -> Columns:
-    """Merge runs, of which the later ones count for a number."""
+def _merged(runs: Sequence[MoveColumns]) -> MoveColumns:
+    """Merge runs. If several contain a number, the entry of the last run is taken."""
     if not runs:
         return _NO_MOVES
-    number, due_ms, version, until_ms = (np.concatenate(columns) for columns in zip(*runs, strict=True))
-    order = np.argsort(number, kind="stable")  # in linear time: it finds the sorted runs
-    number = number[order]
+    all_moves = MoveColumns(*(np.concatenate(columns) for columns in zip(*runs, strict=True)))
+    order = np.argsort(all_moves.number, kind="stable")  # in linear time: it finds the sorted runs
+    number = all_moves.number[order]
     is_last = np.append(number[1:] != number[:-1], [True])[: len(number)]  # cut, because there may be no rows
-    order = order[is_last]
-    return number[is_last], due_ms[order], version[order], until_ms[order]
+    return all_moves.part(order[is_last])
 
 
 # ---- held messages of paused campaigns: ranges of numbers, each from a due time on ---------------------------
@@ -318,7 +335,7 @@ def _merged(runs: Sequence[Columns]) -> Columns:
 # were settled (released or cancelled) when it began. So a pause needs memory for its ranges but not for its rows, and
 # the mark continues to advance.
 
-# (first_seq, rows) of each range, and the due time from which the hold applies.
+# (first_seq, rows) of each range, and `from_ms`, the due time from which the hold applies.
 Hold = tuple[Sequence[tuple[int, int]], int]
 
 
@@ -352,7 +369,10 @@ class Holds:
             self._update()
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Compute a mask of the held messages. A message in the mask may be settled, if its settled pair is stored."""
+        """Compute a mask of the messages that a hold covers. It ignores settled pairs: a settled message may be in it.
+
+        Callable in any thread.
+        """
         # Read the tuple once: the event loop may replace it while another thread is here.
         first_seq, end_seq, from_ms = self._bounds
         if not len(first_seq):
@@ -362,7 +382,7 @@ class Holds:
         return np.asarray((indexes >= 0) & (seq < end_seq[indexes]) & (due_ms >= from_ms[indexes]))
 
     def _update(self) -> None:
-        """Build the facts for other threads: the sorted columns of all ranges, and the earliest due time."""
+        """Build `_bounds` and `from_ms`, which other threads read, from all holds."""
         rows = sorted(
             (first_seq, first_seq + rows, from_ms)
             for ranges, from_ms in self._by_name.values()
@@ -387,7 +407,7 @@ class SettledPairs:
         # The pairs of held messages due before the mark are separate until a hold ends, so that a step of the mark does
         # not pass through all of them again.
         self._index, self._held = DueIndex(), DueIndex()
-        self._ended_holds = 0  # `Holds.ended` when the two were separated
+        self._ended_holds = 0  # `Holds.ended` at the last `drop_before`
 
     def __len__(self) -> int:
         return len(self._index) + len(self._held)
@@ -421,20 +441,21 @@ class SettledPairs:
     def drop_before(self, due_ms: int, holds: Holds) -> None:
         """Remove the pairs due before `due_ms`, except those of held messages.
 
-        While there are holds, some of the pairs may stay until later calls.
+        While there are holds, a call compares about HELD_ROWS_MAX pairs, and later calls continue.
         """
         if self._ended_holds != holds.ended:
+            # Some of the separate pairs may belong to the hold that has ended, so all are compared again.
             self._ended_holds = holds.ended
             self._index.add_runs(self._held.take_before(FAR_MS, 0))
         if not len(holds):
             self._index.take_before(due_ms, 0)
             return
         for run in self._index.take_before(due_ms, 0, HELD_ROWS_MAX):
-            is_held = holds.contains(run.due, run.seq)
+            is_held = holds.contains(run.due_ms, run.seq)
             if is_held.all():
                 self._held.add_runs([run.compacted() if run.is_wasteful else run])
             elif is_held.any():
-                self._held.add_runs([Run(run.due[is_held], run.seq[is_held])])
+                self._held.add_runs([Run(run.due_ms[is_held], run.seq[is_held])])
 
 
 # ---- outcomes, the mark and the cursor -----------------------------------------------------------------------
@@ -442,10 +463,11 @@ class SettledPairs:
 
 @dataclass(frozen=True)
 class Settled:
-    """All settled messages: the pairs of `runs`, and those due before `before_ms` with numbers below `before_seq`.
+    """All settled messages: the mark (`before_ms`, `before_seq`), and the pairs that it does not cover, in `runs`.
 
-    The ranges `late` = (first_seq, rows) are excepted from the second part. Their numbers were reserved before
-    `before_seq`, but a bulk attach added the messages after it. Of these only the listed pairs are settled.
+    All messages due before `before_ms` with numbers below `before_seq` are settled, except in the ranges `late`
+    (first_seq, rows). A bulk attach added their messages after `before_seq`, under numbers that were reserved before.
+    Of these only the messages with pairs in `runs` are settled.
 
     Runs never change, so a copy takes no time. `due_ms` and `seq` join them, which takes a moment for ten million
     pairs, so the event loop leaves it to the thread that needs the columns.
@@ -467,7 +489,7 @@ class Settled:
         """The numbers of the pairs, in the order of `due_ms`."""
         return np.concatenate([_NONE, *(seq for _, seq in self.runs)])
 
-    def may_wait(self, seq: Int64Array) -> npt.NDArray[np.bool_]:
+    def may_be_pending(self, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the numbers that may be pending. All must belong to messages due before `before_ms`."""
         may_be_pending = np.asarray(seq >= self.before_seq)
         for first_seq, rows in self.late:
@@ -475,7 +497,7 @@ class Settled:
         return may_be_pending
 
     def may_be_pending_in(self, min_seq: int, max_seq: int) -> bool:
-        """Check whether `may_wait` can be true for a number in [min_seq, max_seq]."""
+        """Check whether `may_be_pending` can be true for a number in [min_seq, max_seq]."""
         late = any(min_seq < first_seq + rows and max_seq >= first_seq for first_seq, rows in self.late)
         return late or max_seq >= self.before_seq
 
@@ -491,7 +513,7 @@ class ReleaseCursor:
     local_index: int = 0
 
     def after(self, due_ms: Int64Array) -> ReleaseCursor:
-        """Compute the cursor after the release of messages with these due times, in any order."""
+        """Compute the cursor after the release of messages with these due times (ms), which may have any order."""
         if len(due_ms) == 0:
             return self
         last_ms = int(due_ms[0]) if len(due_ms) == 1 else int(due_ms.max())
@@ -508,7 +530,10 @@ NOTHING_SENT = ReleaseCursor()
 
 
 class Outcomes:
-    """The outcomes as columns (due_ms, seq). `len` counts the pairs: 16 bytes each, 32 after a look-up."""
+    """The outcomes of all scheduled messages, the mark, the holds, the moves and the cursor.
+
+    `len` counts the pairs in memory: 16 bytes each, 32 after a look-up. Masks have a value per message.
+    """
 
     def __init__(self) -> None:
         # Hand-outs, oldest first: (due_ms, seq, recorded_ms), and the bytes of their bodies.
@@ -543,8 +568,8 @@ class Outcomes:
     ) -> None:
         """Move pending messages to "in flight". Their release records follow in this order.
 
-        `recorded_ms` contains their due times as the records state them. They differ from `due_ms`, the original ones,
-        if a clock step has shifted a delay level or a duration.
+        `recorded_ms` contains the due times that the records will state. They differ from `due_ms`, the original ones,
+        if a clock step has shifted a delay level or a duration. `body_bytes` is the total of the bodies.
         """
         self._in_flight.append((due_ms, seq, recorded_ms))
         self._in_flight_sizes.append(body_bytes)
@@ -552,9 +577,10 @@ class Outcomes:
         self.in_flight_bytes += body_bytes
 
     def released(self, seq: Int64Array, cancelled: npt.NDArray[np.bool_] | None = None) -> None:
-        """Count the oldest hand-out, or its first messages, as released, because their release records are durable.
+        """Count the messages `seq` as released, because their release records are durable.
 
-        `cancelled` is a mask of those that have a CANCEL row instead. None if there are none.
+        They must be the first ones in flight, in order. `cancelled` is a mask of the messages that have a CANCEL or a
+        MOVED row instead. None if there are none.
         """
         in_flight_due, in_flight_seq, recorded_ms = self._in_flight.popleft()
         count = len(seq)
@@ -590,7 +616,7 @@ class Outcomes:
         return pending
 
     def add_settled(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        """Count pairs as released. They are no scheduled messages, or were released under another due time."""
+        """Count pairs as released: their rows are no scheduled messages, or were released at another due time."""
         self._released.add(due_ms, seq)
 
     # -- queries -------------------------------------------------------------------------------------------
@@ -613,8 +639,8 @@ class Outcomes:
 
     def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the messages that are cancelled or durably released."""
-        # The mark comes first, since it covers most messages. The pairs are needed only for the rest.
-        settled = (due_ms < self._mark.before_ms) & ~self._mark.may_wait(seq)
+        # The mark comes first, since it covers most messages.
+        settled = (due_ms < self._mark.before_ms) & ~self._mark.may_be_pending(seq)
         if len(self.holds):
             settled &= ~self.holds.contains(due_ms, seq)
         settled |= self._cancelled.contains(due_ms, seq)
@@ -641,7 +667,10 @@ class Outcomes:
     # -- the mark, and checkpoints -------------------------------------------------------------------------
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
-        """Advance the mark: all messages due before `before_ms` with numbers below `next_seq` are settled."""
+        """Advance the mark: all messages due before `before_ms` with numbers below `next_seq` are settled.
+
+        Nothing happens if `before_ms` is earlier than the mark.
+        """
         # Both numbers move together. `next_seq` is the end of the log, so every message below it has been seen.
         if before_ms >= self._mark.before_ms:  # the mark never moves back
             self._mark = Settled(before_ms, before_seq=next_seq)
@@ -663,7 +692,7 @@ class Outcomes:
     def hold(self, name: str, ranges: Sequence[tuple[int, int]], settled_before_ms: int) -> int:
         """Hold the pending messages of these ranges. Returns the due time before which all of them are settled.
 
-        Before `settled_before_ms` all messages of the log are settled.
+        All messages of the log that are due before `settled_before_ms` are settled.
         """
         # Messages that arrived after the mark may be due before it. All others that are due before it are settled.
         has_late = any(
@@ -674,7 +703,7 @@ class Outcomes:
         return from_ms
 
     def settled(self) -> Settled:
-        """Collect all settled messages."""
+        """Collect all settled messages, the cancelled pairs before the released ones."""
         # Not as columns: ten million pairs would hold the event loop for a second.
         runs = *self._cancelled.runs(), *self._released.runs()
         return replace(self._mark, runs=runs, released=len(self._released))
@@ -682,9 +711,9 @@ class Outcomes:
     def restore(
         self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT, *, waiting_rows: int = 0
     ) -> None:
-        """Start with the state of a checkpoint and the later log: settled messages, pending count, cursor.
+        """Start with the state of a checkpoint and the later log. `waiting_rows` is the number of pending messages.
 
-        Ten million settled messages take seconds, so not on the event loop.
+        Ten million settled messages take seconds, so do not call this on the event loop.
         """
         self.cursor, self.waiting_rows = cursor, waiting_rows
         self._mark = replace(settled, runs=(), released=0)

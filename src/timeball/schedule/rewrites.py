@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 # This bounds the time of one read in the reader thread, which serves consumers between two reads.
 CHUNK_ROWS = 8_192
-# Messages opened and not written yet, 40 bytes each. With more, backlogs are opened as late as possible.
+# Messages opened and not being written yet, 40 bytes each. With more, backlogs are opened as late as possible.
 ROWS_MAX = 1 << 17
-# With this number of messages backlogs open none, even if due messages are delayed by it.
+# With this number of messages no backlog is opened, even if due messages are delayed by it.
 FULL_ROWS = 8 * ROWS_MAX
 
 
@@ -68,7 +68,7 @@ class Rewrites:
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Call `on_change` when `take_rows` has rows, and `on_failure` when a read fails."""
+        """Call `on_change` when `take_rows` has rows, and `on_failure` with the exception when a read fails."""
         self._reader, self._thread, self._outcomes = reader, reader_thread, outcomes
         self._chunk_bytes, self._on_change, self._on_failure = chunk_bytes, on_change, on_failure
         self._unread: deque[Batch] = deque()
@@ -116,10 +116,9 @@ class Rewrites:
             if opened.due_ms[first_index] >= first_due_ms:
                 break
             # Usually the first message is not settled, and one check is enough. Otherwise the whole batch is checked.
-            if self._outcomes.is_settled(
-                opened.due_ms[first_index : first_index + 1], opened.seq[first_index : first_index + 1]
-            )[0]:
-                opened = opened.part(~self._outcomes.is_settled(opened.due_ms, opened.seq))
+            first = slice(first_index, first_index + 1)
+            if self._outcomes.is_settled(opened.due_ms[first], opened.seq[first])[0]:
+                opened = opened.part(self._unsettled(opened))
             if len(opened):
                 first_due_ms = min(first_due_ms, int(opened.due_ms.min()))
         return first_due_ms
@@ -136,12 +135,15 @@ class Rewrites:
             self._load_if_idle()
 
     def take_rows(self, limit: int) -> pa.RecordBatch | None:
-        """Take up to `limit` messages in the form of their new rows. None if no rows are ready."""
+        """Take up to `limit` messages of one backlog in the form of their new rows. None if no rows are ready.
+
+        They are in flight from now on, until `rewritten`. Settled messages are dropped.
+        """
         while self._ready:
             batch, rows = self._ready.popleft()
             if len(batch) > limit:
-                batch, rest = batch.split(limit)
-                self._ready.appendleft((rest, rows.slice(limit)))
+                batch, remaining = batch.split(limit)
+                self._ready.appendleft((remaining, rows.slice(limit)))
                 rows = rows.slice(0, limit)
             # The next chunk is read while the rows of this one are written.
             self._load_if_idle()
@@ -160,15 +162,18 @@ class Rewrites:
         return None
 
     def rewritten(self, seq: Int64Array) -> Batch:
-        """Remove the oldest messages in flight, whose new rows are durable. Returns them with their old rows."""
+        """Remove the messages `seq`, the first ones in flight, whose new rows are durable.
+
+        Returns them with their old rows.
+        """
         batch = self._in_flight.popleft()
         # One batch may have become several frames of the log, which become durable one after the other.
-        durable, rest = batch.split(len(seq))
+        durable, remaining = batch.split(len(seq))
         assert np.array_equal(durable.opened.seq, seq), (
             "rows become durable in the order in which they were taken"
         )
-        if len(rest):
-            self._in_flight.appendleft(rest)
+        if len(remaining):
+            self._in_flight.appendleft(remaining)
         self.in_flight_rows -= len(seq)
         self.rows -= len(seq)
         return durable
@@ -186,6 +191,7 @@ class Rewrites:
         return [*self._unread, *loading, *(batch for batch, _ in self._ready), *self._in_flight]
 
     def _unsettled(self, opened: Opened) -> Bools:
+        """Compute a mask of the messages that are neither released nor cancelled."""
         return np.asarray(~self._outcomes.is_settled(opened.due_ms, opened.seq))
 
     def _load_if_idle(self) -> None:
@@ -200,19 +206,19 @@ class Rewrites:
             row_bytes = max(1, self._reader.row_bytes(row_seq, row_seq + 1))
             rows = max(1, min(CHUNK_ROWS, self._chunk_bytes // row_bytes))
             if len(batch) > rows:
-                batch, rest = batch.split(rows)
-                self._unread.appendleft(rest)
+                batch, remaining = batch.split(rows)
+                self._unread.appendleft(remaining)
             unsettled = self._unsettled(batch.opened)
             self.rows -= len(batch) - int(unsettled.sum())
             batch = Batch(batch.backlog, batch.opened.part(unsettled))
             if len(batch):
                 self._loading_batch = batch
                 self._loading = asyncio.get_running_loop().create_task(self._load(batch))
-                self._loading.add_done_callback(self._loaded)
+                self._loading.add_done_callback(self._finish_loading)
                 return
 
     async def _load(self, batch: Batch) -> pa.RecordBatch:
-        """Read the bodies of a batch in the reader thread, as new rows."""
+        """Read the messages of a batch in the reader thread, and build their new rows."""
 
         def read() -> pa.RecordBatch:
             opened = batch.opened
@@ -220,7 +226,7 @@ class Rewrites:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
-    def _loaded(self, task: asyncio.Task[pa.RecordBatch]) -> None:
+    def _finish_loading(self, task: asyncio.Task[pa.RecordBatch]) -> None:
         """Store the rows of a finished read, or report its failure."""
         # Reset here and not in the task: otherwise `take_rows` would still see a running read and start no further one.
         batch, self._loading, self._loading_batch = self._loading_batch, None, None

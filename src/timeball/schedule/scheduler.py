@@ -12,8 +12,8 @@ still be in a backlog (`first_due_ms`), is being rewritten, or is loaded without
 All methods run on the event loop, in the order in which the log assigns sequence numbers. That order decides every
 race: a message that was handed out cannot be cancelled, and a cancelled one is never handed out.
 
-The scheduler stores the next time at which it has work. Each change that makes this time earlier calls `_wake_by`. So
-no step has to search all backlogs and sources.
+The scheduler stores the next time at which it has work (`_next_ms`). Each change that makes this time earlier calls
+`_wake_by`. So no step has to search all backlogs and sources.
 
 When the clock is set, a message with a due time of its own follows the clock, and loaded messages stay loaded.
 Durations follow elapsed time: their due times are shifted by the step (durations.py, and `clock_stepped` of the delay
@@ -72,10 +72,11 @@ class Scheduler:
         on_failure: Callable[[BaseException], None],
         durations: Durations | None = None,
     ) -> None:
-        """Schedule the messages in `backlogs`. The first one keeps the durations.
+        """Schedule the messages in `backlogs`. The first one stores messages with durations.
 
         `table` opens messages that are in files of the pending table. `ahead_ms` is the time between opening a message
-        and its due time. `gather_bytes` is the memory for bodies.
+        and its due time. `gather_bytes` is the memory for bodies. `on_failure` is called with the exception if an
+        opening or a read fails.
         """
         self.outcomes, self.external, self.backlogs, self._table = outcomes, external, list(backlogs), table
         self._reader, self._ahead_ms, self._on_failure = reader, ahead_ms, on_failure
@@ -146,12 +147,12 @@ class Scheduler:
     async def attach(self, attachment: Attachment, resumes: str = "", now_ms: int = 0) -> None:
         """Apply a durable TABLE row: add its files to the table and remove others. End the hold named `resumes`.
 
-        Rows of a bulk job or of a resumed campaign may be due before `now_ms`. Their lateness counts from `now_ms`. A
-        file is removed only when its messages due before `table.opened_ms` have been opened.
+        Waits until the messages due before `table.opened_ms` in the files to be removed have been opened. Rows of a
+        bulk job or of a resumed campaign may be due before `now_ms`. Their lateness counts from `now_ms`.
         """
         table = self._table
         assert table is not None
-        await self.loaded.wait_held()
+        await self.loaded.wait_until_none_held()
         # An opening reads a list of files in another thread. None of these files may leave the table meanwhile.
         while id(table) in self._openings or not table.may_attach(attachment):
             if id(table) not in self._openings:
@@ -167,9 +168,9 @@ class Scheduler:
         self._wake_for_opening(table)
 
     def hold(self, name: str, ranges: Sequence[tuple[int, int]]) -> int:
-        """Hold the messages of these ranges of a bulk attach: load none of them until the hold is removed.
+        """Hold the messages of these ranges (first_seq, rows) of a bulk attach: load none until the hold is removed.
 
-        Returns the due time from which on the messages are held.
+        Returns the due time (ms) from which on the messages are held.
         """
         from_ms = self.outcomes.hold(name, ranges, self.settled_before_ms)
         self.loaded.remove_held(lambda seq: within(seq, ranges))
@@ -191,28 +192,29 @@ class Scheduler:
     def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         """Hand out the messages that an external dispatcher brings, if they are still pending and were left to it.
 
-        All of `scheduled_rows` must be due. The result is sorted as in `take_due`. None if it would be empty.
+        All of `scheduled_rows` (READ_SCHEMA) must be due. The result is sorted as in `take_due`. None if it would be
+        empty.
         """
         assert self._files is not None
         run = Run.from_batches([scheduled_rows])
         was_full = not self.loaded.has_capacity(self._now_ms)
         # A message that is not in the index was never left to the dispatcher, or has been loaded here meanwhile.
-        keep = self._files.index.contains(run.due, run.seq) & self.outcomes.may_load(run.due, run.seq)
-        # A message may be brought twice; keep the first.
-        keep[1:] &= (run.seq[1:] != run.seq[:-1]) | (run.due[1:] != run.due[:-1])
+        keep = self._files.index.contains(run.due_ms, run.seq) & self.outcomes.may_load(run.due_ms, run.seq)
+        # A message may be brought twice in these rows. Keep the first.
+        keep[1:] &= (run.seq[1:] != run.seq[:-1]) | (run.due_ms[1:] != run.due_ms[:-1])
         # The messages handed out here will leave the index, so there may be capacity to open a backlog.
         if was_full:
             self._wake_now()
         if not keep.any():
             return None
         run = run if keep.all() else run.filtered(keep)
-        self.outcomes.hand_out(run.due, run.seq, run.due)
+        self.outcomes.hand_out(run.due_ms, run.seq, run.due_ms)
         return run.rows
 
     def released(self, seq: Int64Array, cancelled: Bools | None = None) -> None:
-        """Count these messages of the oldest hand-out as released. Their release records are durable.
+        """Count these messages, the first ones in flight, as released. Their release records are durable.
 
-        `cancelled` is a mask of those that have a CANCEL row instead. None if there are none.
+        `cancelled` is a mask of the messages that have a CANCEL or a MOVED row instead. None if there are none.
         """
         self.outcomes.released(seq, cancelled)
         if self._awaits_durable:
@@ -227,9 +229,9 @@ class Scheduler:
         return self.rewrites.take_rows(limit) if self.rewrites.rows else None
 
     def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
-        """Give messages from `take_rewrites` back to their backlog, in that order: their new rows are durable.
+        """Give messages from `take_rewrites` back to their backlog, because their new rows are durable.
 
-        `row_seq` contains the new rows.
+        They must come in the order in which they were taken. `row_seq` contains their new rows.
         """
         batch = self.rewrites.rewritten(seq)
         opened = batch.opened
@@ -237,13 +239,14 @@ class Scheduler:
         # A message that was cancelled while its new row was being written is settled, although the row is in the log.
         unsettled = ~self.outcomes.is_settled(opened.due_ms, opened.seq)
         if unsettled.any():
-            kept = Waiting(opened.due_ms[unsettled], seq[unsettled], row_seq[unsettled])
+            pending = Waiting(opened.due_ms[unsettled], seq[unsettled], row_seq[unsettled])
             near = batch.backlog.add(
-                kept, now_ms, Rewritten(opened.row_seq[unsettled], opened.note[unsettled])
+                pending, now_ms, Rewritten(opened.row_seq[unsettled], opened.note[unsettled])
             )
-            self.durations.rewritten(kept.due_ms, kept.seq, kept.row_seq)
-            self._lower_opening_bound(batch.backlog, kept.due_ms, near)
-            self._load_later(batch.backlog, kept.part(near & ~self.durations.contains(kept.seq)))
+            self.durations.rewritten(pending.due_ms, pending.seq, pending.row_seq)
+            self._lower_opening_bound(batch.backlog, pending.due_ms, near)
+            # Shifted durations are loaded already.
+            self._load_later(batch.backlog, pending.part(near & ~self.durations.contains(pending.seq)))
         self._wake_now()
 
     # -- settling messages -----------------------------------------------------------------------------------
@@ -263,10 +266,11 @@ class Scheduler:
     def settled_before_ms(self) -> int:
         """The due time before which every message in the log is durably settled."""
         # The durations are only scanned if a clock step has shifted some.
-        late_ms = self.durations.first_original_due_ms() if len(self.durations.shifted_seqs) else FAR_MS
-        firsts = (self.outcomes.first_in_flight_ms, self.loaded.first_due_ms(), late_ms)
+        durations_ms = self.durations.first_original_due_ms() if len(self.durations.shifted_seqs) else FAR_MS
         missing = (backlog.missing_due_ms for backlog in self.backlogs)
-        return min(self._hand_out_bound_ms(), *missing, *(ms for ms in firsts if ms is not None))
+        settled_ms = min(self._hand_out_bound_ms(), self.loaded.first_due_ms(), durations_ms, *missing)
+        in_flight_ms = self.outcomes.first_in_flight_ms
+        return settled_ms if in_flight_ms is None else min(settled_ms, in_flight_ms)
 
     @property
     def settled_ms(self) -> int:
@@ -292,9 +296,9 @@ class Scheduler:
 
     def needed_seq(self) -> int | None:
         """Find the oldest row of the log that a backlog or an opened message still needs. None if no row is needed."""
-        rows = [backlog.needed_seq(self.settled_ms) for backlog in self.backlogs]
-        rows += [self.loaded.needed_seq(), self.rewrites.needed_seq()]
-        return min((row for row in rows if row is not None), default=None)
+        seqs = [backlog.needed_seq(self.settled_ms) for backlog in self.backlogs]
+        seqs += [self.loaded.needed_seq(), self.rewrites.needed_seq()]
+        return min((seq for seq in seqs if seq is not None), default=None)
 
     def state(self, backlog: Backlog) -> msgspec.Struct | None:
         """Collect the state that a backlog needs for a restart, besides the files from `files_to_sync`."""
@@ -343,19 +347,16 @@ class Scheduler:
 
     def _hand_out_bound_ms(self) -> int:
         """Find a lower bound of the due times of messages that are not loaded. Only earlier messages are handed out."""
-        below_ms = (
-            min(self._unread_durations_ms, self.rewrites.first_due_ms())
-            if self.rewrites.rows
-            else self._unread_durations_ms
-        )
+        rewrites_ms = self.rewrites.first_due_ms() if self.rewrites.rows else FAR_MS
         firsts = [backlog.first_due_ms for backlog in self.backlogs]
-        return min(below_ms, *firsts, *(first_ms for _, first_ms in self._openings.values()))
+        firsts += [first_ms for _, first_ms in self._openings.values()]
+        return min(self._unread_durations_ms, rewrites_ms, *firsts)
 
     def _next_open_ms(self, backlog: Backlog) -> int:
         """Compute when to open a backlog: half the lead time (`ahead_ms`) before its first message is due.
 
-        The other half of the lead time is left for loading bodies. If memory is full, the backlog is opened only when
-        its first message is due no later than the loaded ones.
+        If memory is full, the backlog is opened only when its first message is due no later than the loaded ones.
+        FAR_MS if it is empty, if it is being opened, or if it must wait for memory.
         """
         first_ms = backlog.first_due_ms
         if first_ms == FAR_MS or id(backlog) in self._openings:
@@ -386,11 +387,13 @@ class Scheduler:
         # These messages were added after the bound was read. Without this the mark would pass them, and they would
         # count as settled.
         if (opening := self._openings.get(id(backlog))) is not None and not near.all():
-            self._openings[id(backlog)] = opening[0], min(opening[1], int(due_ms[~near].min()))
+            task, first_ms = opening
+            self._openings[id(backlog)] = task, min(first_ms, int(due_ms[~near].min()))
 
     async def _open(self, backlog: Backlog, now_ms: int) -> None:
         """Open a backlog, and load or rewrite the opened messages."""
-        discards = (source := self._sources[id(backlog)]).discards
+        source = self._sources[id(backlog)]
+        discards = source.discards
         opened = await backlog.open(now_ms, now_ms + self._ahead_ms)
         for begin in range(0, len(opened), SORT_ROWS):
             if begin:
@@ -406,8 +409,8 @@ class Scheduler:
         if not backlog.changes_due_times:
             loadable = self.outcomes.may_load(opened.due_ms, opened.seq)
             opened = opened if loadable.all() else opened.part(loadable)
-        if len(self.durations.shifted_seqs) and (shifted := self.durations.contains(opened.seq)).any():
-            opened = opened.part(~shifted)  # already loaded, with shifted due times
+        if len(self.durations.shifted_seqs) and (is_shifted := self.durations.contains(opened.seq)).any():
+            opened = opened.part(~is_shifted)  # already loaded, with shifted due times
         near = Waiting(opened.due_ms, opened.seq, opened.row_seq).part(~opened.rewrites)
         self._load_later(backlog, near)
         if opened.rewrites.any():
@@ -437,7 +440,7 @@ class Scheduler:
     # -- clocks ----------------------------------------------------------------------------------------------
 
     def _follow_clock(self, now_ms: int) -> None:
-        """Store the time of this step. React to clock steps, and move the mark once a second."""
+        """Store the time of this call. Handle clock steps, and move the mark once a second."""
         previous_ms, self._now_ms = self._now_ms, now_ms
         if now_ms < previous_ms:
             logger.warning("clock set back back_ms=%d", previous_ms - now_ms)
@@ -455,7 +458,7 @@ class Scheduler:
             # All of the backlog is opened again, so its loaded messages must go first.
             if backlog.clock_stepped(now_ms, durations.shift_of):
                 loaded.forget(self._sources[id(backlog)], backlog.holds)
-        # The messages of earlier shifts are replaced by those of the new shift below.
+        # Durations that were shifted before are loaded again below, with their new due times.
         previously_shifted = durations.shifted_seqs
         for source in (self._shifted, self._shifted_files):
             loaded.forget(source, lambda seq: is_in(previously_shifted, seq))
@@ -470,8 +473,8 @@ class Scheduler:
             self._unread_durations_ms = min(self._unread_durations_ms, previous_ms)
         if not len(shifted.seq):
             return
-        known = durations.shifted_seqs
-        loaded.remove_for_reload(lambda seq: is_in(known, seq))
+        shifted_seqs = durations.shifted_seqs
+        loaded.remove_for_reload(lambda seq: is_in(shifted_seqs, seq))
         row_seq = durations.rows_of(shifted.seq)
         in_files = row_seq < durations.files_to_seq
         for source, mask in ((self._shifted, ~in_files), (self._shifted_files, in_files)):
@@ -481,13 +484,14 @@ class Scheduler:
         self._wake_now()
 
     async def _read_durations(self, find: Find) -> None:
-        """Read the durations from before the start, as far as they are still in the log."""
+        """Read the durations from before the start that are in the log and not in files."""
         from_seq, to_seq = self.durations.files_to_seq, self.durations.begun_seq
         loop = asyncio.get_running_loop()
-        self.durations.adopt(await loop.run_in_executor(self._thread, find, self._reader, from_seq, to_seq))
+        stored = await loop.run_in_executor(self._thread, find, self._reader, from_seq, to_seq)
+        self.durations.add_stored(stored)
 
     def _finish_reading_durations(self, task: asyncio.Task[None]) -> None:
-        """Shift the durations from before the start, which have been read, or report the failure."""
+        """Apply the shifts to the durations that `_read_durations` has added, or report its failure."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.critical("reading durations failed reason=%s", error)
@@ -498,12 +502,12 @@ class Scheduler:
             self._wake_now()
 
     def _read_shifted_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
-        """Read the bodies of shifted durations from the files, where they are sorted by their original due times.
+        """Read the bodies of shifted durations from the files (reader thread).
 
-        Runs in the reader thread.
+        The files are sorted by the original due times, so `due_ms` and `row_seq` are not used.
         """
         assert self._table is not None
-        original_due_ms = self.durations.original_due_of(seq)
+        original_due_ms = self.durations.original_due_times(seq)
         order = np.lexsort((seq, original_due_ms))
         original_due_ms, seq = original_due_ms[order], seq[order]
         # One read per cluster of due times: a read goes through all rows between its first and its last due time.
@@ -517,8 +521,8 @@ class Scheduler:
 
     def _move_mark(self) -> None:
         """Advance the mark (outcomes.py) to the time before which everything is settled."""
-        # Not later than now: the mark never moves back, and each message that arrives later and is due before the mark
-        # needs a settled pair in memory.
+        # `settled_ms` is not later than now. A mark in the future would cost memory: it never moves back, and each
+        # message that arrives later and is due before it needs a settled pair.
         mark_ms = self.settled_ms
         self.outcomes.move_mark(mark_ms, self._reader.next_seq)
         self.durations.forget_before(mark_ms)
@@ -526,7 +530,7 @@ class Scheduler:
     # -- the ticker ------------------------------------------------------------------------------------------
 
     def next_due_ms(self) -> int | None:
-        """Compute when the scheduler next has work: hand out, load, open or rewrite. None if it has none."""
+        """Compute when the scheduler next has work (ms): hand out, load, open or rewrite. None if it has none."""
         if self.rewrites.rows and self.rewrites.is_ready:
             return self._now_ms
         loads_ms = self.loaded.next_ms(self._now_ms, self._hand_out_bound_ms())
@@ -534,21 +538,22 @@ class Scheduler:
         return None if next_ms == FAR_MS else next_ms
 
     def next_deadline_ms(self) -> int | None:
-        """Find a time before which nothing can be handed out, unless it is added or moved. None if nothing waits.
+        """Find the earliest time at which a message may be handed out, for a manual clock. None if none is pending.
 
-        Opening and loading ahead of due times are no deadlines: a manual clock waits for them at the due time.
+        A message that is added or moved later may be due earlier. Opening and loading ahead of due times are no
+        deadlines: a manual clock waits for them at the due time.
         """
         work_ms = self.next_due_ms()
         if work_ms is None:
             return None
         first_ms = min(self._hand_out_bound_ms(), self.loaded.first_due_ms())
-        # A message that is left to a dispatcher is handed out later than it is due.
+        # The later one, because a message that is left to a dispatcher is handed out later than it is due.
         return work_ms if first_ms == FAR_MS else max(work_ms, first_ms)
 
     def fall_asleep(self, *, until_durable: bool = False) -> int | None:
         """Store and return the result of `next_due_ms`. A later change that makes it earlier calls `on_earlier`.
 
-        With `until_durable` the next step is due when rows in flight are on disk. The result is then None.
+        With `until_durable` the result is None, and `on_earlier` is called when rows in flight are on disk.
         """
         self._awaits_durable = until_durable
         next_ms = None if until_durable else self.next_due_ms()
@@ -567,7 +572,8 @@ class Scheduler:
             self._wake_by(backlog.first_due_ms - self._ahead_ms // 2)
 
     def _wake_now(self) -> None:
-        """Wake the ticker, because there may be work now."""
+        """Wake the ticker if it sleeps, because there may be work now."""
+        # Earlier than every stored time, except the -FAR_MS of a ticker that is awake.
         self._wake_by(-FAR_MS + 1)
 
 
@@ -576,7 +582,7 @@ class Scheduling:
     """The scheduler, its backlogs, and the outcomes of all scheduled messages."""
 
     scheduler: Scheduler
-    backlog: Backlog  # stores messages sent with a due time: the configured strategy
+    backlog: Backlog  # the configured strategy, which stores the messages that are sent with a due time
     hour_log: HourLog  # serves the pending table, under every strategy
     levels: DelayLevels
     outcomes: Outcomes

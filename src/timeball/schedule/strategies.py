@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 def saved_state(
     settings: Settings, files: Files, saved: Checkpoint | None, ahead_ms: int = AHEAD_MS
 ) -> msgspec.Struct | None:
-    """Find the saved state of the chosen strategy. None if there is none that it can start with.
+    """Build the chosen strategy's state from a checkpoint, and check its files. None if it cannot start with it.
 
-    This reads all files of the strategy, which takes about 50 ns per pending message.
+    Reading all files of the strategy takes about 50 ns per pending message.
     """
     # The name is compared before the fields are read: states of different strategies have different fields.
     if saved is None or saved.facts.kept is None or saved.facts.schedule != settings.strategy:
@@ -53,7 +53,10 @@ def saved_state(
 
 
 def _checked(settings: Settings, files: Files, raw_state: dict[str, object], ahead_ms: int) -> msgspec.Struct:
-    """Convert a state from JSON and check its files. Raises Corrupt, SetupError or ValidationError."""
+    """Convert a decoded JSON object to the strategy's state and check its files.
+
+    Raises Corrupt for damaged files, SetupError if the settings have changed, ValidationError for other fields.
+    """
     if settings.strategy == "timer_wheel":
         from timeball.schedule import timer_wheel as wheel
         from timeball.schedule.timer_wheel import WheelState
@@ -77,7 +80,7 @@ def build(
     outcomes: Outcomes,
     ahead_ms: int = AHEAD_MS,
 ) -> Backlog | None:
-    """Build the backlog with its own files that the settings name. None for `hour_log`."""
+    """Build the backlog of the strategy that the settings name. None for `hour_log`, which the node always builds."""
     if settings.strategy == "timer_wheel":
         from timeball.schedule.timer_wheel import TimerWheel
 

@@ -8,14 +8,14 @@ next rows only then. They share one frame, which costs the event loop the same f
 SHARE_MS at most, since the disk may be busy with other rows.
 
 A hand-out costs about as much for one message as for thirty, and so do the commit, the receives and the
-acknowledgements that follow it. So under load two hand-outs are at least INTERVAL_MIN_MS apart, and use at most about
-RELEASE_SHARE of a core: the loop stays free for the consumers. A longer interval follows from the measured time of the
-last hand-outs, and is INTERVAL_MAX_MS at most. After an idle interval, two hand-outs may follow each other at once. So
-the interval concerns loads, and not two messages that happen to be due in short succession. After a hand-out that the
-limit of rows has ended, more messages are due, and the next one begins at once.
+acknowledgements that follow it. So under load the ticker waits for an interval between two hand-outs, in which messages
+gather. The interval is chosen so that hand-outs use at most about RELEASE_SHARE of a core, by the mean time of the last
+ones, but it is between INTERVAL_MIN_MS and INTERVAL_MAX_MS. After an interval without a hand-out, two may follow each
+other at once, so two messages that happen to be due in short succession are not delayed. After a large hand-out, or one
+that the limit of rows has ended, the next one begins at once.
 
-A commit of sends takes due messages along, if JOIN_SHARE of the interval has passed (`join`). This hand-out needs no
-timer and no commit of its own, which cost more than its messages.
+If JOIN_SHARE of the interval has passed when a commit of sends begins, due messages join this commit (`join`). Such a
+hand-out needs no timer and no commit of its own, which cost more than its messages.
 
 A hand-out is limited in bytes, and so are the hand-outs in flight: one that is being written, and the next one. So the
 first message of a burst of large bodies is visible after a few milliseconds, and others can use the disk in between.
@@ -47,14 +47,14 @@ CLOCK_READ_MS = 1_000
 # The longest time that due messages wait for a write in progress.
 SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
-RELEASE_SHARE = 0.12  # of a core, for small hand-outs
+RELEASE_SHARE = 0.12  # the share of a core that small hand-outs may use
 INTERVAL_MIN_MS, INTERVAL_MAX_MS = 6.0, 8.0
-JOIN_SHARE = 0.6  # of the interval, after which a hand-out may join a commit of sends
-PAUSE_MIN_NS = 500_000  # a shorter wait is none, because the timers of the event loop have whole milliseconds
-# The rules of schedules may hold the event loop for this time, because it delays other releases.
+JOIN_SHARE = 0.6  # the share of the interval after which a hand-out may join a commit of sends
+PAUSE_MIN_NS = 500_000  # no shorter waits, because the timers of the event loop have whole milliseconds
+# The rules of schedules may hold the event loop for this time at once. More would delay other releases.
 HOLD_NS = 4_000_000
 OCCURRENCE_NS_MIN = HOLD_NS // limits.SCHEDULE_ROWS_AT_ONCE
-WEIGHT = 0.1  # of the newest hand-out in the mean of their times
+WEIGHT = 0.1  # the weight of the newest hand-out in the mean of their times
 
 
 # Append due messages, or messages that must be rewritten, to the log (broker/accepting/delivery.py).
@@ -64,13 +64,11 @@ Rewrite = Callable[[pa.RecordBatch, int], object]
 
 @dataclass(slots=True)
 class IndexingTime:
-    """The time used so far for releases that have become durable: their indexes and counts, and waking consumers.
+    """Times that delivery.py measures for the ticker."""
 
-    `occurrence_ns`: the time for the rule of one occurrence in the last hand-outs. At first too much, until it is
-    measured.
-    """
-
+    # The time used since the start for releases that became durable: to index and count them, and to wake consumers.
     total_ns: int = 0
+    # The time that the rule of one occurrence took in the last hand-outs. A high estimate until it is measured.
     occurrence_ns: int = HOLD_NS // 16
 
 
@@ -95,8 +93,8 @@ class Ticker:
         """Create the ticker. Without `occurrences` there are no schedules."""
         self._scheduler, self._clock = scheduler, clock
         self._release, self._rewrite, self._occurrences = release, rewrite, occurrences
-        self._indexing, self._indexed_ns = indexing, indexing.total_ns
-        self._mean_ns = 0.0  # of a hand-out
+        self._indexing, self._indexed_ns = indexing, indexing.total_ns  # the second: at the last hand-out
+        self._mean_ns = 0.0  # the weighted mean time of a hand-out, with the indexing of earlier ones
         self._paused_until_ns = 0  # on the monotonic clock
         self.interval_ms = 0.0  # the time between two hand-outs under load
         self._is_woken = False  # set by `wake` since the last tick began
@@ -113,17 +111,21 @@ class Ticker:
         self._end_sleep()
 
     def join(self) -> None:
-        """Hand out the messages that are due, because a commit of other rows begins anyway."""
+        """Hand out the messages that are due, because a commit of other rows begins anyway.
+
+        Does nothing while rows are in flight, during a tick, and before JOIN_SHARE of the interval has passed.
+        """
         if self._scheduler.in_flight_rows or self._sleeping is None:
             return
         began_ns = self._clock.clock.monotonic_ns()
         if self._paused_until_ns - began_ns > (1 - JOIN_SHARE) * self.interval_ms * 1e6:
             return
-        # Otherwise the next interval would begin at the end of this one.
+        # The interval ends now. Otherwise the next one would begin at its end.
         self._paused_until_ns = min(self._paused_until_ns, began_ns)
         try:
             wait_ms = self.tick()
-        # The send has nothing to do with it, and the messages are in flight without a row: the broker must stop.
+        # Not raised here, because the send did not cause it. The messages are in flight without a row, so the broker
+        # must stop: `run` raises the error.
         except Exception as error:
             self._failure = error
             self.wake()
@@ -134,7 +136,10 @@ class Ticker:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._end_sleep)
 
     def tick(self) -> float | None:
-        """Hand out due messages or take rewrites. Returns the ms until the next call. None: call again when woken."""
+        """Hand out due messages, or write messages that must be rewritten.
+
+        Returns the ms until the next call. None: call again when woken.
+        """
         scheduler = self._scheduler
         now_ms = self._ticked_ms = self._clock.now_ms()
         began_ns = self._clock.clock.monotonic_ns()
@@ -148,7 +153,7 @@ class Ticker:
         if occurrences > limits.SCHEDULE_ROWS_AT_ONCE or occurrences * occurrence_ns > HOLD_NS:
             rows_max = min(limits.SCHEDULE_ROWS_AT_ONCE, HOLD_NS // occurrence_ns)
         free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, rows_max)
-        # Bodies in flight, too: a hand-out is limited in bytes.
+        # `is_full`: too many bytes of bodies are in flight.
         if free_rows <= 0 or scheduler.is_full:
             return scheduler.fall_asleep(until_durable=True)
         # The ms that due messages may still wait for the few rows in flight. If it is more than SHARE_MS, the clock was
@@ -180,17 +185,20 @@ class Ticker:
         return max(0, next_ms - now_ms)
 
     def _pause(self, began_ns: int, *, is_small: bool) -> int:
-        """Decide when the next hand-out may begin, after one that began at `began_ns`. Returns the ms from then on."""
+        """Compute when the next hand-out may begin, after one that began at `began_ns` and has just ended.
+
+        Returns the ms from `began_ns` on.
+        """
         indexed_ns = self._indexing.total_ns
         spent_ns = self._clock.clock.monotonic_ns() - began_ns + indexed_ns - self._indexed_ns
         self._mean_ns += WEIGHT * (spent_ns - self._mean_ns)
         self._indexed_ns = indexed_ns
-        # No time has passed if a test moves the clock, and then nothing waits.
-        least_ms = INTERVAL_MIN_MS if self._mean_ns else 0.0
-        self.interval_ms = min(INTERVAL_MAX_MS, max(least_ms, self._mean_ns / 1e6 / RELEASE_SHARE))
+        # The mean is 0 if a test moves the clock. Then there is no interval.
+        interval_min_ms = INTERVAL_MIN_MS if self._mean_ns else 0.0
+        self.interval_ms = min(INTERVAL_MAX_MS, max(interval_min_ms, self._mean_ns / 1e6 / RELEASE_SHARE))
         interval_ns = int(self.interval_ms * 1e6)
-        # A large hand-out uses its time for messages, and the next one must not wait. After small ones, an idle
-        # interval counts as one that was not used.
+        # After a large hand-out the next one must not wait. After a small one, the pause ends one interval after the
+        # last pause, but not before now: so a hand-out after an idle interval has no pause.
         self._paused_until_ns = (
             max(self._paused_until_ns, began_ns - interval_ns) + interval_ns if is_small else 0
         )
@@ -210,7 +218,10 @@ class Ticker:
                 await self._sleep(self._ticked_ms, wait_ms)
 
     async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
-        """Sleep until woken, until `wait_ms` after `seen_ms` on the clock, or until the clock has been set."""
+        """Sleep until woken, until `wait_ms` after `seen_ms` on the clock, or until the clock has been set.
+
+        `seen_ms` is the last reading of the clock. Without `wait_ms` the sleep has no limit.
+        """
         if wait_ms is not None and wait_ms <= INTERVAL_MAX_MS:
             await self._sleep_for(wait_ms / 1000)  # the next tick reads the clock soon enough
             return

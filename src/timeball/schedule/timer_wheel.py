@@ -4,12 +4,12 @@ A slot only groups messages: rows keep their due time in ms. A message due beyon
 When that slot is opened, the message is *rolled*: it is rewritten and placed again.
 
     add    collects messages in memory, then appends them to the timer log as a batch and pushes its links to the ring
-    open   walks the chains of the next used slots; messages due beyond the ring must be rolled
+    open   walks the chains of the next used slots; messages due later than these slots must be rolled
 
 `bound` is the first slot that is not opened. It moves when an opening begins, and later messages for slots before it
-count as opened. They are stored in a slot as well, so that a restart finds them. A message whose own slot is delivered
-is stored in the first slot that is not. `low` passes a slot when all messages opened from it are settled (released or
-cancelled) or durably rolled. A restart opens the slots from `low` on.
+count as opened. They are stored in a slot as well, so that a restart finds them. If its own slot is delivered already,
+a message is stored in the first slot that is not delivered, `low`. `low` passes a slot when all messages opened from it
+are settled (released or cancelled) or durably rolled. A restart opens the slots from `low` on.
 
 The ring is one mapped file with the end of each slot's chain in the timer log:
 
@@ -42,11 +42,11 @@ As in RocketMQ, the ring contains the newest link of each slot's chain, and each
 Unlike in RocketMQ, a link covers all messages of one batch that share a slot, so slots are read and written in batches.
 The first link of a slot has -1 as `prev`.
 
-No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message has
-another entry (the *mark*). While the broker runs, no slot is opened twice, so only a restart needs marks. Pages of
-mapped files may reach the disk before the commit log does. So a checkpoint sets the marks, after it has synced the
-commit log with the new rows. The commit log after the checkpoint contains later rows, and the restart marks the old
-entries of their messages.
+No field is ever changed except `row_seq`. When the message has another entry, the old one is *marked* (mapped_log.py):
+its `row_seq` is replaced by the complement, which is negative. While the broker runs, no slot is opened twice, so only
+a restart needs marks. Pages of mapped files may reach the disk before the commit log does. So a checkpoint marks the
+entries, after it has synced the commit log with the new rows. For rows after the checkpoint, the restart itself marks
+the old entries of their messages.
 
 Space is freed by *spans*, parts of the log that end after a number of entries or slots. When the last slot of a span is
 delivered, the span is dropped, and the rows of the commit log to which it refers are no longer needed.
@@ -71,6 +71,7 @@ from timeball.model.message import Int64Array
 from timeball.schedule import mapped_log
 from timeball.schedule.backlog import Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.durations import is_in
 from timeball.schedule.locations import Columns, Waiting, runs_of
 from timeball.schedule.mapped_log import BacklogInFiles, LogBounds, RecordArray, RecordType
 from timeball.schedule.outcomes import Outcomes, Settled
@@ -100,14 +101,14 @@ class Span(msgspec.Struct, array_like=True):
 
 
 class LogState(msgspec.Struct, frozen=True):
-    """The bounds of both logs, and the spans."""
+    """The bounds (begin, end) of both logs, and the spans."""
 
     links: tuple[int, int]
     entries: tuple[int, int]
     spans: list[Span]
 
     def logs(self) -> list[LogBounds]:
-        """List both logs with their bounds."""
+        """Describe both logs for `mapped_log.open_logs`."""
         return [("links", LINKS, *self.links), ("entries", ENTRIES, *self.entries)]
 
 
@@ -167,10 +168,10 @@ class TimerLog:
             link_batches.append(links)
             has_previous = links["prev"] >= 0
             slots, last = slots[has_previous], links["prev"][has_previous]
-        return self.entries_of(np.concatenate(link_batches))
+        return self.read_entries(np.concatenate(link_batches))
 
     def mark_moved(self, index: Int64Array) -> None:
-        """Mark these entries, because their messages have another entry, and its row of the commit log is synced."""
+        """Mark the entries at these indexes: their messages have another entry, whose commit log row is synced."""
         self.entries.mark(index)
 
     def forget(self, low: int) -> None:
@@ -194,19 +195,16 @@ class TimerLog:
 
     def mark_moved_by_seq(self, seq: Int64Array) -> int:
         """Mark all entries of these messages, in one pass over the log. Returns the number of marked entries."""
-        if not len(seq):
-            return 0
-        count, seq = 0, np.sort(seq)
-        for begin, entries in self.entries.parts():
-            seqs = entries["seq"]
-            indexes = np.minimum(np.searchsorted(seq, seqs), len(seq) - 1)
-            index = begin + np.flatnonzero(seq[indexes] == seqs)
+        marked_rows, sorted_seqs = 0, np.sort(seq)
+        for begin, entries in self.entries.parts() if len(seq) else ():
+            index = begin + np.flatnonzero(is_in(sorted_seqs, entries["seq"]))
             self.mark_moved(index)
-            count += len(index)
-        return count
+            marked_rows += len(index)
+        return marked_rows
 
-    def entries_of(self, links: RecordArray) -> Entries:
+    def read_entries(self, links: RecordArray) -> Entries:
         """Read the entries of these links, without the marked ones."""
+        # Entry n of a link is at index first + n. The counter of all entries begins each link at its `ends - rows`.
         rows = links["rows"]
         ends = np.cumsum(rows)
         total = int(ends[-1]) if len(ends) else 0
@@ -214,14 +212,16 @@ class TimerLog:
         entries = self.entries.at(index)
         columns = (np.ascontiguousarray(entries[name]) for name in ("due_ms", "seq", "row_seq"))
         result = Entries(index, np.repeat(links["slot"], rows), *columns)
-        # Marked entries are skipped: their messages have another entry.
-        is_valid = result.row_seq >= 0
-        return result if is_valid.all() else result.part(is_valid)
+        is_unmarked = result.row_seq >= 0
+        return result if is_unmarked.all() else result.part(is_unmarked)
 
     # -- internals -------------------------------------------------------------------------------------------------
 
     def _extend_span(self, last_slot: int, first_row_seq: int, bound: int) -> None:
-        """Add a batch to the last span, or to a new one if the last span is large enough."""
+        """Add the batch that is being appended to the last span, or to a new one if the last is large enough.
+
+        `last_slot` and `first_row_seq` are those of the batch.
+        """
         span = self._spans[-1] if self._spans else None
         if (
             span is None
@@ -243,7 +243,7 @@ RING = f"{FOLDER}/ring"
 ARRIVALS_MAX = 4_096
 OPEN_ROWS = 1 << 20  # messages read in one opening, about 40 MB; a slot is always opened as a whole
 
-Moved = tuple[int, Int64Array]  # a bound of the ring, and the indexes of entries in slots before it
+Rolled = tuple[int, Int64Array]  # a bound of the ring, and the indexes of rolled entries, in slots before it
 
 
 class WheelState(msgspec.Struct, frozen=True):
@@ -287,21 +287,24 @@ class TimerWheel(BacklogInFiles):
         self._arrivals_first: int | None = None  # the first slot from `bound` on that has an arrival
         # Opened messages outside the slot of their due time: to be rolled, or rolled too late. They keep `low` back.
         self._kept_entries: list[Entries] = []
-        # The indexes of entries whose messages have been rolled, and the bound at that time: their slots are before it.
-        # Since the last `files_to_sync`, and those that the current checkpoint marks.
-        self._moved, self._moved_in_checkpoint = list[Moved](), list[Moved]()
+        # The old entries of messages that were rolled since the last `files_to_sync`, and those that the current
+        # checkpoint marks.
+        self._rolled, self._rolled_in_checkpoint = list[Rolled](), list[Rolled]()
         self._opened: int | None = None  # slots before it are opened; None: all before `bound`
 
     # -- the five operations of a backlog --------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Add messages as arrivals. The next checkpoint marks the old entries of rolled messages."""
+        """Add messages as arrivals. The next checkpoint marks the old entries of rolled messages.
+
+        Returns a mask of the messages that count as opened, because their slots are.
+        """
         if rewritten is not None:
             # Not marked here: with `async` durability the new rows may not be synced yet, and a power cut may keep the
             # mark and lose the row.
-            self._moved.append((self._ring.bound, rewritten.note))
+            self._rolled.append((self._ring.bound, rewritten.note))
             self._kept_entries = [
-                held.part(~np.isin(held.index, rewritten.note)) for held in self._kept_entries
+                entries.part(~np.isin(entries.index, rewritten.note)) for entries in self._kept_entries
             ]
         self._pass_unused(now_ms)
         is_opened = np.asarray(waiting.due_ms < self.slots.begin_ms(self._ring.bound))
@@ -310,8 +313,8 @@ class TimerWheel(BacklogInFiles):
             self.arrival_rows += len(waiting)
             if not is_opened.all():
                 self._far_rows += len(is_opened) - int(is_opened.sum())
-                far = self.slots.slots_at(waiting.due_ms[~is_opened])
-                first = int(self.slots.choose_slots(far, self._ring.bound).min())
+                due_slots = self.slots.slots_at(waiting.due_ms[~is_opened])
+                first = int(self.slots.choose_slots(due_slots, self._ring.bound).min())
                 if self._arrivals_first is None or first < self._arrivals_first:
                     self._arrivals_first = first
             if self.arrival_rows >= self._arrivals_max:
@@ -320,7 +323,10 @@ class TimerWheel(BacklogInFiles):
         return is_opened
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Walk the chains of the next slots in use."""
+        """Read the messages of the used slots up to `until_ms`, or of the first ones: OPEN_ROWS messages or one slot.
+
+        The chains are walked in the reader thread.
+        """
         to = self.slots.slot_at(until_ms) + 1
         if self._arrivals_first is not None and self._arrivals_first < to:
             self.flush()
@@ -352,7 +358,10 @@ class TimerWheel(BacklogInFiles):
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Build the ring from all durable links. Open the messages again that were opened and may not be settled."""
+        """Build the ring from all links within the saved bounds, and add the messages of `waiting`.
+
+        Returns the messages of the slots from `low` on that were opened, and those of `waiting` in opened slots.
+        """
         assert state is None or isinstance(state, WheelState)
         folder = self._begin_generation(self._files, FOLDER, state)
         first_slot = self.slots.slot_at(now_ms)
@@ -365,7 +374,7 @@ class TimerWheel(BacklogInFiles):
         self._low = bound - 1 if state is None else state.low
         # Messages that were rolled after the checkpoint have new rows in the log, so their old entries are marked.
         self._log.mark_moved_by_seq(waiting.seq[waiting.row_seq != waiting.seq])
-        reopened = self._split_opened(self._log.entries_of(self._push_links()))
+        reopened = self._split_opened(self._log.read_entries(self._push_links()))
         self._update_first_due()
         return Opened.joined([reopened, self._add_in_log_order(waiting, now_ms)])
 
@@ -429,20 +438,20 @@ class TimerWheel(BacklogInFiles):
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         """List the files of the timer log, with those that `rows_synced` changes. The ring is never synced."""
         self.flush()
-        self._moved, self._moved_in_checkpoint = [], self._moved
-        for _, index in self._moved_in_checkpoint:
+        self._rolled, self._rolled_in_checkpoint = [], self._rolled
+        for _, index in self._rolled_in_checkpoint:
             self._log.entries.expect_marks(index)
         return super().files_to_sync()
 
     def rows_synced(self) -> None:
         """Mark the entries of messages that were rolled before the last `files_to_sync`."""
-        for _, index in self._moved_in_checkpoint:
+        for _, index in self._rolled_in_checkpoint:
             self._log.mark_moved(index)
 
     def sync_failed(self) -> None:
-        """Leave the marks to the next checkpoint. Those that are set are set again."""
+        """Leave the marks to the next checkpoint, which also repeats marks that are set already."""
         super().sync_failed()
-        self._moved = [*self._moved_in_checkpoint, *self._moved]
+        self._rolled = [*self._rolled_in_checkpoint, *self._rolled]
 
     def close(self) -> None:
         """Close the files."""
@@ -464,7 +473,7 @@ class TimerWheel(BacklogInFiles):
             self._ring.open(to, 0)
 
     def _split_opened(self, entries: Entries) -> Opened:
-        """Build the result of an opening: messages due beyond the opened slots must be rolled, the others are near."""
+        """Build the result of an opening: messages due at or after `bound` must be rolled, the others are near."""
         rolls = entries.due_ms >= self.slots.begin_ms(self._ring.bound)
         must_keep = rolls | (self.slots.slots_at(entries.due_ms) != entries.slot)
         if must_keep.any():
@@ -472,7 +481,7 @@ class TimerWheel(BacklogInFiles):
         return Opened(entries.due_ms, entries.seq, entries.row_seq, entries.index, rolls)
 
     def _advance(self, settled_ms: int) -> None:
-        """Move `low` past slots whose messages are all settled or rolled. Drop settled arrivals."""
+        """Move `low` past slots whose messages are all settled or rolled. Drop arrivals due before `settled_ms`."""
         self._pass_unused(settled_ms)
         unsettled_arrivals = [part.part(part.due_ms >= settled_ms) for part in self._arrivals]
         self._arrivals = [part for part in unsettled_arrivals if len(part)]
@@ -492,10 +501,10 @@ class TimerWheel(BacklogInFiles):
             self._low = low
             self._log.forget(low)
             # A restart reads no entries of earlier slots.
-            self._moved = [(bound, index) for bound, index in self._moved if bound > low]
+            self._rolled = [(bound, index) for bound, index in self._rolled if bound > low]
 
     def _push_links(self) -> RecordArray:
-        """Push all durable links into the empty ring. Return the links of opened slots from `low` on."""
+        """Push all links of the timer log into the empty ring. Return the links of slots in [low, bound)."""
         opened = [np.empty(0, LINK)]
         for begin, links in self._log.links.parts():
             # Sorting a contiguous column is several times as fast.
@@ -549,6 +558,7 @@ class Slots:
     @classmethod
     def of(cls, precision_ms: int, wheel_ms: int, ahead_ms: int) -> Slots:
         """Compute the slots of a ring that reaches `wheel_ms` beyond the slots that are opened `ahead_ms` ahead."""
+        # `-(-a // b)` rounds up.
         reach = max(4, -(-wheel_ms // precision_ms) + 1)
         count = reach + -(-(ahead_ms + MARGIN_MS) // precision_ms) + 1
         # A record has 32 bits for its lap. With a ring of one minute they last until the year 9999.
@@ -626,7 +636,8 @@ class Ring:
         # A slot is 16 bytes of a page. Read-ahead of the pages around it would fill the memory with a fine ring.
         mapped = self._file.map(at_random=True)
         self._records: Records = np.frombuffer(mapped, dtype=RECORD, count=slots.count)
-        # Used slots from `bound` on in each block of the ring. They find the next one without a scan.
+        # The number of used slots from `bound` on, in each block of the ring. A search for the next one skips blocks
+        # without any.
         self._used = np.zeros(-(-slots.count // BLOCK), np.int64)
         self.rows = 0  # in slots from `bound` on
         self._first: int | None = None  # the first used slot; None: there is none, or it is not known
@@ -704,20 +715,21 @@ class Ring:
         self._file.close()
 
     def _find_first(self) -> int:
-        """Search the used blocks in slot order.
+        """Find the first used slot from `bound` on. There must be one.
 
-        The block of `bound` comes first, and once more last: its positions before `bound` belong to the next lap.
+        The used blocks are searched in slot order. The block of `bound` comes first, and once more last: its positions
+        before `bound` belong to the next lap.
         """
         begin = self.bound % self._slots.count
         next_lap, first_block = self.bound - begin + self._slots.count, begin // BLOCK
         blocks = np.flatnonzero(self._used)
-        for chosen_blocks, end in (
+        for chosen_blocks, end_slot in (
             (blocks[blocks >= first_block], next_lap),
-            (blocks[blocks <= first_block], 1 << 62),
+            (blocks[blocks <= first_block], FAR_MS),
         ):
             for block in chosen_blocks.tolist():
                 slots = self._slots_in(block)
-                slots = slots[(slots >= self.bound) & (slots < end)]
+                slots = slots[(slots >= self.bound) & (slots < end_slot)]
                 if len(slots):
                     return int(slots.min())
         raise AssertionError("a slot is counted and not in the ring")

@@ -31,21 +31,21 @@ from timeball.table.key_index import TableKeys
 HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
 
 
-# -- the state a successor starts from -------------------------------------------------------------------------
+# -- the release cursor after a restart -------------------------------------------------------------------------
 
 
-class TickRig(HourLogRig):
+class CursorRig(HourLogRig):
     """Saves the cursor in a checkpoint, and computes it at a restart from the release records since."""
 
     def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
         self.outcomes = outcomes
-        outcomes.cursor = self.tick_now(world, restart)
+        outcomes.cursor = self.compute_cursor(world, restart)
         return super().build(world, restart, outcomes)
 
     def state(self, state: Any) -> object:
         return self.outcomes.cursor
 
-    def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
+    def compute_cursor(self, world: World, restart: Restart) -> ReleaseCursor:
         cursor = NOTHING_SENT if restart.state is None else restart.state
         assert isinstance(cursor, ReleaseCursor)
         saved_seq = world.checkpoints[-1].seq if world.checkpoints else 1
@@ -54,36 +54,36 @@ class TickRig(HourLogRig):
         return cursor
 
 
-class SavedOnly(TickRig):
+class SavedOnly(CursorRig):
     """A wrong rig: it uses the checkpoint and ignores the later log."""
 
-    def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
+    def compute_cursor(self, world: World, restart: Restart) -> ReleaseCursor:
         return restart.state if isinstance(restart.state, ReleaseCursor) else NOTHING_SENT
 
 
-class CountsTwice(TickRig):
+class CountsTwice(CursorRig):
     """A wrong rig: it counts records again that the checkpoint has counted."""
 
-    def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
-        tick = super().tick_now(world, restart)
+    def compute_cursor(self, world: World, restart: Restart) -> ReleaseCursor:
+        cursor = super().compute_cursor(world, restart)
         if world.checkpoints:
             for rows in world.reader.rows(world.reader.first_seq, world.checkpoints[-1].seq, [Kind.RELEASE]):
-                tick = tick.after(int64(rows.column("due_ms")))
-        return tick
+                cursor = cursor.after(int64(rows.column("due_ms")))
+        return cursor
 
 
 DUES_MS = st.lists(st.integers(0, 2_500), min_size=1, max_size=6)
 
 
-class TickMachine(Machine):
+class CursorMachine(Machine):
     """Random steps. The cursor must equal that computed from all releases so far."""
 
     @rule(saved_ms=DUES_MS, newer_ms=DUES_MS)
-    def die_with_a_newer_log(self, saved_ms: list[int], newer_ms: list[int]) -> None:
+    def restart_with_a_newer_log(self, saved_ms: list[int], newer_ms: list[int]) -> None:
         self.send(saved_ms)
         self.world.save()
         self.send(newer_ms)
-        self.restart(back=0, power_cut=None, unheard=False)
+        self.restart(back=0, power_cut=None, unreported=False)
 
     def send(self, dues_ms: list[int]) -> None:
         self.world.admit([self.world.now_ms + ms for ms in dues_ms])
@@ -92,29 +92,29 @@ class TickMachine(Machine):
         self.world.release()
 
     @invariant()
-    def knows_how_far_it_has_come(self) -> None:
+    def cursor_counts_all_releases(self) -> None:
         sent = np.array(list(self.world.model.released.values()), np.int64)
-        assert tick_of(self.world) == NOTHING_SENT.after(sent)
+        assert cursor_of(self.world) == NOTHING_SENT.after(sent)
 
 
-def tick_of(world: World) -> ReleaseCursor:
+def cursor_of(world: World) -> ReleaseCursor:
     return world.strategy.outcomes.cursor
 
 
-def run_ticks(new_rig: Callable[[], TickRig], settings: hypothesis.settings) -> None:
-    machine = type("Ticks", (TickMachine,), {"new_rig": staticmethod(new_rig)})
+def run_cursor_machine(new_rig: Callable[[], CursorRig], settings: hypothesis.settings) -> None:
+    machine = type("Cursors", (CursorMachine,), {"new_rig": staticmethod(new_rig)})
     run_state_machine_as_test(machine, settings=settings)
 
 
-def test_tick_equals_that_of_the_release_records() -> None:
-    run_ticks(TickRig, FAST)
+def test_cursor_equals_that_of_all_release_rows() -> None:
+    run_cursor_machine(CursorRig, FAST)
 
 
 @pytest.mark.parametrize("wrong", [SavedOnly, CountsTwice])
-def test_wrong_tick_is_caught(wrong: type[TickRig]) -> None:
+def test_wrong_tick_is_caught(wrong: type[CursorRig]) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ticks(wrong, UNTIL_CAUGHT)
-    assert caught.traceback[-1].name == "knows_how_far_it_has_come"
+        run_cursor_machine(wrong, UNTIL_CAUGHT)
+    assert caught.traceback[-1].name == "cursor_counts_all_releases"
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    world = World(TickRig())
+    world = World(CursorRig())
     yield world
     world.close()
 
@@ -139,40 +139,40 @@ def test_older_state_with_a_newer_log_repeats_no_release(world: World) -> None:
     assert [seq for _, seq in world.drain()] == before
     world.release()
     world.save()  # the older state
-    saved = tick_of(world)
+    saved = cursor_of(world)
     assert saved == ReleaseCursor(second_ms - 1_000, 2)
     world.advance(20)
     assert [seq for _, seq in world.drain()] == of_second[:2]
     world.release()
-    assert tick_of(world) == ReleaseCursor(second_ms, 2)
+    assert cursor_of(world) == ReleaseCursor(second_ms, 2)
     world.advance(10)
     assert [seq for _, seq in world.drain()] == of_second[2:3]
-    assert tick_of(world) == ReleaseCursor(second_ms, 2), "handed out is not sent"
+    assert cursor_of(world) == ReleaseCursor(second_ms, 2), "handed out, not released"
     world.restart()
     assert world.checkpoints[-1].state == saved
-    assert tick_of(world) == ReleaseCursor(second_ms, 2), "the newer log knows better"
+    assert cursor_of(world) == ReleaseCursor(second_ms, 2), "computed from the log after the checkpoint"
     world.advance(1_000)
     assert [seq for _, seq in world.drain()] == of_second[2:]
     world.release()
-    assert tick_of(world) == ReleaseCursor(second_ms, 4)
+    assert cursor_of(world) == ReleaseCursor(second_ms, 4)
 
 
-def test_late_message_is_released_and_does_not_move_the_tick_back(world: World) -> None:
+def test_late_message_is_released_and_does_not_change_the_cursor(world: World) -> None:
     world.admit([world.now_ms])
     world.drain()
     world.release()
     world.save()
-    tick = tick_of(world)
+    cursor = cursor_of(world)
     (late,) = world.admit([world.now_ms - DAY])
     assert [seq for _, seq in world.drain()] == [late]
     world.release()
-    assert tick_of(world) == tick
+    assert cursor_of(world) == cursor
     world.restart()
-    assert tick_of(world) == tick
-    assert world.drain() == [], "named by its own record"
+    assert cursor_of(world) == cursor
+    assert world.drain() == [], "its RELEASE row settles it"
 
 
-# -- started behind the clock, and ahead of it -----------------------------------------------------------------
+# -- a restart after a pause, or with a clock that was set back ------------------------------------------------
 
 
 @pytest.mark.parametrize("down_ms", [1_500, HOUR, 400 * DAY])
@@ -185,59 +185,59 @@ def test_start_after_a_pause_releases_overdue_messages_at_once_and_in_order(
     world.drain()
     world.release()
     world.save()
-    dues = sorted(start_ms + down_ms * i // 20 for i in range(1, 30))
-    world.admit(dues[::-1])
+    due_times = sorted(start_ms + down_ms * i // 20 for i in range(1, 30))
+    world.admit(due_times[::-1])
     if compacted:
         world.attach_now(world.prepare_compact())
     world.advance(down_ms)
     world.restart()
-    assert tick_of(world) <= ReleaseCursor(start_ms, 1)
-    overdue = [due for due in dues if due <= world.now_ms]
+    assert cursor_of(world) <= ReleaseCursor(start_ms, 1)
+    overdue = [due for due in due_times if due <= world.now_ms]
     assert [due for due, _ in world.drain(limit=7)] == overdue
-    assert [due for due, _ in sleep_through(world)] == dues[len(overdue) :]
+    assert [due for due, _ in sleep_through(world)] == due_times[len(overdue) :]
 
 
 def restart_with_clock_behind(world: World, ahead_ms: int) -> tuple[int, list[int]]:
     """Restart on a node whose clock is `ahead_ms` behind. Returns the tick's time and the pending due times."""
     sent_ms = world.now_ms
     world.admit([sent_ms - 10, sent_ms - 10, sent_ms])
-    left = [sent_ms + 1, sent_ms + AHEAD_MS // 2, sent_ms + AHEAD_MS + 500, sent_ms + 3 * DAY]
-    world.admit(left)
+    pending = [sent_ms + 1, sent_ms + AHEAD_MS // 2, sent_ms + AHEAD_MS + 500, sent_ms + 3 * DAY]
+    world.admit(pending)
     assert len(world.drain()) == 3
     world.release()
     world.save()
     world.manual.step_wall(-ahead_ms)
     world.restart()
     assert world.now_ms == sent_ms - ahead_ms
-    return sent_ms, left
+    return sent_ms, pending
 
 
 @pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
-def test_start_with_a_tick_ahead_of_the_clock_releases_nothing_twice(world: World, ahead_ms: int) -> None:
-    sent_ms, left = restart_with_clock_behind(world, ahead_ms)
-    tick = tick_of(world)
-    assert tick.tick_ms > world.now_ms - 1_000
-    assert world.drain() == [], "nothing again, nothing early"
+def test_start_with_a_cursor_ahead_of_the_clock_repeats_no_release(world: World, ahead_ms: int) -> None:
+    sent_ms, pending = restart_with_clock_behind(world, ahead_ms)
+    cursor = cursor_of(world)
+    assert cursor.tick_ms > world.now_ms - 1_000
+    assert world.drain() == [], "no message is repeated or early"
     world.check_sleep()
     world.advance(sent_ms - world.now_ms)
     assert world.drain() == [], "no release is repeated"
-    assert tick_of(world) == tick
-    assert [due for due, _ in sleep_through(world)] == left
+    assert cursor_of(world) == cursor
+    assert [due for due, _ in sleep_through(world)] == pending
 
 
 @pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
-def test_with_a_tick_ahead_of_the_clock_new_messages_are_released_on_time(
+def test_with_a_cursor_ahead_of_the_clock_new_messages_are_released_on_time(
     world: World, ahead_ms: int
 ) -> None:
-    sent_ms, left = restart_with_clock_behind(world, ahead_ms)
-    tick = tick_of(world)
+    sent_ms, pending = restart_with_clock_behind(world, ahead_ms)
+    cursor = cursor_of(world)
     between = [world.now_ms, world.now_ms + 1, sent_ms - ahead_ms // 3, sent_ms - 1]
     world.admit([*between, sent_ms + 2 * DAY])
-    kept = [due for due, _ in sleep_through_to(world, sent_ms)]
-    assert kept == between
+    released = [due for due, _ in sleep_through_to(world, sent_ms)]
+    assert released == between
     world.release()
-    assert tick_of(world).tick_ms == tick.tick_ms, "how far the sending had come, it had come"
-    assert [due for due, _ in sleep_through(world)] == sorted([*left, sent_ms + 2 * DAY])
+    assert cursor_of(world).tick_ms == cursor.tick_ms, "the cursor does not move back"
+    assert [due for due, _ in sleep_through(world)] == sorted([*pending, sent_ms + 2 * DAY])
 
 
 def sleep_through_to(world: World, until_ms: int) -> list[tuple[int, int]]:
@@ -301,37 +301,37 @@ def test_failed_opening_is_reported(world: World) -> None:
 
 # -- open files ------------------------------------------------------------------------------------------------
 
-WINDOW_HOURS = 5  # those before the horizon's, its own, and those after it
+WINDOW_HOURS = 5  # files within two hours of the present one, and that one
 
 
 def open_files(world: World) -> int:
     return world.backlog.statistics()["open_files"]
 
 
-def hourly(world: World, hours: int) -> list[int]:
+def attach_hourly_files(world: World, hours: int) -> list[int]:
     """Attach one file per hour with three scheduled messages each. Returns their due times."""
     start_ms = world.now_ms - world.now_ms % HOUR + HOUR
-    dues = [start_ms + hour * HOUR + ms for hour in range(hours) for ms in (0, HOUR // 2, HOUR - 1)]
-    world.admit(dues)
+    due_times = [start_ms + hour * HOUR + ms for hour in range(hours) for ms in (0, HOUR // 2, HOUR - 1)]
+    world.admit(due_times)
     world.attach_now(world.prepare_compact())
     assert len(world.live_files()) == hours
-    return dues
+    return due_times
 
 
 def test_passing_many_hours_keeps_few_files_open(world: World) -> None:
-    dues = hourly(world, 40)
-    assert open_files(world) == 0, "far away, and written by others"
-    seen, taken = set(), []
+    due_times = attach_hourly_files(world, 40)
+    assert open_files(world) == 0, "the files are due far ahead"
+    counts, taken = set(), []
     while (upcoming := world.strategy.next_due_ms()) is not None:
         world.advance(upcoming - world.now_ms)
         taken += world.drain()
-        seen.add(open_files(world))
-    assert [due for due, _ in taken] == dues
-    assert 0 < max(seen) <= WINDOW_HOURS
+        counts.add(open_files(world))
+    assert [due for due, _ in taken] == due_times
+    assert 0 < max(counts) <= WINDOW_HOURS
 
 
-def test_look_ups_close_their_files(world: World) -> None:
-    hourly(world, 40)
+def test_look_ups_leave_no_file_open(world: World) -> None:
+    attach_hourly_files(world, 40)
     keys, live = TableKeys(world.files), world.backlog.pending.live
     for number in range(0, 120, 7):
         assert len(keys.find_keys(live, hash_text(pa.array([f"body {number}"])))) == 1
@@ -343,39 +343,39 @@ def test_look_ups_close_their_files(world: World) -> None:
 def test_without_closing_all_files_would_be_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the three tests above."""
     monkeypatch.setattr(hour_log, "OPEN_MS", 400 * DAY)
-    hourly(world, 40)
+    attach_hourly_files(world, 40)
     world.advance(50 * HOUR)
     world.drain()
     assert open_files(world) == 40
 
 
-# -- no idle turning -------------------------------------------------------------------------------------------
+# -- no calls without work -------------------------------------------------------------------------------------------
 
 
-class Counted(Scheduler):
+class CallRecorder(Scheduler):
     """A scheduler that records when `take_due` is called."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.asked_ms: list[int] = []
+        self.call_times_ms: list[int] = []
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        self.asked_ms.append(now_ms)
+        self.call_times_ms.append(now_ms)
         return super().take_due(now_ms, limit)
 
 
-def sleep_and_record_calls(dues: list[int], compacted: bool) -> tuple[list[int], list[int]]:
+def sleep_and_record_calls(due_times: list[int], compacted: bool) -> tuple[list[int], list[int]]:
     """Sleep through these delays as a ticker does. Returns the due times, and the times of the calls."""
-    world = World(HourLogRig(scheduler=Counted))
+    world = World(HourLogRig(scheduler=CallRecorder))
     strategy = world.strategy
-    assert isinstance(strategy, Counted)
-    instants = sorted(world.now_ms + ms for ms in dues)
-    world.admit(instants)
+    assert isinstance(strategy, CallRecorder)
+    due_times_ms = sorted(world.now_ms + ms for ms in due_times)
+    world.admit(due_times_ms)
     if compacted:
         world.attach_now(world.prepare_compact())
-    assert [due for due, _ in sleep_through(world)] == instants
+    assert [due for due, _ in sleep_through(world)] == due_times_ms
     world.close()
-    return instants, strategy.asked_ms
+    return due_times_ms, strategy.call_times_ms
 
 
 SPARSE = [
@@ -386,22 +386,26 @@ SPARSE = [
 ]
 
 
-@pytest.mark.parametrize("dues", SPARSE)
+@pytest.mark.parametrize("due_times", SPARSE)
 @pytest.mark.parametrize("compacted", [False, True])
-def test_scheduler_works_only_near_due_times(dues: list[int], compacted: bool) -> None:
-    instants, asked_ms = sleep_and_record_calls(dues, compacted)
-    begin_ms, near_ms = asked_ms[0], 2 * AHEAD_MS
-    for now_ms in asked_ms:
-        assert now_ms <= begin_ms + near_ms or any(abs(now_ms - due) <= near_ms for due in instants), (
-            f"asked {(now_ms - begin_ms) / HOUR:.3f} hours after the start, with nothing near"
+def test_scheduler_works_only_near_due_times(due_times: list[int], compacted: bool) -> None:
+    due_times_ms, call_times_ms = sleep_and_record_calls(due_times, compacted)
+    begin_ms, near_ms = call_times_ms[0], 2 * AHEAD_MS
+    for now_ms in call_times_ms:
+        assert now_ms <= begin_ms + near_ms or any(abs(now_ms - due) <= near_ms for due in due_times_ms), (
+            f"called {(now_ms - begin_ms) / HOUR:.3f} hours after the start, with nothing near"
         )
     # Each due time needs a call, with a gather before it and one after it. Many messages need several gathers.
-    assert len(asked_ms) <= 2 * len(set(instants)) + 6 * len({due // 10_000 for due in instants}) + 20
+    assert (
+        len(call_times_ms)
+        <= 2 * len(set(due_times_ms)) + 6 * len({due // 10_000 for due in due_times_ms}) + 20
+    )
 
 
 def test_ticks_do_not_grow_with_the_time_between_messages() -> None:
     counts = [
-        len(sleep_and_record_calls([days * DAY * i for i in range(1, 20)], True)[1]) for days in (1, 10, 100)
+        len(sleep_and_record_calls([days * DAY * number for number in range(1, 20)], True)[1])
+        for days in (1, 10, 100)
     ]
     assert max(counts) <= 1.5 * min(counts)
 
@@ -409,7 +413,7 @@ def test_ticks_do_not_grow_with_the_time_between_messages() -> None:
 def test_without_the_next_due_time_of_files_ticks_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: two scheduled messages in the file of one hour."""
     hour_ms = 30 * HOUR - ManualClock.wall % HOUR
-    dues = [hour_ms + 60_000, hour_ms + 50 * 60_000]
-    learnt = len(sleep_and_record_calls(dues, True)[1])
+    due_times = [hour_ms + 60_000, hour_ms + 50 * 60_000]
+    calls = len(sleep_and_record_calls(due_times, True)[1])
     monkeypatch.setattr("timeball.table.data_file.DataFile.first_due_at_or_after", lambda *args: None)
-    assert len(sleep_and_record_calls(dues, True)[1]) > 10 * learnt
+    assert len(sleep_and_record_calls(due_times, True)[1]) > 10 * calls

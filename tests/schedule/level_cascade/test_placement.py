@@ -18,13 +18,13 @@ from timeball.schedule.level_cascade import (
     NAMES,
     NEAR,
     QUEUES,
-    enter,
     first_due_ms,
     first_level,
     holds_last_hops,
     lead_ms_of,
     levels_after_first,
     next_hops,
+    place,
     plan,
 )
 
@@ -33,17 +33,17 @@ REMAINING = st.one_of(
     st.integers(-DAY_MS, 30 * SECOND_MS), st.integers(0, 3 * DAY_MS), st.integers(0, DELAY_MS_MAX)
 )
 LEADS = st.sampled_from([1, 1_000, 4_000, 10_000, 60_000]).map(lead_ms_of)
-# A list made for a remaining time, and how long ago that was.
+# The remaining time of a message, how many ms ago its list was planned, and how many levels were taken since.
 SCHEDULED_ROWS = st.tuples(REMAINING, st.integers(0, 2 * HOUR_MS) | st.integers(0, 3_000), st.integers(0, 8))
 
 
 def columns(scheduled_rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(due_ms, what is left of a list that is as old as that, after so many of its levels)."""
+    """Build the columns of due times and lists: a list is planned some ms ago, and its first levels are removed."""
     due = NOW + np.array([remaining for remaining, _, _ in scheduled_rows])
     hops = plan(due - NOW + np.array([ago for _, ago, _ in scheduled_rows]))
-    for at, (_, _, taken) in enumerate(scheduled_rows):
-        for _ in range(taken):
-            hops[at] = levels_after_first(hops[at : at + 1])[0]
+    for index, (_, _, levels) in enumerate(scheduled_rows):
+        for _ in range(levels):
+            hops[index] = levels_after_first(hops[index : index + 1])[0]
     return due, hops
 
 
@@ -52,9 +52,9 @@ def test_message_is_placed_by_its_due_time_and_list(
     scheduled_rows: list[tuple[int, int, int]], lead_ms: int
 ) -> None:
     due, hops = columns(scheduled_rows)
-    entered = enter(due, hops, NOW, lead_ms)
+    placed = place(due, hops, NOW, lead_ms)
     for due_ms, queue, hop_end_ms in zip(
-        due.tolist(), entered.queue.tolist(), entered.hop_end_ms.tolist(), strict=True
+        due.tolist(), placed.queue.tolist(), placed.hop_end_ms.tolist(), strict=True
     ):
         assert 0 <= queue < QUEUES
         assert (queue == NEAR) == (due_ms - NOW <= lead_ms)
@@ -79,7 +79,7 @@ def test_fitting_list_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_m
     assert np.array_equal(next_lists[kept], hops[kept])
     assert np.array_equal(next_lists[~kept], plan(due - NOW)[~kept])
     far = due - NOW > lead_ms
-    assert np.array_equal(enter(due, hops, NOW, lead_ms).left[far], levels_after_first(next_lists)[far])
+    assert np.array_equal(place(due, hops, NOW, lead_ms).left[far], levels_after_first(next_lists)[far])
 
 
 @given(
@@ -94,11 +94,11 @@ def test_last_hop_is_opened_in_time_however_late_the_hops_are(
     now_ms, due_ms, turn = NOW, np.array([NOW + remaining_ms]), 0
     hops = plan(due_ms - now_ms)
     while True:
-        entered = enter(due_ms, hops, now_ms, lead_ms)
-        queue, hop_end_ms = int(entered.queue[0]), int(entered.hop_end_ms[0])
+        placed = place(due_ms, hops, now_ms, lead_ms)
+        queue, hop_end_ms = int(placed.queue[0]), int(placed.hop_end_ms[0])
         if queue == NEAR:
             break
-        hops = entered.left
+        hops = placed.left
         if holds_last_hops(queue):
             assert hop_end_ms - lead_ms // 2 <= due_ms[0] - DRIFT_MS
             break
@@ -110,20 +110,20 @@ def test_list_is_followed_when_hops_are_slightly_late() -> None:
     """2 h 59 min 59 s, each hop 100 ms late: 2h 50m 9m, then the message is near."""
     now_ms, due_ms = NOW, np.array([NOW + 3 * HOUR_MS - SECOND_MS])
     hops, waited = plan(due_ms - now_ms), []
-    while (entered := enter(due_ms, hops, now_ms, 10_000)).queue[0] != NEAR:
-        waited.append(NAMES[(int(entered.queue[0]) - 1) // 2])
-        if holds_last_hops(int(entered.queue[0])):
+    while (placed := place(due_ms, hops, now_ms, 10_000)).queue[0] != NEAR:
+        waited.append(NAMES[(int(placed.queue[0]) - 1) // 2])
+        if holds_last_hops(int(placed.queue[0])):
             break
-        now_ms, hops = int(entered.hop_end_ms[0]) + 100, entered.left
+        now_ms, hops = int(placed.hop_end_ms[0]) + 100, placed.left
     assert waited == ["2h", "50m", "9m", "50s"]
 
 
 def test_long_stop_replaces_the_list() -> None:
-    """An hour was left as 50m 9m 50s 9s. Half of it passed while no broker ran."""
+    """The list for the last hour is 50m 9m 50s 9s. Half of the hour passed while no broker ran."""
     due_ms = np.array([NOW + 30 * MINUTE_MS])
     hops = plan(np.array([HOUR_MS - SECOND_MS]))
-    entered = enter(due_ms, hops, NOW, 10_000)
-    assert NAMES[(int(entered.queue[0]) - 1) // 2] == "30m"
+    placed = place(due_ms, hops, NOW, 10_000)
+    assert NAMES[(int(placed.queue[0]) - 1) // 2] == "30m"
 
 
 @pytest.mark.parametrize("ahead_ms", [1_000, 4_000, 10_000])
@@ -139,11 +139,11 @@ TWO = {"h": {4, 6, 8}, "m": set[int](), "s": {2, 4, 6, 8}}
 
 
 def unpacked(hops: int) -> list[int]:
-    found = []
+    levels = []
     while hops:
-        found.append(hops & 63)
+        levels.append(hops & 63)
         hops >>= 6
-    return found
+    return levels
 
 
 def names(remaining_ms: int) -> list[str]:
@@ -228,12 +228,12 @@ def test_successive_lists_end_within_a_second_before_the_time(remaining_ms: int)
 
 
 @given(WITHIN)
-def test_first_and_rest_give_the_whole_list(remaining_ms: int) -> None:
+def test_first_level_and_levels_after_first_give_the_complete_list(remaining_ms: int) -> None:
     hops = plan(np.array([remaining_ms]))
     expected = unpacked(int(hops[0]))
-    found = []
+    levels = []
     while first_level(hops)[0]:
-        found.append(int(first_level(hops)[0]))
+        levels.append(int(first_level(hops)[0]))
         hops = levels_after_first(hops)
-    assert found == expected
+    assert levels == expected
     assert first_level(hops).tolist() == [0]

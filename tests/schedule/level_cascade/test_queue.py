@@ -28,12 +28,12 @@ def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
     return np.zeros(len(seq), dtype=np.bool_)
 
 
-def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np.ndarray:
+def records(hop_end_ms: int, seqs: list[int], row_seqs: list[int] | None = None) -> np.ndarray:
     """Build records of messages due a second after their hop, with their own number as remaining list."""
-    found = np.empty(len(seqs), RECORD)
-    found["hop_end_ms"], found["due_ms"] = hop_end_ms, hop_end_ms + 1_000
-    found["seq"], found["row_seq"], found["hops"] = seqs, at or seqs, seqs
-    return found
+    records = np.empty(len(seqs), RECORD)
+    records["hop_end_ms"], records["due_ms"] = hop_end_ms, hop_end_ms + 1_000
+    records["seq"], records["row_seq"], records["hops"] = seqs, row_seqs or seqs, seqs
+    return records
 
 
 def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
@@ -65,8 +65,8 @@ def test_entries_whose_hops_are_over_are_taken_in_order() -> None:
 
 def test_thousands_are_taken_in_a_few_reads() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
-    for n in range(10):
-        queue.append(records(n, list(range(1 + 10_000 * n, 10_001 + 10_000 * n))))
+    for number in range(10):
+        queue.append(records(number, list(range(1 + 10_000 * number, 10_001 + 10_000 * number))))
     assert len(queue.take_due(4, 1 << 20)) == 50_000
     assert len(queue.take_due(9, 7)) == 7
     assert queue.head_ms == 5
@@ -88,7 +88,7 @@ def test_entries_added_before_a_clock_step_do_not_block_others() -> None:
 def test_entries_out_of_log_order_keep_their_rows_needed() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [50, 60]))
-    queue.append(records(100, [7, 8], at=[3, 4]))
+    queue.append(records(100, [7, 8], row_seqs=[3, 4]))
     assert queue.first_row_seq == 3
     queue.keep_opened(queue.take_due(100, 10))
     assert queue.first_row_seq == 3
@@ -123,7 +123,7 @@ def test_entries_settled_before_their_hop_ends_are_skipped() -> None:
     many = HopQueue(CrashFiles(), FOLDER, 1)
     many.append(records(100, list(range(1, CHUNK + 11))))
     many.advance(lambda due, seq: seq <= CHUNK + 9, NONE)
-    assert many.low == CHUNK + 1, "so many in one go"
+    assert many.low == CHUNK + 1, "one call passes at most this many"
     many.advance(lambda due, seq: seq <= CHUNK + 9, NONE)
     assert (many.low, many.head_ms) == (CHUNK + 9, 100)
 
@@ -208,7 +208,7 @@ def test_each_message_is_taken_once_in_random_steps(steps: list[tuple[str, int, 
         if what == "append":
             seqs = list(range(made + 1, made + count + 1))
             made += count
-            queue.append(records(first, seqs, at=[1_000 + seq for seq in seqs]))
+            queue.append(records(first, seqs, row_seqs=[1_000 + seq for seq in seqs]))
             waiting |= dict.fromkeys(seqs, first)
         elif what == "take" and queue.head_ms is not None:
             assert queue.head_ms == min(waiting.values())

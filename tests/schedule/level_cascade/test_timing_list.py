@@ -92,10 +92,10 @@ def test_list_is_omitted_if_the_properties_would_be_too_long() -> None:
     assert fits_not == full[1]
 
 
-def rows_of(kinds: list[Kind], dues: list[int | None], properties: list[str | None]) -> pa.RecordBatch:
+def rows_of(kinds: list[Kind], due_times: list[int | None], properties: list[str | None]) -> pa.RecordBatch:
     return build_rows(
         len(kinds), kind=np.array(kinds, dtype=np.int8), topic="t", body=[b"b"] * len(kinds), store_ms=NOW,
-        due_ms=dues, properties=properties,
+        due_ms=due_times, properties=properties,
     )  # fmt: skip
 
 

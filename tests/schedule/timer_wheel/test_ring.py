@@ -162,7 +162,7 @@ def test_unused_slots_are_passed_at_once() -> None:
     assert listed(ring.open(START + 1_000_000, ALL)) == []
     assert ring.bound == START + 1_000_000
     assert listed(ring.open(START, ALL)) == []
-    assert ring.bound == START + 1_000_000, "never back"
+    assert ring.bound == START + 1_000_000, "the bound never moves back"
 
 
 def test_ring_of_an_earlier_run_is_replaced_by_an_empty_one() -> None:
@@ -201,7 +201,7 @@ def test_full_disk_is_reported_with_a_remedy(tmp_path: Path) -> None:
         SetupError, match=rf"{SLOTS.count * 16} bytes, 41 slots of 1000 ms.*--timer-precision-ms"
     ):
         open_ring(files)  # type: ignore[arg-type]
-    assert not files.exists("ring"), "half a ring would be taken for one at the next start"
+    assert not files.exists("ring"), "the next start would use an incomplete ring"
 
 
 def test_blocks_of_the_ring_are_reserved(tmp_path: Path) -> None:
@@ -232,15 +232,15 @@ def test_each_message_gets_a_slot_within_reach(
     precision_ms: int, wheel_ms: int, bound: int, ahead: list[int]
 ) -> None:
     slots = Slots.of(precision_ms, wheel_ms, AHEAD_MS)
-    wanted = bound + np.array(ahead)
-    placed = slots.choose_slots(wanted, bound)
+    due_slots = bound + np.array(ahead)
+    placed = slots.choose_slots(due_slots, bound)
     assert (placed >= bound).all() and (placed < bound + slots.reach).all()
-    within = wanted < bound + slots.reach
-    assert (placed[within] == wanted[within]).all()
-    # A roll is never urgent: when its slot comes up, what remains is a third of the ring, or all but.
-    assert (wanted[~within] - placed[~within] >= slots.reach // 3).all()
-    # And never in vain: it waits for half of the ring at least.
-    assert (placed[~within] - bound >= slots.reach // 2).all()
+    is_within_reach = due_slots < bound + slots.reach
+    assert (placed[is_within_reach] == due_slots[is_within_reach]).all()
+    # A roll is never urgent: when its slot is opened, at least a third of the ring remains until the due time.
+    assert (due_slots[~is_within_reach] - placed[~is_within_reach] >= slots.reach // 3).all()
+    # And each roll covers at least half of the ring.
+    assert (placed[~is_within_reach] - bound >= slots.reach // 2).all()
 
 
 @given(
@@ -251,9 +251,9 @@ def test_each_message_gets_a_slot_within_reach(
 def test_slots_within_reach_have_distinct_positions(precision_ms: int, wheel_ms: int, bound: int) -> None:
     slots = Slots.of(precision_ms, wheel_ms, AHEAD_MS)
     first, last = bound - slots.margin, bound + slots.reach - 1
-    some = np.unique(np.linspace(first, last, 1_000).astype(np.int64))
+    slots_within_reach = np.unique(np.linspace(first, last, 1_000).astype(np.int64))
     assert last - first + 1 == slots.count
-    assert len(np.unique(slots.index(some))) == len(some)
+    assert len(np.unique(slots.index(slots_within_reach))) == len(slots_within_reach)
 
 
 @pytest.mark.parametrize("precision_ms", PRECISIONS_MS)

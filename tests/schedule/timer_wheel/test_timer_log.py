@@ -44,44 +44,48 @@ class Chained:
         return self.log.walk(used, np.array([self.ends[slot] for slot in used.tolist()], dtype=np.int64))
 
 
-def pairs(found: Entries) -> list[tuple[int, int]]:
-    assert ((found.due_ms // 1_000) == found.slot).all()
-    assert (found.row_seq == found.seq + 100).all()
-    return sorted(zip(found.slot.tolist(), found.seq.tolist(), strict=True))
+def pairs(entries: Entries) -> list[tuple[int, int]]:
+    assert ((entries.due_ms // 1_000) == entries.slot).all()
+    assert (entries.row_seq == entries.seq + 100).all()
+    return sorted(zip(entries.slot.tolist(), entries.seq.tolist(), strict=True))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     batches=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), max_size=12),
-    wanted=st.lists(st.integers(0, 9), unique=True),
-    gone=st.sets(st.integers(1, 144)),
+    slots=st.lists(st.integers(0, 9), unique=True),
+    marked_seqs=st.sets(st.integers(1, 144)),
 )
 def test_walk_finds_exactly_the_unmarked_entries_of_the_slots(
-    batches: list[list[int]], wanted: list[int], gone: set[int]
+    batches: list[list[int]], slots: list[int], marked_seqs: set[int]
 ) -> None:
     chained = Chained()
     entries = [
         (slot, seq) for batch in batches for slot, seq in zip(batch, chained.append(batch), strict=True)
     ]
-    walked = chained.walk(sorted(wanted))
-    assert pairs(walked) == sorted((slot, seq) for slot, seq in entries if slot in wanted)
+    walked = chained.walk(sorted(slots))
+    assert pairs(walked) == sorted((slot, seq) for slot, seq in entries if slot in slots)
     marked = np.array(
-        [index for index, seq in zip(walked.index.tolist(), walked.seq.tolist(), strict=True) if seq in gone]
+        [
+            index
+            for index, seq in zip(walked.index.tolist(), walked.seq.tolist(), strict=True)
+            if seq in marked_seqs
+        ]
     )
     chained.log.mark_moved(marked.astype(np.int64))
-    expected = sorted((slot, seq) for slot, seq in entries if slot in wanted and seq not in gone)
-    assert pairs(chained.walk(sorted(wanted))) == expected
-    if wanted:
-        low, high = min(wanted), max(wanted) + 1
+    expected = sorted((slot, seq) for slot, seq in entries if slot in slots and seq not in marked_seqs)
+    assert pairs(chained.walk(sorted(slots))) == expected
+    if slots:
+        low, high = min(slots), max(slots) + 1
         expected = sorted(
             (slot, seq)
             for slot, seq in entries
-            if low <= slot < high and not (seq in gone and slot in wanted)
+            if low <= slot < high and not (seq in marked_seqs and slot in slots)
         )
         links = [np.empty(0, LINKS.fields), *(links for _, links in chained.log.links.parts())]
         all_links = np.concatenate(links)
         chosen = (all_links["slot"] >= low) & (all_links["slot"] < high)
-        assert pairs(chained.log.entries_of(all_links[chosen])) == expected
+        assert pairs(chained.log.read_entries(all_links[chosen])) == expected
 
 
 def test_entries_are_marked_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +117,7 @@ def test_spans_are_dropped_after_their_last_slot() -> None:
     chained.append([200], bound=11)
     assert log.first_row_seq == 101
     log.forget(30)
-    assert (log.first_row_seq, log.links.begin) == (101, 0), "slot 30 itself is not behind"
+    assert (log.first_row_seq, log.links.begin) == (101, 0), "slot 30 itself is not passed"
     log.forget(31)
     assert (log.first_row_seq, log.links.begin, log.entries.begin) == (104, 3, 3)
     assert pairs(chained.walk([25, 200])) == [(25, 4), (200, 5)]
@@ -145,7 +149,7 @@ def test_restored_log_equals_the_saved_one() -> None:
         chained.files.sync_dir(mapped.folder)
     before = chained.ends.copy()
     chained.append([2, 4])
-    assert state.spans[-1].last_slot == 3, "a state does not change any more"
+    assert state.spans[-1].last_slot == 3, "a saved state does not change"
     chained.files = chained.files.crash(1)
     mapped_log.check_generation(chained.files, FOLDER, state.logs())
     chained.log, chained.ends, chained.next_seq = TimerLog(chained.files, FOLDER, REACH, state), before, 5

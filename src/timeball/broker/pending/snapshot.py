@@ -73,7 +73,7 @@ class Snapshot:
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         """Check which of these scheduled messages (columns) are pending."""
-        is_settled = (due_ms < self.settled.before_ms) & ~self.settled.may_wait(seq)
+        is_settled = (due_ms < self.settled.before_ms) & ~self.settled.may_be_pending(seq)
         # Only messages due before the mark may be held. Usually there are none.
         if is_settled.any() and len(self.holds):
             is_settled &= ~self.holds.contains(due_ms, seq)
