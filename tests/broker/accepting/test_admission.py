@@ -48,11 +48,11 @@ WHEN = st.one_of(
 
 @given(st.lists(WHEN, min_size=1, max_size=30), st.integers(0, 5))
 def test_due_times_are_kept_and_delays_count_from_the_store_time(
-    whens: list[tuple[Any, Any]], skipped: int
+    times: list[tuple[Any, Any]], skipped: int
 ) -> None:
-    due, delay = [one for one, _ in whens], [other for _, other in whens]
-    sent = batch(len(whens), due_ms=due, delay_ms=delay).slice(min(skipped, len(whens) - 1))
-    expected = [d if d is not None else None if s is None else NOW_MS + s for d, s in whens]
+    due, delay = [due_ms for due_ms, _ in times], [delay_ms for _, delay_ms in times]
+    sent = batch(len(times), due_ms=due, delay_ms=delay).slice(min(skipped, len(times) - 1))
+    expected = [d if d is not None else None if s is None else NOW_MS + s for d, s in times]
     assert column(admitted(sent), "due_ms") == expected[-sent.num_rows :]
 
 
@@ -126,8 +126,8 @@ def test_all_given_columns_are_stored(messages: list[dict[str, Any]], random: An
     columns = {n: pa.array([message.get(n) for message in messages], SEND_COLUMNS[n]) for n in names}
     rows = admitted(pa.RecordBatch.from_pydict(columns)).to_pylist()
     for row, message in zip(rows, messages, strict=True):
-        kept = {name: value for name, value in message.items() if value is not None}
-        assert {name: row[name] for name in kept} == kept
+        values = {name: value for name, value in message.items() if value is not None}
+        assert {name: row[name] for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_all_given_columns_are_stored(messages: list[dict[str, Any]], random: An
 )
 def test_compatible_column_types_are_cast(name: str, values: pa.Array) -> None:
     rows = admitted(with_column(name, values))
-    kept = values.cast(SEND_COLUMNS[name])
-    assert rows.column(name).equals(kept)
+    expected = values.cast(SEND_COLUMNS[name])
+    assert rows.column(name).equals(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of several kinds in one append: each kind is stored in its own way, and a refusal keeps no row."""
+"""Rows of several kinds in one append: each kind is stored in its own way, and a refused batch leaves no row."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def mixed(now_ms: int, cancelled_topic: str = "gone") -> pa.RecordBatch:
 @on_node()
 async def test_appended_rows_are_indexed_or_scheduled_by_their_kind(world: World) -> None:
     appender = world.broker.appender
-    heard: list[int] = []
+    next_seqs_in_callback: list[int] = []
     rows = mixed(world.clock.wall)
     appender.make_topics(rows.slice(1))
     assert set(world.broker.topics()) == {"now", "later"}
     rows = appender.prepare(rows, world.clock.wall)
-    appended = appender.append(rows, lambda: heard.append(world.broker.log.reader.next_seq))
-    assert not heard and appended.rows.num_rows == 3
+    appended = appender.append(rows, lambda: next_seqs_in_callback.append(world.broker.log.reader.next_seq))
+    assert not next_seqs_in_callback and appended.rows.num_rows == 3
     assert await appended.durable == appended.first_seq
-    assert heard == [appended.first_seq + 3], "told when the rows are there"
+    assert next_seqs_in_callback == [appended.first_seq + 3], "called when the rows are readable"
     assert column(appended.rows, "queue_offset") == [None, 0, None]
     now = await world.broker.pull("now", {0: 0, 1: 0}, 8, 0)
     assert column(now, "seq") == [appended.first_seq + 1]
@@ -88,7 +88,7 @@ async def test_some_of_the_prepared_rows_may_be_appended(world: World) -> None:
     assert world.broker.log.reader.next_seq == appended.first_seq + 1
 
 
-# ---- how much the tail has --------------------------------------------------------------------------------
+# ---- the row count of the tail --------------------------------------------------------------------------------
 
 STEPS = st.lists(st.tuples(st.integers(1, 2 * TailCount.STEP), st.booleans()), max_size=30)
 
@@ -99,17 +99,17 @@ def test_the_tail_count_is_wrong_by_less_than_a_step(
 ) -> None:
     """Compare with a list of all appends. The watermark moves to any row, also to one between two marks."""
     count, appends, next_seq, watermark = TailCount(1, 0), [], 1, 1
-    for rows, moves in steps:
+    for rows, moves_watermark in steps:
         next_seq += rows
         appends.append((next_seq, rows))
         count.add(next_seq, rows)
-        if moves:
+        if moves_watermark:
             watermark = data.draw(st.integers(watermark, next_seq))
             count.drop_below(watermark)
-        # An append that the watermark cuts counts with the rows above it.
-        true = sum(min(rows, end - watermark) for end, rows in appends if end > watermark)
+        # Of an append that the watermark cuts, the rows from the watermark on count.
+        correct = sum(min(rows, end - watermark) for end, rows in appends if end > watermark)
         largest = max(rows for _, rows in appends)
-        assert abs(count.rows - true) <= TailCount.STEP + largest
+        assert abs(count.rows - correct) <= TailCount.STEP + largest
 
 
 def test_the_tail_count_is_near_zero_after_the_whole_tail_was_compacted() -> None:

@@ -83,11 +83,11 @@ def test_releasing_before_the_due_time_fails_an_assertion() -> None:
 
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=40))
 def test_rows_are_split_into_frames_in_their_order(sizes: list[int]) -> None:
-    whole = scheduled_rows(sizes)
+    rows = scheduled_rows(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "REQUEST_BYTES_MAX", 8_192)
-        parts = list(split_into_frames(whole))
-    assert pa.Table.from_batches(parts).combine_chunks().to_batches()[0].equals(whole)
+        parts = list(split_into_frames(rows))
+    assert pa.Table.from_batches(parts).combine_chunks().to_batches()[0].equals(rows)
     assert all(part.nbytes <= 8_192 or part.num_rows == 1 for part in parts)
 
 
@@ -112,18 +112,18 @@ def test_more_bytes_due_at_once_than_a_frame_holds_are_delivered(
     clock = ManualClock()
     due_ms = clock.wall + 5_000
 
-    def sent(count: int) -> pa.RecordBatch:
+    def large_batch(count: int) -> pa.RecordBatch:
         columns = {"topic": ["large"] * count, "body": [bytes(10_000)] * count}
         return pa.RecordBatch.from_pydict({**columns, "due_ms": pa.array([due_ms] * count)})
 
     with running_node(tmp_path, clock) as node:
         for _ in range(10):
-            node.run(node.broker.send(sent(10)))
+            node.run(node.broker.send(large_batch(10)))
         clock.advance(5_000)
         eventually(lambda: node.broker.lateness.released == 100, "all are released")
         assert sum(high - low for low, high in node.broker.queues("large").values()) == 100
         with pytest.raises(OverLimit, match="split it"):
-            node.run(node.broker.send(sent(14)))
+            node.run(node.broker.send(large_batch(14)))
 
 
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS + 1])
@@ -134,9 +134,9 @@ async def test_a_message_due_before_its_acceptance_is_not_late(world: World, row
     await world.until(lambda: world.broker.lateness.released == rows, "all are released")
     assert world.broker.lateness.max_ms == world.broker.lateness.sum_ms == 0
     seqs = world.broker.log.reader
-    told = [row for part in world.broker.read_log(1, seqs.next_seq) for row in part.to_pylist()]
-    released = [row for row in told if row["kind"] == Kind.RELEASE]
-    assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # it stays the one that was asked for
+    logged = [row for part in world.broker.read_log(1, seqs.next_seq) for row in part.to_pylist()]
+    released = [row for row in logged if row["kind"] == Kind.RELEASE]
+    assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # the due time of the send
     assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
 
 
@@ -177,19 +177,19 @@ GRACE_MS = 2 * SECOND_MS
 LEASE_MS = 600 * SECOND_MS
 
 
-async def near(world: World, delays_ms: list[int]) -> tuple[list[str], pa.RecordBatch]:
-    """Ids and rows of scheduled messages for a dispatcher, due `delays_ms` after half a minute."""
+async def load_dispatched(world: World, delays_ms: list[int]) -> tuple[list[str], pa.RecordBatch]:
+    """Schedule messages that a dispatcher is to release, `delays_ms` after LEAD_MS. Return their ids and rows."""
     world.broker.delivery.lease_to_dispatcher(LEASE_MS)
     keys = await world.campaign("spring", "a", [LEAD_MS + ms for ms in delays_ms])
-    await pass_by(world, LEAD_MS - SECOND_MS)
+    await advance_and_wake(world, LEAD_MS - SECOND_MS)
     await world.until(lambda: dispatched(world) == len(keys), "all are left to the dispatcher")
     (file,) = world.broker.scheduling.hour_log.pending.all()
     rows = file.rows_between((0, 0), (1 << 62, 0)).combine_chunks().to_batches()[0]
     return keys, pa.RecordBatch.from_arrays(rows.select(TABLE_SCHEMA.names).columns, schema=TABLE_SCHEMA)
 
 
-async def pass_by(world: World, ms: int) -> None:
-    """Let time pass, and let the ticker read the clock."""
+async def advance_and_wake(world: World, ms: int) -> None:
+    """Advance the clock and wake the ticker."""
     world.clock.advance(ms)
     world.broker.ticker.wake()
     await asyncio.sleep(0)
@@ -201,8 +201,8 @@ def dispatched(world: World) -> int:
 
 @on_node()
 async def test_rows_from_the_dispatcher_are_released_once(world: World) -> None:
-    keys, rows = await near(world, [0, 1, 2, 5_000])
-    await pass_by(world, SECOND_MS + 2)
+    keys, rows = await load_dispatched(world, [0, 1, 2, 5_000])
+    await advance_and_wake(world, SECOND_MS + 2)
     release = world.broker.delivery.release_dispatched
     assert await release(rows.slice(1, 2)) == Brought(2, 0)
     assert await release(rows.slice(0, 3)) == Brought(1, 2)
@@ -214,24 +214,24 @@ async def test_rows_from_the_dispatcher_are_released_once(world: World) -> None:
 
 @on_node()
 async def test_a_dispatched_batch_with_a_row_not_due_is_refused_as_a_whole(world: World) -> None:
-    keys, rows = await near(world, [0, 1])
-    await pass_by(world, SECOND_MS)
+    keys, rows = await load_dispatched(world, [0, 1])
+    await advance_and_wake(world, SECOND_MS)
     with pytest.raises(OutOfRange, match="send it then"):
         await world.broker.delivery.release_dispatched(rows)
     assert await delivered(world) == []
-    await pass_by(world, 1)
+    await advance_and_wake(world, 1)
     assert await world.broker.delivery.release_dispatched(rows) == Brought(2, 0)
     assert sorted(await delivered(world)) == sorted(keys)
 
 
 @on_node()
 async def test_dispatched_rows_of_a_paused_campaign_are_released_after_its_resume(world: World) -> None:
-    keys, rows = await near(world, [0, 1])
+    keys, rows = await load_dispatched(world, [0, 1])
     await world.pause("spring")
     assert dispatched(world) == 0
-    await pass_by(world, SECOND_MS + 1)
+    await advance_and_wake(world, SECOND_MS + 1)
     assert await world.broker.delivery.release_dispatched(rows) == Brought(0, 2)
-    await pass_by(world, 2 * GRACE_MS)
+    await advance_and_wake(world, 2 * GRACE_MS)
     assert await world.resume("spring", keys, shift=True) == 2
     assert await world.broker.delivery.release_dispatched(rows) == Brought(
         0, 2
@@ -243,10 +243,10 @@ async def test_dispatched_rows_of_a_paused_campaign_are_released_after_its_resum
 
 @on_node()
 async def test_messages_that_the_dispatcher_omits_are_late_by_the_grace_time(world: World) -> None:
-    keys, rows = await near(world, [0])
-    await pass_by(world, SECOND_MS + GRACE_MS - 1)
+    keys, rows = await load_dispatched(world, [0])
+    await advance_and_wake(world, SECOND_MS + GRACE_MS - 1)
     assert await delivered(world) == []
-    await pass_by(world, 1)
+    await advance_and_wake(world, 1)
     await world.settled()
     assert await delivered(world) == keys
     assert await world.broker.delivery.release_dispatched(rows) == Brought(0, 1)
@@ -254,12 +254,12 @@ async def test_messages_that_the_dispatcher_omits_are_late_by_the_grace_time(wor
 
 @on_node()
 async def test_dispatched_rows_of_unknown_messages_are_not_released(world: World) -> None:
-    keys, rows = await near(world, [0, 0, 0])
-    await pass_by(world, SECOND_MS)
+    keys, rows = await load_dispatched(world, [0, 0, 0])
+    await advance_and_wake(world, SECOND_MS)
     for name, change in (("seq", 1_000), ("due_ms", -1)):
-        at = rows.schema.get_field_index(name)
-        strange = rows.set_column(at, rows.schema.field(name), pc.add(rows[name], change))
-        assert await world.broker.delivery.release_dispatched(strange) == Brought(0, 3)
+        index = rows.schema.get_field_index(name)
+        changed_rows = rows.set_column(index, rows.schema.field(name), pc.add(rows[name], change))
+        assert await world.broker.delivery.release_dispatched(changed_rows) == Brought(0, 3)
     assert await delivered(world) == []
     assert await world.broker.delivery.release_dispatched(rows) == Brought(3, 0)
     assert sorted(await delivered(world)) == sorted(keys)
@@ -267,22 +267,22 @@ async def test_dispatched_rows_of_unknown_messages_are_not_released(world: World
 
 @on_node()
 async def test_a_cancel_during_a_dispatch_has_one_winner(world: World) -> None:
-    keys, rows = await near(world, [0, 0, 0])
-    await pass_by(world, SECOND_MS)
+    keys, rows = await load_dispatched(world, [0, 0, 0])
+    await advance_and_wake(world, SECOND_MS)
     assert await said(world, ids=keys[:1]) == ["cancelled"]
-    brought, verdicts = await asyncio.gather(
+    result, verdicts = await asyncio.gather(
         world.broker.delivery.release_dispatched(rows), said(world, ids=keys[1:])
     )
-    assert brought.released == verdicts.count("released")
-    assert brought.left == 1 + verdicts.count("cancelled")
+    assert result.released == verdicts.count("released")
+    assert result.left == 1 + verdicts.count("cancelled")
     assert await said(world, ids=keys[:1]) == ["already_cancelled"]
-    assert len(await delivered(world)) == brought.released
+    assert len(await delivered(world)) == result.released
 
 
 @on_node()
 async def test_a_restart_neither_repeats_nor_loses_dispatched_rows(world: World) -> None:
-    keys, rows = await near(world, [0, 0, 0])
-    await pass_by(world, SECOND_MS)
+    keys, rows = await load_dispatched(world, [0, 0, 0])
+    await advance_and_wake(world, SECOND_MS)
     assert await world.broker.delivery.release_dispatched(rows.slice(1, 1)) == Brought(1, 0)
     await world.stop()
     await world.start()
@@ -296,45 +296,45 @@ async def test_a_restart_neither_repeats_nor_loses_dispatched_rows(world: World)
 async def test_a_dispatch_waits_while_too_many_releases_are_in_flight(
     world: World,
 ) -> None:
-    keys, rows = await near(world, [0] * 50)
-    await pass_by(world, SECOND_MS)
+    keys, rows = await load_dispatched(world, [0] * 50)
+    await advance_and_wake(world, SECOND_MS)
     before, limits.RELEASE_ROWS_IN_FLIGHT_MAX = limits.RELEASE_ROWS_IN_FLIGHT_MAX, 10
-    most = 0
+    in_flight_max = 0
     try:
         release = world.broker.delivery.release_dispatched
-        tasks = [asyncio.create_task(release(rows.slice(at, 5))) for at in range(0, 50, 5)]
+        tasks = [asyncio.create_task(release(rows.slice(begin, 5))) for begin in range(0, 50, 5)]
         while not all(task.done() for task in tasks):
-            most = max(most, world.broker.scheduling.scheduler.in_flight_rows)
+            in_flight_max = max(in_flight_max, world.broker.scheduling.scheduler.in_flight_rows)
             await asyncio.sleep(0)
     finally:
         limits.RELEASE_ROWS_IN_FLIGHT_MAX = before
-    assert 0 < most <= 15
+    assert 0 < in_flight_max <= 15
     assert sum(task.result().released for task in tasks) == len(await delivered(world)) == len(keys)
 
 
 @on_node()
 async def test_a_dispatched_row_with_an_invalid_topic_is_refused_before_any_release(world: World) -> None:
-    keys, rows = await near(world, [0])
-    await pass_by(world, SECOND_MS)
-    strange = rows.set_column(
+    keys, rows = await load_dispatched(world, [0])
+    await advance_and_wake(world, SECOND_MS)
+    changed_rows = rows.set_column(
         rows.schema.get_field_index("topic"), "topic", pa.array(["no/topic"] * len(keys))
     )
     with pytest.raises(InvalidMessage, match="no/topic"):
-        await world.broker.delivery.release_dispatched(strange)
+        await world.broker.delivery.release_dispatched(changed_rows)
     assert await world.broker.delivery.release_dispatched(rows) == Brought(1, 0)
 
 
 @on_node(strategy="timer_wheel")
 async def test_with_another_strategy_messages_in_files_are_dispatched(world: World) -> None:
-    keys, rows = await near(world, [0, 1])
-    await pass_by(world, SECOND_MS + 1)
+    keys, rows = await load_dispatched(world, [0, 1])
+    await advance_and_wake(world, SECOND_MS + 1)
     assert await world.broker.delivery.release_dispatched(rows) == Brought(2, 0)
     assert sorted(await delivered(world)) == sorted(keys)
 
 
 @on_node()
 async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
-    keys, _ = await near(world, [0])
+    keys, _ = await load_dispatched(world, [0])
     world.broker.delivery.lease_to_dispatcher(0)
     assert dispatched(world) == 0
     await world.until(lambda: world.broker.schedule_statistics()["wheel_rows"] == 1, "it is loaded")
@@ -346,8 +346,8 @@ async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
 @on_node()
 async def test_redeliveries_with_long_names_are_dispatched(world: World) -> None:
     """Messages wait in the retry topic of their group, whose name may be longer than a user's topic name."""
-    _, rows = await near(world, [0])
-    await pass_by(world, SECOND_MS)
+    _, rows = await load_dispatched(world, [0])
+    await advance_and_wake(world, SECOND_MS)
     name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
     for topic, allowed in ((name + "x", False), (name, True)):
         renamed = rows.set_column(
@@ -361,7 +361,7 @@ async def test_redeliveries_with_long_names_are_dispatched(world: World) -> None
     assert name in world.broker.topics()
 
 
-# ---- many bytes due at one instant ------------------------------------------------------------------------------
+# ---- many bytes due at one time ------------------------------------------------------------------------------
 
 
 async def in_log_tail(world: World) -> None:
@@ -373,7 +373,7 @@ async def in_files(world: World) -> None:
 
 
 @pytest.mark.parametrize("place", [in_log_tail, in_files])
-def test_releases_of_one_instant_are_commits_of_limited_bytes(
+def test_messages_due_at_one_time_are_released_in_frames_of_limited_bytes(
     place: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "RELEASE_BYTES_MAX", 64 * 1024)
@@ -399,12 +399,12 @@ def test_releases_of_one_instant_are_commits_of_limited_bytes(
         assert [frame.num_rows for frame in releases if frame.num_rows] == [6] * 7 + [3]
         assert writer.statistics.commits - commits >= 8
         released = [body for frame in releases for body in frame.column("body").to_pylist()]
-        assert released == bodies  # in the order in which they were sent, each once
+        assert released == bodies  # each once, in the order of the sends
 
     work()
 
 
-def test_the_first_bytes_are_visible_while_the_others_are_not_on_disk(
+def test_released_messages_become_visible_frame_by_frame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "RELEASE_BYTES_MAX", 64 * 1024)
@@ -417,12 +417,12 @@ def test_the_first_bytes_are_visible_while_the_others_are_not_on_disk(
         outcomes, visible, in_flight = world.broker.scheduling.outcomes, list[int](), list[int]()
         count_released = type(outcomes).released
 
-        def noted(self: Outcomes, seq: Int64Array, cancelled: Bools | None) -> None:
+        def record_and_release(self: Outcomes, seq: Int64Array, cancelled: Bools | None) -> None:
             in_flight.append(self.in_flight_rows)
             count_released(self, seq, cancelled)
             visible.append(sum(high for _, high in world.broker.queues("orders").values()))
 
-        monkeypatch.setattr(type(outcomes), "released", noted)
+        monkeypatch.setattr(type(outcomes), "released", record_and_release)
         await world.advance(SECOND_MS)
         assert visible == [6, 12, 18, 24, 30, 36, 42, 45]
         assert max(in_flight) <= 12

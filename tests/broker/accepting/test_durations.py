@@ -1,6 +1,6 @@
 """Leases, retries and relative delays follow elapsed time: a step of the clock changes none of them.
 
-Due times that a sender names follow the clock. Each test runs with each strategy.
+Due times that a sender states follow the clock.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from timeball.io.clock import PROBATION_MS, STEP_MS
 from timeball.model.config import STRATEGIES
 from timeball.model.message import Kind
 
-# steps of the wall clock: large and small, back and forward
+# Steps of the wall clock: large and small, back and forward.
 STEPS_MS = (-24 * HOUR_MS, -HOUR_MS, -STEP_MS, -200, 200, STEP_MS, HOUR_MS, 24 * HOUR_MS)
-# A small step back is followed once a second.
-FOLLOWS_MS = STEP_MS
+# After a small step back, durations are shifted once a second, so they may end this much late.
+SMALL_STEP_DELAY_MS = STEP_MS
 
-LATER = "later"
+DELAYED_TOPIC = "later"
 
 
-Make = Callable[[World], Awaitable[None]]
+SendDuration = Callable[[World], Awaitable[None]]
 
 
 async def lease(world: World) -> None:
@@ -49,24 +49,24 @@ async def change(world: World) -> None:
 
 
 async def delay(world: World) -> None:
-    await world.broker.send(batch(1, topic=[LATER], body=[b"a"], delay_ms=[MINUTE_MS]))
+    await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"a"], delay_ms=[MINUTE_MS]))
 
 
 async def level(world: World) -> None:
-    await world.broker.send(batch(1, topic=[LATER], body=[b"a"], delay_level=[5]))
+    await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"a"], delay_level=[5]))
 
 
 async def timer(world: World) -> None:
-    """A send as remoting's edge passes it on: the delay is a due time, and a property says that it was a delay."""
+    """Send as the remoting edge does: the delay is a due time, and a property contains the delay."""
     await world.broker.send(
-        batch(1, topic=[LATER], body=[b"a"], due_ms=[world.clock.wall + MINUTE_MS],
+        batch(1, topic=[DELAYED_TOPIC], body=[b"a"], due_ms=[world.clock.wall + MINUTE_MS],
               properties=[f"TIMER_DELAY_MS\x01{MINUTE_MS}\x02"])
     )  # fmt: skip
 
 
 async def moved(world: World) -> None:
     await world.broker.send(
-        batch(1, topic=[LATER], body=[b"a"], unique_key=["k"], due_ms=[world.clock.wall + HOUR_MS])
+        batch(1, topic=[DELAYED_TOPIC], body=[b"a"], unique_key=["k"], due_ms=[world.clock.wall + HOUR_MS])
     )
     [verdict] = await world.broker.reschedule(ids=["k"], delay_ms=MINUTE_MS)
     assert verdict.verdict == "rescheduled"
@@ -75,20 +75,20 @@ async def moved(world: World) -> None:
 DURATIONS = [lease, nack, change, delay, level, timer, moved]
 
 
-async def come(world: World) -> list[bytes]:
-    """Messages that were delivered or redelivered."""
-    return sorted([*await in_queue(world, AGAIN), *await in_queue(world, LATER)])
+async def delivered_bodies(world: World) -> list[bytes]:
+    """Return the bodies of the messages that were delivered or redelivered."""
+    return sorted([*await in_queue(world, AGAIN), *await in_queue(world, DELAYED_TOPIC)])
 
 
-async def looks(world: World, ms: int, *, rows: int = 1) -> int | None:
-    """Let time pass in steps of a ticker. Return the ms until `rows` messages arrived, or None if they did not."""
+async def advance_until_delivered(world: World, ms: int, *, rows: int = 1) -> int | None:
+    """Advance the clock by up to `ms`. Return the ms after which `rows` messages were delivered, None if never."""
     passed_ms = 0
     while passed_ms < ms:
-        nap_ms = min(500, ms - passed_ms)
-        world.clock.advance(nap_ms)
-        passed_ms += nap_ms
+        advance_ms = min(500, ms - passed_ms)
+        world.clock.advance(advance_ms)
+        passed_ms += advance_ms
         await settled(world)
-        if len(await come(world)) >= rows:
+        if len(await delivered_bodies(world)) >= rows:
             return passed_ms
     return None
 
@@ -96,13 +96,15 @@ async def looks(world: World, ms: int, *, rows: int = 1) -> int | None:
 @pytest.mark.parametrize("step_ms", STEPS_MS)
 @pytest.mark.parametrize("make", DURATIONS)
 @on_node()
-async def test_a_duration_elapses_while_the_clock_is_set(world: World, make: Make, step_ms: int) -> None:
+async def test_a_duration_elapses_while_the_clock_is_set(
+    world: World, make: SendDuration, step_ms: int
+) -> None:
     await make(world)
-    assert await looks(world, 20 * SECOND_MS) is None
+    assert await advance_until_delivered(world, 20 * SECOND_MS) is None
     world.clock.step_wall(step_ms)
-    assert await looks(world, 40 * SECOND_MS - 1) is None, "early"
-    late_ms = FOLLOWS_MS if -STEP_MS <= step_ms < 0 else 1
-    assert await looks(world, late_ms) is not None, "late"
+    assert await advance_until_delivered(world, 40 * SECOND_MS - 1) is None, "early"
+    late_ms = SMALL_STEP_DELAY_MS if -STEP_MS <= step_ms < 0 else 1
+    assert await advance_until_delivered(world, late_ms) is not None, "late"
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hour_log"])
@@ -110,42 +112,46 @@ async def test_a_duration_elapses_while_the_clock_is_set(world: World, make: Mak
 @pytest.mark.parametrize("make", [lease, nack, delay, level, moved])
 @on_node()
 async def test_durations_elapse_with_each_strategy(
-    world: World, make: Make, step_ms: int, strategy: str
+    world: World, make: SendDuration, step_ms: int, strategy: str
 ) -> None:
     await world.restart(strategy=strategy)
     await make(world)
     world.clock.step_wall(step_ms)
-    assert await looks(world, MINUTE_MS - 1) is None, "early"
-    assert await looks(world, 1) == 1, "late"
+    assert await advance_until_delivered(world, MINUTE_MS - 1) is None, "early"
+    assert await advance_until_delivered(world, 1) == 1, "late"
 
 
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
 @pytest.mark.parametrize("make", [nack, delay])
 @on_node()
-async def test_durations_elapse_for_messages_in_data_files(world: World, make: Make, step_ms: int) -> None:
+async def test_durations_elapse_for_messages_in_data_files(
+    world: World, make: SendDuration, step_ms: int
+) -> None:
     await make(world)
     await world.compact()
     world.clock.step_wall(step_ms)
-    assert await looks(world, MINUTE_MS - 1) is None, "early"
-    assert await looks(world, 1) == 1, "late"
+    assert await advance_until_delivered(world, MINUTE_MS - 1) is None, "early"
+    assert await advance_until_delivered(world, 1) == 1, "late"
     world.clock.step_wall(-step_ms)
     for _ in range(2):
-        assert await looks(world, 2 * PROBATION_MS) is not None
+        assert await advance_until_delivered(world, 2 * PROBATION_MS) is not None
         await world.restart()
-    assert await come(world) == [b"a"], "once, also after a restart"
+    assert await delivered_bodies(world) == [b"a"], "once, also after a restart"
 
 
 @pytest.mark.parametrize("make", [lease, nack, change, delay, level, timer])
 @on_node()
-async def test_a_clock_set_back_while_no_broker_runs(world: World, make: Make) -> None:
+async def test_durations_end_although_the_clock_was_set_back_while_no_broker_ran(
+    world: World, make: SendDuration
+) -> None:
     """The length of the outage is not known. No message waits longer than its whole delay from the start on."""
     await make(world)
-    assert await looks(world, 20 * SECOND_MS) is None
+    assert await advance_until_delivered(world, 20 * SECOND_MS) is None
     await world.stop()
     world.clock.step_wall(-HOUR_MS)
     await world.start()
-    assert await looks(world, 40 * SECOND_MS - 1) is None, "early"
-    assert await looks(world, 20 * SECOND_MS + 1) is not None, "late"
+    assert await advance_until_delivered(world, 40 * SECOND_MS - 1) is None, "early"
+    assert await advance_until_delivered(world, 20 * SECOND_MS + 1) is not None, "late"
 
 
 @on_node()
@@ -154,22 +160,22 @@ async def test_durations_elapse_for_messages_from_before_a_restart(world: World)
         await make(world)
     await world.restart()
     world.clock.step_wall(-HOUR_MS)
-    assert await looks(world, MINUTE_MS - 1) is None, "early"
-    assert await looks(world, 1, rows=3) == 1, "late"
-    assert await come(world) == [b"a", b"a", b"a"]
+    assert await advance_until_delivered(world, MINUTE_MS - 1) is None, "early"
+    assert await advance_until_delivered(world, 1, rows=3) == 1, "late"
+    assert await delivered_bodies(world) == [b"a", b"a", b"a"]
 
 
 @pytest.mark.parametrize("step_ms", [200, STEP_MS])
 @on_node()
-async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
+async def test_durations_of_before_a_restart_are_not_early_while_their_rows_are_read(
     world: World, step_ms: int
 ) -> None:
-    """After a step forward they seem due, until the rows from before the start have been read."""
+    """After a step forward their due times are in the past, until the rows from before the start have been read."""
     await delay(world)
     await nack(world)
-    await looks(world, MINUTE_MS - 200)
+    await advance_until_delivered(world, MINUTE_MS - 200)
     await world.restart()
-    assert await looks(world, 10) is None  # their bodies are in memory
+    assert await advance_until_delivered(world, 10) is None  # their bodies are in memory
     durations, next_seq = world.broker.scheduling.scheduler.durations, world.broker.log.reader.next_seq
     find, may_end = durations.find, threading.Event()
 
@@ -187,54 +193,56 @@ async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
     rows = world.broker.log.reader.next_seq - next_seq
     may_end.set()
     assert rows == 0, "early"
-    assert await looks(world, MINUTE_MS, rows=2) is not None
-    assert await come(world) == [b"a", b"a"]
+    assert await advance_until_delivered(world, MINUTE_MS, rows=2) is not None
+    assert await delivered_bodies(world) == [b"a", b"a"]
 
 
 @on_node()
 async def test_durations_survive_repeated_restarts(world: World) -> None:
-    """Steps in both directions with messages between them: each delay elapses by itself, and each arrives once."""
+    """Messages are sent between steps in both directions. Each is delivered once, after its own delay."""
     for number, step_ms in enumerate([-HOUR_MS, HOUR_MS, -24 * HOUR_MS, 24 * HOUR_MS, -HOUR_MS]):
-        await world.broker.send(batch(1, topic=[LATER], body=[b"%d" % number], delay_ms=[MINUTE_MS]))
+        await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"%d" % number], delay_ms=[MINUTE_MS]))
         world.clock.step_wall(step_ms)
-        await looks(world, 10 * SECOND_MS)
-        assert await come(world) == []
+        await advance_until_delivered(world, 10 * SECOND_MS)
+        assert await delivered_bodies(world) == []
     for number in range(5):
-        assert await looks(world, 10 * SECOND_MS - 1, rows=number + 1) is None
-        assert await come(world) == [b"%d" % n for n in range(number)]
-        assert await looks(world, 1, rows=number + 1) == 1
-        assert await come(world) == [b"%d" % n for n in range(number + 1)]
+        assert await advance_until_delivered(world, 10 * SECOND_MS - 1, rows=number + 1) is None
+        assert await delivered_bodies(world) == [b"%d" % n for n in range(number)]
+        assert await advance_until_delivered(world, 1, rows=number + 1) == 1
+        assert await delivered_bodies(world) == [b"%d" % n for n in range(number + 1)]
 
 
 @on_node()
 async def test_a_due_time_that_its_sender_names_follows_the_clock(world: World) -> None:
     due_ms = world.clock.wall + MINUTE_MS
-    await world.broker.send(batch(1, topic=[LATER], body=[b"a"], due_ms=[due_ms]))
+    await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"a"], due_ms=[due_ms]))
     world.clock.step_wall(-HOUR_MS)
-    assert await looks(world, MINUTE_MS) is None
+    assert await advance_until_delivered(world, MINUTE_MS) is None
     world.clock.step_wall(HOUR_MS)
-    assert await looks(world, PROBATION_MS + 500) is not None
+    assert await advance_until_delivered(world, PROBATION_MS + 500) is not None
 
 
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
 @on_node()
-async def test_a_receipt_is_good_for_as_long_as_its_lease(world: World, step_ms: int) -> None:
+async def test_a_receipt_is_valid_for_the_elapsed_time_of_its_lease(world: World, step_ms: int) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world, invisible_ms=MINUTE_MS)
     world.clock.step_wall(step_ms)
-    await looks(world, 30 * SECOND_MS)
+    await advance_until_delivered(world, 30 * SECOND_MS)
     assert await engine(world).acknowledge(received.receipts[:1]) == [True]
-    await looks(world, 31 * SECOND_MS)
+    await advance_until_delivered(world, 31 * SECOND_MS)
     assert await engine(world).acknowledge(received.receipts) == [False, False]
     assert await in_queue(world, AGAIN) == [b"b"]
 
 
 @on_node()
-async def test_the_release_says_when_it_was_due_and_when_it_was_to_be(world: World) -> None:
+async def test_a_release_after_a_clock_step_contains_the_shifted_and_the_original_due_time(
+    world: World,
+) -> None:
     await delay(world)
     due_ms = world.clock.wall + MINUTE_MS
     world.clock.step_wall(-HOUR_MS)
-    assert await looks(world, MINUTE_MS) is not None
+    assert await advance_until_delivered(world, MINUTE_MS) is not None
     [release] = [
         row
         for part in world.broker.read_log(world.broker.log.reader.first_seq, 1 << 60, [Kind.RELEASE])
@@ -250,7 +258,9 @@ YEAR_MS = 365 * 24 * HOUR_MS
 
 @pytest.mark.parametrize("wrong_ms", [4 * YEAR_MS, -16 * YEAR_MS])
 @on_node()
-async def test_a_machine_that_boots_with_a_wrong_date(world: World, wrong_ms: int) -> None:
+async def test_durations_elapse_on_a_machine_that_boots_with_a_wrong_date(
+    world: World, wrong_ms: int
+) -> None:
     """Without a battery, the clock shows any date until NTP answers. No message waits for years or is due at once."""
     await world.stop()
     world.clock.step_wall(wrong_ms)
@@ -259,16 +269,16 @@ async def test_a_machine_that_boots_with_a_wrong_date(world: World, wrong_ms: in
     await level(world)
     await delay(world)
     world.clock.step_wall(-wrong_ms)
-    assert await looks(world, MINUTE_MS - 1) is None, "early"
-    assert await looks(world, 1, rows=3) == 1, "late"
+    assert await advance_until_delivered(world, MINUTE_MS - 1) is None, "early"
+    assert await advance_until_delivered(world, 1, rows=3) == 1, "late"
     due_ms = world.clock.wall + MINUTE_MS
-    await world.broker.send(batch(1, topic=[LATER], body=[b"b"], due_ms=[due_ms]))
-    assert await looks(world, MINUTE_MS - 1, rows=4) is None
-    assert await looks(world, 1, rows=4) == 1
+    await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"b"], due_ms=[due_ms]))
+    assert await advance_until_delivered(world, MINUTE_MS - 1, rows=4) is None
+    assert await advance_until_delivered(world, 1, rows=4) == 1
 
 
 @on_node()
-async def test_a_broker_that_ran_with_a_clock_in_the_future_serves_when_it_is_put_right(world: World) -> None:
+async def test_durations_end_after_a_restart_with_a_clock_that_was_a_year_ahead(world: World) -> None:
     await world.stop()
     world.clock.step_wall(YEAR_MS)
     await world.start()
@@ -278,6 +288,6 @@ async def test_a_broker_that_ran_with_a_clock_in_the_future_serves_when_it_is_pu
     await world.stop()
     world.clock.step_wall(-YEAR_MS)
     await world.start()
-    assert await looks(world, MINUTE_MS, rows=4) is not None, "none waits for a year"
+    assert await advance_until_delivered(world, MINUTE_MS, rows=4) is not None, "no message waits for a year"
     await send(world, [b"b"])
     assert b"b" in bodies(await receive(world))

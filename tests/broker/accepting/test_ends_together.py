@@ -21,7 +21,7 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.message import encode_properties
 from timeball.model.send_options import expiry_properties
 
-LATE_MS = 11 * SECOND_MS  # so missed
+LATE_MS = 11 * SECOND_MS  # late enough that an occurrence counts as missed
 GROUP = "makers"
 SKIP: dict[str, Any] = {"overlap": "skip", "group": GROUP}
 NONE: dict[str, Any] = {"catch_up": "none"}
@@ -29,7 +29,7 @@ CANCELS = expiry_properties(None, LATE_MS - 1, None)
 MOVES = expiry_properties(None, LATE_MS - 1, "move")
 CHOSEN = {"chosen": "yes"}
 
-# The name of each schedule: its facts, the end of its second occurrence, and if that is a run.
+# By the name of each schedule: its facts, the end of its second occurrence, and whether this one counts as a run.
 SCHEDULES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "plain": ({}, "visible", True),
     "overlap": (SKIP, "overlap", False),
@@ -101,14 +101,14 @@ def test_each_message_of_a_hand_out_has_its_end(
         received = await world.broker.consuming.receive(
             ReceiveRequest(GROUP, TOPIC, invisible_ms=5 * EVERY_MS), 0
         )
-        keys = received.rows.to_pylist()
-        at = [row["unique_key"] for row in keys].index(f"done.{first_ms}")
-        assert await world.broker.consuming.acknowledge([received.receipts[at]]) == [True]
+        received_rows = received.rows.to_pylist()
+        index = [row["unique_key"] for row in received_rows].index(f"done.{first_ms}")
+        assert await world.broker.consuming.acknowledge([received.receipts[index]]) == [True]
         before = {name: progress(world, name) for name in SCHEDULES}
         due_ms = first_ms + EVERY_MS
         for number in range(4):
             for name, (properties, _) in MESSAGES.items():
-                # Half of them are moved to the time.
+                # Half of the messages are rescheduled to `due_ms`.
                 first_due_ms = due_ms if number % 2 else due_ms + 7 * EVERY_MS
                 await world.broker.send(
                     batch(

@@ -29,7 +29,8 @@ from timeball.model.message import Kind, decode_properties, encode_properties
 from timeball.model.send_options import expiry_properties
 
 LATE_MS = 10 * SECOND_MS  # the releases of these tests are this late
-CANCELLED = ("cancelled", None, "expired")  # a look-up names no topic of a cancelled message
+# The state, topic and reason. A look-up returns no topic of a cancelled message.
+CANCELLED = ("cancelled", None, "expired")
 
 
 def expiring(
@@ -46,8 +47,8 @@ async def state(world: World, name: str) -> tuple[str, str | None, str | None]:
     return place.state, place.topic, place.reason
 
 
-async def send_each(world: World) -> None:
-    """Messages that expire just before the release, at the release, never, and two that are moved."""
+async def send_messages(world: World) -> None:
+    """Send messages that expire just before the release, at the release, or never, with each kind of expiry."""
     due_ms = world.clock.wall + HOUR_MS
     for rows in (
         expiring("before", due_ms + LATE_MS - 1),
@@ -62,7 +63,8 @@ async def send_each(world: World) -> None:
         await world.broker.send(rows)
 
 
-async def check_each(world: World) -> None:
+async def check_ends(world: World) -> None:
+    """Check the ends of the messages of `send_messages`, which were released LATE_MS after their due time."""
     visible = ("visible", "orders", None)
     for name in ("before", "after-before"):
         assert await state(world, name) == CANCELLED, name
@@ -81,11 +83,11 @@ def test_late_messages_expire_in_each_strategy(settings: dict[str, str], togethe
     async def main() -> None:
         world = World(CrashFiles(), ManualClock(), **settings)
         await world.start()
-        await send_each(world)
+        await send_messages(world)
         if together:
             await world.broker.send(batch(200, delay_ms=[HOUR_MS] * 200))
         await world.advance(HOUR_MS + LATE_MS)
-        await check_each(world)
+        await check_ends(world)
         assert world.broker.rates.total(Stat.EXPIRED_NUMS, "orders") == 3
         await world.stop()
 
@@ -94,15 +96,15 @@ def test_late_messages_expire_in_each_strategy(settings: dict[str, str], togethe
 
 @on_node()
 async def test_messages_expire_in_the_table_and_after_a_restart(world: World) -> None:
-    await send_each(world)
+    await send_messages(world)
     await world.compact()
     await world.stop()
     world.clock.advance(HOUR_MS + LATE_MS)
     await world.start()
     await world.settled()
-    await check_each(world)
+    await check_ends(world)
     await world.restart()
-    await check_each(world)
+    await check_ends(world)
 
 
 @on_node()
@@ -129,11 +131,11 @@ async def test_a_message_that_returns_to_its_group_does_not_expire(world: World)
         batch(unique_key=["a"], properties=[encode_properties(expiry_properties(None, 1, None))])
     )
     broker = world.broker
-    ask = ReceiveRequest("workers", "orders")
-    [receipt] = (await broker.consuming.receive(ask, 0)).receipts
+    request = ReceiveRequest("workers", "orders")
+    [receipt] = (await broker.consuming.receive(request, 0)).receipts
     assert await broker.consuming.nack(receipt, HOUR_MS)
     await world.advance(HOUR_MS + LATE_MS)
-    again = await broker.consuming.receive(ask, 0)
+    again = await broker.consuming.receive(request, 0)
     assert column(again.rows, "unique_key") == ["a"]
 
 
@@ -152,7 +154,7 @@ async def test_an_expired_occurrence_is_followed_by_the_next_one(world: World) -
 
 
 @on_node()
-async def test_a_schedule_that_fails_after_an_expired_occurrence_says_so_once(
+async def test_a_schedule_that_fails_after_an_expired_occurrence_logs_its_error_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(world, rule={"every": "1h"}, properties=expiry_properties(None, 1, None))
@@ -170,7 +172,7 @@ async def test_a_schedule_that_fails_after_an_expired_occurrence_says_so_once(
 
 
 @on_node()
-async def test_a_moved_message_is_found_by_the_topic_of_its_send(world: World) -> None:
+async def test_a_moved_message_is_found_by_its_present_topic_and_without_a_topic(world: World) -> None:
     await put(world, rule={"every": "1h"}, properties=expiry_properties(None, 1, "move"))
     first = progress(world)
     await world.advance(first.due_ms - world.clock.wall + LATE_MS)
@@ -182,7 +184,7 @@ async def test_a_moved_message_is_found_by_the_topic_of_its_send(world: World) -
 
 
 @on_node()
-async def test_without_room_for_a_topic_an_expired_message_is_cancelled(
+async def test_an_expired_message_is_cancelled_if_its_topic_would_exceed_the_limit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.broker.send(expiring("a", None, 1, "move"))
@@ -198,10 +200,10 @@ def test_a_release_that_knows_no_expiry_is_noticed(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         world = World(CrashFiles(), ManualClock())
         await world.start()
-        await send_each(world)
+        await send_messages(world)
         await world.advance(HOUR_MS + LATE_MS)
         with pytest.raises(AssertionError):
-            await check_each(world)
+            await check_ends(world)
         await world.stop()
 
     run(main())
@@ -222,13 +224,13 @@ ENTRIES = st.lists(
 TOPICS = st.sampled_from(["orders", "%RETRY%g", "%DLQ%g", "%EXPIRED%orders"])
 
 
-def end_by_hand(topic: str, text: str | None, due_ms: int, now_ms: int) -> str:
+def expected_end(topic: str, text: str | None, due_ms: int, now_ms: int) -> str:
     properties = decode_properties(text or "")
-    at, after = properties.get(NAMES[0]), properties.get(NAMES[1])
-    number = at if after is None else after
-    if number is None or not (number.isascii() and number.isdigit() and len(number) <= 15):
+    expires_ms, expires_after_ms = properties.get(NAMES[0]), properties.get(NAMES[1])
+    text_ms = expires_ms if expires_after_ms is None else expires_after_ms
+    if text_ms is None or not (text_ms.isascii() and text_ms.isdigit() and len(text_ms) <= 15):
         return "released"
-    last_ms = int(number) + (0 if after is None else due_ms)
+    last_ms = int(text_ms) + (0 if expires_after_ms is None else due_ms)
     if last_ms >= now_ms or topic.startswith("%"):
         return "released"
     return "moved" if properties.get(NAMES[2]) == "move" else "cancelled"
@@ -236,7 +238,9 @@ def end_by_hand(topic: str, text: str | None, due_ms: int, now_ms: int) -> str:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(TOPICS, st.none() | ENTRIES, st.integers(0, 50)), min_size=1, max_size=8))
-def test_messages_in_columns_expire_as_each_by_itself(rows: list[tuple[str, Any, int]]) -> None:
+def test_expiries_in_columns_equal_those_computed_message_by_message(
+    rows: list[tuple[str, Any, int]],
+) -> None:
     texts = [
         None
         if entries is None
@@ -251,19 +255,19 @@ def test_messages_in_columns_expire_as_each_by_itself(rows: list[tuple[str, Any,
         }
     )
     for now_ms in (8, 60, 95, 10**15 + 60):
-        ends = [end_by_hand(row[0], text, row[2], now_ms) for row, text in zip(rows, texts, strict=True)]
-        found = find_expired(table, now_ms)
-        if found is None:
+        ends = [expected_end(row[0], text, row[2], now_ms) for row, text in zip(rows, texts, strict=True)]
+        expired = find_expired(table, now_ms)
+        if expired is None:
             assert set(ends) == {"released"}
             continue
-        masks = zip(found.cancelled.tolist(), found.moved.tolist(), strict=True)
+        masks = zip(expired.cancelled.tolist(), expired.moved.tolist(), strict=True)
         assert [
             "cancelled" if is_cancelled else "moved" if is_moved else "released"
             for is_cancelled, is_moved in masks
         ] == ends
 
 
-def test_the_expiries_of_many_messages_are_read_as_columns() -> None:
+def test_finding_expired_messages_takes_less_than_one_call_per_message() -> None:
     """A hand-out may have a hundred thousand messages. To decode each would hold the event loop for a second."""
     table = pa.RecordBatch.from_pydict(
         {
@@ -274,29 +278,32 @@ def test_the_expiries_of_many_messages_are_read_as_columns() -> None:
     calls = []
     sys.setprofile(lambda _, event, called: calls.append(called) if "call" in event else None)
     try:
-        found = find_expired(table, 6)
+        expired = find_expired(table, 6)
     finally:
         sys.setprofile(None)
-    assert found is not None and found.cancelled.all() and len(calls) < 1_000
+    assert expired is not None and expired.cancelled.all() and len(calls) < 1_000
 
 
 # ---- power cuts --------------------------------------------------------------------------------------------------
 
 
-def ends_after(crash_at: int | None) -> tuple[int, list[list[int]]]:
-    """Cut the power around the release of messages that expire. Returns the calls, and the kinds that end each one."""
+def ends_after_cut(crash_at: int | None) -> tuple[int, list[list[int]]]:
+    """Cut the power at a call of the disk, before or during the release of messages that expire.
+
+    Returns the number of calls, and for each message the kinds of the rows that end it.
+    """
     files, clock = CutFiles(crash_at=crash_at), ManualClock()
     world = World(files, clock)
 
     async def live() -> None:
         await world.start()
-        await send_each(world)
+        await send_messages(world)
         await world.advance(HOUR_MS + LATE_MS)
         await world.stop()
 
     run(until_cut(world, files, live))
 
-    async def after(left: CrashFiles) -> list[list[int]]:
+    async def restart_and_read(left: CrashFiles) -> list[list[int]]:
         second = World(left, clock)
         await second.start()
         clock.advance(3 * HOUR_MS)
@@ -317,12 +324,12 @@ def ends_after(crash_at: int | None) -> tuple[int, list[list[int]]]:
         await second.stop()
         return list(ends.values())
 
-    return files.calls, run(after(files.crash(crash_at or 1, "random")))
+    return files.calls, run(restart_and_read(files.crash(crash_at or 1, "random")))
 
 
 @pytest.mark.parametrize("number", [8, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_after_a_power_cut_each_message_has_one_end(number: int) -> None:
-    calls, _ = ends_after(None)
+    calls, _ = ends_after_cut(None)
     chosen = np.random.default_rng(1).permutation(np.arange(1, calls + 1))[:number]
     for call in chosen.tolist():
-        assert all(len(ends) == 1 for ends in ends_after(call)[1]), f"call {call} of {calls}"
+        assert all(len(ends) == 1 for ends in ends_after_cut(call)[1]), f"call {call} of {calls}"

@@ -9,28 +9,28 @@ from timeball.broker.accepting.waiters import Gate
 
 def test_the_exclusive_holder_waits_for_others_and_blocks_new_ones() -> None:
     async def live() -> list[str]:
-        gate, told, go = Gate(), list[str](), asyncio.Event()
+        gate, events, go = Gate(), list[str](), asyncio.Event()
 
-        async def pass_(name: str) -> None:
+        async def share(name: str) -> None:
             async with gate.passing():
-                told.append(f"{name} in")
+                events.append(f"{name} in")
                 await go.wait()
-                told.append(f"{name} out")
+                events.append(f"{name} out")
 
-        async def alone() -> None:
+        async def hold_alone() -> None:
             async with gate.alone():
-                told.append("alone in")
+                events.append("alone in")
                 await asyncio.sleep(0)
-                told.append("alone out")
+                events.append("alone out")
 
         tasks = []
-        for work in (pass_("a"), pass_("b"), alone(), pass_("c")):
+        for work in (share("a"), share("b"), hold_alone(), share("c")):
             tasks.append(asyncio.ensure_future(work))
             await asyncio.sleep(0)
-        assert told == ["a in", "b in"]
+        assert events == ["a in", "b in"]
         go.set()
         await asyncio.gather(*tasks)
-        return told
+        return events
 
     assert asyncio.run(live()) == ["a in", "b in", "a out", "b out", "alone in", "alone out", "c in", "c out"]
 

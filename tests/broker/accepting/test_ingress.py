@@ -24,14 +24,18 @@ from timeball.model.errors import DiskFailed, InvalidMessage, NotFound, OverLimi
 from timeball.model.message import SEND_COLUMNS, SEND_NAMES, Kind, SendBatch, SendRow
 
 
-def in_turns(items_max: int = 100) -> Callable[[Callable[[Bakery], Coroutine[Any, Any, None]]], Any]:
-    def decorate(test: Callable[[Bakery], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def with_recorder(
+    items_max: int = 100,
+) -> Callable[[Callable[[BatchRecorder], Coroutine[Any, Any, None]]], Any]:
+    def decorate(test: Callable[[BatchRecorder], Coroutine[Any, Any, None]]) -> Callable[[], None]:
         def live() -> None:
             async def main() -> None:
-                unheard: list[dict[str, Any]] = []
-                asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-                await test(Bakery(items_max))
-                assert unheard == []
+                loop_errors: list[dict[str, Any]] = []
+                asyncio.get_running_loop().set_exception_handler(
+                    lambda _, context: loop_errors.append(context)
+                )
+                await test(BatchRecorder(items_max))
+                assert loop_errors == []
 
             run(main())
 
@@ -41,92 +45,95 @@ def in_turns(items_max: int = 100) -> Callable[[Callable[[Bakery], Coroutine[Any
     return decorate
 
 
-class Bakery:
-    """A handler that runs when the test says so. It refuses orders above 100, and 13 makes the whole turn fail."""
+class BatchRecorder:
+    """A handler of batches of numbers. It ends a batch when `may_end` is set.
+
+    It refuses numbers above 100, and a batch with the number 13 as a whole.
+    """
 
     def __init__(self, items_max: int) -> None:
-        self.turns: AsyncBatcher[int, str] = AsyncBatcher(self._bake, items_max)
-        self.done: list[list[int]] = []
-        self.open = asyncio.Event()
-        self.closed_for: Exception | None = None
+        self.batcher: AsyncBatcher[int, str] = AsyncBatcher(self._handle, items_max)
+        self.batches: list[list[int]] = []
+        self.may_end = asyncio.Event()
+        self.error: Exception | None = None
 
-    async def _bake(self, orders: list[int]) -> list[str | TimeballError]:
-        self.done.append(orders)
-        await self.open.wait()
-        if self.closed_for is not None:
-            raise self.closed_for
-        if 13 in orders:
-            raise NotFound(f"13 of {orders}")
-        return [NotFound(str(order)) if order > 100 else f"cake {order}" for order in orders]
+    async def _handle(self, numbers: list[int]) -> list[str | TimeballError]:
+        self.batches.append(numbers)
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        if 13 in numbers:
+            raise NotFound(f"13 of {numbers}")
+        return [NotFound(str(number)) if number > 100 else f"done {number}" for number in numbers]
 
 
-@in_turns()
-async def test_requests_during_a_batch_share_the_next_batch(bakery: Bakery) -> None:
-    first = bakery.turns.put(1)
+@with_recorder()
+async def test_requests_during_a_batch_share_the_next_batch(recorder: BatchRecorder) -> None:
+    first = recorder.batcher.put(1)
     await asyncio.sleep(0)
-    rest = [bakery.turns.put(n) for n in (2, 3, 4)]
-    bakery.open.set()
-    assert await asyncio.gather(first, *rest) == ["cake 1", "cake 2", "cake 3", "cake 4"]
-    assert bakery.done == [[1], [2, 3, 4]]
-    assert await bakery.turns.put(5) == "cake 5"
+    rest = [recorder.batcher.put(n) for n in (2, 3, 4)]
+    recorder.may_end.set()
+    assert await asyncio.gather(first, *rest) == ["done 1", "done 2", "done 3", "done 4"]
+    assert recorder.batches == [[1], [2, 3, 4]]
+    assert await recorder.batcher.put(5) == "done 5"
 
 
-@in_turns(items_max=2)
-async def test_a_batch_has_a_maximum_size(bakery: Bakery) -> None:
-    bakery.open.set()
-    await asyncio.gather(*[bakery.turns.put(n) for n in range(5)])
-    assert bakery.done == [[0, 1], [2, 3], [4]]
+@with_recorder(items_max=2)
+async def test_a_batch_has_a_maximum_size(recorder: BatchRecorder) -> None:
+    recorder.may_end.set()
+    await asyncio.gather(*[recorder.batcher.put(n) for n in range(5)])
+    assert recorder.batches == [[0, 1], [2, 3], [4]]
 
 
-@in_turns()
-async def test_an_error_of_one_request_does_not_affect_others(bakery: Bakery) -> None:
-    bakery.open.set()
-    good, bad = await asyncio.gather(*[bakery.turns.put(n) for n in (1, 101)], return_exceptions=True)
-    assert good == "cake 1" and isinstance(bad, NotFound)
-    assert bakery.done == [[1, 101]]
+@with_recorder()
+async def test_an_error_of_one_request_does_not_affect_others(recorder: BatchRecorder) -> None:
+    recorder.may_end.set()
+    good, bad = await asyncio.gather(*[recorder.batcher.put(n) for n in (1, 101)], return_exceptions=True)
+    assert good == "done 1" and isinstance(bad, NotFound)
+    assert recorder.batches == [[1, 101]]
 
 
-@in_turns()
-async def test_a_refused_batch_is_retried_one_by_one(bakery: Bakery) -> None:
-    bakery.open.set()
-    outcomes = await asyncio.gather(*[bakery.turns.put(n) for n in (1, 13, 2)], return_exceptions=True)
-    assert [str(outcome) for outcome in outcomes] == ["cake 1", "13 of [13]", "cake 2"]
+@with_recorder()
+async def test_a_refused_batch_is_retried_one_by_one(recorder: BatchRecorder) -> None:
+    recorder.may_end.set()
+    outcomes = await asyncio.gather(*[recorder.batcher.put(n) for n in (1, 13, 2)], return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["done 1", "13 of [13]", "done 2"]
 
 
 @pytest.mark.parametrize("error", [Unavailable("stopping"), RuntimeError("a bug")], ids=type)
 def test_an_internal_error_refuses_all_requests(error: Exception) -> None:
-    @in_turns()
-    async def live(bakery: Bakery) -> None:
-        bakery.open.set()
-        bakery.closed_for = error
-        outcomes = await asyncio.gather(*[bakery.turns.put(n) for n in (1, 2)], return_exceptions=True)
+    @with_recorder()
+    async def live(recorder: BatchRecorder) -> None:
+        recorder.may_end.set()
+        recorder.error = error
+        outcomes = await asyncio.gather(*[recorder.batcher.put(n) for n in (1, 2)], return_exceptions=True)
         assert outcomes == [error] * 2
-        assert len(bakery.done) == 1
-        bakery.closed_for = None
-        assert await bakery.turns.put(3) == "cake 3"
+        assert len(recorder.batches) == 1
+        recorder.error = None
+        assert await recorder.batcher.put(3) == "done 3"
 
     live()
 
 
-@in_turns()
-async def test_a_cancelled_request_does_not_block_others(bakery: Bakery) -> None:
-    gone, stays = bakery.turns.put(1), bakery.turns.put(2)
+@with_recorder()
+async def test_a_cancelled_request_does_not_block_others(recorder: BatchRecorder) -> None:
+    cancelled, other = recorder.batcher.put(1), recorder.batcher.put(2)
     await asyncio.sleep(0)
-    gone.cancel()
-    bakery.open.set()
-    assert await stays == "cake 2"
+    cancelled.cancel()
+    recorder.may_end.set()
+    assert await other == "done 2"
 
 
 # ---- sends ---------------------------------------------------------------------------------------------------
 
 
 def row(body: bytes = b"x", **fields: object) -> SendRow:
-    given = {"topic": "orders", "body": body, "properties": "", "queue_id": -1, "born_ms": 1, **fields}
-    return tuple(given.get(name) for name in SEND_NAMES)
+    values = {"topic": "orders", "body": body, "properties": "", "queue_id": -1, "born_ms": 1, **fields}
+    return tuple(values.get(name) for name in SEND_NAMES)
 
 
-class Calls:
-    """An edge whose clients wait for a future each, and the numbers of rows of each batch."""
+class Edge:
+    """An edge each of whose sends returns a future. `sizes` contains the number of rows of each batch."""
 
     def __init__(self, world: World) -> None:
         self.sizes: list[int] = []
@@ -142,20 +149,22 @@ class Calls:
     ) -> asyncio.Future[Any]:
         count = len(rows)
         size_bytes = rows.nbytes if isinstance(rows, pa.RecordBatch) else sum(len(row[1]) for row in rows)
-        call = Call(self, rows, count, size_bytes, 0, caller, asyncio.get_running_loop().create_future())
-        self.ingress.put(call)
-        return call.answer
+        piece = SentPiece(
+            self, rows, count, size_bytes, 0, caller, asyncio.get_running_loop().create_future()
+        )
+        self.ingress.put(piece)
+        return piece.answer
 
-    def answer(self, pieces: list[Call], accepted: Accepted) -> None:
+    def answer(self, pieces: list[SentPiece], accepted: Accepted) -> None:
         for piece in pieces:
             settle(piece.answer, (accepted.first_seq + piece.first_row, piece.count))
 
-    def refuse(self, pieces: list[Call], error: BaseException) -> None:
+    def refuse(self, pieces: list[SentPiece], error: BaseException) -> None:
         for piece in pieces:
             settle(piece.answer, error)
 
 
-class Call(Piece, gc=False):
+class SentPiece(Piece, gc=False):
     answer: Any
 
 
@@ -166,9 +175,9 @@ async def bodies(world: World) -> list[bytes]:
 
 @on_node()
 async def test_concurrent_sends_share_a_commit(world: World) -> None:
-    calls = Calls(world)
-    placed = await asyncio.gather(*(calls.put([row(b"%d" % n)] * (n % 3 + 1)) for n in range(30)))
-    assert len(calls.sizes) == 1 and calls.sizes[0] == sum(n % 3 + 1 for n in range(30))
+    edge = Edge(world)
+    placed = await asyncio.gather(*(edge.put([row(b"%d" % n)] * (n % 3 + 1)) for n in range(30)))
+    assert len(edge.sizes) == 1 and edge.sizes[0] == sum(n % 3 + 1 for n in range(30))
     assert [count for _, count in placed] == [n % 3 + 1 for n in range(30)]
     by_seq = dict(enumerate(await bodies(world), start=placed[0][0]))
     assert [by_seq[first_seq] for first_seq, _ in placed] == [b"%d" % n for n in range(30)]
@@ -176,10 +185,10 @@ async def test_concurrent_sends_share_a_commit(world: World) -> None:
 
 @on_node()
 async def test_only_the_bad_send_of_a_batch_is_refused(world: World) -> None:
-    calls = Calls(world)
+    edge = Edge(world)
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
     answers = await asyncio.gather(
-        calls.put([row(b"one")]), calls.put([row(b"half"), bad]), calls.put([row(b"two")]),
+        edge.put([row(b"one")]), edge.put([row(b"half"), bad]), edge.put([row(b"two")]),
         return_exceptions=True,
     )  # fmt: skip
     assert isinstance(answers[1], InvalidMessage)
@@ -191,26 +200,26 @@ async def test_only_the_bad_send_of_a_batch_is_refused(world: World) -> None:
 async def test_sends_beyond_the_batch_limit_form_several_batches(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = Calls(world)
+    edge = Edge(world)
     monkeypatch.setattr(ingress, "BATCH_ROWS_MAX", 7)
-    await asyncio.gather(*(taken.put([row()] * 3) for _ in range(5)))
-    assert taken.sizes == [6, 6, 3]
+    await asyncio.gather(*(edge.put([row()] * 3) for _ in range(5)))
+    assert edge.sizes == [6, 6, 3]
     monkeypatch.setattr(ingress, "BATCH_BYTES_MAX", 10)
-    await asyncio.gather(*(taken.put([row(b"x" * 6)]) for _ in range(3)))
-    assert taken.sizes[3:] == [1, 1, 1]
-    await taken.put([row()] * 9)
-    assert taken.sizes[-1] == 9, "a call is never cut"
+    await asyncio.gather(*(edge.put([row(b"x" * 6)]) for _ in range(3)))
+    assert edge.sizes[3:] == [1, 1, 1]
+    await edge.put([row()] * 9)
+    assert edge.sizes[-1] == 9, "a single send is never split"
 
 
 @on_node()
 async def test_a_disconnected_sender_does_not_affect_others(world: World) -> None:
-    calls = Calls(world)
-    three = [calls.put([row(b"%d" % n)]) for n in range(3)]
+    edge = Edge(world)
+    three = [edge.put([row(b"%d" % n)]) for n in range(3)]
     three[1].cancel()
     answers = await asyncio.gather(*three, return_exceptions=True)
     assert isinstance(answers[1], asyncio.CancelledError)
-    assert [answers[at][1] for at in (0, 2)] == [1, 1]  # type: ignore[index]
-    assert (await calls.put([row(b"next")]))[0] > 0
+    assert [answers[index][1] for index in (0, 2)] == [1, 1]  # type: ignore[index]
+    assert (await edge.put([row(b"next")]))[0] > 0
 
 
 @on_node()
@@ -218,27 +227,27 @@ async def test_held_bytes_are_limited_even_if_callers_disconnect(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingress, "HELD_BYTES_MAX", 10)
-    taken = Calls(world)
-    calls = [taken.put([row(b"12345")]) for _ in range(2)]
-    calls[1].cancel()
+    edge = Edge(world)
+    answers = [edge.put([row(b"12345")]) for _ in range(2)]
+    answers[1].cancel()
     with pytest.raises(OverLimit, match="10 bytes of messages wait"):
-        await taken.put([row(b"6")])
-    await calls[0]
-    await taken.put([row(b"123456")])
-    await taken.put([row(b"x" * 11)])  # a single request may be larger, because it delays no other one
-    assert taken.ingress.held_bytes == 0
+        await edge.put([row(b"6")])
+    await answers[0]
+    await edge.put([row(b"123456")])
+    await edge.put([row(b"x" * 11)])  # a single request may be larger, because it delays no other one
+    assert edge.ingress.held_bytes == 0
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
     with pytest.raises(InvalidMessage):
-        await taken.put([bad])
-    assert taken.ingress.held_bytes == 0
+        await edge.put([bad])
+    assert edge.ingress.held_bytes == 0
 
 
 @on_node(failing=True)
 async def test_a_disk_failure_refuses_all_sends(world: World) -> None:
-    calls = Calls(world)
-    await calls.put([row()])
+    edge = Edge(world)
+    await edge.put([row()])
     world.files.fail_at(world.files.calls + 1, DiskFailed("broken"))
-    answers = await asyncio.gather(*(calls.put([row()]) for _ in range(3)), return_exceptions=True)
+    answers = await asyncio.gather(*(edge.put([row()]) for _ in range(3)), return_exceptions=True)
     assert [type(answer) for answer in answers] == [DiskFailed] * 3
 
 
@@ -251,41 +260,41 @@ def columns(count: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
 
 
 @on_node()
-async def test_small_neighbours_of_one_schema_and_caller_go_together_and_large_ones_alone(
+async def test_consecutive_small_sends_with_the_same_schema_and_caller_share_a_batch(
     world: World,
 ) -> None:
-    calls, large, other = Calls(world), ingress.SMALL_ROWS + 1, Caller()
+    edge, large, other = Edge(world), ingress.SMALL_ROWS + 1, Caller()
     sent = [columns(1), columns(1), columns(large), columns(1, TAGGED), columns(1), columns(2)]
-    answers = [calls.put(batch) for batch in sent]
-    answers += [calls.put(columns(3), other), calls.put([row()]), calls.put([row()])]
+    answers = [edge.put(batch) for batch in sent]
+    answers += [edge.put(columns(3), other), edge.put([row()]), edge.put([row()])]
     found = await asyncio.gather(*answers)
-    assert calls.sizes == [2, large, 1, 3, 3, 2]
-    at = found[0][0]
+    assert edge.sizes == [2, large, 1, 3, 3, 2]
+    next_seq = found[0][0]
     for first_seq, count in found:  # the order of the calls is the order in the log
-        assert first_seq == at
-        at += count
+        assert first_seq == next_seq
+        next_seq += count
 
 
 @on_node()
-async def test_rows_of_topics_that_are_decided_about_are_not_refused_with_others(world: World) -> None:
-    calls = Calls(world)
+async def test_sends_without_a_caller_share_no_batch_with_sends_of_a_caller(world: World) -> None:
+    edge = Edge(world)
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
-    answers = [calls.put([row()], None), calls.put([row()], None), calls.put([bad]), calls.put([row()])]
+    answers = [edge.put([row()], None), edge.put([row()], None), edge.put([bad]), edge.put([row()])]
     found = await asyncio.gather(*answers, return_exceptions=True)
     assert [isinstance(each, InvalidMessage) for each in found] == [False, False, True, False]
     # The first two share a batch. The others share one that is refused, and are then handled one by one.
-    assert calls.sizes == [2, 2, 1, 1]
+    assert edge.sizes == [2, 2, 1, 1]
 
 
 @on_node()
 async def test_sends_during_a_commit_share_the_next_commit(world: World) -> None:
-    calls = Calls(world)
-    first = calls.put([row()])
-    await asyncio.sleep(0)  # begun
-    assert calls.sizes == [1]
-    rest = [calls.put([row()]) for _ in range(5)]
+    edge = Edge(world)
+    first = edge.put([row()])
+    await asyncio.sleep(0)  # the first commit has begun
+    assert edge.sizes == [1]
+    rest = [edge.put([row()]) for _ in range(5)]
     await asyncio.gather(first, *rest)
-    assert calls.sizes == [1, 5]
+    assert edge.sizes == [1, 5]
 
 
 @on_node()
@@ -293,17 +302,19 @@ async def test_a_batch_with_enough_rows_begins_while_the_disk_is_busy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingress, "ENOUGH_ROWS", 3)
-    calls = Calls(world)
-    answers = [calls.put([row()] * count) for count in (2, 1, 3, 2, 2, 1)]
-    assert calls.sizes == [3, 3], "in the same turn, and beside one that is under way, but not beside two"
+    edge = Edge(world)
+    answers = [edge.put([row()] * count) for count in (2, 1, 3, 2, 2, 1)]
+    assert edge.sizes == [3, 3], (
+        "the second batch begins while the first is being written, a third one does not"
+    )
     found = await asyncio.gather(*answers)
-    assert calls.sizes == [3, 3, 5]
+    assert edge.sizes == [3, 3, 5]
     assert [seq - found[0][0] for seq, _ in found] == [0, 2, 3, 6, 8, 10]
 
 
 @on_node()
-async def test_a_batch_of_several_edges_is_answered_by_each(world: World) -> None:
-    one, two = Calls(world), Calls(world)
+async def test_sends_of_several_edges_share_a_batch_and_each_edge_answers_its_own(world: World) -> None:
+    one, two = Edge(world), Edge(world)
     two.ingress = one.ingress
     found = await asyncio.gather(one.put([row()]), two.put([row()] * 2), one.put([row()]))
     assert one.sizes == [4]
@@ -327,13 +338,13 @@ ROWS = st.lists(st.tuples(*(values_of(name) for name in SEND_NAMES)), min_size=1
 def test_rows_converted_to_columns_keep_their_values(rows: list[SendRow]) -> None:
     batch = batch_of(rows)
     assert batch.num_rows == len(rows)
-    for at, name in enumerate(SEND_NAMES):
-        given = [row[at] for row in rows]
+    for index, name in enumerate(SEND_NAMES):
+        values = [row[index] for row in rows]
         if name in batch.schema.names:
             assert batch.column(name).type == SEND_COLUMNS[name]
-            assert batch.column(name).to_pylist() == given
+            assert batch.column(name).to_pylist() == values
         else:
-            assert given == [None] * len(rows)
+            assert values == [None] * len(rows)
 
 
 def test_a_number_out_of_range_raises_arrow_invalid() -> None:

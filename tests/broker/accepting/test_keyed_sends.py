@@ -28,7 +28,7 @@ from timeball.model.message import Kind
 from timeball.model.time_parsing import LOCAL_TIME, local_due_ms
 
 
-class Named(Caller):
+class NamedCaller(Caller):
     """A caller with an account, which may do everything."""
 
     __slots__ = ("_name",)
@@ -88,7 +88,7 @@ class Client:
 
 
 def bodies(world: World) -> list[bytes]:
-    """All messages in the log, also scheduled ones."""
+    """The bodies of all messages in the log, also of scheduled ones."""
     reader = world.broker.log.reader
     kinds = [Kind.MESSAGE, Kind.SCHEDULED]
     return [
@@ -99,7 +99,7 @@ def bodies(world: World) -> list[bytes]:
 
 
 @on_node()
-async def test_a_repeated_send_gets_the_answer_of_the_first(world: World) -> None:
+async def test_a_repeated_send_gets_the_answer_of_the_first_send(world: World) -> None:
     client = Client(world)
     first = await client.send("a", batch(2, delay_ms=[None, 10 * HOUR_MS]))
     other = await client.send("b", batch(2))
@@ -109,7 +109,9 @@ async def test_a_repeated_send_gets_the_answer_of_the_first(world: World) -> Non
 
 
 @on_node()
-async def test_the_first_use_of_a_zone_leaves_the_key_at_its_message(world: World) -> None:
+async def test_a_key_refers_to_its_message_although_the_row_of_a_new_zone_comes_before_it(
+    world: World,
+) -> None:
     client = Client(world)
     # Its topic exists, so this send may be written row by row. The row of the zone stands before it.
     await client.send("a", batch())
@@ -123,12 +125,12 @@ async def test_the_first_use_of_a_zone_leaves_the_key_at_its_message(world: Worl
 
 
 @on_node()
-async def test_a_key_is_of_its_caller_and_of_its_messages(world: World) -> None:
-    client, one, two = Client(world), Named("one"), Named("two")
+async def test_a_key_belongs_to_one_caller_and_to_the_content_of_its_messages(world: World) -> None:
+    client, one, two = Client(world), NamedCaller("one"), NamedCaller("two")
     assert await client.send("a", batch(), one) != await client.send("a", batch(), two)
     with pytest.raises(Conflict, match="use a new key for each send"):
         await client.send("a", batch(body=[b"other"]), one)
-    # A client that sends again stamps its message anew.
+    # The time at which the client created its message does not matter, because a repeated send has a later one.
     assert await client.send("a", batch(born_ms=[7]), one) == await client.send("a", batch(), one)
     for key in ("", "x" * (limits.IDEMPOTENCY_KEY_BYTES_MAX + 1)):
         with pytest.raises(InvalidMessage, match="an idempotency key has 1 to 512 bytes"):
@@ -143,34 +145,38 @@ async def test_a_repetition_during_the_first_send_appends_nothing(world: World) 
     sends = [client.put(key, batch(body=[key.encode()])) for key in ("a", "b", "a", "a", "b", "c")]
     with pytest.raises(Conflict):
         client.put("a", batch(body=[b"other"]))
-    a, b, again, more, other, c = [answer[:2] for answer in await asyncio.gather(*sends)]
-    assert a == again == more and b == other and len({a, b, c}) == 3
+    first_a, first_b, second_a, third_a, second_b, only_c = [
+        answer[:2] for answer in await asyncio.gather(*sends)
+    ]
+    assert first_a == second_a == third_a and first_b == second_b and len({first_a, first_b, only_c}) == 3
     assert sorted(bodies(world)) == [b"a", b"b", b"c"]
     assert world.broker.keyed_sends._under_way == {}
 
 
 @on_node()
-async def test_a_refused_send_has_not_used_its_key(world: World) -> None:
+async def test_a_refused_send_leaves_its_key_unused(world: World) -> None:
     client = Client(world)
-    wrong, right = batch(topic=["no topic!"]), batch()
+    invalid, valid = batch(topic=["no topic!"]), batch()
     answers = await asyncio.gather(
-        client.send("a", wrong), client.send("b", right), client.send("a", wrong), return_exceptions=True
+        client.send("a", invalid), client.send("b", valid), client.send("a", invalid), return_exceptions=True
     )
     assert [type(answer) for answer in answers] == [InvalidName, tuple, InvalidName]
-    await client.send("a", right)
+    await client.send("a", valid)
     assert len(bodies(world)) == 2
 
 
 @on_node()
-async def test_a_full_log_leaves_no_key_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_send_that_a_full_disk_refuses_leaves_its_key_unused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, writer = Client(world), world.broker.log.writer
     await client.send("before", batch())
 
-    def full(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OverLimit("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "append", full)
+        patch.setattr(writer, "append", refuse)
         with pytest.raises(OverLimit):
             await client.send("a", batch())
     assert len(world.broker.tables.idempotency_keys) == 1
@@ -196,11 +202,11 @@ async def test_keys_expire_and_the_oldest_are_dropped_at_the_limit(
     assert await client.send("c", batch()) == again
 
 
-# ---- what became of the messages -------------------------------------------------------------------------------
+# ---- the states of the messages -------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_a_repeated_send_is_told_the_current_state_and_due_time(world: World) -> None:
+async def test_the_answer_to_a_repeated_send_contains_the_current_states_and_due_times(world: World) -> None:
     client, now_ms = Client(world), world.clock.wall
     rows = batch(4, delay_ms=[None, HOUR_MS, HOUR_MS, HOUR_MS], unique_key=["a", "b", "c", None])
     assert await client.states("a", rows) == "created"
@@ -221,7 +227,7 @@ async def test_a_repeated_send_is_told_the_current_state_and_due_time(world: Wor
 
 
 @on_node()
-async def test_a_send_anew_is_appended_if_no_earlier_message_is_pending(world: World) -> None:
+async def test_a_send_with_an_attempt_is_appended_if_no_earlier_message_is_pending(world: World) -> None:
     client = Client(world)
     rows, others = batch(2, delay_ms=[HOUR_MS] * 2), batch(1, body=[b"other"], delay_ms=[2 * HOUR_MS])
     first_seq = (await client.send("a", rows))[0]
@@ -251,7 +257,9 @@ async def test_a_send_anew_is_appended_if_no_earlier_message_is_pending(world: W
 
 
 @on_node()
-async def test_a_send_anew_ends_the_earlier_messages_of_a_selection(world: World) -> None:
+async def test_a_send_with_an_attempt_cancels_earlier_messages_that_a_selection_has_cancelled(
+    world: World,
+) -> None:
     client, rows = Client(world), batch(2, delay_ms=[HOUR_MS, 2 * HOUR_MS])
     first_seq, _ = await client.send("a", rows)
     selections = world.broker.selections
@@ -265,7 +273,7 @@ async def test_a_send_anew_ends_the_earlier_messages_of_a_selection(world: World
 
 
 @on_node(InTurn)
-async def test_of_concurrent_sends_anew_one_is_appended(world: World) -> None:
+async def test_one_of_several_concurrent_attempts_is_appended(world: World) -> None:
     client, rows = Client(world), batch(delay_ms=[HOUR_MS])
     await world.broker.cancel(seqs=[(await client.send("a", rows))[0]])
     sends = [client.put("a", rows, attempt=attempt, anew=bool(attempt)) for attempt in ("r1", "r2", "r1", "")]
@@ -282,7 +290,7 @@ async def test_of_concurrent_sends_anew_one_is_appended(world: World) -> None:
 
 
 @on_node()
-async def test_an_attempt_is_limited_and_required_for_a_send_anew(world: World) -> None:
+async def test_an_attempt_is_limited_in_size_and_required_to_send_again(world: World) -> None:
     client = Client(world)
     await client.send("a", batch(delay_ms=[HOUR_MS]))
     for attempt in ("x" * 513, "é" * 257):
@@ -328,17 +336,17 @@ async def test_a_snapshot_contains_the_keys(world: World) -> None:
 # ---- power cuts ------------------------------------------------------------------------------------------------
 
 
-async def sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
-    """Send three times, with both kinds of rows, and note the answers."""
+async def send_three(world: World, answers: dict[str, tuple[int, int]]) -> None:
+    """Send two messages that are due now and one that is due later, and add the answers to `answers`."""
     client = Client(world)
     for key, delay_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
         answers[key] = await client.send(key, batch(body=[key.encode()], delay_ms=[delay_ms]))
 
 
-async def renewed_sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
-    """Send, cancel, and send again under the same key. Note the answer to the last send."""
+async def send_cancel_and_send_again(world: World, answers: dict[str, tuple[int, int]]) -> None:
+    """Send, cancel, and send again under the same key. Add the answer to the last send to `answers`."""
     client = Client(world)
-    with suppress(Conflict):  # of the second life, when the key names the newer send already
+    with suppress(Conflict):  # after the restart, if the key names the newer send already
         await client.send("a", batch(body=[b"1"], delay_ms=[HOUR_MS], unique_key=["one"]))
     await world.broker.cancel(ids=["one"])
     second = client.put(
@@ -347,10 +355,13 @@ async def renewed_sends(world: World, answers: dict[str, tuple[int, int]]) -> No
     answers["a"] = (await asyncio.wait_for(second, 60))[:2]
 
 
-def found_after(
-    call: int | None, seed: int, *, again: bool = True, sends: Any = sends
+def repeat_after_cut(
+    call: int | None, seed: int, *, sends: Any = send_three
 ) -> tuple[int, list[bytes], bool]:
-    """Cut the power at a call, restart, and send all again. Return calls made, bodies, and whether answers stayed."""
+    """Cut the power at a call of the disk, restart, and send all again.
+
+    Returns the number of calls, the bodies in the log, and whether each answer is the same as before.
+    """
     files, clock, answers = CutFiles(crash_at=call), ManualClock(), dict[str, tuple[int, int]]()
     world = World(files, clock)
 
@@ -363,46 +374,47 @@ def found_after(
         second = World(image, clock)
         await second.start()
         try:
-            if again:
-                await sends(second, later)
-            found = bodies(second)
+            await sends(second, later)
+            logged = bodies(second)
             await second.stop()
         finally:
             await second.abandon()
-        return found, all(later.get(key) == answer for key, answer in answers.items())
+        return logged, all(later.get(key) == answer for key, answer in answers.items())
 
     run(until_cut(world, files, live))
     return files.calls, *run(repeat(files.crash(seed, "random")))
 
 
 def test_after_a_power_cut_a_repeated_send_is_in_the_log_once() -> None:
-    calls, found, is_same = found_after(None, 1)
-    assert sorted(found) == [b"a", b"b", b"c"] and is_same
+    calls, logged, answers_stayed = repeat_after_cut(None, 1)
+    assert sorted(logged) == [b"a", b"b", b"c"] and answers_stayed
     for call in sorted(np.random.default_rng(1).choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
-        _, found, is_same = found_after(call, call)
-        assert sorted(found) == [b"a", b"b", b"c"] and is_same, f"call {call} of {calls}"
+        _, logged, answers_stayed = repeat_after_cut(call, call)
+        assert sorted(logged) == [b"a", b"b", b"c"] and answers_stayed, f"call {call} of {calls}"
 
 
 @pytest.mark.slow
 def test_after_any_power_cut_a_repeated_send_is_in_the_log_once() -> None:
-    calls, *_ = found_after(None, 1)
+    calls, *_ = repeat_after_cut(None, 1)
     for call in range(1, calls + 1):
         for seed in range(3):
-            _, found, is_same = found_after(call, seed)
-            assert sorted(found) == [b"a", b"b", b"c"] and is_same, f"call {call} of {calls}, seed {seed}"
+            _, logged, answers_stayed = repeat_after_cut(call, seed)
+            assert sorted(logged) == [b"a", b"b", b"c"] and answers_stayed, (
+                f"call {call} of {calls}, seed {seed}"
+            )
 
 
-def test_after_a_power_cut_a_send_anew_is_in_the_log_once() -> None:
-    calls, found, is_same = found_after(None, 1, sends=renewed_sends)
-    assert found == [b"1", b"2"] and is_same
+def test_after_a_power_cut_a_send_with_an_attempt_is_in_the_log_once() -> None:
+    calls, logged, answers_stayed = repeat_after_cut(None, 1, sends=send_cancel_and_send_again)
+    assert logged == [b"1", b"2"] and answers_stayed
     for call in sorted(np.random.default_rng(2).choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
-        _, found, is_same = found_after(call, call, sends=renewed_sends)
-        assert found == [b"1", b"2"] and is_same, f"call {call} of {calls}"
+        _, logged, answers_stayed = repeat_after_cut(call, call, sends=send_cancel_and_send_again)
+        assert logged == [b"1", b"2"] and answers_stayed, f"call {call} of {calls}"
 
 
 def test_keys_that_are_forgotten_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without the look at known keys a repeated send is there twice."""
+    """The negative control: without the look-up of known keys a repeated send is there twice."""
     monkeypatch.setattr(idempotency.IdempotencyKeys, "get", lambda *_: None)
-    _, found, is_same = found_after(None, 1)
-    assert len(found) == 6 and not is_same
+    _, logged, answers_stayed = repeat_after_cut(None, 1)
+    assert len(logged) == 6 and not answers_stayed
     assert keyed_sends.key_use is idempotency.key_use

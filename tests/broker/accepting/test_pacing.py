@@ -20,6 +20,7 @@ from timeball.broker.accepting.pacing import TOPICS_AT_ONCE
 from timeball.broker.admin.administration import TopicChange
 from timeball.broker.registry.topics import MAX_PER_SECOND, TopicConfig
 from timeball.io.clock import ManualClock
+from timeball.log.queue_index import QueueIndex
 from timeball.model.access import ANONYMOUS
 from timeball.model.config import STRATEGIES
 
@@ -27,7 +28,7 @@ TOPIC, OTHER = "limited", "free"
 
 
 class Watched:
-    """What consumers see of a topic, after each step of the clock."""
+    """The messages of a topic that consumers see. `look` checks their number and order after each step of the clock."""
 
     def __init__(self, world: World, rate: int) -> None:
         self.world, self.rate = world, rate
@@ -42,6 +43,7 @@ class Watched:
         return sorted(found)
 
     def look(self) -> None:
+        """Check that the messages are shown in the order of the log, and not more than `rate` in a second."""
         seen = self.seqs()
         before = sum(rows for _, rows in self.shown)
         if len(seen) > before:
@@ -123,7 +125,9 @@ def test_each_strategy_keeps_the_limit(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["stop", "kill", "without checkpoint"])
-def test_a_restart_shows_no_message_too_early_and_none_less(way: str) -> None:
+def test_a_restart_shows_the_same_messages_as_before(way: str) -> None:
+    """The others follow within the limit (`Watched.look`)."""
+
     async def main() -> None:
         world = World(CrashFiles(), ManualClock())
         await world.start()
@@ -174,9 +178,12 @@ async def test_a_limit_begins_and_ends_while_messages_wait(world: World) -> None
     assert len(watched.seqs()) == 42
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("is_limited_again", [False, True])
 @on_node()
-async def test_the_end_of_a_limit_shows_messages_when_it_is_durable(world: World, again: bool) -> None:
+async def test_the_end_of_a_limit_shows_messages_when_it_is_durable(
+    world: World, is_limited_again: bool
+) -> None:
+    """If the topic gets another limit before that, its messages wait for the new one."""
     watched = await limited(world, 1)
     await send(world, [SECOND_MS] * 20)
     await watched.advance(SECOND_MS)
@@ -186,14 +193,15 @@ async def test_the_end_of_a_limit_shows_messages_when_it_is_durable(world: World
     topics.set_attribute(topics.get(TOPIC), MAX_PER_SECOND, None)
     durable = world.broker.send(batch(3, topic=[TOPIC] * 3))
     assert watched.seqs() == before, "a crash would hide them again"
-    if again:
+    if is_limited_again:
         topics.set_attribute(topics.get(TOPIC), MAX_PER_SECOND, "1")
     await durable
-    assert len(watched.seqs()) == (len(before) if again else 23)
-    for _ in range(46 if again else 0):
+    all_rows = 20 + 3
+    assert len(watched.seqs()) == (len(before) if is_limited_again else all_rows)
+    for _ in range(2 * all_rows if is_limited_again else 0):
         await watched.advance(500)  # checks the limit
     await world.restart()
-    assert len(watched.seqs()) == 23
+    assert len(watched.seqs()) == all_rows
 
 
 @on_node()
@@ -234,13 +242,31 @@ async def test_the_tools_of_rocketmq_set_and_keep_the_limit(world: World) -> Non
 
 @on_node(queues_per_topic=64)
 async def test_a_step_with_many_queues_reads_a_bounded_number_of_entries(world: World) -> None:
-    watched = await limited(world, 100_000, queues=64)
-    rows = 20_000
-    await send(world, [SECOND_MS] * rows, queue_id=np.random.default_rng(1).integers(0, 64, rows).tolist())
+    """All messages are shown nevertheless, in order (`Watched.look`)."""
+    entries_max, queues, rows = 512, 64, 20_000
+    watched = await limited(world, 100_000, queues=queues)
+    queue_ids = np.random.default_rng(1).integers(0, queues, rows).tolist()
+    await send(world, [SECOND_MS] * rows, queue_id=queue_ids)
+    next_ends, read_entries = pacing.next_ends, QueueIndex.read
+    entries_of_steps = list[int]()
+
+    def counted(indexes: Any, rows: int) -> Any:
+        entries_of_steps.append(0)
+
+        def read(index: QueueIndex, offset: int, count: int, **options: Any) -> Any:
+            entries_of_steps[-1] += count
+            return read_entries(index, offset, count, **options)
+
+        with pytest.MonkeyPatch.context() as reading:
+            reading.setattr(QueueIndex, "read", read)
+            return next_ends(indexes, rows)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pacing, "ENTRIES_MERGED", 512)
+        patch.setattr(pacing, "ENTRIES_MERGED", entries_max)
+        patch.setattr(pacing, "next_ends", counted)
         await watched.advance(2 * SECOND_MS)
     assert len(watched.seqs()) == rows
+    assert 0 < max(entries_of_steps) <= entries_max
 
 
 @on_node()
@@ -255,15 +281,16 @@ async def test_other_tasks_run_between_the_steps_of_many_topics(world: World) ->
     assert set(pacing.held().values()) == {2}
     world.clock.advance(2 * SECOND_MS)
     pacing.wake()
-    rows, before = [], writer.next_seq
+    steps_of_turns, previous_seq = [], writer.next_seq
     while pacing.is_busy:
         await asyncio.sleep(0)
-        rows.append(writer.next_seq - before)  # each step appends one row
-        before = writer.next_seq
-        if sum(rows) == 2 * TOPICS_AT_ONCE:  # a limit that ends between two steps gets no step any more
+        steps_of_turns.append(writer.next_seq - previous_seq)  # each step appends one row
+        previous_seq = writer.next_seq
+        if sum(steps_of_turns) == 2 * TOPICS_AT_ONCE:
+            # The limit of the last topic ends between two turns, so it gets no further step.
             topics = world.broker.tables.topics
             topics.set_attribute(topics.get(names[-1]), MAX_PER_SECOND, None)
-            before = writer.next_seq
-    assert max(rows) <= TOPICS_AT_ONCE and sum(rows) >= len(names) - 1
+            previous_seq = writer.next_seq
+    assert max(steps_of_turns) <= TOPICS_AT_ONCE and sum(steps_of_turns) >= len(names) - 1
     assert world.broker.queues(names[-1])[0] == (0, 3)
     assert set(pacing.held()) == set(names[:-1]) == set(world.broker.tables.shown.values)

@@ -47,17 +47,23 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 ROWS = st.lists(st.tuples(*(VALUES.get(name, TEXT) for name in SEND_NAMES)), min_size=1, max_size=8)
 
 
-async def written(
-    batches: list[list[SendRow]], few: Callable[..., Any] | None, *, has_keys: bool = False
-) -> tuple[Any, ...]:
-    """Everything that the sends leave in a broker: its answers, the bytes of its log, its queues, its counts.
+def never(*_: Any, **__: Any) -> bool:
+    """Replaces `are_plain`, so that no batch is encoded row by row."""
+    return False
 
-    With `has_keys`, each send has an idempotency key.
+
+async def write_and_observe(
+    batches: list[list[SendRow]], are_plain: Callable[..., Any] | None, *, has_keys: bool = False
+) -> tuple[Any, ...]:
+    """Send to a new broker and return its answers, the rows of its log, its queues, its counts, and its keys.
+
+    `are_plain` replaces the check that a batch may be encoded row by row. With `has_keys`, each send has an idempotency
+    key.
     """
     world = World(CrashFiles(), ManualClock(wall=NOW_MS), auto_create_topics=False)
     with pytest.MonkeyPatch.context() as patch:
-        if few is not None:
-            patch.setattr(admission, "are_plain", few)
+        if are_plain is not None:
+            patch.setattr(admission, "are_plain", are_plain)
         await world.start()
         try:
             broker = world.broker
@@ -66,39 +72,41 @@ async def written(
             answers: list[object] = []
             for rows in batches:
 
-                def keep_key(first_seq: int, store_ms: int, rows: list[SendRow] = rows) -> Change:
+                def key_change(first_seq: int, store_ms: int, rows: list[SendRow] = rows) -> Change:
                     keyed = KeyedSend(first_seq, len(rows), store_ms, "content")
                     return broker.tables.idempotency_keys.changed([(f"key-{first_seq}", keyed)])
 
                 try:
                     if has_keys:
-                        accepted, durable = broker.appender.send_with(rows, keep_key, ANONYMOUS)
+                        accepted, durable = broker.appender.send_with(rows, key_change, ANONYMOUS)
                     else:
                         accepted, durable = broker.appender.send(rows)
                     await durable
                     answers.append((accepted.first_seq, accepted.rows, accepted.kept.to_pylist()))
                 except TimeballError as error:
                     answers.append((type(error), str(error)))
-            frames = [
+            logged = [
                 row for part in broker.read_log(1, broker.log.reader.next_seq) for row in part.to_pylist()
             ]
             queues = [
-                (topic.name, at, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
+                (topic.name, queue_id, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
                 for topic in broker.tables.topics.all()
-                for at, queue in enumerate(topic.queues)
+                for queue_id, queue in enumerate(topic.queues)
             ]
             counts = [broker.rates.total("TOPIC_PUT_SIZE", name) for name in TOPICS]
-            known = broker.tables.idempotency_keys._table.values
-            return answers, frames, queues, counts, broker.mover.tail_count.rows, dict(known)
+            keys = broker.tables.idempotency_keys._table.values
+            return answers, logged, queues, counts, broker.mover.tail_count.rows, dict(keys)
         finally:
             await world.abandon()
 
 
 @settings(max_examples=30)
 @given(st.lists(ROWS, min_size=1, max_size=3), st.booleans())
-def test_rows_and_columns_are_written_alike(batches: list[list[SendRow]], has_keys: bool) -> None:
+def test_sends_encoded_row_by_row_leave_the_same_state_as_sends_in_columns(
+    batches: list[list[SendRow]], has_keys: bool
+) -> None:
     by_rows, by_columns = (
-        run(written(batches, few, has_keys=has_keys)) for few in (None, lambda *_, **__: False)
+        run(write_and_observe(batches, are_plain, has_keys=has_keys)) for are_plain in (None, never)
     )
     assert by_rows == by_columns
 
@@ -106,9 +114,9 @@ def test_rows_and_columns_are_written_alike(batches: list[list[SendRow]], has_ke
 def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison."""
     row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
-    assert run(written([[row]], None)) == run(written([[row]], lambda *_, **__: False))
+    assert run(write_and_observe([[row]], None)) == run(write_and_observe([[row]], never))
     monkeypatch.setattr(admission, "stored_size", lambda *_: 0)
-    assert run(written([[row]], None)) != run(written([[row]], lambda *_, **__: False))
+    assert run(write_and_observe([[row]], None)) != run(write_and_observe([[row]], never))
 
 
 def values_of(field: pa.Field) -> st.SearchStrategy[Any]:

@@ -11,27 +11,29 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit
 
 
-async def _waits(waiters: Waiters, *places: tuple[str, int | None]) -> list[asyncio.Task[bool]]:
+async def start_waits(waiters: Waiters, *places: tuple[str, int | None]) -> list[asyncio.Task[bool]]:
     tasks = [asyncio.ensure_future(waiters.wait(topic, 60, queue)) for topic, queue in places]
     await asyncio.sleep(0)
     return tasks
 
 
 def test_a_queue_wakes_only_its_own_waiters() -> None:
-    async def scene() -> None:
+    async def main() -> None:
         waiters = Waiters()
-        mine, another, any_queue, elsewhere = await _waits(waiters, ("a", 1), ("a", 2), ("a", None), ("b", 1))
+        this_queue, other_queue, any_queue, other_topic = await start_waits(
+            waiters, ("a", 1), ("a", 2), ("a", None), ("b", 1)
+        )
         waiters.wake_queues([("a", 1), ("c", 1)])
-        assert await mine and await any_queue
+        assert await this_queue and await any_queue
         await asyncio.sleep(0)
-        assert not another.done() and not elsewhere.done()
+        assert not other_queue.done() and not other_topic.done()
         waiters.wake(["a"])
-        assert await another
+        assert await other_queue
         waiters.wake_queues([("b", 1)])
-        assert await elsewhere
+        assert await other_topic
         assert not waiters._by_topic and not waiters._count
 
-    asyncio.run(scene())
+    asyncio.run(main())
 
 
 async def turns(count: int = 5) -> None:
@@ -88,11 +90,11 @@ def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_each_change_of_a_watched_topic_is_told() -> None:
-    waiters, topics, told = Waiters(), {"a", "c"}, list[str]()
-    waiters.watch(topics, told.append)
+def test_a_watcher_is_called_for_each_change_of_a_watched_topic() -> None:
+    waiters, topics, woken = Waiters(), {"a", "c"}, list[str]()
+    waiters.watch(topics, woken.append)
     waiters.wake(["a", "b"])
     waiters.wake_queues([("c", 1), ("d", 1)])
     topics.add("d")
     waiters.wake_queues([("d", 1)])
-    assert told == ["a", "c", "d"]
+    assert woken == ["a", "c", "d"]

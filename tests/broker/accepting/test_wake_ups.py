@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.accepting.wake_ups import bases_in, wake_ups, without_base
+from timeball.broker.accepting.wake_ups import bases_in, build_wake_ups, without_base
 from timeball.broker.registry.selections import Woken
 from timeball.model.message import (
     BASE,
@@ -42,8 +42,8 @@ def scheduled(texts: list[str | None]) -> pa.RecordBatch:
 def woken_rows(texts: list[str | None], woken: Woken) -> pa.RecordBatch:
     rows = scheduled(texts)
     count = rows.num_rows
-    made = wake_ups(
-        rows, np.full(count, 200), numbers=(rows.column("seq"), pa.nulls(count, pa.int64())),
+    made = build_wake_ups(
+        rows, np.full(count, 200), references=(rows.column("seq"), pa.nulls(count, pa.int64())),
         from_due_ms=np.arange(count) + 100, woken=woken, now_ms=50, host="host", encode=lambda rows, now_ms: rows,
     )  # fmt: skip
     moved = Moved()

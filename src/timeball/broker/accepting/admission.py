@@ -1,8 +1,8 @@
 """Admission: validate sends from outside, complete their rows, and classify each row as immediate or scheduled.
 
 A refusal raises an error that names the field and the first bad row. The admission refuses all values that a stock
-RocketMQ broker refuses, and due times that are negative, not a number or too far away. It never delivers a message with
-a bad due time at once (RocketMQ #10872 did that). A batch is accepted as a whole or not at all. policy.py decides which
+RocketMQ broker refuses, and due times that are negative, not a number or too far away. A message with a bad due time is
+never delivered at once, as RocketMQ #10872 did. A batch is accepted as a whole or not at all. policy.py decides which
 topics the caller may use.
 
 A due time in the past is allowed, and the message is due at once: the caller's clock may be slow, and a replay is
@@ -52,7 +52,7 @@ from timeball.schedule.delay_levels import LevelTable, with_level_properties
 
 
 def as_columns(sends: ParsedSends) -> pa.RecordBatch:
-    """Convert sends to a batch of SEND_COLUMNS. Raises the errors of `batch_of`."""
+    """Convert sends to a batch of SEND_COLUMNS. Raises pa.ArrowInvalid for values out of range."""
     batch = as_batch(sends)
     return batch_of(batch) if isinstance(batch, list) else batch
 
@@ -65,7 +65,7 @@ def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
     columns = {}
     for name, values in zip(SEND_NAMES, zip(*rows, strict=True), strict=True):
         column_type, first = SEND_COLUMNS[name], values[0]
-        # In two thirds of the columns all rows usually have the same value. Counting equal values is several times
+        # Two thirds of the columns usually have the same value in all rows. Counting equal values is several times
         # cheaper than converting them.
         if values.count(first) < len(values) or (len(values) == 1 and first is not None):
             columns[name] = pa.array(values, column_type)
@@ -77,11 +77,11 @@ def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
 def admit(
     batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str, table: LevelTable
 ) -> tuple[pa.RecordBatch, Int64Array | None]:
-    """Check a batch of SEND_COLUMNS and build its LOG_SCHEMA rows. Also list the delay level of each row (0: none).
+    """Check a batch of SEND_COLUMNS and build its LOG_SCHEMA rows. Also return the delay level of each row (0: none).
 
-    MESSAGE rows are visible at once, SCHEDULED rows are due later. Rows with a delay level still have their own topic
-    and queue: call `into_level_queues` next. The list of levels is None if no row has a delay level.
-    Raises InvalidMessage, InvalidDelay and OverLimit.
+    MESSAGE rows are visible at once, SCHEDULED rows are due later. `delay_ms_max` is the longest delay from `now_ms`
+    on. The levels are None if no row has one. Rows with a level still have their own topic and queue: call
+    `into_level_queues` next. Raises InvalidMessage, InvalidDelay and OverLimit.
     """
     # Check counts and sizes first: all later checks have a cost per row.
     count = batch.num_rows
@@ -135,12 +135,15 @@ def admit(
 
 
 def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch:
-    """Move admitted rows with a delay level to the schedule topic, into the queue of their level."""
+    """Move admitted rows with a delay level to the schedule topic, into the queue of their level.
+
+    Raises InvalidMessage if the properties that a level adds make a text too long.
+    """
     has_level = level > 0
     topic, queue_id, properties = (rows.column(name) for name in ("topic", "queue_id", "properties"))
     level_mask = pa.array(has_level)
     # This may refuse properties that become too long, so it runs before any offset is assigned.
-    disguised = with_level_properties(
+    new_properties = with_level_properties(
         properties.filter(level_mask), level[has_level], topic.filter(level_mask), queue_id.filter(level_mask)
     )
     changed = {
@@ -148,7 +151,7 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
         "queue_id": pa.array(np.where(has_level, level - 1, queue_id.to_numpy()).astype(np.int32)),
         # The offset is set when the row is appended. Until then, 0 marks the row as one of a delay level.
         "queue_offset": pa.array(np.zeros(len(level), np.int64), mask=~has_level),
-        "properties": pc.replace_with_mask(properties, level_mask, disguised),
+        "properties": pc.replace_with_mask(properties, level_mask, new_properties),
     }
     columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
@@ -169,10 +172,12 @@ def encode_for_backlog(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> p
     is_scheduled = _is_in_backlog(rows)
     if not is_scheduled.any():
         return rows
-    scheduled_rows = rows if is_scheduled.all() else rows.filter(pa.array(is_scheduled))
+    if is_scheduled.all():
+        return backlog.encode_for_log(rows, now_ms)
+    scheduled_rows = rows.filter(pa.array(is_scheduled))
     encoded = backlog.encode_for_log(scheduled_rows, now_ms)
-    if encoded is scheduled_rows or is_scheduled.all():
-        return rows if encoded is scheduled_rows else encoded
+    if encoded is scheduled_rows:
+        return rows
     properties = pc.replace_with_mask(
         rows.column("properties"), pa.array(is_scheduled), encoded.column("properties")
     )
@@ -181,7 +186,7 @@ def encode_for_backlog(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> p
 
 
 def _is_in_backlog(rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Mark the scheduled messages among these rows. Those of delay levels are stored by `DelayLevels` instead."""
+    """Compute a mask of the scheduled messages among these rows, without those of delay levels (`DelayLevels`)."""
     is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
     return np.asarray(is_scheduled & np.asarray(rows.column("queue_offset").is_null()))
 
@@ -267,7 +272,7 @@ def _delay_levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable
 
 
 def _column_or_default(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:
-    """Find a column, with `default` for its nulls. A missing column gives the default itself."""
+    """Find a column, with `default` in place of its nulls. The default itself if the column is missing."""
     column = columns.get(name)
     if column is None:
         return default
@@ -280,7 +285,7 @@ def _first_true(mask: pa.Array) -> int:
     return int(pc.index(mask, True).as_py())
 
 
-# ---- few rows: check them, choose queue offsets and encode them, row by row ----------------------------------
+# ---- small batches: check rows, choose queue offsets and encode them, row by row -----------------------------
 # Nearly every commit has only a few rows. The path for columns (`admit`, `Topics.place`) makes a hundred calls of Arrow
 # and numpy, and each takes some microseconds even for one row. Up to ROWS_MAX rows, working row by row costs less. A
 # batch takes this path only if it is *plain*: no delay level, no column of another type, no row that breaks a rule.
@@ -294,7 +299,7 @@ _BODY_SAFE, _TAG_SAFE, _KEYS_SAFE, _UNIQUE_KEY_SAFE, _PROPERTIES_SAFE = (
 
 
 def _bytes_max() -> int:
-    """The limit for the bytes of all bodies: small enough that the limits of a request and a frame need no check."""
+    """Compute the limit for the bytes of all bodies: so small that a request and a frame need no further check."""
     return limits.REQUEST_BYTES_MAX // 64
 
 
@@ -334,7 +339,7 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_sc
             return False
         total_bytes += len(body)
         # Nearly all texts are short and printable, and then no rule can be broken: a printable text does not contain
-        # the characters that separate properties. So the loop over the five texts below seldom runs.
+        # the characters that separate properties. So the loop over the five texts below is seldom reached.
         if (
             len(body) <= _BODY_SAFE
             and (tag is None or (len(tag) <= _TAG_SAFE and tag.isprintable()))
@@ -343,39 +348,42 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_sc
             and (properties is None or len(properties) <= _PROPERTIES_SAFE)
         ):
             continue
-        for name, text in (
+        for name, value in (
             ("body", body), ("tag", tag), ("keys", keys), ("unique_key", unique_key), ("properties", properties)
         ):  # fmt: skip
-            if text is not None and rules.fault(name, text) is not None:
+            if value is not None and rules.fault(name, value) is not None:
                 return False
     return total_bytes <= _bytes_max()
 
 
 class SmallBatch(NamedTuple):
-    """Encoded rows that are ready for the log, and their queue offsets, which are chosen but not yet given out."""
+    """Encoded rows that are ready for the log, and their queue offsets, which are chosen but not yet reserved."""
 
     rows: EncodedRows
     places: QueueOffsets | None  # None if all rows are scheduled messages
-    scheduled: list[int]  # positions of the scheduled messages in `rows`
+    scheduled: list[int]  # the indexes of the scheduled messages in `rows`
     scheduled_bytes: int  # the size of the scheduled messages as RocketMQ would store them
 
 
 class SendRuns(Protocol):
-    """Sends in the form in which their edge has parsed them. The edge has checked their texts and bodies."""
+    """Sends that an edge has parsed in C. It has checked their texts and bodies. `len` is the number of messages."""
 
     @property
     def topics(self) -> set[str]:
-        """The names of their topics."""
+        """The names of the topics."""
 
     def __len__(self) -> int: ...
 
     def batch(self) -> SendBatch:
-        """Convert the sends to rows or columns, for the slower paths."""
+        """Convert the sends to rows or columns, for the other paths."""
 
     def log_rows(
         self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str
     ) -> SmallBatch | None:
-        """Encode the rows, like the function `log_rows`. None if a send is not plain, or is due after `last_ms`."""
+        """Encode the rows, as the function `log_rows`. None if a send is not plain, or is due after `last_ms`.
+
+        `topics` contains every topic of the sends.
+        """
 
 
 ParsedSends: TypeAlias = SendBatch | SendRuns
@@ -389,14 +397,15 @@ def as_batch(sends: ParsedSends) -> SendBatch:
 def log_rows(
     rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str, build: Build
 ) -> SmallBatch:
-    """Encode plain rows and choose their queue offsets. `QueueOffsets.reserve_offsets` must be called afterwards.
+    """Encode plain rows (`are_plain`), and choose the queue offsets of those without a due time.
 
-    Raises Arrow's errors for bad values: a number out of its column's range, or half a surrogate pair.
+    `topics` contains every topic of the rows. Call `QueueOffsets.reserve_offsets` after the append. Raises Arrow's
+    errors for bad values: a number out of its column's range, or half a surrogate pair.
     """
     queue_offsets: QueueOffsets | None = None
     built: list[LogRow] = []
     scheduled, scheduled_bytes = [], 0
-    for position, send in enumerate(rows):
+    for index, send in enumerate(rows):
         (
             topic, body, tag, keys, unique_key, properties, queue_id, born_ms, born_host, flag, sys_flag,
             reconsume_times, due_ms, _,
@@ -407,7 +416,7 @@ def log_rows(
         born_host = host if born_host is None else born_host
         # A scheduled message gets its offset at its release, so it uses up no offset of its topic now.
         if due_ms is not None:
-            scheduled.append(position)
+            scheduled.append(index)
             scheduled_bytes += size_bytes
             row = scheduled_row(
                 topic=topic, queue_id=queue_id, tag=tag, keys=keys, unique_key=unique_key, body=body,
@@ -417,7 +426,7 @@ def log_rows(
         else:
             queue_offsets = queue_offsets or QueueOffsets()
             queue_id, offset = queue_offsets.choose(
-                topics[topic], position, queue_id, size_bytes, tag, properties
+                topics[topic], index, queue_id, size_bytes, tag, properties
             )
             row = message_row(
                 topic=topic, queue_id=queue_id, queue_offset=offset, tag=tag, keys=keys, unique_key=unique_key,

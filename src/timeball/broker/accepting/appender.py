@@ -91,30 +91,23 @@ class Appended(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The outcome of a send with an idempotency key or a unique key (as in answers.SendAck).
-
-    `states` are the current states of the messages of a repeated send. `pending` is the message that a send with a
-    unique key has kept or replaced.
-    """
+    """The outcome of a send with an idempotency key or a unique key (as in answers.SendAck)."""
 
     outcome: str
-    states: list[SentState]
-    pending: UniqueMessage | None = None
+    states: list[SentState]  # of a repeated send: the current states of its messages
+    pending: UniqueMessage | None = None  # of a send with a unique key: the message it has kept or replaced
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """A batch that is in the log. Its rows have the numbers first_seq, first_seq + 1, and so on.
-
-    Visible rows have their queue and offset. `sent` is set for a repeated send, whose `written` is empty because the
-    first send has written the rows, and for a send with a unique key. Behind its rows,
-    `written` may have META rows of the same frame.
-    """
+    """A batch that is in the log. Its rows have the numbers first_seq, first_seq + 1, and so on."""
 
     first_seq: int
     rows: int
     store_ms: int
+    # The rows, with queues and offsets, and perhaps META rows of the same frame after them. Empty for a repeated send,
+    # because the first send has written the rows.
     written: Rows
-    sent: Sent | None = None
+    sent: Sent | None = None  # set for a repeated send, and for a send with a unique key
 
     @property
     def kept(self) -> pa.RecordBatch:
@@ -138,9 +131,10 @@ class TailCount:
     STEP = 4_096  # upper bound of the error of `rows`
 
     def __init__(self, watermark: int, rows: int) -> None:
+        """Start with `rows` scheduled messages, all counted as if they were just after the watermark."""
         self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, scheduled messages counted before it)
         self._total = rows
-        self._end = watermark  # after the last scheduled message added
+        self._end = watermark  # the number after the last row that was added
 
     @property
     def rows(self) -> int:
@@ -151,7 +145,7 @@ class TailCount:
         """Count `rows` more scheduled messages, all before `next_seq`."""
         self._total += rows
         self._end = next_seq
-        # One mark per STEP messages. After a move of the watermark the count is wrong by less than that.
+        # One mark per STEP messages, so the count after a move of the watermark is wrong by less than that.
         if self._total - self._marks[-1][1] >= self.STEP:
             self._marks.append((next_seq, self._total))
 
@@ -160,7 +154,7 @@ class TailCount:
         if watermark >= self._end:
             self._marks = [(watermark, self._total)]
         else:
-            # the last mark at or before the watermark
+            # From the last mark at or before the watermark on. A second item of 1 << 62 sorts after all counts.
             last_mark = bisect_right(self._marks, (watermark, 1 << 62)) - 1
             self._marks = self._marks[max(0, last_mark) :]
 
@@ -185,7 +179,7 @@ class Appender:
         scheduling: Scheduling,
         rates: Rates,
     ) -> None:
-        # True for the hour log. It stores scheduled messages unchanged, so they may take the fast paths.
+        # True for the hour log. It stores scheduled messages unchanged, so they may take the faster paths.
         self._compacts, self._host = scheduling.compacts, settings.host
         self._policy, self._waiters, self._tail_count = policy, waiters, tail_count
         self._settings, self._clock, self._writer = settings, clock, writer
@@ -194,9 +188,10 @@ class Appender:
         self._rates = rates
 
     def send(self, sends: ParsedSends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
-        """Accept a batch as a whole or not at all. The future is done when its rows are durable.
+        """Append a batch as a whole or not at all. The future is done when its rows are durable.
 
-        The order of the calls is the order in the log. Raises the errors of admission and policy.
+        The order of the calls is the order in the log. Raises the errors of `admission.admit` and `Policy.admit`, and
+        OverLimit if the log accepts no new messages now or a backlog is full.
         """
         if isinstance(sends, list | pa.RecordBatch):
             batch: SendBatch = sends
@@ -213,11 +208,11 @@ class Appender:
         return self._prepare_and_append(rows, level, now_ms)
 
     def _send_runs(self, runs: SendRuns, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """Append sends that their edge can encode itself.
+        """Append sends that their edge has parsed and encodes itself.
 
         None if they must take one of the other paths (rows or columns), which also raise the errors.
         """
-        # The edge has checked texts and bodies. Topics, the writer's capacity and due times are still to be checked.
+        # The edge has checked texts and bodies. Topics, the writer's capacity and due times are checked here.
         topics = self._policy.destinations(runs.topics, caller)
         if topics is None:  # a first message creates its topic on the path for columns
             return None
@@ -243,13 +238,14 @@ class Appender:
             small_rows, now_ms, delay_ms_max, may_schedule=may_schedule
         ):
             return None
-        # The row of a new zone stands before the messages, and the change names the number of the first one.
+        # The row of a new zone would come before the messages, but the change contains the number of the first one.
         if change is not None and any(LOCAL_TIME in (_PROPERTIES_OF(row) or "") for row in small_rows):
             return None
         self._writer.check_admission()
         topics = self._policy.destinations(set(map(_TOPIC_OF, small_rows)), caller)
         if topics is None:  # as in `_send_runs`
             return None
+        # No await from here on, so that the change gets the number of the first row.
         if change is None:
             return self._append_small_batch(
                 admission.log_rows(small_rows, topics, now_ms, self._host, build), now_ms
@@ -267,7 +263,7 @@ class Appender:
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Append a small batch whose queue offsets are chosen. The commit begins at once."""
         rows, queue_offsets, scheduled, scheduled_bytes = sends
-        message = b""
+        message = b""  # the encoded rows, if one is a scheduled message
         if scheduled:
             # Hardly any message has a RocketMQ timer or a local time, and searching the encoded bytes costs less than
             # decoding one row.
@@ -283,7 +279,7 @@ class Appender:
                 queue_offsets.index(first_seq)
                 self._announce(queue_offsets)
             if scheduled:
-                pending_rows = numbered(rows, [first_seq + at for at in scheduled], scheduled)
+                pending_rows = numbered(rows, [first_seq + index for index in scheduled], scheduled)
                 duration_mask = (
                     durations.is_duration_small(pending_rows) if durations.TIMER_PREFIX in message else None
                 )
@@ -302,11 +298,15 @@ class Appender:
             queue_offsets.reserve_offsets()
         if self._loaded.first_due_ms <= now_ms:
             self._scheduling.scheduler.on_commit()
-        self._writer.commit()  # waiting for the end of the loop's turn costs as much as placing ten rows
+        # Not left to the end of the loop's turn, which would cost as much as placing ten rows.
+        self._writer.commit()
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
-        """Append copies of accepted messages that return to a consumer group, and create their missing topics."""
+        """Append copies of accepted messages that return to a consumer group, and create their missing topics.
+
+        The future is done when the rows are durable. Raises the errors of `admit` and OverLimit.
+        """
         rows, level, now_ms = self.admit(batch)
         self.make_topics(rows)
         return self._prepare_and_append(rows, level, now_ms)[1]
@@ -314,10 +314,10 @@ class Appender:
     def send_with(
         self, batch: SendBatch, change: MakeChange, caller: Caller | None = None
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """Append a batch, and the rows of a change in the same frame.
+        """Append a batch, and the rows of a change in the same frame. Raises the errors of `send`.
 
-        `change` builds the change after all checks. Without a caller, the broker itself has chosen the topics: they are
-        created without a check. Raises the errors of `send`.
+        `change` is called after all checks, with the number of the first row and the store time in ms. Without a
+        caller, the broker itself has chosen the topics: they are created without a check of permissions.
         """
         if caller is not None:
             accepted = self._send_small_batch(batch, caller, change)
@@ -336,9 +336,10 @@ class Appender:
         return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
 
     def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
-        """Check a batch and build its rows (`admission.admit`). Returns rows, delay levels, and the store time in ms.
+        """Check a batch and build its rows (LOG_SCHEMA, see `admission.admit`).
 
-        Raises the errors of `admission.admit`, and OverLimit if the log accepts no new messages now.
+        Returns the rows, their delay levels (None if none has one), and the store time in ms. Raises the errors of
+        `admission.admit`, and OverLimit if the log accepts no new messages now.
         """
         # The clock is read once: all rows of a batch share their store time, and delays count from it.
         now_ms = self._clock.now_ms()
@@ -355,10 +356,12 @@ class Appender:
     def prepare(self, rows: pa.RecordBatch, now_ms: int, level: Int64Array | None = None) -> pa.RecordBatch:
         """Convert admitted rows to the form that the log stores, still without queue offsets.
 
-        `level` is the second result of `admission.admit`. The topics of scheduled messages must exist (see
-        `make_topics`). Raises OverLimit if a backlog is full.
+        `level` contains the delay levels from `admit`. The topics of scheduled messages must exist (see
+        `make_topics`). Raises OverLimit if a backlog is full, InvalidMessage if the properties that a delay level adds
+        are too long.
         """
-        # Created at the first use of a delay level, so that a broker without levels does not show the topic.
+        # The schedule topic is created at the first use of a delay level, so that a broker without levels does not show
+        # it.
         if level is not None:
             self._topics.ensure(SCHEDULE_TOPIC, self._scheduling.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
@@ -368,26 +371,27 @@ class Appender:
         return self.prepare_accepted(rows, now_ms)
 
     def prepare_accepted(self, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-        """Prepare rows of messages that have been accepted before, which no backlog may refuse any more."""
-        # Before the rows, in the same commit.
+        """Prepare rows as `prepare`, without its checks: the messages were accepted before, so none may be refused."""
+        # The row of a new zone comes before the messages, in the same commit.
         self._zones.use_in(rows)
         return self.encode_scheduled(rows, now_ms)
 
     def encode_scheduled(self, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-        """Convert the scheduled messages among rows to the form that the log stores, also if the backlog is full."""
+        """Convert the scheduled messages among rows (LOG_SCHEMA) to the form that the log stores, without any check."""
         if self._compacts:
             return rows
         return admission.encode_for_backlog(self._scheduling.backlog, rows, now_ms)
 
     def make_topics(self, rows: pa.RecordBatch) -> None:
-        """Create the missing topics of these rows. For topics that no client has chosen. Raises OverLimit.
+        """Create the missing topics of these rows, without a check of permissions. Raises OverLimit.
 
-        The topic of a scheduled message exists from the moment it is accepted, so tools can show it.
+        Only for topics that no client has chosen. The topic of a scheduled message exists from the moment it is
+        accepted, so tools can show it.
         """
         self.ensure_topics(codes_of(rows.column("topic"))[1])
 
     def ensure_topics(self, names: Iterable[str]) -> None:
-        """Create the missing ones of these topics, as `make_topics` does."""
+        """Create the topics with these names that are missing, as `make_topics` does."""
         for name in names:
             self._topics.ensure(name)
 
@@ -405,10 +409,10 @@ class Appender:
         is_duration: bool = False,
         continuation: Continuation | None = None,
     ) -> Appended:
-        """Assign queue offsets to prepared rows (all or some of the rows of `prepare`), and append them.
+        """Assign queue offsets to prepared rows (all or some of the rows of `prepare`), and append them in one frame.
 
-        `then` is called in log order when the rows are durable and the caches are up to date. `is_duration` marks all
-        scheduled messages among them as due after a duration, although their rows do not show it. The frame also
+        `then` is called in log order when the rows are durable and the caches are up to date. `is_duration` states that
+        all scheduled messages among them are due after a duration, although their rows do not show it. The frame also
         contains the rows of `continuation`, which continue the schedules of occurrences that `rows` end.
         """
         kinds = rows.column("kind").to_numpy()
@@ -439,23 +443,27 @@ class Appender:
         return Appended(first_seq, rows, durable)
 
     def append_few(self, values: list[LogRow]) -> asyncio.Future[int]:
-        """Append a few rows, given as values, that are neither visible nor scheduled: cancels."""
+        """Append a few rows, given as values, that are neither visible nor scheduled, such as cancels."""
         return self._writer.append(build(values))[1]
 
     @property
     def may_move_few(self) -> bool:
-        """True if the backlog stores messages unchanged, so that `append_moved` may be called."""
+        """True if `append_moved` may be called: the backlog stores messages unchanged."""
         return self._compacts
 
     def append_moved(
         self, moved: list[LogRow], then: Callable[[], None], *, is_duration: bool
     ) -> asyncio.Future[int]:
-        """Append MOVED rows that give a few messages another due time. `then` and `is_duration`: as for `append`."""
+        """Append MOVED rows, given as values, that give a few messages another due time.
+
+        `then` and `is_duration`: as for `append`.
+        """
         first_seq, now_ms = self._writer.next_seq, moved[0][_STORE_MS]
         size_bytes = sum([stored_size(row[_TOPIC], row[_BODY] or b"", row[_PROPERTIES]) for row in moved])
 
         def on_durable() -> None:
-            # The messages as they were accepted (`as_scheduled` in schedule/locations.py).
+            # The rows as `locations.as_scheduled` converts them: with `accepted_ms` as `store_ms`, and without
+            # `accepted_ms`, `version_seq` and `from_due_ms`.
             rows = NumberedRows(
                 [
                     (
@@ -471,26 +479,26 @@ class Appender:
 
         return self._writer.append(build(moved), on_durable=on_durable)[1]
 
-    def _assign_offsets(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
-        """Assign queues and offsets to the rows at the positions `visible`: visible rows, and rows of a delay level."""
+    def _assign_offsets(self, rows: pa.RecordBatch, indexes: Int64Array) -> tuple[pa.RecordBatch, Placement]:
+        """Assign queues and offsets to the rows at these indexes. The other rows have a null offset."""
         # Usually all rows get an offset. Then two columns are replaced, and no row is copied.
-        if len(visible) == rows.num_rows:
+        if len(indexes) == rows.num_rows:
             placement = self._topics.place(rows)
             return _with_offsets(
                 rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
             ), placement
         # Only these rows: scheduled messages must not use up offsets of their topic.
-        placement = self._topics.place(rows.take(pa.array(visible)))
-        # META rows have no queue, and keep their null
+        placement = self._topics.place(rows.take(pa.array(indexes)))
+        # META rows have no queue, and keep their null.
         has_no_queue = np.asarray(rows.column("queue_id").is_null())
         queue_id = filled(rows.column("queue_id"), -1).to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
-        hidden = np.ones(rows.num_rows, dtype=np.bool_)
-        queue_id[visible], queue_offset[visible], hidden[visible] = (
+        no_offset = np.ones(rows.num_rows, dtype=np.bool_)
+        queue_id[indexes], queue_offset[indexes], no_offset[indexes] = (
             placement.queue_id, placement.queue_offset, False,
         )  # fmt: skip
-        queue_ids = pa.array(queue_id, mask=has_no_queue & hidden)
-        return _with_offsets(rows, queue_ids, pa.array(queue_offset, mask=hidden)), placement
+        queue_ids = pa.array(queue_id, mask=has_no_queue & no_offset)
+        return _with_offsets(rows, queue_ids, pa.array(queue_offset, mask=no_offset)), placement
 
     def _index_and_schedule(
         self,
@@ -501,14 +509,14 @@ class Appender:
         *,
         is_duration: bool,
     ) -> None:
-        """Index the visible rows of a durable batch, and add its scheduled messages to the schedule."""
+        """Index the rows of a durable batch at the indexes `with_offset`, and add its scheduled messages."""
         if placement is not None:
             placement.index(first_seq, first_seq + with_offset)
             self._announce(placement)
         self.add_scheduled(rows, first_seq, is_duration=is_duration)
 
     def add_scheduled(self, rows: pa.RecordBatch, first_seq: int, *, is_duration: bool = False) -> None:
-        """Add the scheduled messages among durable rows to the schedule. `is_duration`: as for `append`."""
+        """Add the scheduled messages among durable rows (LOG_SCHEMA) to the schedule. `is_duration` as for `append`."""
         kinds = rows.column("kind").to_numpy()
         scheduled = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
         if scheduled.any():
@@ -521,7 +529,7 @@ class Appender:
     def _add_scheduled(
         self, rows: pa.RecordBatch, first_seq: int, scheduled: BoolArray, *, is_duration: bool
     ) -> None:
-        """Add the scheduled messages of a durable batch to the schedule."""
+        """Add the messages in the mask `scheduled` to the schedule: to the delay levels, or to the backlog."""
         scheduled_rows = with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
         # A scheduled message with a queue offset has a delay level. Only `levels` schedules it.
@@ -549,10 +557,10 @@ class Appender:
         next_seq: int,
         duration_mask: BoolArray | None,
     ) -> None:
-        """Add durable messages with a due time to the schedule.
+        """Add durable messages to the schedule, without those of delay levels.
 
-        They were stored at `now_ms`, in rows before `next_seq`. `duration_mask` marks the messages that are due
-        after a duration. It is None if there are none.
+        They were stored at `now_ms`, in rows before `next_seq`. `stored_bytes` is their size as RocketMQ would store
+        them. `duration_mask` selects the messages that are due after a duration. None if there are none.
         """
         # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
         self._rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)

@@ -2,7 +2,7 @@
 
 The release is exactly once, because it is a single write: no second write can be lost or doubled. The release record
 names its scheduled message, so a restart that finds the record knows that the scheduled message is settled (released
-or cancelled). This module checks once more, independently of the schedule, that no message is early (G2).
+or cancelled). This module checks once more, independently of the schedule, that no message is early (guarantee G2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from timeball.broker.accepting.expiry import REASON as EXPIRED
 from timeball.broker.accepting.expiry import Expired, find_expired
-from timeball.broker.accepting.wake_ups import WakeUps, wake_ups, without_base
+from timeball.broker.accepting.wake_ups import WakeUps, build_wake_ups, without_base
 from timeball.broker.recurring.successors import Positions, Successors
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
@@ -73,10 +73,10 @@ _BODY, _PROPERTIES, _DUE_MS, _STORE_MS = map(
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """The result of a dispatcher's batch: how many rows were released durably, and how many were not pending."""
+    """The result of a dispatcher's batch."""
 
-    released: int
-    left: int
+    released: int  # rows that were released durably
+    left: int  # rows that were not released, because their messages were not pending
 
 
 class Delivery:
@@ -103,10 +103,10 @@ class Delivery:
         """Create the delivery.
 
         It calls `on_visible` with the queues that have new messages, as (topic, queue number). It calls the `observers`
-        with the rows that were released, and the time in ms. `successors` continues the schedules of released
-        occurrences, and `add_scheduled` adds their durable rows to the schedule (Appender.add_scheduled). `selections`
-        may cancel or delay messages that the schedule hands out. `encode_scheduled` converts the rows of these to the
-        form of the backlog.
+        with the rows (READ_SCHEMA) that were released, and the time in ms. `successors` continues the schedules of
+        released occurrences. `add_scheduled` adds durable rows to the schedule (`Appender.add_scheduled`). `selections`
+        may cancel or delay messages that the schedule hands out. `encode_scheduled` converts the rows of delayed ones
+        to the form that the log stores (`Appender.encode_scheduled`).
         """
         self._clock, self._writer, self._topics = clock, writer, topics
         self._redeliveries, self._scheduler = redeliveries, scheduler
@@ -115,30 +115,27 @@ class Delivery:
         self._successors, self._add_scheduled = successors, add_scheduled
         self._occurrences, self._selections = successors.occurrences, selections
         self._all_selections = selections.values
-        self._encode_scheduled, self._host, self._hold_ms = (
-            encode_scheduled,
-            settings.host,
-            settings.delay_ms_max,
-        )
+        self._encode_scheduled, self._host = encode_scheduled, settings.host
+        self._hold_ms = settings.delay_ms_max  # the delay of the wake-up of a held message
         self.indexing = IndexingTime()
-        # Called when a few releases were appended: other rows that wait may join their commit.
+        # Called when a few releases were appended: rows that wait for a commit may join theirs.
         self.on_append: list[Callable[[], None]] = []
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
-        """Append release records for due messages. The ticker calls this.
+        """Append release records for messages that are due at `now_ms`, or CANCEL or MOVED rows (`_release_or_cancel`).
 
-        The future is done when all are durable.
+        The ticker calls this. The future is done when all rows are durable.
         """
         pairs = pairs_of(scheduled_rows)
-        # No call if there are no schedules and no selections: each release takes this path.
+        # No call if there are no schedules and no selections, because each release comes here.
         has_occurrences = self._occurrences.count and self._successors.has_any(pairs[1])
         states = self._states(scheduled_rows, now_ms) if self._all_selections else None
-        # Rules may cost less by now, which hand-outs without rules cannot measure.
+        # The estimate shrinks without a measurement. Otherwise one slow rule would limit the hand-outs for ever.
         if not has_occurrences:
             self.indexing.occurrence_ns = max(self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
         if has_occurrences or states is not None:
             begin = 0
-            # The successors in the same frame have the same bodies.
+            # In half frames, because the successors in the same frame have the same bodies.
             for frame_rows in split_into_frames(read_batch(scheduled_rows), parts=2):
                 end = begin + frame_rows.num_rows
                 durable = self._release_or_cancel(
@@ -175,6 +172,7 @@ class Delivery:
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+        """Append the releases of one frame of messages, or the CANCEL rows of those that have expired."""
         if find_expired(scheduled_rows, now_ms) is not None:
             return self._release_or_cancel(scheduled_rows, now_ms, None)
         rows, placement = self._place(scheduled_rows, now_ms)
@@ -185,10 +183,10 @@ class Delivery:
         )[1]
 
     def _place(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> tuple[pa.RecordBatch, Placement]:
-        """Choose queue offsets, and build the release records."""
+        """Choose queue offsets, and build the release records. The caller appends them without an await in between."""
         # First, because the index and the rates count the bytes of the properties that a consumer gets.
         scheduled_rows = without_base(without_timing_lists(scheduled_rows))
-        # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
+        # Without an await from here to the append, so that offsets grow in the order of the log.
         placement = self._topics.place(scheduled_rows)
         rows = release_rows(
             scheduled_rows, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
@@ -196,14 +194,14 @@ class Delivery:
         return rows, placement
 
     def _states(self, scheduled_rows: ReadRows, now_ms: int) -> States | None:
-        """Compute the states of messages that are due in the schedule. None if all are to be released unchanged."""
+        """Compute the states that selections give to these messages. None if all are to be released unchanged."""
         selected = self._selections.selected
         _, seq = pairs_of(scheduled_rows)
         # The usual case: all were sent after the selections.
         if not len(selected.woken) and int(seq.min()) >= selected.end_seq:
             return None
         rows = read_batch(scheduled_rows)
-        # A selection knows the due times of log and table.
+        # Selections compare with the due times in log and table, without the steps of the clock.
         due_ms = original_due_ms(rows)
         index = np.flatnonzero(selected.may_change(due_ms, seq))
         if not len(index):
@@ -213,7 +211,7 @@ class Delivery:
         states = selected.states(
             Described(due_ms[index], seq[index], numbers, chosen.column("topic"), chosen)
         )
-        # A duration whose end a step of the clock has shifted stays shifted.
+        # Add the steps of the clock again: a shifted duration stays shifted.
         states.due_ms[:] += (int64(rows.column("due_ms")) - due_ms)[index]
         is_same = (states.owner < 0) & (states.holder < 0) & (states.mover < 0)
         if bool((is_same & (states.due_ms == int64(rows.column("due_ms"))[index])).all()):
@@ -223,25 +221,26 @@ class Delivery:
     def _release_or_cancel(
         self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None
     ) -> asyncio.Future[int]:
-        """Append the releases of one frame, and the rows that continue the schedules of its occurrences.
+        """Append one row for each message of a frame, and the rows that continue the schedules of its occurrences.
 
-        Cancelled instead are messages that selections have cancelled, missed or overlapping occurrences, and expired
-        messages that are not to be moved. The first of these reasons counts. Messages that selections hold or delay get
-        wake-ups.
+        A message gets a CANCEL row for the first of these reasons that applies: a selection has cancelled it, it is a
+        missed or overlapping occurrence, or it has expired and is not to be moved. If a selection holds or delays it,
+        it gets a wake-up (a MOVED row). Any other message is released, an expired one into another topic.
         """
         began_ns = self._clock.clock.monotonic_ns()
         seq = int64(scheduled_rows.column("seq"))
-        is_selected, waits = _decided(scheduled_rows, now_ms, states)
+        selection_cancels, must_wait = _split_by_state(scheduled_rows, now_ms, states)
         moved_rows = scheduled_rows if states is None else self._into_topics(scheduled_rows, states)
         expired = _find_expired(moved_rows, now_ms, states)
-        # A selection decides first: a cancelled message must not be among the expired ones.
+        # A selection decides first: a message that it cancels or delays is not among the expired ones.
         none = np.zeros(len(seq), np.bool_)
-        is_expired = none if expired is None else expired.any_of & ~(is_selected | waits)
+        is_expired = none if expired is None else expired.any_of & ~(selection_cancels | must_wait)
         # An occurrence that waits leaves its schedule, as if it was rescheduled.
-        continuation = self._successors.after_release(seq, now_ms, is_selected | waits, is_expired)
+        continuation = self._successors.after_release(seq, now_ms, selection_cancels | must_wait, is_expired)
         if continuation.occurrences:
             self._measure_rules(began_ns, continuation.occurrences)
-        reasons = np.full(len(seq), "", object)  # of those cancelled here, without selected ones
+        # Of messages that the rules below cancel. "" for others, also for those that selections cancel.
+        reasons = np.full(len(seq), "", object)
         for index, reason in continuation.cancelled.items():
             reasons[index] = reason
         # An occurrence that was also missed is not delivered at all, so it is not moved either.
@@ -251,28 +250,27 @@ class Delivery:
             moved = self._can_move(moved_rows, expired.moved & is_expired)
             reasons[is_expired & ~moved] = EXPIRED
             released = _into_expired_topics(moved_rows, moved)
-        cancelled = is_selected | waits | (reasons != "")
-        if cancelled.any():
-            released = released.filter(pa.array(~cancelled))
+        not_released = selection_cancels | must_wait | (reasons != "")
+        if not_released.any():
+            released = released.filter(pa.array(~not_released))
         if released.num_rows:
             rows, placement = self._place(released, now_ms)
             parts.append(rows)  # the queue index expects the released rows first
         for reason in sorted(set(reasons) - {""}):
             rows = scheduled_rows.filter(pa.array(reasons == reason))
             parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
-        ended_rows = dict[str, int]()  # of each selection
-        if is_selected.any() and states is not None:
-            for name, rows in self._selected_rows(scheduled_rows, now_ms, states, is_selected):
-                parts.append(rows)
-                ended_rows[name] = rows.num_rows
+        cancelled = (
+            [] if states is None else self._selected_rows(scheduled_rows, now_ms, states, selection_cancels)
+        )
+        parts += [rows for _, rows in cancelled]
         woken = None
-        if waits.any() and states is not None:
-            woken = self._wake_ups(scheduled_rows.filter(pa.array(waits)), states.part(waits), now_ms)
+        if must_wait.any() and states is not None:
+            woken = self._wake_ups(scheduled_rows.filter(pa.array(must_wait)), states.part(must_wait), now_ms)
             parts.append(woken.rows)
-        # After the topics of released messages, whose creation appends rows.
+        # Read only now, because the creation of topics above appends rows.
         first_seq = self._writer.next_seq
         positions = (
-            None if placement is None else _positions(placement, ~cancelled, scheduled_rows, moved_rows)
+            None if placement is None else _positions(placement, ~not_released, scheduled_rows, moved_rows)
         )
         # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
@@ -280,9 +278,10 @@ class Delivery:
         expired_topics = _topics_in(moved_rows, is_expired)
 
         def on_durable() -> None:
-            self._on_durable(released, pairs_of(scheduled_rows), begin_ms, first_seq, placement, cancelled)
-            for name, count in ended_rows.items():
-                self._selections.ended(name, count)
+            pairs = pairs_of(scheduled_rows)
+            self._on_durable(released, pairs, begin_ms, first_seq, placement, not_released)
+            for selection_id, rows in cancelled:
+                self._selections.ended(selection_id, rows.num_rows)
             self._rates.add_each(Stat.EXPIRED_NUMS, expired_topics)
             if woken is not None:
                 woken_seq = added_seq - woken.rows.num_rows
@@ -296,20 +295,22 @@ class Delivery:
 
     def _wake_ups(self, scheduled_rows: pa.RecordBatch, states: States, now_ms: int) -> WakeUps:
         """Build the wake-ups of messages that are not to be released yet."""
-        # A held message has no due time. If nothing resumes it, it is held again.
+        # A held message is due as late as possible. If no resume comes before, it then gets another wake-up.
         due_ms = np.where(states.holder >= 0, now_ms + self._hold_ms, states.due_ms)
-        return wake_ups(
-            scheduled_rows, due_ms, numbers=names(scheduled_rows), from_due_ms=original_due_ms(scheduled_rows),
+        return build_wake_ups(
+            scheduled_rows, due_ms, references=names(scheduled_rows), from_due_ms=original_due_ms(scheduled_rows),
             woken=self._selections.woken, now_ms=now_ms, host=self._host, encode=self._encode_scheduled,
         )  # fmt: skip
 
     def _into_topics(self, scheduled_rows: pa.RecordBatch, states: States) -> pa.RecordBatch:
-        """Give messages that selections have moved their new topics."""
+        """Set the topics to which selections have moved messages. A topic that is missing is created."""
         facts, mover = self._selections.selected.facts, states.mover.copy()
         for index in np.unique(mover[mover >= 0]).tolist():
             try:
                 self._topics.ensure(facts[index].to_topic)
-            except OverLimit:  # it was deleted. A release must not fail, so the message stays in its topic
+            # The topic was deleted, and there may be no more topics. A release must not fail, so the messages stay in
+            # their own topics.
+            except OverLimit:
                 mover[mover == index] = -1
         if not (mover >= 0).any():
             return scheduled_rows
@@ -321,30 +322,34 @@ class Delivery:
         return with_column(rows, "queue_id", queues)
 
     def _measure_rules(self, began_ns: int, occurrences: int) -> None:
-        """Keep the time that the rules of these occurrences took, since `began_ns`.
+        """Measure the time that the rule of an occurrence took, on average since `began_ns`, for the ticker.
 
-        Without the time of their frame, which would make small hand-outs smaller and smaller. A higher time counts at
-        once, because the next rules may be like these.
+        Called before the frame is built: its cost would make small hand-outs smaller and smaller. A higher time counts
+        at once, because the next rules may be like these. A lower one halves the estimate at most.
         """
         measured_ns = min((self._clock.clock.monotonic_ns() - began_ns) // occurrences, HOLD_NS)
         self.indexing.occurrence_ns = max(measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
 
     def _selected_rows(
-        self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States, is_selected: Bools
-    ) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Yield (selection id, CANCEL rows) for the messages that selections have cancelled, and count the messages."""
+        self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States, selection_cancels: Bools
+    ) -> list[tuple[str, pa.RecordBatch]]:
+        """Build the CANCEL rows of each selection, and count their messages. Returns (selection id, rows)."""
+        selected, parts = self._selections.selected, list[tuple[str, pa.RecordBatch]]()
         # A message that must wait has no owner here, although a selection may have cancelled it.
-        owner = np.where(is_selected, states.owner, -1)
-        selected = self._selections.selected
+        owner = np.where(selection_cancels, states.owner, -1)
         for index in np.unique(owner[owner >= 0]).tolist():
             name, facts = selected.names[index], selected.facts[index]
             rows = scheduled_rows.filter(pa.array(owner == index))
             for topic_count in rows.column("topic").value_counts().to_pylist():
                 self._rates.add(Stat.CANCELLED_NUMS, topic_count["values"], topic_count["counts"])
-            yield name, cancel_rows(rows, now_ms, facts.reason_properties(name))
+            parts.append((name, cancel_rows(rows, now_ms, facts.reason_properties(name))))
+        return parts
 
     def _can_move(self, scheduled_rows: pa.RecordBatch, moved: Bools) -> Bools:
-        """Create the topics of these expired messages. False for a message whose topic the broker has no room for."""
+        """Create the %EXPIRED% topics of the messages in the mask `moved`. Returns the mask of those that have one.
+
+        A topic is missing if it cannot be created (OverLimit).
+        """
         can_move, topics = moved.copy(), scheduled_rows.column("topic")
         for name in topics.filter(pa.array(moved)).unique().to_pylist():
             try:
@@ -359,6 +364,7 @@ class Delivery:
             self._rewrite_frame(frame_rows, now_ms)
 
     def _rewrite_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
+        """Append MOVED rows with the same due times. When they are durable, give the messages back to the schedule."""
         first_seq, rows = self._writer.next_seq, scheduled_rows.num_rows
 
         def on_durable() -> None:
@@ -377,7 +383,12 @@ class Delivery:
         placement: Placement | QueueOffsets | None,
         cancelled: Bools | None = None,
     ) -> None:
-        """Update the caches: `scheduled_rows` are released, beside the messages in `cancelled`, a mask of `pairs`."""
+        """Update the caches and wake consumers: the rows of a hand-out are durable.
+
+        `pairs` are all messages of the hand-out, `cancelled` is a mask of those that were not released, None if all
+        were. `scheduled_rows` are the released ones, with queue offsets in `placement`, and `begin_ms` contains the
+        times from which their lateness counts.
+        """
         began_ns = self._clock.clock.monotonic_ns()
         seq = pairs[1]
         queues = list[tuple[str, int]]()
@@ -388,7 +399,7 @@ class Delivery:
         # After the index: consumers must find the message before it counts as released.
         self._scheduler.released(seq, cancelled)
         if self._redeliveries.waiting_rows:
-            # Rows that come as values were never moved, so `seq` is their number.
+            # Messages in NumberedRows were never moved, so their `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
             self._redeliveries.end(numbers)
         self._on_visible(queues)
@@ -404,11 +415,12 @@ class Delivery:
         self._scheduler.lease(self._clock.now_ms(), lease_ms)
 
     async def release_dispatched(self, rows: pa.RecordBatch) -> Brought:
-        """Release the rows of a dispatcher (TABLE_SCHEMA) that are still pending. Durable on return.
+        """Release the rows of a dispatcher (TABLE_SCHEMA) that are still pending. The releases are durable on return.
 
-        Rows that were cancelled, brought before, or already loaded by the broker because they were late are not
+        Messages that were cancelled, brought before, or already loaded by the broker because they were late are not
         released again. So a dispatcher may repeat any call. The bodies are trusted, like the bodies of attached files.
-        Raises OutOfRange if a row is not due yet: the dispatcher may bring it again later.
+        Raises OutOfRange if a row is not due yet: the dispatcher may bring it again later. Raises the errors of
+        `check_topic` for a missing topic with an invalid name.
         """
         # Ordinary releases have the same limit: neither path may fill the memory faster than the disk writes.
         while self._scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
@@ -432,18 +444,20 @@ class Delivery:
         return Brought(scheduled_rows.num_rows, rows.num_rows - scheduled_rows.num_rows)
 
 
-def _decided(scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None) -> tuple[Bools, Bools]:
-    """Compute masks of the messages that selections have cancelled for good, and of those that must wait."""
+def _split_by_state(
+    scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None
+) -> tuple[Bools, Bools]:
+    """Compute masks of the messages that selections cancel now, and of those that must wait. No message is in both."""
     if states is None:
         return np.zeros(scheduled_rows.num_rows, np.bool_), np.zeros(scheduled_rows.num_rows, np.bool_)
-    # A cancelled message is final when it is due. While it is held, it waits once, so that an undo restores it.
-    waited = int64(scheduled_rows.column("due_ms")) > states.due_ms
-    waits = (states.due_ms > now_ms) | ((states.holder >= 0) & ~((states.owner >= 0) & waited))
-    return ~waits & (states.owner >= 0), waits
+    # Cancelled messages are cancelled for good when they are due. A held one waits once, so that an undo restores it.
+    has_waited = int64(scheduled_rows.column("due_ms")) > states.due_ms
+    must_wait = (states.due_ms > now_ms) | ((states.holder >= 0) & ~((states.owner >= 0) & has_waited))
+    return ~must_wait & (states.owner >= 0), must_wait
 
 
 def _find_expired(scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None) -> Expired | None:
-    # A held message expires by its own due time.
+    """Find the expired messages, by the due times of their states. None if there are none."""
     if states is not None:
         scheduled_rows = with_column(scheduled_rows, "due_ms", pa.array(states.due_ms))
     return find_expired(scheduled_rows, now_ms)
@@ -468,7 +482,8 @@ def split_into_frames(scheduled_rows: pa.RecordBatch, parts: int = 1) -> Iterato
 def names(scheduled_rows: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
     """Compute the columns `source_seq` and `version_seq` of rows that refer to these scheduled messages.
 
-    `source_seq` is the number of the scheduled message. `version_seq` is its newest row if it was moved, else null.
+    `source_seq` is the number of the scheduled message. `version_seq` is its version if that differs from the number,
+    else null.
     """
     is_moved = scheduled_rows.column("kind").to_numpy() == Kind.MOVED
     # Almost always no message was moved, so the columns are used as they are.
@@ -544,12 +559,12 @@ def cancel_rows(scheduled_rows: pa.RecordBatch, now_ms: int, properties: str) ->
 def _positions(
     placement: Placement, is_released: Bools, scheduled_rows: pa.RecordBatch, moved_rows: pa.RecordBatch
 ) -> Positions:
-    """List the queue and the offset of each message of a frame. The queue is -1 for those that are not in their topic.
+    """List the queue and the offset of each message of a frame. Both are -1 for a message that is not released.
 
-    These are not released, or a selection has moved them to another topic.
+    The queue is also -1 for a message that a selection has moved to another topic.
     """
     queues, offsets = (np.full(len(is_released), -1, np.int64) for _ in range(2))
-    # By the index in the frame, because a continuation knows messages only by it.
+    # A value for every message of the frame, because a continuation knows messages by their index in it.
     queues[is_released], offsets[is_released] = placement.queue_id, placement.queue_offset
     if moved_rows is not scheduled_rows:
         is_moved = pc.not_equal(moved_rows.column("topic"), scheduled_rows.column("topic"))
@@ -558,7 +573,7 @@ def _positions(
 
 
 def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.RecordBatch:
-    """Give the messages in the mask `moved` the topic of the expired messages of their topic."""
+    """Set the topics of the messages in the mask `moved` to %EXPIRED%<topic>."""
     if not moved.any():
         return scheduled_rows
     mask, topics, queue_ids = (
@@ -574,7 +589,7 @@ def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.Rec
 
 
 def _topics_in(scheduled_rows: pa.RecordBatch, is_expired: Bools) -> list[str]:
-    """List the topics of the expired messages, one for each."""
+    """List the topic of each expired message."""
     if not is_expired.any():
         return []
     topics: list[str] = scheduled_rows.column("topic").filter(pa.array(is_expired)).to_pylist()
@@ -584,8 +599,8 @@ def _topics_in(scheduled_rows: pa.RecordBatch, is_expired: Bools) -> list[str]:
 def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
     """Convert scheduled messages (READ_SCHEMA) to values, so that they can be released row by row.
 
-    None if they must be released as columns: many rows, many bytes, or a row with an expiry, with the timing list of
-    a level cascade, or of a wake-up.
+    None if they must be released as columns: more than FEW_ROWS rows, FEW_BYTES bytes or more, or a row with an expiry,
+    with the timing list of a level cascade, or with the property of a wake-up.
     """
     if scheduled_rows.num_rows > FEW_ROWS:
         return None
@@ -611,9 +626,9 @@ def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
 def build_few_releases(
     scheduled_rows: Sequence[ReadRow], topics: Topics, now_ms: int, build: Build
 ) -> tuple[EncodedRows, QueueOffsets]:
-    """Choose queue offsets and build release records for a few scheduled messages, row by row.
+    """Choose queue offsets and build the release records of a few scheduled messages (READ_SCHEMA), row by row.
 
-    The caller must call `QueueOffsets.reserve_offsets` after the append. With a steady load, a tick releases one or a
+    The caller must call `QueueOffsets.reserve_offsets` after the append. Under a steady load, a tick releases one or a
     few messages. As columns (`Topics.place` and `release_rows`), one message costs 0.5 ms, as much as many do (decision
     0037). `tests/broker/test_few_releases.py` checks that both ways give the same rows.
     """
@@ -644,7 +659,10 @@ def build_few_releases(
 
 
 def moved_rows(scheduled_rows: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
-    """Build MOVED rows (LOG_SCHEMA) that replace the rows of scheduled messages (READ_SCHEMA), in the same order."""
+    """Build MOVED rows (LOG_SCHEMA) that replace the rows of scheduled messages (READ_SCHEMA), in the same order.
+
+    The messages keep their due times and versions.
+    """
     count, (number, version) = scheduled_rows.num_rows, names(scheduled_rows)
     changed = {
         "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
@@ -659,7 +677,10 @@ def moved_rows(scheduled_rows: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch
 
 
 def as_moved_rows(scheduled_rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert new scheduled rows (LOG_SCHEMA) to MOVED rows of the scheduled messages `before` (READ_SCHEMA)."""
+    """Convert new SCHEDULED rows (LOG_SCHEMA) to MOVED rows that reschedule the messages `before` (READ_SCHEMA).
+
+    Both are in the same order.
+    """
     number, version = names(before)
     changed = {
         "kind": pa.array(np.full(scheduled_rows.num_rows, Kind.MOVED, dtype=np.int8)),
@@ -679,9 +700,8 @@ class Lateness:
     BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 60_000)
 
     def __init__(self) -> None:
-        # A fixed number of bounds, so a batch costs one search and one addition of two short arrays.
         self._edges = np.array(self.BOUNDS, dtype=np.int64)
-        self.counts = np.zeros(len(self.BOUNDS) + 1, dtype=np.int64)
+        self.counts = np.zeros(len(self.BOUNDS) + 1, dtype=np.int64)  # the last one: above all bounds
         self.released = 0
         self.max_ms = self.sum_ms = 0
 
@@ -689,10 +709,10 @@ class Lateness:
         """Count the releases of a batch. `late_ms` is the lateness of each."""
         self.released += len(late_ms)
         if len(late_ms) <= FEW:
-            for late in late_ms.tolist():
-                self.counts[bisect_left(self.BOUNDS, late)] += 1
-                self.sum_ms += late
-                self.max_ms = max(self.max_ms, late)
+            for ms in late_ms.tolist():
+                self.counts[bisect_left(self.BOUNDS, ms)] += 1
+                self.sum_ms += ms
+                self.max_ms = max(self.max_ms, ms)
             return
         self.counts += np.bincount(np.searchsorted(self._edges, late_ms), minlength=len(self.counts))
         self.sum_ms += int(late_ms.sum())

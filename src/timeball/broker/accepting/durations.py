@@ -26,7 +26,7 @@ from timeball.schedule.durations import StoredDurations
 from timeball.schedule.locations import Waiting
 
 _TIMERS = [f"{name}{PROPERTY_NAME_END}" for name in ("TIMER_DELAY_MS", "TIMER_DELAY_SEC")]
-TIMER_PREFIX = b"TIMER_DELAY_"
+TIMER_PREFIX = b"TIMER_DELAY_"  # of both names
 # Prefixes of the topics of leases, retries and dead letters.
 _RETURN_PREFIXES = (RETRY_PREFIX, DLQ_PREFIX)
 _PROPERTIES = READ_SCHEMA.get_field_index("properties")
@@ -39,7 +39,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def is_duration(scheduled_rows: pa.RecordBatch) -> Bools | None:
-    """Mark the SCHEDULED and MOVED rows whose messages are durations. None if there are none."""
+    """Compute a mask of the durations among SCHEDULED and MOVED rows (READ_SCHEMA). None if there are none."""
     topic, properties, accepted_ms = (
         scheduled_rows.column(name) for name in ("topic", "properties", "accepted_ms")
     )
@@ -56,9 +56,9 @@ def is_duration(scheduled_rows: pa.RecordBatch) -> Bools | None:
 
 
 def is_duration_small(scheduled_rows: ReadRows) -> Bools | None:
-    """Mark the durations among rows of a small batch (admission.py). None if there are none.
+    """Compute a mask of the durations among rows of a small batch (admission.py). None if there are none.
 
-    Only the timer properties of RocketMQ are tested, because these rows have no `accepted_ms`.
+    NumberedRows are tested only for RocketMQ's timer properties, because they have no `accepted_ms`.
     """
     if not isinstance(scheduled_rows, NumberedRows):
         return is_duration(scheduled_rows)
@@ -68,9 +68,9 @@ def is_duration_small(scheduled_rows: ReadRows) -> Bools | None:
 
 
 def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> StoredDurations:
-    """Find the durations in the rows [from_seq, to_seq) of the log.
+    """Find the durations in the rows [from_seq, to_seq) of the log that retention has kept. This blocks.
 
-    A moved message counts with its last row. Blocking.
+    A message with several rows counts with the last one.
     """
     # Both lists begin with an empty element, because joining needs at least one.
     batches, store_times = [Waiting(_NONE, _NONE, _NONE)], [_NONE]
@@ -81,8 +81,8 @@ def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> StoredDurat
             scheduled_rows = scheduled_rows.filter(pa.array(mask))
             batches.append(locations.waiting_in(scheduled_rows))
             store_times.append(int64(scheduled_rows.column("store_ms")))
-    found, store_ms = Waiting.joined(batches), np.concatenate(store_times)
+    waiting, store_ms = Waiting.joined(batches), np.concatenate(store_times)
     # `unique` returns the first index of each number. In reverse order that is the message's last row in the log.
-    _, first_in_reverse = np.unique(found.seq[::-1], return_index=True)
-    last_rows = len(found) - 1 - first_in_reverse
-    return StoredDurations(found.part(last_rows), store_ms[last_rows])
+    _, first_in_reverse = np.unique(waiting.seq[::-1], return_index=True)
+    last_rows = len(waiting) - 1 - first_in_reverse
+    return StoredDurations(waiting.part(last_rows), store_ms[last_rows])

@@ -1,9 +1,10 @@
 """Expiry: a message that would be released too late is cancelled, or released into the topic %EXPIRED%<topic>.
 
-The properties of a message name its last time, or the time after its due time. So log, table, transfers and the
-template of a recurring schedule contain it. Only the release reads it: no index and no timer has it.
+The properties of a message contain its *last time*, at which it may still be released, or the duration from its due
+time to the last time. So the log, the table, transfers between groups and the template of a recurring schedule contain
+it. Only the release reads it: no index and no timer has it.
 
-A message that returns to its group has been released before, and does not expire.
+A message that returns to its consumer group was released before, and does not expire.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class Expired(NamedTuple):
 
     @property
     def any_of(self) -> Bools:
-        """The mask of both."""
+        """The mask of all expired messages."""
         return self.cancelled | self.moved
 
 
 def find_expired(scheduled_rows: pa.RecordBatch, now_ms: int) -> Expired | None:
     """Find the messages (READ_SCHEMA) that may not be released as late as `now_ms`. None if there are none.
 
-    A message whose expiry is no number has none. Duration and time are both given only by a client that skips the
-    check of a send, and then the duration counts.
+    A message whose expiry is no number does not expire. If it has a duration and a time, the duration counts. A send
+    with both is refused, so only a client that writes the properties itself can give both.
     """
     properties = scheduled_rows.column("properties")
     has_expiry = pc.match_substring(properties, EXPIRES)
@@ -65,12 +66,12 @@ def find_expired(scheduled_rows: pa.RecordBatch, now_ms: int) -> Expired | None:
     message, texts = pc.list_parent_indices(entries).to_numpy(), entries.flatten()
     last_ms = np.full(len(index), _NEVER_MS)
     _set_numbers(last_ms, message, texts, EXPIRES_MS, np.zeros(len(index), np.int64))
-    # Second, because a duration replaces a time, also if it is no number.
+    # After the times, because a duration replaces a time, even if the duration is no number.
     _set_numbers(last_ms, message, texts, EXPIRES_AFTER_MS, int64(scheduled_rows.column("due_ms"))[index])
     moves = np.zeros(len(index), np.bool_)
-    values, at = _values(message, texts, ON_EXPIRY)
-    moves[at] = pc.equal(values, "move").to_numpy(zero_copy_only=False)
-    # Their messages have been delivered before, or have expired already.
+    values, message_index = _values(message, texts, ON_EXPIRY)
+    moves[message_index] = pc.equal(values, "move").to_numpy(zero_copy_only=False)
+    # The messages of these topics have been delivered before, or have expired already.
     stays = np.zeros(len(index), np.bool_)
     topics = scheduled_rows.column("topic").take(pa.array(index))
     for prefix in _STAY_PREFIXES:
@@ -87,27 +88,31 @@ def find_expired(scheduled_rows: pa.RecordBatch, now_ms: int) -> Expired | None:
 
 
 def _values(message: Int64Array, texts: pa.Array, name: str) -> tuple[pa.Array, Int64Array]:
-    """Find the values of a property among texts of properties, and the messages that have them.
+    """Find the values of the property `name`, and the index of the message that each belongs to.
 
-    `message`: the index of the message of each text. Of equal names the last one counts (`decode_properties`).
+    `texts` are single properties, and `message` contains the index of the message of each text. If a message has the
+    property several times, the last one counts (as in `decode_properties`).
     """
     prefix = f"{name}{PROPERTY_NAME_END}"
     has_name = pc.starts_with(texts, prefix)
-    at = message[has_name.to_numpy(zero_copy_only=False)]
+    message = message[has_name.to_numpy(zero_copy_only=False)]
     values = pc.utf8_slice_codeunits(texts.filter(has_name), len(prefix))
     # The texts of one message follow each other, so its last value is the one before another message.
-    is_last = np.ones(len(at), np.bool_)
-    is_last[:-1] = at[1:] != at[:-1]
-    return values.filter(pa.array(is_last)), at[is_last]
+    is_last = np.ones(len(message), np.bool_)
+    is_last[:-1] = message[1:] != message[:-1]
+    return values.filter(pa.array(is_last)), message[is_last]
 
 
 def _set_numbers(
     last_ms: Int64Array, message: Int64Array, texts: pa.Array, name: str, from_ms: Int64Array
 ) -> None:
-    """Set the last times that a property gives as ms after `from_ms`. No time of other properties counts there."""
-    values, at = _values(message, texts, name)
+    """Set `last_ms` of the messages that have the property `name`: its value in ms, after `from_ms` of the message.
+
+    A value that is no number sets it to _NEVER_MS. `message` and `texts`: as in `_values`.
+    """
+    values, index = _values(message, texts, name)
     # A longer number is no time, and would not fit into 64 bits.
     is_number = pc.and_(pc.ascii_is_decimal(values), pc.less_equal(pc.binary_length(values), DIGITS_MAX))
-    last_ms[at] = _NEVER_MS
-    at = at[is_number.to_numpy(zero_copy_only=False)]
-    last_ms[at] = from_ms[at] + int64(values.filter(is_number).cast(pa.int64()))
+    last_ms[index] = _NEVER_MS
+    index = index[is_number.to_numpy(zero_copy_only=False)]
+    last_ms[index] = from_ms[index] + int64(values.filter(is_number).cast(pa.int64()))

@@ -8,10 +8,10 @@ the end of the loop's turn, and a thousand requests that arrive meanwhile share 
 
 Three rules apply to the sends of all edges and to the commits of transactions:
 
-    bytes      HELD_BYTES_MAX limits the bytes of all requests that wait or are being written; beyond it: OverLimit
+    bytes      HELD_BYTES_MAX limits the bytes of all requests that wait or are being written. More raise OverLimit
     batches    a batch has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX. A full batch does not wait for the previous
-               commit. A batch with ENOUGH_ROWS gains little by growing. It begins within the turn if no other batch
-               is ready after the current one, so the disk works while the loop reads more requests
+               commit. A batch with ENOUGH_ROWS gains little by growing. It begins at once if fewer than AHEAD_MAX
+               batches are under way, so that the disk works while the loop reads more requests
     refusals   if a whole batch is refused, its requests begin again one by one, so only the bad request is refused
 
 Invariant: each request that was put is answered or refused exactly once, even if the log or the broker fails.
@@ -41,7 +41,7 @@ BATCH_BYTES_MAX = 32 * 1024 * 1024
 BATCH_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
 ENOUGH_ROWS = 1_024  # with this many rows, the fixed cost of a batch is a tenth of the cost of its rows
 AHEAD_MAX = 2  # batches under way: the one that the disk writes, and the next one
-# Limit for all edges together: the bytes that clients can make the broker hold.
+# The limit for the bytes of the requests of all edges together that wait or are being written.
 HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX
 # A larger batch of columns does not share a commit: copying it together with others would cost more.
 SMALL_ROWS, SMALL_BYTES = 256, 256 * 1024
@@ -68,9 +68,9 @@ class _Batch(Generic[T]):
 class Batcher(Generic[T]):
     """Collects requests into batches for one function, `begin`. Belongs to the event loop.
 
-    Consecutive requests with the same key share a batch. A request without a key (None) is a batch of its own, and does
-    not wait for a commit. With `is_pipelined`, a full batch may begin while another is under way. `apart` splits a
-    request into requests that can be refused separately.
+    Consecutive requests with the same key share a batch. A request without a key (None) is a batch of its own. With
+    `is_pipelined`, a full batch begins although another is under way. `apart` splits a request into requests that can
+    be refused separately.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Batcher(Generic[T]):
         self._rows_max, self._is_pipelined = rows_max, is_pipelined
         self._loop = asyncio.get_running_loop()
         self._full: deque[_Batch[T]] = deque()  # batches that accept no more requests, in order
-        self._open: _Batch[T] = _Batch()
+        self._open: _Batch[T] = _Batch()  # the batch to which `put` adds
         self.held_bytes = 0  # bytes of requests that wait or are under way
-        self._under_way = 0  # batches
-        self._is_scheduled = False
+        self._under_way = 0  # the number of batches that have begun and are not durable
+        self._is_scheduled = False  # `_drain` will be called soon
 
     def put(self, request: T, rows: int = 1, size_bytes: int = 0, key: Hashable = True) -> None:
-        """Add a request of `rows` rows. `answer` or `refuse` is called for it later.
+        """Add a request of `rows` rows and `size_bytes`. `answer` or `refuse` is called for it later.
 
-        Raises OverLimit if too many bytes wait.
+        Raises OverLimit if HELD_BYTES_MAX is exceeded.
         """
         held_bytes, batch = self.held_bytes + size_bytes, self._open
         # A lone request of any size is accepted, because its edge has limited its size.
@@ -127,6 +127,7 @@ class Batcher(Generic[T]):
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
+        """Begin all full batches and the open one. Without `is_pipelined` only one, if none is under way."""
         self._is_scheduled = False
         self._drain_full()
         batch = self._open
@@ -135,11 +136,13 @@ class Batcher(Generic[T]):
             self._begin(batch.requests, batch.size_bytes)
 
     def _drain_full(self) -> None:
+        """Begin the full batches."""
         while self._full and (self._is_pipelined or not self._under_way):
             batch = self._full.popleft()
             self._begin(batch.requests, batch.size_bytes)
 
     def _begin(self, requests: list[T], size_bytes: int) -> None:
+        """Begin a batch of `size_bytes`."""
         try:
             result, durable = self._begin_batch(requests)
         except Exception as error:  # any error: refuse these requests, and continue with the next ones
@@ -152,6 +155,7 @@ class Batcher(Generic[T]):
     def _on_batch_end(
         self, requests: list[T], size_bytes: int, result: Any, durable: asyncio.Future[Any]
     ) -> None:
+        """Answer or refuse the requests of a batch that has ended, and begin or schedule the next batch."""
         self._under_way -= 1
         failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
         if failure is not None:
@@ -166,14 +170,17 @@ class Batcher(Generic[T]):
         if self._is_pipelined and self._open.rows >= ENOUGH_ROWS and self._under_way < AHEAD_MAX:
             self._drain()
         elif (self._open.requests or self._full) and not (self._under_way or self._is_scheduled):
-            # Not at once: first read the requests that arrived during this work, so that they share the batch. The
-            # bottleneck is the loop and not the disk, and a batch costs the loop the same for one row as for fifty.
+            # Only after the next turn of the loop, which reads the requests that arrived during this work, so that they
+            # share the batch. The bottleneck is the loop and not the disk, and a batch costs the loop the same for one
+            # row as for fifty.
             self._is_scheduled = True
             self._loop.call_soon(self._loop.call_soon, self._drain)
 
     def _retry_singly_or_refuse(self, requests: list[T], size_bytes: int, error: BaseException) -> None:
-        # Begin the requests again one by one, so that a bad request does not refuse the others. If the log has stopped
-        # (another error), all are refused at once.
+        """Begin the requests of a refused batch again one by one, so that a bad request does not refuse the others.
+
+        A single request is refused. After other errors, such as a stopped log, all requests are refused at once.
+        """
         if isinstance(error, RequestError | OverLimit):
             single_requests = [single for request in requests for single in self._apart(request)]
             if len(single_requests) > 1:
@@ -186,7 +193,7 @@ class Batcher(Generic[T]):
 
 
 class AsyncBatcher(Generic[T, R]):
-    """A batcher for a coroutine, one batch at a time. `handle` returns a result or an error for each request."""
+    """A batcher for a coroutine, `handle`, one batch at a time. It returns a result or an error for each request."""
 
     def __init__(
         self, handle: Callable[[list[T]], Awaitable[Sequence[R | TimeballError]]], rows_max: int
@@ -200,7 +207,7 @@ class AsyncBatcher(Generic[T, R]):
     def put(self, request: T, rows: int = 1) -> asyncio.Future[R]:
         """Add a request that counts as `rows` of `rows_max`.
 
-        The future receives its result when its batch has ended.
+        The future receives the result or the error of the request when its batch has ended.
         """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._batcher.put((request, future), rows)
@@ -208,7 +215,7 @@ class AsyncBatcher(Generic[T, R]):
 
     def _begin(self, requests: list[tuple[T, asyncio.Future[R]]]) -> BegunBatch:
         work = self._handle([request for request, _ in requests])
-        # The loop holds only weak references to tasks.
+        # Stored, because the loop holds only weak references to tasks.
         self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
         return task, task
@@ -250,21 +257,17 @@ class Edge(Protocol):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """The messages of one request. They stay together in one batch, so all of them are in the log or none is.
-
-    `rows` is a list of SendRows or a batch of SEND_COLUMNS. The policy checks the topics for `caller`. A `caller` of
-    None means that the edge has made this check already.
-    """
+    """The messages of one request. They stay together in one batch, so all of them are in the log or none is."""
 
     edge: Edge
-    rows: Any
+    rows: Any  # a list of SendRows or a batch of SEND_COLUMNS; subclasses have other types
     count: int
     size_bytes: int
-    first_row: int  # position of its first row in the shared batch; set when the batch begins
-    caller: Any
+    first_row: int  # the index of its first row in the shared batch; set when the batch begins
+    caller: Any  # a Caller, for whom the policy checks the topics. None: the edge has made this check
 
     def join(self, pieces: Sequence[Piece]) -> ParsedSends:
-        """Concatenate the rows of these pieces. `self` is the first of them."""
+        """Concatenate the rows of these pieces, which are not columns. `self` is the first of them."""
         return self.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
 
     def apart(self) -> Sequence[Piece]:
@@ -283,14 +286,14 @@ class Ingress:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that wait or are being written."""
+        """The bytes of the sends that wait or are being written."""
         return self._batcher.held_bytes
 
     def put(self, piece: Piece) -> None:
-        """Add a piece. Its edge receives the outcome later. Raises OverLimit."""
+        """Add a piece. Its edge receives the outcome later. Raises OverLimit if too many bytes wait."""
         caller = piece.caller
-        # Requests of one caller share a batch and its policy check. Requests that were checked already are kept apart,
-        # because a refused topic would refuse them too. Columns can be joined only if they have the same schema.
+        # Requests of one caller share a batch and its policy check. Requests that were checked already have another
+        # key, because a refused topic would refuse them too. Columns can be joined only if they have the same schema.
         key: Hashable = True if caller is None else (caller,)
         if isinstance(piece.rows, pa.RecordBatch):
             is_small = piece.count <= SMALL_ROWS and piece.size_bytes <= SMALL_BYTES
@@ -302,7 +305,7 @@ class Ingress:
 
 
 def joined(pieces: list[Piece]) -> ParsedSends:
-    """Concatenate the rows of pieces, and set the `first_row` of each piece, by which its edge finds its rows."""
+    """Concatenate the rows of pieces, and set the `first_row` of each piece."""
     first_row, first = 0, pieces[0]
     for piece in pieces:
         piece.first_row = first_row
@@ -329,8 +332,9 @@ def refuse(pieces: list[Piece], error: BaseException) -> None:
 
 
 def _group_by_edge(pieces: list[Piece]) -> list[tuple[Edge, list[Piece]]]:
+    """Group pieces by edge, in their order."""
     first = pieces[0].edge
-    if all(piece.edge is first for piece in pieces):
+    if all(piece.edge is first for piece in pieces):  # the usual case
         return [(first, pieces)]
     by_edge: dict[int, tuple[Edge, list[Piece]]] = {}
     for piece in pieces:

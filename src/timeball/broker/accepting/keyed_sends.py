@@ -14,8 +14,8 @@ attempt of the send in the log is answered "created", like the first send.
 
 With an attempt, a client may also ask to send anew. If no message of the earlier send is pending any more, the messages
 are appended, and from then on the key refers to the new send. A repetition of that attempt appends nothing. A message
-that is no longer pending never becomes pending again, and those that a selection has cancelled are cancelled for good
-before. So an await between the look-up and the append cannot cause a second pending message.
+that is no longer pending never becomes pending again: before the append, the messages that a selection has cancelled
+are cancelled for good. So an await between the look-up and the append cannot cause a second pending message.
 
 A source has a position for each partition. A batch must begin at this position, and its rows move it:
 
@@ -72,7 +72,7 @@ _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
 # Finds the states of scheduled messages by their numbers, in the same order (revoking/find_message.py).
 FindStates = Callable[[Sequence[int]], Awaitable[list[SentState]]]
-# Cancels for good those of these scheduled messages that selections have cancelled.
+# Cancels for good the messages with these numbers that selections have cancelled.
 EndSelected = Callable[[Sequence[int], Caller], Awaitable[None]]
 
 
@@ -88,14 +88,15 @@ class PutUnique(Protocol):
         change: MakeChange,
         on_answer: Callable[[Accepted], None],
         on_refusal: Callable[[BaseException], None],
-    ) -> None: ...
+    ) -> None:
+        """Add the piece. `change` builds the row of its key, and one of the two callbacks gets the outcome."""
 
 
 class _FirstSend(msgspec.Struct):
     """The first send with a key, while it is under way, and the repetitions that have arrived meanwhile."""
 
     piece: Piece
-    key: KeyUse
+    use: KeyUse
     repeats: list[tuple[Piece, KeyUse]] = []
 
 
@@ -140,10 +141,11 @@ class KeyedSends:
         anew: bool = False,
         unique: UniqueKey | None = None,
     ) -> None:
-        """Add a piece of rows or of SEND_COLUMNS. Its edge receives the outcome later.
+        """Add a piece of rows or of SEND_COLUMNS under an idempotency key. Its edge receives the outcome later.
 
         With `anew`, the piece is appended although an earlier send used the key, if no message of that send is pending.
-        Its first send obeys the rules of `unique`. Raises InvalidMessage, Forbidden, Conflict, OverLimit.
+        `unique` is the message's unique key, which decides if the messages are appended. Raises InvalidMessage,
+        Forbidden, Conflict if an earlier send with the key had other messages, and OverLimit.
         """
         check_idempotency_key(key, attempt, anew=anew)
         if piece.count > BATCH_ROWS_MAX:
@@ -154,9 +156,10 @@ class KeyedSends:
         self._put(piece, use if unique is None else use._replace(unique=unique))
 
     def _put(self, piece: Piece, use: KeyUse) -> None:
+        """Append the first send with a key. Answer a repetition, now or when the first send has ended."""
         first_send = self._under_way.get(use.name)
         if first_send is not None:
-            check_same(first_send.key.content, use)
+            check_same(first_send.use.content, use)
             first_send.repeats.append((piece, use))
             return
         earlier = self._find_earlier(use)
@@ -175,6 +178,7 @@ class KeyedSends:
         self._put_first(piece, use)
 
     def _put_first(self, piece: Piece, use: KeyUse) -> None:
+        """Put the first send with a key into a batch, or pass it to the sends with a unique key."""
         first_send = self._under_way[use.name] = _FirstSend(piece, use)
         try:
             if use.unique is None:
@@ -195,10 +199,11 @@ class KeyedSends:
         return self._idempotency_keys.changed([(use.name, use.sent(first_seq, store_ms))])
 
     def _answer_unique(self, first_send: _FirstSend, accepted: Accepted) -> None:
+        """Answer a first send with a unique key, and its repetitions."""
         if accepted.sent is None or accepted.sent.outcome != KEPT:
             self._answer([first_send], accepted)
             return
-        # Nothing was written, so the key is not used, and each repetition is a first send.
+        # Nothing was written, so the idempotency key is still free, and each repetition is put again.
         self._take_ended([first_send])
         answer([first_send.piece], accepted)
         for piece, use in first_send.repeats:
@@ -208,6 +213,7 @@ class KeyedSends:
                 refuse([piece], error)
 
     def _find_earlier(self, use: KeyUse) -> KeyedSend | None:
+        """Find the send in the log that used the key and is not expired."""
         after_ms = self._clock.now_ms() - self._settings.idempotency_ms
         return self._idempotency_keys.get(use.name, after_ms, self._outcomes.moved.last_due_ms)
 
@@ -231,7 +237,8 @@ class KeyedSends:
             # A message that was moved to another group of the cluster may be pending there, so it counts as pending.
             pending_count = sum(not state.is_settled for state in states)
             if not pending_count:
-                # Otherwise an undo of their selection would make them pending beside the new messages.
+                # Messages that a selection has cancelled are cancelled for good. Otherwise an undo of the selection
+                # would make them pending beside the new messages.
                 numbers = range(earlier.first_seq, earlier.first_seq + earlier.rows)
                 await self._end_selected(numbers, piece.caller)
                 if use.name not in self._under_way and self._find_earlier(use) is earlier:
@@ -251,6 +258,7 @@ class KeyedSends:
             self._answer_repetition(piece, use, earlier, states)
 
     async def _earlier_states(self, earlier: KeyedSend) -> list[SentState]:
+        """Find the states of the messages of a send, in their order."""
         # The row of the key may be in the log, but not on disk yet.
         await self._log.writer.flushed()
         numbers = range(earlier.first_seq, earlier.first_seq + earlier.rows)
@@ -261,34 +269,39 @@ class KeyedSends:
 
     @staticmethod
     def _answer_repetition(piece: Piece, use: KeyUse, earlier: KeyedSend, states: list[SentState]) -> None:
-        # `first_seq` of the earlier send is the number of its own first row, so the piece has no offset in a batch.
+        """Answer a repetition with the numbers and states of the earlier send."""
+        # An edge adds `first_row` to the `first_seq` of a batch, but this is the number of the send's own first row.
         piece.first_row = 0
         is_same_attempt = bool(use.attempt) and use.attempt == earlier.attempt
         sent = Sent(CREATED if is_same_attempt else EXISTS, states)
         answer([piece], Accepted(earlier.first_seq, earlier.rows, earlier.store_ms, _NOT_READ, sent))
 
     def _begin(self, first_sends: list[_FirstSend]) -> BegunBatch:
+        """Append a batch of first sends, with the rows of their keys in the same frame."""
         pieces = [first_send.piece for first_send in first_sends]
 
         def build_key_rows(first_seq: int, store_ms: int) -> Change:
             keyed_sends = []
-            for key in (first_send.key for first_send in first_sends):  # the batch has the rows in this order
-                keyed_sends.append((key.name, key.sent(first_seq, store_ms)))
-                first_seq += key.rows
+            # The batch has the rows in this order.
+            for use in (first_send.use for first_send in first_sends):
+                keyed_sends.append((use.name, use.sent(first_seq, store_ms)))
+                first_seq += use.rows
             return self._idempotency_keys.changed(keyed_sends)
 
         return self._send(joined(pieces), build_key_rows, pieces[0].caller)
 
     def _answer(self, first_sends: list[_FirstSend], accepted: Accepted) -> None:
+        """Answer first sends that are durable, and their repetitions."""
         ended = self._take_ended(first_sends)
         answer([first_send.piece for first_send in ended], accepted)
         for first_send in ended:
             # After the answer to the first send, because looking up the states for repetitions must not delay it.
-            earlier = first_send.key.sent(accepted.first_seq + first_send.piece.first_row, accepted.store_ms)
+            earlier = first_send.use.sent(accepted.first_seq + first_send.piece.first_row, accepted.store_ms)
             for piece, repeated in first_send.repeats:
                 self._start_task(self._repeat(piece, repeated, earlier))
 
     def _refuse(self, first_sends: list[_FirstSend], error: BaseException) -> None:
+        """Refuse first sends and their repetitions."""
         ended = self._take_ended(first_sends)
         refuse(
             [first_send.piece for first_send in ended]
@@ -297,12 +310,12 @@ class KeyedSends:
         )
 
     def _take_ended(self, first_sends: list[_FirstSend]) -> list[_FirstSend]:
-        """Remove sends that have ended from `_under_way`, and list those that were still there."""
-        # A send was removed before if an error has interrupted the answers of its batch.
+        """Remove sends that have ended from `_under_way`. Returns the sends that were still there."""
+        # `_refuse` may be called after `_answer` was interrupted by an error, and each send has one outcome.
         return [
             first_send
             for first_send in first_sends
-            if self._under_way.pop(first_send.key.name, None) is not None
+            if self._under_way.pop(first_send.use.name, None) is not None
         ]
 
 
@@ -327,13 +340,14 @@ class SourcedSends:
         self._clock, self._writer, self._source_positions = clock, writer, source_positions
 
     def positions(self, source: str, caller: Caller) -> dict[int, int]:
-        """Find the positions of the caller's source of this name, by partition."""
+        """Find the positions of the caller's source with the name `source`, by partition."""
         return self._source_positions.of(caller.name, source)
 
     def put(self, piece: Piece, step: SourceStep) -> None:
-        """Append a piece of SEND_COLUMNS and move the position of its source. Its edge receives the outcome later.
+        """Append a piece of SEND_COLUMNS and move the position of its source by `step`, in one frame.
 
-        The piece may be empty. Raises Conflict if it does not begin at the source's position, and the errors of a send.
+        The piece may be empty. Its edge receives the outcome later. Raises Conflict if `step` does not begin at the
+        source's position, and the errors of a send.
         """
         caller = piece.caller
         positions = self._source_positions
@@ -344,7 +358,7 @@ class SourcedSends:
                 piece.rows, lambda first_seq, store_ms: move_position(caller.name, step), caller
             )
         else:
-            # The records produced no message. The source still moves past them.
+            # The source's records produced no message. Its position still moves past them.
             self._writer.check_admission()
             change = positions.moved(caller.name, step)
             store_ms, rows = self._clock.now_ms(), build_rows(0)
@@ -356,6 +370,7 @@ class SourcedSends:
 
 
 def _answer_edge(piece: Piece, accepted: Accepted, durable: asyncio.Future[int]) -> None:
+    """Let the edge answer its client, or report the error, when `durable` is done."""
     failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
     if failure is not None:
         refuse([piece], failure)

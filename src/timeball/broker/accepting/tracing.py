@@ -13,7 +13,7 @@ from timeball.model.message import SendBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The answer to a send, and a future that is done when it is durable.
+# The result of a send, and a future that is done when its rows are durable.
 Accepting = tuple[R, "asyncio.Future[int]"]
 
 
@@ -24,7 +24,10 @@ class Tracing(Protocol):
     left_out: dict[str, int]  # messages that have a trace context but got no span, by operation
 
     def send(self, batch: SendBatch, accept: Callable[[SendBatch], Accepting[R]]) -> Accepting[R]:
-        """Accept a batch, and record a span for each traced message. Some messages first receive a trace context."""
+        """Call `accept` with a batch, and record a span for each traced message.
+
+        Some messages first receive a trace context.
+        """
 
     def released(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Record the releases of READ_SCHEMA rows that are durable now."""

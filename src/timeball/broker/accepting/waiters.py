@@ -1,4 +1,4 @@
-"""Waiting on the event loop: consumers wait for visible messages, and cancels and moves wait while a campaign resumes.
+"""Waiting on the event loop: consumers wait for visible messages, and cancels and reschedules for a campaign's resume.
 
 A consumer that finds no message waits for its topic (`Waiters`). The commit that makes a message visible wakes it, so a
 consumer gets a released message without a polling interval. The waiting time and the number of waiting consumers are
@@ -27,6 +27,7 @@ class Waiters:
     def __init__(self) -> None:
         self._watched: Container[str] = ()
         self._on_change: Callable[[str], None] = lambda topic: None
+        # By topic and queue. The queue None: the consumers that wait for any queue of the topic.
         self._by_topic: dict[str, dict[int | None, set[asyncio.Future[bool]]]] = {}
         self._count = 0
 
@@ -35,11 +36,14 @@ class Waiters:
         self._watched, self._on_change = topics, on_change
 
     async def wait(self, topic: str, timeout_s: float, queue: int | None = None) -> bool:
-        """Wait for a change in a topic, or only in one of its queues. False if the time is up. Raises OverLimit."""
+        """Wait for a change in a topic, or only in one of its queues. False if the time is up.
+
+        Raises OverLimit if too many consumers wait.
+        """
         return await self._wait([(topic, queue)], timeout_s)
 
     async def wait_any(self, topics: Collection[str], timeout_s: float) -> bool:
-        """Wait for a change in one of `topics`. False if the time is up. Raises OverLimit."""
+        """Wait for a change in one of `topics`. Result and errors as for `wait`."""
         return await self._wait([(topic, None) for topic in topics], timeout_s)
 
     async def _wait(self, watched: list[tuple[str, int | None]], timeout_s: float) -> bool:
@@ -64,6 +68,7 @@ class Waiters:
                 self._unregister(topic, queue, future)
 
     def _unregister(self, topic: str, queue: int | None, future: asyncio.Future[bool]) -> None:
+        """Remove the future of a consumer, if a wake-up has not removed it."""
         queues = self._by_topic.get(topic)
         futures = queues.get(queue) if queues is not None else None
         if queues is not None and futures is not None:
@@ -78,7 +83,7 @@ class Waiters:
         for topic in topics:
             if topic in self._watched:
                 self._on_change(topic)
-            # Remove all waiters at once: consumers that find no message register again.
+            # All of them are removed. Consumers that find no message wait again.
             for futures in self._by_topic.pop(topic, {}).values():
                 _set_results(futures)
 
@@ -108,9 +113,9 @@ def _set_results(futures: Iterable[asyncio.Future[bool]], is_woken: bool = True)
 class Gate:
     """A lock that requests share (`passing`) and a resume holds exclusively (`alone`). Belongs to the event loop.
 
-    A request that cancels or moves scheduled messages finds a message, waits for the disk, and then decides by the due
-    time and number that it found. A resume changes due times, so no request may be between these steps at that moment.
-    `passing` does not yield to the event loop, unless a resume holds the lock or waits for it.
+    A request that cancels or reschedules messages finds a message, waits for the disk, and then decides by the due time
+    and number that it found. A resume changes due times, so no request may be between these steps while it does.
+    `passing` does not yield to the event loop, unless a caller of `alone` holds the lock or waits for it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Wake-ups: MOVED rows that tell the schedule when to hand out a message whose state selections have changed.
 
-A wake-up settles the message's previous version, like a reschedule, and the schedule needs no code for it. The property
-BASE of the row names the version that the sender has set, from which the state is computed (registry/selections.py).
-It is removed at the release.
+A wake-up replaces the message's previous version, as a reschedule does, so the schedule needs no code for it. The
+property BASE of the row names the *base*: the due time and the version that the sender has set, from which the state is
+computed (registry/selections.py). The release removes the property.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from timeball.model.message import (
 from timeball.schedule.locations import with_column
 from timeball.schedule.outcomes import Moved
 
+# Patterns: one property BASE, a sequence of them at the start of a text, one after other properties, and its value.
 _ENTRY = f"{BASE}{PROPERTY_NAME_END}[^{PROPERTY_END}]*"
 _AT_THE_START = f"^(?:{_ENTRY}(?:{PROPERTY_END}|$))+"
 _BEHIND_OTHERS = f"{PROPERTY_END}{_ENTRY}"
@@ -39,19 +40,19 @@ _VALUE = (
 
 @dataclass(frozen=True, slots=True)
 class WakeUps:
-    """The MOVED rows of some wake-ups, and what memory must know of them when they are durable."""
+    """The MOVED rows of some wake-ups, and the columns that `remember` adds to the caches, with a value per row."""
 
     rows: pa.RecordBatch  # LOG_SCHEMA
     number: Int64Array
     from_due_ms: Int64Array
     base_ms: Int64Array
-    base: Int64Array
+    base_version: Int64Array
 
     def remember(self, first_seq: int, moved: Moved, woken: Woken) -> None:
-        """Record the wake-ups, of which the first one has the number `first_seq`."""
+        """Add the wake-ups to the caches, once the rows are durable. The first row has the number `first_seq`."""
         due_ms = int64(self.rows.column("due_ms"))
         version = np.arange(first_seq, first_seq + len(due_ms))
-        woken.add(version, self.base_ms, self.base, due_ms)
+        woken.add(version, self.base_ms, self.base_version, due_ms)
         moved.add(
             zip(
                 due_ms.tolist(),
@@ -63,27 +64,30 @@ class WakeUps:
         )
 
 
-def wake_ups(
+def build_wake_ups(
     scheduled_rows: pa.RecordBatch,
     due_ms: Int64Array,
     *,
-    numbers: tuple[pa.Array, pa.Array],
+    references: tuple[pa.Array, pa.Array],
     from_due_ms: Int64Array,
     woken: Woken,
     now_ms: int,
     host: str,
     encode: Callable[[pa.RecordBatch, int], pa.RecordBatch],
 ) -> WakeUps:
-    """Build wake-ups at `due_ms` for messages (READ_SCHEMA) that are due in the schedule at `from_due_ms`.
+    """Build the rows that give these messages (READ_SCHEMA) the due times `due_ms` in place of `from_due_ms`.
 
-    `numbers` are the columns of `delivery.names`. `encode` converts rows to the form of the backlog.
+    All columns have a value per message. `references` are the columns `source_seq` and `version_seq` that refer to the
+    messages (`delivery.names`). `encode` converts the scheduled messages among rows to the form that the log stores
+    (`Appender.encode_scheduled`).
     """
-    base_ms, base = woken.bases(from_due_ms, int64(scheduled_rows.column("seq")))
-    count, (number, version) = scheduled_rows.num_rows, numbers
+    base_ms, base_version = woken.bases(from_due_ms, int64(scheduled_rows.column("seq")))
+    count, (number, version) = scheduled_rows.num_rows, references
+    # SCHEDULED at first, because `encode` converts only rows of this kind.
     changed = {
         "kind": repeated(int(Kind.SCHEDULED), pa.int8(), count),
         "queue_offset": pa.nulls(count, pa.int64()),
-        "properties": _with_base(scheduled_rows.column("properties"), base_ms, base),
+        "properties": _with_base(scheduled_rows.column("properties"), base_ms, base_version),
         "store_ms": repeated(now_ms, pa.int64(), count),
         "store_host": repeated(host, pa.string(), count),
         "due_ms": pa.array(due_ms),
@@ -106,11 +110,11 @@ def wake_ups(
         ("from_due_ms", pa.array(from_due_ms)),
     ):
         rows = with_column(rows, name, column)
-    return WakeUps(rows, number.to_numpy(), from_due_ms, base_ms, base)
+    return WakeUps(rows, number.to_numpy(), from_due_ms, base_ms, base_version)
 
 
 def without_base(scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Remove the property BASE."""
+    """Remove the property BASE from rows. Rows without it are returned unchanged."""
     properties = scheduled_rows.column("properties")
     if not pc.any(pc.match_substring(properties, BASE)).as_py():
         return scheduled_rows
@@ -118,11 +122,11 @@ def without_base(scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def bases_in(properties: pa.Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Find the rows with a property BASE: their indexes, and due times and versions of their bases."""
+    """Find the texts with a property BASE. Returns their indexes, and the due times and the versions of the bases."""
     values = pc.extract_regex(properties, _VALUE)
     index = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
-    found = values.take(pa.array(index))
-    due_ms, version = (found.field(name).cast(pa.int64()).to_numpy() for name in ("due", "version"))
+    values = values.take(pa.array(index))
+    due_ms, version = (values.field(name).cast(pa.int64()).to_numpy() for name in ("due", "version"))
     return index, due_ms, version
 
 
@@ -131,11 +135,12 @@ def _without_base(properties: pa.Array) -> pa.Array:
     return pc.replace_substring_regex(properties, _BEHIND_OTHERS, "")
 
 
-def _with_base(properties: pa.Array, base_ms: Int64Array, base: Int64Array) -> pa.Array:
+def _with_base(properties: pa.Array, base_ms: Int64Array, base_version: Int64Array) -> pa.Array:
+    """Set the property BASE of each text to "due time:version"."""
     texts = _without_base(properties).fill_null("")
     # Some clients send texts without a separator at the end.
     lacks_separator = pc.and_(pc.not_equal(texts, ""), pc.invert(pc.ends_with(texts, PROPERTY_END)))
-    numbers = (pc.cast(pa.array(column), pa.string()) for column in (base_ms, base))
+    numbers = (pc.cast(pa.array(column), pa.string()) for column in (base_ms, base_version))
     entry = pc.binary_join_element_wise(*numbers, ":")
     return pc.binary_join_element_wise(
         texts,
