@@ -34,7 +34,7 @@ SCHEDULES: dict[str, tuple[dict[str, object], str]] = {
 
 
 def expected(world: World, by: str, from_ms: int, to_ms: int) -> tuple[dict[int, int], dict[str, int]]:
-    """The times of all rules after their pending messages, by bucket and by topic."""
+    """Compute the occurrences of all rules after their pending messages one by one, by bucket and by topic."""
     buckets, topics = Counter[int](), Counter[str]()
     for name in world.broker.tables.schedules.names_after(""):
         facts, progress = world.broker.tables.schedules.get(name)
@@ -48,12 +48,14 @@ def expected(world: World, by: str, from_ms: int, to_ms: int) -> tuple[dict[int,
 
 
 async def counted(world: World, by: Any, length_ms: int, **more: Any) -> DueCounts:
+    """Count the messages and occurrences due from now on, without the use of an earlier count."""
     world.broker.forecast._counts.clear()
     now_ms = world.clock.wall
     return await world.broker.forecast.counted(by, now_ms, now_ms + length_ms, recurring=True, **more)
 
 
 async def check(world: World) -> None:
+    """Compare the counts for each length of a bucket with `expected`."""
     for by, length_ms in (
         ("second", HOUR_MS),
         ("minute", 6 * HOUR_MS),
@@ -70,7 +72,7 @@ async def check(world: World) -> None:
 
 
 @on_node()
-async def test_later_times_of_every_rule_are_counted(world: World) -> None:
+async def test_the_later_occurrences_of_every_rule_are_counted(world: World) -> None:
     for name, (rule, topic) in SCHEDULES.items():
         await put(world, name, rule=rule, topic=topic)
     starts_at = datetime.fromtimestamp(world.clock.wall // 1_000, UTC).isoformat()
@@ -89,19 +91,22 @@ async def test_later_times_of_every_rule_are_counted(world: World) -> None:
 
 
 @on_node()
-async def test_a_schedule_ahead_of_the_others_of_its_rule_counts_from_its_own_message(world: World) -> None:
+async def test_each_schedule_of_a_rule_is_counted_from_its_own_pending_message(world: World) -> None:
     for name, topic in (("one", "a"), ("two", "b"), ("three", "b")):
         await put(world, name, rule={"every": "1h"}, topic=topic)
+
+    def pending_ms(name: str) -> int:
+        _, progress = world.broker.tables.schedules.get(name)
+        return progress.due_ms
+
     for _ in range(3):
-        due_ms = world.broker.tables.schedules.get("two")[1].due_ms
-        await world.broker.cancel(ids=[occurrence_id("two", due_ms)], topic="b")
-    progress = [world.broker.tables.schedules.get(name)[1].due_ms for name in ("one", "two")]
-    assert progress[1] - progress[0] == 3 * HOUR_MS
+        await world.broker.cancel(ids=[occurrence_id("two", pending_ms("two"))], topic="b")
+    assert pending_ms("two") == pending_ms("one") + 3 * HOUR_MS
     await check(world)
 
 
 @on_node()
-async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: World) -> None:
+async def test_occurrences_of_topics_that_the_caller_may_not_see_are_not_counted(world: World) -> None:
     await put(world, "own", rule={"every": "1h"}, topic="a")
     await put(world, "foreign", rule={"every": "30m"}, topic="b")
     caller = principal(topics={"a": "SUB"})
@@ -113,7 +118,7 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: Wor
 
 
 @on_node()
-async def test_too_many_times_are_counted_up_to_a_bucket(
+async def test_a_count_that_costs_too_much_ends_at_a_whole_bucket(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(5):
@@ -122,14 +127,16 @@ async def test_too_many_times_are_counted_up_to_a_bucket(
     monkeypatch.setattr(recurring_load, "COST_MAX", 20_000)
     found = await counted(world, "minute", DAY_MS)
     now_ms = found.from_ms
-    # The rule with many times gets most of the work. All rules are counted up to the same bucket.
+    # The rule with many occurrences uses most of the work. All rules are counted up to the same bucket.
     assert now_ms + 5 * HOUR_MS < found.recurring_to_ms < now_ms + 6 * HOUR_MS
     assert found.recurring_to_ms % MINUTE_MS == 0
     assert dict(found.recurring) == expected(world, "minute", now_ms, found.recurring_to_ms)[0]
 
 
 @on_node()
-async def test_too_many_rules_are_not_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_rules_than_a_count_can_compute_give_no_occurrences(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for index in range(3):
         await put(world, f"rare-{index}", rule={"every": f"{index + 1}h"}, topic="a")
     monkeypatch.setattr(recurring_load, "COST_MAX", 2 * recurring_load.LOOK)
@@ -139,10 +146,10 @@ async def test_too_many_rules_are_not_looked_at(world: World, monkeypatch: pytes
 
 
 @on_node()
-async def test_columns_in_cells_of_a_width(world: World) -> None:
+async def test_a_window_is_widened_to_whole_buckets_and_an_invalid_one_is_refused(world: World) -> None:
     await put(world, "hourly", rule={"every": "1h"}, topic="a")
     now_ms = world.clock.wall // HOUR_MS * HOUR_MS
-    # The ends of the window are within cells.
+    # Both ends of the window are within a bucket of a second.
     window = now_ms + 1, now_ms + 4 * HOUR_MS - 1
     found = await world.broker.forecast.recurring(*window, SECOND_MS, ANONYMOUS)
     assert found.topics == {"a": ([now_ms + 2 * HOUR_MS, now_ms + 3 * HOUR_MS], [1, 1])}

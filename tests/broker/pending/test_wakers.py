@@ -1,4 +1,4 @@
-"""The duty that wakes messages of bulk operations; tests/broker/admin/test_selection_changes.py has the messages."""
+"""The duty that wakes messages of bulk operations. More is in tests/broker/admin/test_selection_changes.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MINUTE_MS = 60_000
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_cancel_that_comes_with_an_event_ends_the_duty(turns: int) -> None:
-    """A duty that ignored it would let the stop of the broker wait for ever."""
+def test_a_cancel_at_the_same_time_as_an_event_ends_the_duty(turns: int) -> None:
+    """If the duty ignored the cancel, the stop of the broker would wait for ever."""
 
     @on_node()
     async def ends(world: World) -> None:
@@ -24,19 +24,19 @@ def test_a_cancel_that_comes_with_an_event_ends_the_duty(turns: int) -> None:
         duty = asyncio.create_task(world.broker.wakers.wait_and_wake())
         for _ in range(4):
             await asyncio.sleep(0)
-        assert not duty.done(), "it waits for an event"
+        assert not duty.done(), "the duty waits for an event"
         world.broker.tables.selections.has_changed.set()
         for _ in range(turns):
             await asyncio.sleep(0)
-        is_asked = duty.cancel()
+        accepts_cancel = duty.cancel()
         await asyncio.gather(duty, return_exceptions=True)
-        assert duty.cancelled() == is_asked
+        assert duty.cancelled() == accepts_cancel
 
     ends()
 
 
 @pytest.mark.parametrize(("command", "state"), [("pause", "paused"), ("cancel", "cancelled")])
-def test_messages_that_are_held_after_their_page_was_read_are_not_woken(command: str, state: str) -> None:
+def test_messages_that_are_held_after_the_walk_has_read_them_are_not_woken(command: str, state: str) -> None:
     @on_node()
     async def stay(world: World) -> None:
         await world.campaign("spring", "a", [HOUR_MS, 2 * HOUR_MS])

@@ -5,9 +5,9 @@ see. A count is reused for `FRESH_S`, or for ten times as long as it took. So th
 tenth of the background thread. The window of a count extends a little beyond the request, because the next request
 begins later.
 
-Counting reads only due times and topics from the table. It reads nothing of a row group that is within one bucket and
-has one topic. It reads message numbers only where some rows may be settled, and other columns only where rows may
-belong to a selection. Messages held by a paused campaign are not due and not counted.
+Counting reads due times and topics from the table, but nothing of a row group that is within one bucket and has one
+topic. It reads message numbers only where some rows may be settled, and other columns only where rows may belong to a
+selection. Messages that a paused campaign or a selection holds are not due and not counted.
 
 Occurrences of recurring schedules that are no messages yet are counted separately (recurring_load.py).
 """
@@ -57,9 +57,8 @@ UNITS: dict[BucketUnit, int] = {
 }  # fmt: skip
 # The default length of a window, in buckets: five minutes, two hours, two days, two months.
 _DEFAULT_BUCKETS: dict[BucketUnit, int] = {"second": 300, "minute": 120, "hour": 48, "day": 60}
-# How far a count's window extends beyond the request.
-_SPARE_MS = 60_000
-FRESH_S, TIMES_ITS_COST = 2.0, 10.0
+_SPARE_MS = 60_000  # how far a count's window extends beyond the request
+FRESH_S, TIMES_ITS_COST = 2.0, 10.0  # how long a count is reused: the longer of both
 COUNTS_MAX = 16  # windows kept for reuse
 PAIRS_MAX = 1_000_000  # pairs of a topic and a bucket with messages in one count: 16 bytes each, three times
 
@@ -80,14 +79,17 @@ class _Count:
     selected: Selected  # reused until a selection changes
     pairs: Int64Array
     due: Int64Array  # number of messages of each pair
-    recurring: RecurringCounting | None
+    recurring: RecurringCounting | None  # None: occurrences were not requested
 
     @property
     def buckets(self) -> int:
         return (self.to_ms - self.from_ms) // self.width_ms
 
     def covers(self, window: Window, now_s: float, selected: Selected, *, recurring: bool) -> bool:
-        """Check whether the count has this bucket width, covers the window, and is still fresh."""
+        """Check whether the count has this bucket width, contains the window, and may still be reused.
+
+        With `recurring` it must also have the occurrences.
+        """
         is_within = self.from_ms <= window.from_ms and window.to_ms <= self.to_ms
         is_fresh = now_s < self.until_s and self.selected is selected
         has_all = self.recurring is not None or not recurring
@@ -127,11 +129,11 @@ class Forecast:
         *,
         recurring: bool = False,
     ) -> DueCounts:
-        """Count the messages of a window, for the topics that the caller may see.
+        """Count the messages due in [from_ms, to_ms), for the topics that the caller may see, or only for `topic`.
 
         The window is widened to whole buckets. Without `from_ms` it begins now, and without `to_ms` it has a default
-        length. `recurring`: count occurrences that are no messages yet, too. Raise Forbidden, NotFound, OutOfRange,
-        OverLimit.
+        length. With `recurring`, occurrences that are no messages yet are counted too. Raises Forbidden, NotFound,
+        OutOfRange, OverLimit, and Unavailable if retention removed rows twice during the count.
         """
         self._policy.allow(caller, Verb.LOOK, topic=topic)
         width_ms = UNITS[by]
@@ -156,9 +158,9 @@ class Forecast:
         return answer
 
     async def recurring(self, from_ms: int, to_ms: int, width_ms: int, caller: Caller) -> RecurringCounts:
-        """Count the occurrences that are no messages yet, for the topics that the caller may see.
+        """Count the occurrences in [from_ms, to_ms) that are no messages yet, for the topics that the caller may see.
 
-        The window is widened to whole buckets. Raise Forbidden, OutOfRange.
+        The window is widened to whole buckets. Raises Forbidden, OutOfRange.
         """
         self._policy.allow(caller, Verb.LOOK)
         if not from_ms < to_ms <= limits.INSTANT_MS_MAX:
@@ -177,6 +179,7 @@ class Forecast:
         return RecurringCounts(counted.to_ms, topics)
 
     async def _count_recurring(self, planned: Planned, window: Window) -> RecurringCounting:
+        """Count the occurrences of these schedules in the background thread, in steps."""
         counting = RecurringCounting(planned, window, self._topics_of_texts)
         steps = counting.steps()
         while await in_thread(self._background, next, steps, False):
@@ -214,17 +217,20 @@ class Forecast:
                 counted,
             )  # fmt: skip
             # The newest count comes first, so `_find_fresh` prefers it.
-            fresh_counts = [known for known in self._counts if now_s < known.until_s]
+            fresh_counts = [earlier for earlier in self._counts if now_s < earlier.until_s]
             self._counts = [count, *fresh_counts[: COUNTS_MAX - 1]]
             return count
 
     async def _count_window(
         self, window: Window, *, recurring: bool
     ) -> tuple[Snapshot, Planned | None, tuple[Int64Array, Int64Array]]:
-        """Count in a snapshot. Raise Unavailable if retention removed rows twice during the count."""
+        """Count the messages of a snapshot. Returns it, the schedules of the same moment, and the pairs with counts.
+
+        Raises Unavailable if retention removed rows twice during the count.
+        """
         for _ in range(2):
             async with self._snapshots.taken() as snapshot:
-                # At the same moment: an occurrence that becomes a message meanwhile is counted once.
+                # Of the same moment, so that an occurrence that becomes a message meanwhile is counted once.
                 planned = self._schedules.planned() if recurring else None
                 counting = Counting(
                     snapshot, self._codes, window, reader=self._reader, open_file=self._snapshots.open_file
@@ -239,6 +245,7 @@ class Forecast:
     def _build_answer(
         self, count: _Count, by: BucketUnit, from_ms: int, to_ms: int, topic: str | None, caller: Caller
     ) -> DueCounts:
+        """Build the answer for a window within a count."""
         window, recurring = Window(from_ms, to_ms, count.width_ms), count.recurring
         occurrences: tuple[list[tuple[int, int]], dict[str, int]] = [], {}
         if recurring is not None:
@@ -258,7 +265,10 @@ class Forecast:
         topic: str | None,
         caller: Caller,
     ) -> tuple[list[tuple[int, int]], dict[str, int]]:
-        """Sum the pairs of a window by bucket and by topic, without empty ones, for the topics that are shown."""
+        """Sum the counts of a window by bucket (start in ms, number) and by topic, without empty ones.
+
+        Only topics that the caller may see are included. `pairs` and `due` are the columns of `count`.
+        """
         topic_codes, buckets = pairs // count.buckets, pairs % count.buckets
         begin, end = ((ms - count.from_ms) // count.width_ms for ms in (window.from_ms, window.to_ms))
         is_counted = (buckets >= begin) & (buckets < end)
@@ -271,11 +281,11 @@ class Forecast:
         # Only over the visible topics: messages of other topics are in neither sum.
         by_bucket = np.bincount(buckets[is_counted], due[is_counted]).astype(np.int64)
         by_topic = np.bincount(topic_codes[is_counted], due[is_counted]).astype(np.int64)
-        by_start = [
+        buckets_from_ms = [
             (count.from_ms + bucket * count.width_ms, int(by_bucket[bucket]))
             for bucket in np.flatnonzero(by_bucket).tolist()
         ]
-        return by_start, {name: int(by_topic[code]) for name, code in sorted(code_by_name.items())}
+        return buckets_from_ms, {name: int(by_topic[code]) for name, code in sorted(code_by_name.items())}
 
 
 class Counting:
@@ -302,9 +312,9 @@ class Counting:
         self._read_to_ms = min(window.to_ms + snapshot.selected.earlier_ms, LAST_MS)
 
     def run(self) -> tuple[Int64Array, Int64Array]:
-        """Count log and table. The result has the pairs of topic and bucket, ascending, and their numbers of messages.
+        """Count log and table. Returns the pairs of topic and bucket, ascending, and the number of messages of each.
 
-        Raise OverLimit if there are too many pairs.
+        Raises OverLimit if there are too many pairs, OutOfRange if retention has removed a row that is needed.
         """
         self._count_log(self._reader)
         for entry in self._snapshot.entries:
@@ -323,17 +333,18 @@ class Counting:
         begin_seq = max(self._snapshot.from_seq, reader.first_seq)
         repeated = []
         for rows in scan(reader, self._snapshot, begin_seq, self._codes):
-            # A message is counted at the row that set its due time. If that row has left the log, or was compacted into
-            # the table, the message is counted once at the rows that wrote it again.
-            is_first = rows.row_seq == rows.seq
-            first_kept = np.where(rows.is_level, begin_seq, max(begin_seq, self._snapshot.watermark))
-            if rewritten := rows.part(~is_first & (rows.seq < first_kept)):
+            # A message is counted at the row that set its due time, its version. If that row has left the log, or was
+            # compacted into the table, the message is counted at the last of its other rows.
+            is_version = rows.row_seq == rows.seq
+            first_version = np.where(rows.is_level, begin_seq, max(begin_seq, self._snapshot.watermark))
+            if rewritten := rows.part(~is_version & (rows.seq < first_version)):
                 repeated.append(rewritten)
-            self._add_logged(rows.part(is_first))
+            self._add_logged(rows.part(is_version))
         if repeated:
-            self._add_logged(type(repeated[0]).joined(repeated).sorted())
+            self._add_logged(Logged.joined(repeated).sorted())
 
     def _add_logged(self, rows: Logged) -> None:
+        """Add the pending messages among messages of the log."""
         selected = self._snapshot.selected
         if not selected.is_empty:
             rows = rows.part(self._snapshot.waits(rows.due_ms, rows.seq))
@@ -345,7 +356,10 @@ class Counting:
     def _add_changed(
         self, parts: Iterator[DescribedPart], due_ms: Int64Array, seq: Int64Array, topics: Codes
     ) -> None:
-        """Add pending messages with the due times and topics that selections have given them."""
+        """Add pending messages with the due times and topics that selections have given them.
+
+        `parts` describe the messages that a selection may have changed.
+        """
         view = view_of(self._snapshot.selected, parts, due_ms, topics, self._codes)
         is_counted = ~(view.is_cancelled | view.is_held | self._snapshot.holds.contains(due_ms, seq))
         self._add_rows(view.due_ms[is_counted], view.topic[is_counted])
@@ -354,12 +368,11 @@ class Counting:
 
     def _count_file(self, file: DataFile) -> None:
         """Count the messages of a data file. Reads as few columns of each row group as possible."""
-        window = self._window
+        window, is_selected = self._window, not self._snapshot.selected.is_empty
         for group in file.groups_between((self._read_from_ms, 0), (self._read_to_ms, 0)):
             first_ms, last_ms = int(file.group_min_ms[group]), int(file.group_max_ms[group])
-            # Older files have no statistics of topics, so their columns are read.
             topic_range = file.group_topics(group)
-            is_selected = not self._snapshot.selected.is_empty
+            # Some rows may not be pending, so each is checked.
             if is_selected or self._may_be_settled(first_ms, last_ms):
                 rows = file.read_group(group, ["due_ms", "seq", "topic"])
                 due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
@@ -371,6 +384,7 @@ class Counting:
                 due_ms, seq = due_ms[row], seq[row]
                 parts = described_in_group(self._snapshot.selected, file, group, row, due_ms, seq)
                 self._add_changed(parts, due_ms, seq, topics[row])
+            # All rows have one topic. Without statistics, which older files lack, this is not known.
             elif topic_range is not None and topic_range[0] == topic_range[1]:
                 code = int(self._codes.encode(pa.array([topic_range[0]]))[0])
                 first_bucket, is_in_window = (
@@ -388,7 +402,7 @@ class Counting:
                 self._add_rows(rows.column("due_ms").to_numpy(), self._encode_topics(rows))
 
     def _may_be_settled(self, first_ms: int, last_ms: int) -> bool:
-        """Check whether a scheduled message due in this span may be settled or held."""
+        """Check whether a scheduled message due in [first_ms, last_ms] may be settled or held."""
         snapshot = self._snapshot
         if first_ms < snapshot.settled.before_ms or len(snapshot.holds):
             return True
@@ -414,7 +428,7 @@ class Counting:
         self._add_rows(due_ms[is_counted], topics[is_counted])
 
     def _add_rows(self, due_ms: Int64Array, topics: Codes) -> None:
-        """Add pending messages (parallel columns). Messages outside the window are ignored."""
+        """Add messages that are to be counted (parallel columns). Messages outside the window are ignored."""
         window = self._window
         in_window = (due_ms >= window.from_ms) & (due_ms < window.to_ms)
         if not in_window.all():
@@ -438,7 +452,7 @@ class Counting:
         self._add(code * window.buckets + buckets[non_empty], bucket_counts[non_empty])
 
     def _add(self, pairs: Int64Array, counts: Int64Array) -> None:
-        """Add the number of messages of each pair. Raise OverLimit if there are too many pairs."""
+        """Add the number of messages of each pair. Raises OverLimit if there are too many pairs."""
         self._pairs.append(pairs)
         self._due_counts.append(counts.astype(np.int64))
         # The memory depends on the pairs, not on the messages: ten million messages of one minute are one pair.

@@ -2,9 +2,9 @@
 
 Messages with the same due time are sorted by version, the order in which they got this due time. A page shows the state
 at one moment. A message that is rescheduled between two pages may be in both or in neither. Any other message is in
-exactly one page. Pages are in the order of the schedule. Selections may have changed due times. These are shown, and
-each page is sorted by them. The work for a page is bounded. So a page may have fewer messages than requested, or none,
-and still name a next page.
+exactly one page. Pages are cut in the order of the schedule. If selections have changed due times, the new ones are
+shown, and the messages within a page are sorted by them. The work for a page is bounded. So a page may have fewer
+messages than requested, or none, although there is a next page.
 
 A page merges two sources: the sorted messages of the log (`LogTail` of snapshot.py) and those of the table
 (`TableWalk`, which the drain of a group uses, too).
@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -76,8 +76,12 @@ KEPT_S = 60.0  # how long the sorted scheduled messages of the log are kept afte
 _SHOWN = ["due_ms", "seq", "number", "topic", "unique_key", "keys", "tag", "body"]
 
 
-# The ranges of all campaigns, sorted: first numbers, end numbers (exclusive), names of the campaigns.
-CampaignRanges = tuple[Int64Array, Int64Array, list[str]]
+class CampaignRanges(NamedTuple):
+    """The ranges of numbers of all campaigns as parallel columns, sorted by `first_seq`. They do not overlap."""
+
+    first_seq: Int64Array
+    end_seq: Int64Array  # exclusive
+    names: list[str]  # of the campaigns
 
 
 class Listing:
@@ -105,9 +109,9 @@ class Listing:
         self._forget_timer: asyncio.TimerHandle | None = None
 
     async def page(self, request: PageRequest, caller: Caller = ANONYMOUS) -> PendingPage:
-        """Read a page of pending messages of topics that the caller may see. Raise Forbidden, NotFound, OutOfRange.
+        """Read a page of pending messages of topics that the caller may see.
 
-        Also raise Unavailable if retention removed rows twice during the read.
+        Raises Forbidden, NotFound, OutOfRange, and Unavailable if retention removed rows twice during the read.
         """
         if not 1 <= request.rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{request.rows} messages in a page: 1 to {limits.LISTED_ROWS_MAX}")
@@ -127,7 +131,7 @@ class Listing:
     # -- by position ---------------------------------------------------------------------------------------------
 
     async def _page_by_position(self, request: PageRequest, caller: Caller) -> PendingPage:
-        """Read a page in the order of due times. Raise Unavailable after two attempts."""
+        """Read a page in the order of due times. Raises Unavailable after two attempts."""
         may = partial(self._policy.allows, caller, Verb.LOOK)
         background = self._threads.background
         try:
@@ -149,9 +153,13 @@ class Listing:
     def _read_page(
         self, snapshot: Snapshot, request: PageRequest, may: Callable[..., bool], ranges: CampaignRanges
     ) -> PendingPage:
+        """Read a page from log and table (background thread). `may` checks whether the caller may see a topic.
+
+        Raises OutOfRange if retention has removed a row that is needed.
+        """
         selected, shown = snapshot.selected, Shown(self._codes, request.topic, may)
         low, high = _bounds(request, selected)
-        held = set[int]()  # versions
+        held = set[int]()  # the versions of held messages, which `choose` adds
         choose = _choose(request, selected, shown, self._codes, held)
         # The statistics of files have the topics before the moves of selections.
         topic = None if request.topic in selected.moves_to else request.topic
@@ -190,45 +198,36 @@ class Listing:
         return PendingPage(messages, None if upto >= high else upto)
 
     def _read_log(self, logged: Logged) -> list[pa.Table]:
-        """Read the columns `_SHOWN` of these rows of the log, in the form of the table's rows."""
+        """Read the columns `_SHOWN` of these messages of the log, in the form of the table's rows."""
         tables = []
         for is_level in (False, True):
-            selected = logged.part(logged.is_level == is_level)
-            if not len(selected):
+            messages = logged.part(logged.is_level == is_level)
+            if not len(messages):
                 continue
-            rows = self._reader.read_rows(selected.row_seq)
+            rows = self._reader.read_rows(messages.row_seq)
             rows = with_original_topics(rows) if is_level else rows
             # A MOVED row contains the message's number in `source_seq`.
             number = pc.if_else(
-                pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), selected.row_seq
+                pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), messages.row_seq
             )
-            replaced_columns = {
-                "due_ms": pa.array(selected.due_ms),
-                "seq": pa.array(selected.seq),
-                "number": number,
-            }
-            tables.append(
-                pa.table(
-                    {
-                        name: replaced_columns[name] if name in replaced_columns else rows.column(name)
-                        for name in _SHOWN
-                    }
-                )
-            )
+            columns = {name: rows.column(name) for name in _SHOWN if name != "number"}
+            columns |= {"due_ms": pa.array(messages.due_ms), "seq": pa.array(messages.seq), "number": number}
+            tables.append(pa.table(columns).select(_SHOWN))
         return tables
 
     def _campaign_ranges(self) -> CampaignRanges:
-        """Collect the ranges of all campaigns, sorted by their first numbers."""
+        """Collect the ranges of all campaigns."""
         ranges = sorted(
             (first_seq, first_seq + rows, name)
             for name, facts in self._campaigns.all().items()
             for first_seq, rows in facts.ranges
         )
-        first_seqs = np.array([entry[0] for entry in ranges], np.int64)
-        return first_seqs, np.array([entry[1] for entry in ranges], np.int64), [entry[2] for entry in ranges]
+        first_seqs = np.array([first_seq for first_seq, _, _ in ranges], np.int64)
+        end_seqs = np.array([end_seq for _, end_seq, _ in ranges], np.int64)
+        return CampaignRanges(first_seqs, end_seqs, [name for _, _, name in ranges])
 
     def close(self) -> None:
-        """End the timer, which would keep the memory of the broker."""
+        """End the timer, which would keep the broker's objects in memory."""
         if self._forget_timer is not None:
             self._forget_timer.cancel()
 
@@ -255,11 +254,13 @@ class Listing:
         async for part in in_slices(candidates):
             changes = await self._look_ups.select(part)
             are_pending = self._scheduling.outcomes.waits(*due_version_columns(part)).tolist()
-            waiting = [c for c, is_pending in zip(part, are_pending, strict=True) if is_pending]
+            waiting = [
+                candidate for candidate, is_pending in zip(part, are_pending, strict=True) if is_pending
+            ]
             pending += [
-                c
-                for c in with_changes(waiting, changes)
-                if from_ms <= c.shown_due_ms < to_ms and names.allows(c.shown_topic)
+                candidate
+                for candidate in with_changes(waiting, changes)
+                if from_ms <= candidate.shown_due_ms < to_ms and names.allows(candidate.shown_topic)
             ]
             if len(pending) > request.rows:
                 break
@@ -272,39 +273,46 @@ class Listing:
         return PendingPage(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 
     def _read_candidates(self, chosen: list[Candidate], ranges: CampaignRanges) -> list[PendingMessage]:
+        """Read the tags and bodies of messages that a look-up has found, and build the messages of a page."""
         rows = read_scheduled_rows(
             self._reader, self._file_keys, self._scheduling.hour_log.pending.live, chosen
         )
         # A message whose row has left log and table since the lookup is settled. It is left out of the page.
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
-        of_campaigns = self._scheduling.outcomes.holds.contains(*due_version_columns(chosen)).tolist()
-        names = _find_campaigns(np.array([c.number for c in chosen], np.int64), ranges)
+        # A message is held by its paused campaign, or by a selection (`change.holder`).
+        held_by_campaign = self._scheduling.outcomes.holds.contains(*due_version_columns(chosen)).tolist()
+        names = _find_campaigns(np.array([candidate.number for candidate in chosen], np.int64), ranges)
         return [
             PendingMessage(
-                c.number, c.shown_topic, c.shown_due_ms, c.unique_key, c.keys,
-                by_seq[c.seq]["tag"], len(by_seq[c.seq]["body"] or b""), name,
-                is_held or (c.change is not None and c.change.holder is not None),
+                candidate.number, candidate.shown_topic, candidate.shown_due_ms, candidate.unique_key, candidate.keys,
+                by_seq[candidate.seq]["tag"], len(by_seq[candidate.seq]["body"] or b""), name,
+                is_held or (candidate.change is not None and candidate.change.holder is not None),
             )
-            for c, name, is_held in zip(chosen, names, of_campaigns, strict=True) if c.seq in by_seq
+            for candidate, name, is_held in zip(chosen, names, held_by_campaign, strict=True)
+            if candidate.seq in by_seq
         ]  # fmt: skip
 
 
 def _window(request: PageRequest) -> tuple[int, int]:
-    """The due times that a page may show: from the first one on, and before the second."""
+    """Find the due times that a page may show: [from_ms, to_ms)."""
     from_ms = FIRST_MS if request.from_ms is None else request.from_ms
     return from_ms, LAST_MS if request.to_ms is None else request.to_ms
 
 
 def _bounds(request: PageRequest, selected: Selected) -> tuple[PagePosition, PagePosition]:
-    """The positions, in the order of the schedule, of all messages that the page may show."""
+    """Find the positions [low, high), in the order of the schedule, between which the messages of the page may be.
+
+    They are wider than the requested window if selections may have moved messages into it.
+    """
     from_ms, to_ms = _window(request)
     low = FIRST_POSITION if request.from_ms is None else (from_ms - selected.later_ms, 0)
     low = low if request.after is None else max(low, request.after)
     return low, min((to_ms + selected.earlier_ms, 0), LAST_POSITION)
 
 
-# Chooses those of some pending messages that a result has, from their due times, versions and topics, and a function
-# that describes some of them. Returns their indexes, and the due times and topics to show.
+# Chooses the messages of a result among pending messages. Arguments: their due times, versions and topics, and a
+# function that describes the messages at some indexes. Returns the indexes of the chosen messages, and the due times
+# and topics to show.
 Choose = Callable[
     [Int64Array, Int64Array, Codes, Callable[[Int64Array], Iterator[DescribedPart]]],
     tuple[Int64Array, Int64Array, Codes],
@@ -314,7 +322,10 @@ Choose = Callable[
 def _choose(
     request: PageRequest, selected: Selected, shown: Shown, codes: TopicCodes, held: set[int]
 ) -> Choose:
-    """Choose the messages of a page in the states that selections have given them. Adds the versions of held ones."""
+    """Build the function that chooses the messages of a page, in the states that selections have given them.
+
+    It adds the versions of chosen messages that a selection holds to `held`.
+    """
     from_ms, to_ms = _window(request)
 
     def choose(
@@ -334,10 +345,12 @@ def _choose(
     return choose
 
 
-def _due_between(lookup: LookupResult, begin: tuple[int, int], end: tuple[int, int]) -> list[Candidate]:
-    """Select the messages that had not ended with begin <= (due_ms, seq) < end, in this order."""
+def _due_between(lookup: LookupResult, low: PagePosition, high: PagePosition) -> list[Candidate]:
+    """Select the unsettled messages of a look-up in [low, high), sorted by (due_ms, seq)."""
     candidates = [
-        c for c in lookup.candidates if c.number not in lookup.settled and begin <= (c.due_ms, c.seq) < end
+        candidate
+        for candidate in lookup.candidates
+        if candidate.number not in lookup.settled and low <= (candidate.due_ms, candidate.seq) < high
     ]
     # Unlike `sort`, numpy does not hold the interpreter.
     due_ms, seq = due_version_columns(candidates)
@@ -368,7 +381,7 @@ class Shown:
         *,
         is_final: bool = True,
     ) -> tuple[Int64Array, Int64Array, Codes]:
-        """Choose messages by their topics, a `Choose`. If topics are not final yet: choose all."""
+        """Choose messages by their topics (a `Choose`), or all if selections may still change topics (`is_final`)."""
         index = np.flatnonzero(self(topic)) if is_final else np.arange(len(seq))
         return index, due_ms[index], topic[index]
 
@@ -376,6 +389,10 @@ class Shown:
 def _messages(
     tables: list[pa.Table], ranges: CampaignRanges, shown: dict[int, tuple[int, str]], held: set[int]
 ) -> list[PendingMessage]:
+    """Build the messages of a page from rows of log and table, sorted by the due times to show.
+
+    `shown` contains the due time and the topic to show by version, `held` the versions of held messages.
+    """
     rows: list[dict[str, Any]] = []
     for table in tables:
         size = pc.fill_null(pc.binary_length(table.column("body")), 0)
@@ -397,14 +414,13 @@ def _messages(
 
 def _find_campaigns(numbers: Int64Array, ranges: CampaignRanges) -> list[str | None]:
     """Find the campaign of each of these messages by number. None for messages without a campaign."""
-    first_seqs, end_seqs, names = ranges
-    if not len(first_seqs):
+    if not len(ranges.first_seq):
         return [None] * len(numbers)
-    # The ranges are disjoint and sorted, so only the last one that begins at or before the number can contain it.
-    range_index = np.searchsorted(first_seqs, numbers, side="right") - 1
-    is_inside = (range_index >= 0) & (numbers < end_seqs[range_index])
+    # Only the last range that begins at or before a number can contain it.
+    range_index = np.searchsorted(ranges.first_seq, numbers, side="right") - 1
+    is_inside = (range_index >= 0) & (numbers < ranges.end_seq[range_index])
     return [
-        names[index] if is_member else None
+        ranges.names[index] if is_member else None
         for index, is_member in zip(range_index.tolist(), is_inside.tolist(), strict=True)
     ]
 
@@ -419,15 +435,15 @@ GROUPS_MAX, FILES_MAX = 64, 64
 
 @dataclass(frozen=True, slots=True)
 class Filed(Columns):
-    """Scheduled messages in files, as columns. `seq`: version. `file`, `group`, `row`: where the message is stored."""
+    """Scheduled messages in files, as columns, with the place where each is stored: file, row group and row."""
 
-    due_ms: Int64Array
-    seq: Int64Array
+    due_ms: Int64Array  # in the schedule
+    seq: Int64Array  # the version
     topic: Codes
     file: Int64Array  # index into Snapshot.entries
     group: Int64Array
     row: Int64Array  # within its row group
-    shown_ms: Int64Array  # when it is due, as users see it
+    shown_ms: Int64Array  # the due time that selections have given the message
 
 
 _NONE = np.empty(0, np.int64)
@@ -444,15 +460,17 @@ class TableWalk:
         codes: TopicCodes,
         topic: str | None,
     ) -> None:
+        """Skip row groups without messages of `topic`. None: read all topics."""
         self._snapshot, self._open_file, self._codes, self._topic = snapshot, open_file, codes, topic
         self.files: dict[int, DataFile] = {}  # the files read so far
 
     def after(
         self, low: PagePosition, high: PagePosition, rows: int, choose: Choose
     ) -> tuple[Filed, PagePosition]:
-        """Read the chosen pending messages in [low, high), and the position up to which the result is complete.
+        """Find the pending messages in [low, high) that `choose` selects, unsorted.
 
-        The result has more than `rows` messages, unless there are fewer or a bound of the walk is reached.
+        Also returns the position up to which the result is complete: after more than `rows` messages, at a bound of the
+        walk, or `high`.
         """
         snapshot, parts, row_count, group_count = self._snapshot, [NOTHING], 0, 0
         # A heap of the next steps, earliest first: (first due time, file, row group). Row group -1: open the file.
@@ -486,6 +504,7 @@ class TableWalk:
     def _read_group(
         self, file_index: int, group: int, low: PagePosition, high: PagePosition, choose: Choose
     ) -> Filed:
+        """Find the pending messages of a row group in [low, high) that `choose` selects."""
         file = self.files[file_index]
         rows = file.read_group(group, ["due_ms", "seq", "topic"])
         due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
@@ -526,7 +545,7 @@ class TableWalk:
 
 
 def is_before(messages: Logged | Filed, upto: PagePosition) -> Bools:
-    """Check which of these messages are before a position."""
+    """Compute a mask of the messages before a position."""
     return np.asarray((messages.due_ms < upto[0]) | ((messages.due_ms == upto[0]) & (messages.seq < upto[1])))
 
 
@@ -542,16 +561,19 @@ def rows_in_log(
     messages: Logged,
     convert_level: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda rows: rows,
 ) -> pa.RecordBatch:
-    """Read the complete rows (READ_SCHEMA) of messages in the log. `convert_level` changes those of delay levels."""
+    """Read the complete rows (READ_SCHEMA) of at least one message in the log, those of delay levels last.
+
+    `convert_level` changes the rows of delay levels, which have their original topics.
+    """
     batches = []
     for is_level in (False, True):
-        selected = messages.part(messages.is_level == is_level)
-        if len(selected):
-            rows = reader.read_rows(selected.row_seq)
+        part = messages.part(messages.is_level == is_level)
+        if len(part):
+            rows = reader.read_rows(part.row_seq)
             batches.append(as_scheduled(convert_level(with_original_topics(rows)) if is_level else rows))
     return pa.concat_batches(batches)
 
 
 def rows_in_table(walk: TableWalk, messages: Filed) -> pa.RecordBatch:
-    """Read the complete rows (READ_SCHEMA) of messages in files."""
+    """Read the complete rows (READ_SCHEMA) of messages in files, in their order."""
     return scheduled_of_table(walk.rows_of(messages, TABLE_SCHEMA.names))

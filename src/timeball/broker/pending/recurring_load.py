@@ -1,7 +1,7 @@
 """Count the occurrences of recurring schedules that are no messages yet, by topic and bucket.
 
-An active schedule has one pending message. Its later occurrences follow from its rule, so they are computed, each rule
-once for all schedules that have it. `COST_MAX` bounds the work of a count. If the schedules have more occurrences in a
+An active schedule has one pending message. Its later occurrences follow from its rule, so they are computed, once for
+all schedules with the same rule. `COST_MAX` bounds the work of a count. If the schedules have more occurrences in a
 window, the count ends earlier: at the time up to which the occurrences of every schedule are counted.
 """
 
@@ -20,10 +20,11 @@ from timeball.broker.registry.schedules import State, rule_of, topic_of
 from timeball.model.errors import InvalidDelay
 from timeball.model.message import Int64Array
 
-# The work of a count: 1 for each topic of each occurrence, and for each look at a rule LOOK, or COSTLY_LOOK if it may
-# take milliseconds. A unit takes about 3 us.
+# The work of a count in units of about 3 us: 1 for each topic of each occurrence, LOOK for each computation of a rule's
+# next occurrences, or COSTLY_LOOK if that may take milliseconds.
 COST_MAX, LOOK, COSTLY_LOOK = 300_000, 20, 1_000
-# The work of a step. Pages and counts of other callers need the same thread, and wait for one step only.
+# The work of a step, and the texts read in one. Pages and counts of other callers need the same thread, and wait for
+# one step only.
 STEP_COST, STEP_TEXTS = 5_000, 20_000
 
 
@@ -49,7 +50,7 @@ class TopicsOfTexts:
         self._known: Codes = np.empty(0, np.int32)  # -1: not read yet
 
     def steps(self, texts: Texts, indexes: Int64Array) -> Iterator[bool]:
-        """Read the topics of these texts, as far as they are not known. Yields True after each part."""
+        """Read the topics of the texts at these indexes that were not read before. Yields True after each part."""
         if texts is not self._texts:
             self._texts, self._known = texts, np.empty(0, np.int32)
         added = max(0, len(texts) - len(self._known))
@@ -67,14 +68,14 @@ class TopicsOfTexts:
 
 @dataclass(slots=True)
 class _RuleLoad:
-    """The schedules with one rule, as parallel columns, and how far their occurrences are counted."""
+    """The schedules with one rule, grouped by topic and due time, as parallel columns."""
 
     rule: Rule
-    look: int  # the work of a look at the rule
+    look: int  # the work of one computation of the rule
     topics: Int64Array  # codes
     due_ms: Int64Array  # of the pending occurrence, which is a message
-    schedules: Int64Array  # their number
-    counted_ms: int
+    schedules: Int64Array  # the number of schedules in the group
+    counted_ms: int  # the occurrences up to this time are counted
 
 
 class RecurringCounting:
@@ -92,7 +93,7 @@ class RecurringCounting:
         self.to_ms = window.from_ms
 
     def steps(self) -> Iterator[bool]:
-        """Count. Yields True after each part."""
+        """Count the occurrences of all active schedules in the window. Yields True after each part."""
         planned, window = self._planned, self._window
         slots = np.flatnonzero(planned.state == State.ACTIVE)
         if not len(slots):
@@ -101,14 +102,14 @@ class RecurringCounting:
         texts = planned.text[slots].astype(np.int64)
         yield from self._topics.steps(planned.texts, texts)
         columns = np.stack((planned.plan[slots], self._topics.codes(texts), planned.due_ms[slots]))
-        # Schedules with equal rules nearly always have equal rows here. Sorted without `np.unique`, which would hold
-        # the interpreter for a second for a million rows of columns.
+        # Group the schedules by rule, topic and due time. Not by `np.unique`, which would hold the interpreter for a
+        # second with a million rows.
         rows = columns[:, np.lexsort(columns[::-1])]
         first = np.flatnonzero(np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0)))
         rows, schedules = rows[:, first], np.diff(np.append(first, len(slots)))
         begins = np.flatnonzero(np.diff(rows[0], prepend=-1))
         if len(begins) * LOOK > COST_MAX:
-            return  # so many rules that none is looked at
+            return  # one computation of each rule would cost too much
         yield True
         open_loads = list[_RuleLoad]()
         for begin, end in zip(begins, [*begins[1:], len(schedules)], strict=True):
@@ -126,9 +127,10 @@ class RecurringCounting:
         yield from self._count(open_loads)
 
     def _count(self, open_loads: list[_RuleLoad]) -> Iterator[bool]:
+        """Count the occurrences of these rules, until all are counted or the work is used up."""
         window, found = self._window, list[tuple[Int64Array, Int64Array]]()
         left, step_left = COST_MAX, STEP_COST
-        # In rounds, so that a rule for each second does not use up the work of all others.
+        # In rounds, in which each rule has an equal share, so that a rule for each second does not use up all work.
         while open_loads and left > (looks := sum(load.look for load in open_loads)):
             share, still_open = (left - looks) // len(open_loads), list[_RuleLoad]()
             for load in open_loads:
@@ -147,17 +149,20 @@ class RecurringCounting:
         self._finish(found, min((load.counted_ms + 1 for load in open_loads), default=window.to_ms))
 
     def _pairs(self, load: _RuleLoad, instants: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """Yield the pairs and their numbers of occurrences for each group of schedules, of these times of the rule."""
         window = self._window
-        in_buckets = (instants - window.from_ms) // window.width_ms
-        buckets, counts = np.unique(in_buckets, return_counts=True)
+        bucket_of_instant = (instants - window.from_ms) // window.width_ms
+        all_buckets, all_counts = np.unique(bucket_of_instant, return_counts=True)
         for topic, due_ms, schedules in zip(load.topics, load.due_ms, load.schedules, strict=True):
-            of_topic = buckets, counts
-            if len(instants) and due_ms >= instants[0]:  # behind it are other schedules of the rule
-                of_topic = np.unique(in_buckets[instants > due_ms], return_counts=True)
-            yield topic * window.buckets + of_topic[0], of_topic[1] * schedules
+            buckets, counts = all_buckets, all_counts
+            # The pending message of the group comes after some of these times, so they are no occurrences of it.
+            if len(instants) and due_ms >= instants[0]:
+                buckets, counts = np.unique(bucket_of_instant[instants > due_ms], return_counts=True)
+            yield topic * window.buckets + buckets, counts * schedules
 
     def _finish(self, found: list[tuple[Int64Array, Int64Array]], counted_to_ms: int) -> None:
-        # In whole buckets, because a part of a bucket would be taken for its load.
+        """Sum the pairs of the whole buckets before `counted_to_ms`."""
+        # A part of a bucket would be taken for its load.
         window = self._window
         buckets = max(0, counted_to_ms - window.from_ms) // window.width_ms
         self.to_ms = window.from_ms + buckets * window.width_ms

@@ -1,15 +1,15 @@
 """The pending scheduled messages at one time, for every strategy: rows of the log and of the table, and settled pairs.
 
     in the log     scheduled messages from the watermark on, which were not moved to the table. Messages of delay levels
-                   are always in the log, also before the watermark. A strategy with its own files keeps the rows of its
-                   messages in the log, too
+                   are always in the log, also before the watermark. The messages of a strategy with its own files are
+                   in the log, too
     in the table   scheduled messages in the data files
     settled        the mark of the schedule, and pairs (due time, version) that the mark does not cover
                    (schedule/outcomes.py)
     selected       the selections, which change the states of messages (registry/selections.py)
 
-A snapshot is taken on the event loop without an await, and between two attaches. So all belong to the same time,
-and a message that an attach moves from the log to the table is in exactly one of them.
+A snapshot is taken on the event loop without an await, and between two attaches. So all parts belong to the same time,
+and a message that an attach moves from the log to the table is in exactly one of the two.
 
 `LogTail` reads the messages of the log, and keeps them sorted by due time between two reads.
 """
@@ -72,9 +72,9 @@ class Snapshot:
         return np.sort(self.settled.seq)
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Check which of these scheduled messages (columns) are pending."""
+        """Compute a mask of the pending messages among these scheduled messages (columns)."""
         is_settled = (due_ms < self.settled.before_ms) & ~self.settled.may_be_pending(seq)
-        # Only messages due before the mark may be held. Usually there are none.
+        # Holds matter only for messages that the mark covers. Usually there are no holds.
         if is_settled.any() and len(self.holds):
             is_settled &= ~self.holds.contains(due_ms, seq)
         if len(self.settled_seq):
@@ -113,7 +113,10 @@ class Snapshots:
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[Snapshot]:
-        """Take a snapshot. Its files are not deleted before the end of the block. Raises NotLeader."""
+        """Take a snapshot. Its files are not deleted before the end of the block.
+
+        Raises NotLeader if this node may not lead its group any more.
+        """
         scheduling = self._scheduling
         # During a change of the table, some messages may be neither in the tail of the log nor in the listed files.
         async with self._attaching:
@@ -148,7 +151,7 @@ def is_shown(topic: str, requested_topic: str | None) -> bool:
 # ---- states of messages, as selections have changed them -----------------------------------------------------
 # Rows are read only for messages that a selection may have changed.
 
-# Some of the messages of a part, by their ascending indexes, as conditions see them.
+# Messages at some ascending indexes of a part, with the columns that conditions need.
 DescribedPart = tuple[Int64Array, Described]
 
 
@@ -165,11 +168,11 @@ class View(Columns):
 def described_in_group(
     selected: Selected, file: DataFile, group: int, row: Int64Array, due_ms: Int64Array, seq: Int64Array
 ) -> Iterator[DescribedPart]:
-    """Read those of these pending messages in a row group that a selection may have changed.
+    """Describe the pending messages of a row group that a selection may have changed. Yields one part or none.
 
-    `row`: their ascending indexes in the group. `due_ms`, `seq`: their due times and versions.
+    `row`, `due_ms` and `seq` contain the row in the group (ascending), due time and version of each pending message.
     """
-    # Most row groups are outside of all bounds, and nothing more is read of them.
+    # Most row groups are outside the bounds of all selections, and nothing more is read of them.
     index = np.flatnonzero(selected.may_change(due_ms, seq))
     if not len(index):
         return
@@ -185,27 +188,32 @@ def described_in_group(
 def described_in_log(
     selected: Selected, reader: LogReader, rows: Logged, topics: Sequence[str]
 ) -> Iterator[DescribedPart]:
-    """Read those of these pending messages of the log that a selection may have changed. `topics`: by code."""
+    """Describe the pending messages of the log that a selection may have changed, in parts. `topics`: names by code."""
     index = np.flatnonzero(selected.may_change(rows.due_ms, rows.seq))
     for begin in range(0, len(index), _SCAN_ROWS):
-        chosen = rows.part(part := index[begin : begin + _SCAN_ROWS])
+        part = index[begin : begin + _SCAN_ROWS]
+        chosen = rows.part(part)
         topic = pa.array(topics, pa.string()).take(pa.array(chosen.topic))
-        read = number = None
+        number, condition_rows = (
+            chosen.seq,
+            None,
+        )  # only a condition needs the number of a message that was moved
         if selected.reads_rows:
-            read = reader.read_rows(chosen.row_seq, ["kind", "source_seq", *CONDITION_COLUMNS])
-            is_moved = read.column("kind").to_numpy() == Kind.MOVED
+            condition_rows = reader.read_rows(chosen.row_seq, ["kind", "source_seq", *CONDITION_COLUMNS])
+            is_moved = condition_rows.column("kind").to_numpy() == Kind.MOVED
             # A MOVED row contains the message's number in `source_seq`.
-            number = np.where(is_moved, read.column("source_seq").fill_null(0).to_numpy(), chosen.row_seq)
-        yield (
-            part,
-            Described(chosen.due_ms, chosen.seq, chosen.seq if number is None else number, topic, read),
-        )
+            source_seq = condition_rows.column("source_seq").fill_null(0).to_numpy()
+            number = np.where(is_moved, source_seq, chosen.row_seq)
+        yield part, Described(chosen.due_ms, chosen.seq, number, topic, condition_rows)
 
 
 def view_of(
     selected: Selected, parts: Iterable[DescribedPart], due_ms: Int64Array, topic: Codes, codes: TopicCodes
 ) -> View:
-    """Compute the states of pending messages, of which `parts` have those that may have changed."""
+    """Compute the states of pending messages with these due times and topics.
+
+    `parts` describe the messages that a selection may have changed. All others are unchanged.
+    """
     result = View(due_ms.copy(), topic.copy(), *(np.zeros(len(due_ms), np.bool_) for _ in range(2)))
     for index, described in parts:
         states = selected.states(described)
@@ -233,7 +241,7 @@ _COLUMNS = ["seq", "kind", "topic", "queue_offset", "due_ms", "source_seq", "ver
 
 
 class TopicCodes:
-    """Maps topics to small numbers (codes), assigned at the first use. Belongs to the background thread."""
+    """Maps topics to codes: indexes in `names`, assigned at the first use. Belongs to the background thread."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -258,19 +266,17 @@ class TopicCodes:
 
 @dataclass(frozen=True, slots=True)
 class Logged(Columns):
-    """Scheduled messages in the log, as columns.
+    """Rows of the log that contain scheduled messages, as columns.
 
-    A message may have several rows in the log: one row sets its due time, and later rows write it again with the same
-    due time (hops, rolls). The last row of a message counts.
-
-    `seq`: version. `row_seq`: row. `is_level`: in a delay level's queue.
+    A message may have several rows: one row sets its due time, and later rows write it again with the same due time
+    (hops, rolls). The last row of a message is the valid one.
     """
 
     due_ms: Int64Array
-    seq: Int64Array
+    seq: Int64Array  # the version
     row_seq: Int64Array
     topic: Codes
-    is_level: Bools
+    is_level: Bools  # the message is in the queue of a delay level
 
     def sorted(self) -> Logged:
         """Sort by due time and version, and keep only the last row of each version."""
@@ -287,26 +293,30 @@ NOTHING = Logged(_NONE, _NONE, _NONE, np.empty(0, np.int32), np.empty(0, np.bool
 
 
 def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes) -> Iterator[Logged]:
-    """Yield the scheduled messages of the log from row `from_seq` on, including settled ones (background thread)."""
+    """Yield the scheduled messages of the log from row `from_seq` on that are not in the table (background thread).
+
+    Settled messages are included.
+    """
     begin_seq = max(from_seq, reader.first_seq)
     while True:
         try:
             batches = reader.coalesced(begin_seq, snapshot.to_seq, KINDS, _SCAN_ROWS, _COLUMNS)
-            first = next(batches, None)
+            rows = next(batches, None)
             break
         except OutOfRange:
             if reader.first_seq <= begin_seq:
                 raise
             # Retention has removed a segment since `first_seq` was read. None of its messages is pending.
             begin_seq = reader.first_seq
-    while first is not None:
-        scheduled = _scheduled_rows(reader, first, snapshot.watermark, codes)
+    while rows is not None:
+        scheduled = _scheduled_rows(reader, rows, snapshot.watermark, codes)
         if len(scheduled):
             yield scheduled
-        first = next(batches, None)
+        rows = next(batches, None)
 
 
 def _scheduled_rows(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: TopicCodes) -> Logged:
+    """Select the scheduled messages among SCHEDULED and MOVED rows that are not in the table."""
     row_seq, is_level = int64(rows.column("seq")), np.asarray(rows.column("queue_offset").is_valid())
     # A half message has no due time. Rows before the watermark are in the table, except those of delay levels.
     is_relevant = np.asarray(rows.column("due_ms").is_valid()) & ((row_seq >= watermark) | is_level)
@@ -339,19 +349,16 @@ class LogTail:
 
     def forget(self) -> None:
         """Drop all kept messages, to free their memory."""
-        self._rows, self._next_seq = NOTHING, -1
-        self._low, self._high = (
-            FIRST_POSITION,
-            FIRST_POSITION,
-        )  # the scheduled messages in [low, high) are kept
+        self._rows, self._next_seq = NOTHING, -1  # rows before `_next_seq` were read
+        # The scheduled messages in [_low, _high) are kept.
+        self._low = self._high = FIRST_POSITION
 
     def after(
         self, snapshot: Snapshot, low: PagePosition, high: PagePosition, rows: int
     ) -> tuple[Logged, PagePosition]:
-        """Find the pending messages in [low, high), sorted, and the position up to which all were examined.
+        """Find the pending messages of the log in [low, high), sorted, and the position up to which all were examined.
 
-        One call examines at most `rows` messages. It leaves out settled messages, and those that an attach has moved to
-        the table.
+        One call examines at most `rows` messages.
         """
         if not self._low <= low < self._high:
             # First try to keep all messages, from the earliest due time on. If there are too many, keep those from
@@ -389,7 +396,7 @@ class LogTail:
             if is_kept.any():
                 batches.append(scheduled.part(is_kept))
                 count += len(batches[-1])
-            # Only now and then, because a cut sorts all kept messages.
+            # Not after each batch, because a cut sorts all kept messages.
             if count > 2 * self._rows_max:
                 batches = [self._sort_and_cut(Logged.joined(batches))]
                 count = len(batches[0])
@@ -397,7 +404,7 @@ class LogTail:
         self._next_seq = snapshot.to_seq
 
     def _sort_and_cut(self, rows: Logged) -> Logged:
-        """Sort the messages and limit them to [`_low`, `_high`). If there are too many, lower `_high`."""
+        """Sort the messages and cut them to [`_low`, `_high`). If they are more than `rows_max`, lower `_high`."""
         rows = rows.sorted()
         rows = rows.part(
             slice(search(rows.due_ms, rows.seq, self._low), search(rows.due_ms, rows.seq, self._high))
@@ -409,5 +416,5 @@ class LogTail:
 
 
 def _is_in_log(rows: Logged, snapshot: Snapshot) -> Bools:
-    """Check which of these messages are only in the log. The others were compacted into the table."""
+    """Compute a mask of the messages that are in the log. The others were compacted into the table."""
     return np.asarray((rows.row_seq >= snapshot.watermark) | rows.is_level)

@@ -2,9 +2,9 @@
 
 Due times are those that the messages had when the selection was accepted, before its effect.
 
-A survey walks through log and table of a snapshot once, part by part, so that pages and counts of other callers, which
-need the same thread, wait for a part only. A dry run surveys a selection that
-does not exist, and each accepted selection is surveyed once after it was accepted, and once after each start.
+A survey walks through log and table of a snapshot once, part by part. Pages and counts of other callers need the same
+thread, and so they wait for one part only. A dry run surveys a selection that does not exist. Each accepted selection
+is surveyed once after it was accepted, and once after each start.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,17 +39,23 @@ from timeball.model.answers import FIRST_POSITION, LAST_POSITION
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import Int64Array
 
-SAMPLES, HOURS = 10, 100  # in the result: the first ones
+SAMPLES, HOURS = 10, 100  # the most samples and hours in the result, the earliest ones
 PART_ROWS = 65_536
 _SAMPLE_COLUMNS = ["topic", "unique_key", "keys"]
 
-# Builds the selections of a survey from the end of the log, and names the one whose messages are counted.
+# Builds the selections of a survey, given the end of the log (a sequence number), and names the one to survey.
 Plan = Callable[[int], tuple[Selected, str]]
 Sample = tuple[int, int, str, str | None, str | None]  # due_ms, version, topic, id, keys
-# Reads some of the messages of a part, by their ascending indexes, with the given due times.
+# Reads messages of a part as samples. Arguments: their ascending indexes in the part, and the due times to show.
 _Read = Callable[[Int64Array, Int64Array], list[Sample]]
-# Pending messages: due times, those that a selection may have changed, and a function that reads some.
-_Part = tuple[Int64Array, Iterator[DescribedPart], _Read]
+
+
+class _Part(NamedTuple):
+    """Pending messages of a walk."""
+
+    due_ms: Int64Array
+    described: Iterator[DescribedPart]  # the messages that a selection may have changed
+    read: _Read
 
 
 class Surveys:
@@ -58,9 +65,10 @@ class Surveys:
         self._snapshots, self._reader, self._background = snapshots, reader, background
 
     async def survey(self, plan: Plan, taken: Callable[[], None] = lambda: None) -> Survey:
-        """Survey the messages that are pending now. Calls `taken` at the moment to which the result refers.
+        """Survey the messages that are pending now.
 
-        Raises Unavailable if retention removed rows twice during the walk.
+        Calls `taken` at the moment to which the result refers, perhaps twice. Raises Unavailable if retention removed
+        rows twice during the walk.
         """
         for _ in range(2):
             async with self._snapshots.taken() as snapshot:
@@ -87,12 +95,15 @@ class _Walk:
     reader: LogReader
     snapshots: Snapshots
     codes: TopicCodes = field(default_factory=TopicCodes)
+    # Of the messages of the selection: their number, the first and the last due time before its effect, the last time
+    # at which one may be settled, and the earliest ones. Times are -1 without messages.
     count: int = 0
     first_ms: int = -1
     last_ms: int = -1
     until_ms: int = -1
     samples: list[Sample] = field(default_factory=list)
-    # By hour: pending messages before and after the selection, and its messages in both.
+    # By hour: all messages that are due before and after the effect of the selection, and the messages of the selection
+    # in both.
     before: Counter[int] = field(default_factory=Counter)
     after: Counter[int] = field(default_factory=Counter)
     covered: Counter[int] = field(default_factory=Counter)
@@ -106,7 +117,7 @@ class _Walk:
         give_back()
 
     def result(self) -> Survey:
-        """Build the result, when all steps are done."""
+        """Build the result after all steps. It has the hours in which messages of the selection are due."""
         hours = [
             (hour * limits.HOUR_MS, self.before[hour], self.after[hour])
             for hour in sorted(self.covered)[:HOURS]
@@ -114,17 +125,18 @@ class _Walk:
         samples = [(due_ms, topic, key, keys) for due_ms, _, topic, key, keys in self.samples]
         return Survey(self.count, self.first_ms, self.last_ms, samples, hours, self.until_ms)
 
-    def _add(self, due_ms: Int64Array, parts: Iterator[DescribedPart], read: _Read) -> None:
+    def _add(self, due_ms: Int64Array, described_parts: Iterator[DescribedPart], read: _Read) -> None:
+        """Count the messages of a part."""
         # Counted by hours, so that memory does not grow with the messages.
         is_unchanged = np.ones(len(due_ms), np.bool_)
-        for index, described in parts:
+        for index, described in described_parts:
             is_unchanged[index] = False
             states, (is_member, before, after) = self.selected.covered(described, self.name)
             _count_hours(self.before, _released(before))
             _count_hours(self.after, _released(after))
             if is_member.any():
-                for one in (before, after):
-                    _count_hours(self.covered, _released(one.part(is_member)))
+                for state in (before, after):
+                    _count_hours(self.covered, _released(state.part(is_member)))
                 self._add_members(
                     index[is_member], described.due_ms[is_member], states.part(is_member),
                     before.due_ms[is_member], read,
@@ -135,17 +147,22 @@ class _Walk:
     def _add_members(
         self, row: Int64Array, due_ms: Int64Array, states: States, before_ms: Int64Array, read: _Read
     ) -> None:
-        """Add messages of the selection: `due_ms` in the schedule, `before_ms` before its effect."""
+        """Count messages of the selection, and keep the earliest ones as samples.
+
+        `row` contains their indexes in the part, `due_ms` the due times in the schedule, `before_ms` those before the
+        effect of the selection, and `states` their present states.
+        """
         self.count += len(row)
         first_ms, last_ms = int(before_ms.min()), int(before_ms.max())
         self.first_ms = first_ms if self.first_ms < 0 else min(self.first_ms, first_ms)
         self.last_ms = max(self.last_ms, last_ms)
+        # A held message may be settled at any time.
         until_ms = LAST_MS if (states.holder >= 0).any() else int(np.maximum(due_ms, states.due_ms).max())
         self.until_ms = max(self.until_ms, until_ms)
         if len(self.samples) < SAMPLES or first_ms <= self.samples[-1][0]:
             earliest = np.sort(np.argsort(before_ms, kind="stable")[:SAMPLES])
-            found = read(row[earliest], before_ms[earliest])
-            self.samples = heapq.nsmallest(SAMPLES, [*self.samples, *found])
+            candidates = read(row[earliest], before_ms[earliest])
+            self.samples = heapq.nsmallest(SAMPLES, [*self.samples, *candidates])
 
     def _in_log(self) -> Iterator[_Part | None]:
         """Yield the messages of the log, and None between the parts of the read."""
@@ -161,17 +178,18 @@ class _Walk:
 
         def read(part: Logged, index: Int64Array, due_ms: Int64Array) -> list[Sample]:
             chosen = part.part(index)
-            read = self.reader.read_rows(chosen.row_seq, ["unique_key", "keys"])
+            columns = self.reader.read_rows(chosen.row_seq, ["unique_key", "keys"])
             topics = [self.codes.names[code] for code in chosen.topic.tolist()]
-            names = (topics, read.column("unique_key").to_pylist(), read.column("keys").to_pylist())
-            return list(zip(due_ms.tolist(), chosen.seq.tolist(), *names, strict=True))
+            texts = topics, columns.column("unique_key").to_pylist(), columns.column("keys").to_pylist()
+            return list(zip(due_ms.tolist(), chosen.seq.tolist(), *texts, strict=True))
 
         for begin in range(0, len(rows), PART_ROWS):
             part = rows.part(slice(begin, begin + PART_ROWS))
-            parts_of = described_in_log(self.selected, self.reader, part, self.codes.names)
-            yield part.due_ms, parts_of, partial(read, part)
+            described_parts = described_in_log(self.selected, self.reader, part, self.codes.names)
+            yield _Part(part.due_ms, described_parts, partial(read, part))
 
     def _in_files(self) -> Iterator[_Part]:
+        """Yield the messages of the table, row group by row group."""
         for entry in self.snapshot.entries:
             file = self.snapshots.open_file(entry)
             for group in file.groups_between(FIRST_POSITION, LAST_POSITION):
@@ -188,10 +206,11 @@ class _Walk:
                     seq: Int64Array = seq,
                 ) -> list[Sample]:
                     rows = file.read_group_rows(group, row[index], _SAMPLE_COLUMNS)  # noqa: B023  # called at once
-                    names = (rows.column(name).to_pylist() for name in _SAMPLE_COLUMNS)
-                    return list(zip(due_ms.tolist(), seq[index].tolist(), *names, strict=True))
+                    texts = (rows.column(name).to_pylist() for name in _SAMPLE_COLUMNS)
+                    return list(zip(due_ms.tolist(), seq[index].tolist(), *texts, strict=True))
 
-                yield due_ms, described_in_group(self.selected, file, group, row, due_ms, seq), read
+                described_parts = described_in_group(self.selected, file, group, row, due_ms, seq)
+                yield _Part(due_ms, described_parts, read)
 
 
 def _released(states: States) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Delivery windows with the spread `level`: each message is due in the second of its window with the least messages.
+"""Delivery windows with the spread `level`: each message is due in the second of its window with the fewest messages.
 
 The counts of the pending messages by second come from `Forecast`, which reads log and table. They are counted again
 after `FRESH_S`. Meanwhile each choice is added to them in memory. So the counts are a cache: after a restart they are
@@ -23,7 +23,8 @@ from timeball.model.message import Int64Array
 
 FRESH_S = 30.0
 RANGES_MAX = 16  # counted ranges in memory, of at most FORECAST_BUCKETS_MAX numbers each
-# Messages of one second are due in steps of this many ms, so that they are not due at once. Coprime to 1,000.
+# The nth message of a second is due n times this many ms (modulo 1,000) after its begin, so that they are not due at
+# once. Coprime to 1,000.
 _STEP_MS = 617
 
 
@@ -35,11 +36,11 @@ class DeliveryWindow(NamedTuple):
 
 
 class _Range(msgspec.Struct, eq=False):
-    """The counted seconds from `first` on. `until_s` is on the loop's clock."""
+    """Counted seconds. A second is a number of seconds since 1970."""
 
     first: int
-    loads: Int64Array
-    until_s: float
+    loads: Int64Array  # the number of messages of each second from `first` on
+    until_s: float  # reused until this time on the loop's clock
 
     @property
     def end(self) -> int:
@@ -56,13 +57,13 @@ class WindowLoads:
         self._counting = asyncio.Lock()
 
     async def choose(self, windows: Sequence[DeliveryWindow]) -> list[int]:
-        """Choose a due time for a message of each window, in ms since 1970.
+        """Choose a due time (ms since 1970) in each window.
 
         Raises InvalidDelay for a window of too many seconds, and OverLimit if counting costs too much.
         """
         chosen = list[int]()
         for window in windows:
-            # A begin in the past is now: the message would be due at once, as all others of this kind.
+            # A window that has begun is used from now on, because messages in its past would all be due at once.
             begin_ms = max(window.begin_ms, self._clock.now_ms())
             first, last = -(-begin_ms // SECOND_MS), (window.end_ms + 1) // SECOND_MS - 1
             if last < first:  # no whole second
@@ -72,19 +73,20 @@ class WindowLoads:
         return chosen
 
     def _choose_second(self, counted: _Range, first: int, last: int) -> int:
+        """Choose the second in [first, last] with the fewest messages, count one more in it, and return a due time."""
         second = first + int(counted.loads[first - counted.first : last + 1 - counted.first].argmin())
         load = int(counted.loads[second - counted.first])
-        # In all ranges, because the next window may be found in another one.
-        for each in self._ranges:
-            if each.first <= second < each.end:
-                each.loads[second - each.first] += 1
+        # In all ranges, because another range may serve the next window.
+        for counted_range in self._ranges:
+            if counted_range.first <= second < counted_range.end:
+                counted_range.loads[second - counted_range.first] += 1
         return second * SECOND_MS + load * _STEP_MS % SECOND_MS
 
     async def _find_range(self, first: int, last: int) -> _Range:
-        """Find a counted range that has these seconds, or count it."""
-        found = self._find_fresh(first, last)
-        if found is not None:
-            return found
+        """Find a counted range that contains the seconds [first, last], or count it."""
+        fresh = self._find_fresh(first, last)
+        if fresh is not None:
+            return fresh
         width = last + 1 - first
         if width > limits.FORECAST_BUCKETS_MAX:
             raise InvalidDelay(
@@ -92,25 +94,31 @@ class WindowLoads:
             )
         async with self._counting:
             # Another send may have counted while this one was waiting for the lock.
-            found = self._find_fresh(first, last)
-            if found is not None:
-                return found
-            # The windows of later sends begin later, and are in this range too.
+            fresh = self._find_fresh(first, last)
+            if fresh is not None:
+                return fresh
+            # Longer than the window, so that it also contains the windows of later sends, which begin later.
             end = first + min(2 * width + 60, limits.FORECAST_BUCKETS_MAX)
             counted = await self._forecast.counted("second", first * SECOND_MS, end * SECOND_MS)
             loads = np.zeros(end - first, np.int64)
             for begin_ms, rows in counted.buckets:
                 loads[begin_ms // SECOND_MS - first] = rows
-            for known in self._ranges:  # with the choices whose messages are not counted yet
-                begin, until = max(first, known.first), min(end, known.end)
+            # The other ranges include choices whose messages may not be in the new counts yet.
+            for earlier in self._ranges:
+                begin, until = max(first, earlier.first), min(end, earlier.end)
                 if begin < until:
                     overlap = loads[begin - first : until - first]
-                    np.maximum(overlap, known.loads[begin - known.first : until - known.first], out=overlap)
+                    np.maximum(
+                        overlap, earlier.loads[begin - earlier.first : until - earlier.first], out=overlap
+                    )
             added = _Range(first, loads, self._loop.time() + FRESH_S)
             self._ranges = [added, *self._ranges[: RANGES_MAX - 1]]
             return added
 
     def _find_fresh(self, first: int, last: int) -> _Range | None:
+        """Find a counted range that contains the seconds [first, last]. Expired ranges are removed."""
         now_s = self._loop.time()
-        self._ranges = [each for each in self._ranges if now_s < each.until_s]
-        return next((each for each in self._ranges if each.first <= first and last < each.end), None)
+        self._ranges = [counted for counted in self._ranges if now_s < counted.until_s]
+        return next(
+            (counted for counted in self._ranges if counted.first <= first and last < counted.end), None
+        )

@@ -1,7 +1,7 @@
 """After an update of tzdata: compute the due times of local times again, before the first release of a start.
 
-    messages     with the property LOCAL_TIME: MOVED rows, as for a reschedule
-    schedules    CANCEL row of the pending occurrence, and its successor, as for a put
+    messages     with the property LOCAL_TIME: a MOVED row, as for a reschedule
+    schedules    a CANCEL row of the pending occurrence, and its successor, as when a schedule is replaced
 
 Only zones in use whose rules have changed are concerned (registry/zones.py). Without any, nothing is read. Otherwise
 the pending messages are read row group by row group, of each only the columns that a search needs. So memory stays
@@ -11,9 +11,9 @@ A message of a selection counts as cancelled, and keeps its due time and version
 selection. Its zone keeps the hash of the former rules, so that the next start moves a message whose selection was
 undone. An occurrence of a selection is cancelled for good, as at its due time, and its schedule goes on.
 
-Each frame also contains the report so far, and the last one the new version. If a start is interrupted, the next one
-continues: messages that have moved are due at the right time already. The broker that leads a cluster decides by its
-own tzdata.
+Each frame also contains the report so far, and the last frame the new version of tzdata. If a start is interrupted, the
+next one continues: messages that have moved are due at the right time already. The broker that leads a cluster decides
+by its own tzdata.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 REASON = "zone rules"  # in the CANCEL row of an occurrence that has moved
 _SCHEDULES_AT_ONCE = 1_024  # in one search
-_OCCURRENCES_AT_ONCE = 64  # whose bodies fit into a frame
+_OCCURRENCES_AT_ONCE = 64  # the bodies of this many fit into a frame
 _LOG_ROWS = 65_536
 
 
@@ -125,10 +125,10 @@ class ZoneUpdates:
         if facts is None and not self._schedules.occurrences.count:
             return
         facts = facts or ZoneFacts(tzdata="")
-        # An update that broke off has moved some messages. So equal versions do not mean that nothing is to do, because
-        # the node that leads now may have the former version.
+        # An interrupted update has moved some messages, perhaps on a node with another version. So it must be finished
+        # even if the recorded version is that of this node.
         is_finished = facts.update is None or facts.update.after == facts.tzdata
-        # A finished update has left out messages of selections.
+        # The hashes differ also if a finished update has left out messages of selections.
         if (
             facts.tzdata == version
             and is_finished
@@ -202,36 +202,37 @@ class ZoneUpdates:
 
     async def _move_schedules(self, zone: str, slots: Int64Array, report: _Report) -> None:
         """Move the pending occurrences of the schedules in these slots, as far as their times have changed."""
-        # The pending message has the local time that its schedule had chosen. The rule can no longer tell it, because
-        # it follows the new rules of its zone now.
+        # The local time that a schedule has chosen is read from its pending message. Its rule would compute another
+        # one, by the new rules of the zone.
         schedules = self._schedules.at(slots)
-        lookup = await self._look_ups.look_up(Names(seqs=[each.progress.number for each in schedules]))
+        lookup = await self._look_ups.look_up(
+            Names(seqs=[schedule.progress.number for schedule in schedules])
+        )
         selected = await self._look_ups.select(lookup.candidates)
         rows = await in_thread(
             self._threads.files, read_scheduled_rows, self._log.reader, self._file_keys,
             self._scheduling.hour_log.pending.live, lookup.candidates,
         )  # fmt: skip
         texts = zip(rows.column("seq").to_pylist(), rows.column("properties").to_pylist(), strict=True)
-        locals_ = {number: decode_properties(text or "").get(OCCURRENCE, "") for number, text in texts}
+        local_times = {number: decode_properties(text or "").get(OCCURRENCE, "") for number, text in texts}
         now_ms = self._clock.now_ms()
         moved = []
         for name, facts, progress, _ in schedules:
             try:
                 after_ms = Rule.from_text(facts.rule_text).resumes_after_ms(
-                    locals_[progress.number], progress.after_ms
+                    local_times[progress.number], progress.after_ms
                 )
                 first = first_after(facts.rule_text, after_ms)
-            except (
-                InvalidDelay,
-                KeyError,
-            ) as error:  # a zone or a row that is gone: the next release reports it
+            # The zone is not in tzdata any more, or the row is gone. The next release reports it.
+            except (InvalidDelay, KeyError) as error:
                 logger.warning("schedule not moved name=%s reason=%s", name, error)
                 continue
             # Compared without the catch-up, which decides about missed occurrences when they are handed out.
             if first is not None and first.due_ms != progress.due_ms:
                 change = selected.get(progress.number)
+                # A selection that does not cancel has set its time. The schedule goes on with the new rules later.
                 if change is not None and change.owner is None:
-                    continue  # another selection has set its time. The schedule goes on with the new rules
+                    continue
                 owner = None if change is None else change.owner
                 reason = REASON if owner is None else reason_of(owner.name)
                 after_ms = after_ms if owner is None else first.due_ms
@@ -242,9 +243,9 @@ class ZoneUpdates:
     async def _append(
         self, zone: str, moved: Sequence[tuple[Next, Progress, str]], now_ms: int, report: _Report
     ) -> None:
-        """Replace the pending occurrences of these schedules in one frame.
+        """Replace the pending occurrences of these schedules in one frame. On return it is durable.
 
-        `moved`: their next and present states, and the reasons of the CANCEL rows.
+        `moved` contains the next and the present state of each schedule, and the reason of its CANCEL row.
         """
         self._log.writer.check_admission()
         # No await from here to the append, as for each change of a schedule.
@@ -288,16 +289,16 @@ class ZoneUpdates:
                     continue  # a client has set the property together with a due time of its own
                 if due_ms != row.due_ms:
                     moving[row.version] = _Moving(_candidate(row), zone, due_ms)
-            # Messages that are settled are left out here, so that their rows are not read. The schedule decides again.
-            found = list(moving.values())
+            # Settled messages are left out here, so that their rows are not read. The scheduler decides again.
+            candidates = [message.candidate for message in moving.values()]
             is_pending = snapshot.waits(
-                np.array([each.candidate.due_ms for each in found], np.int64),
-                np.array([each.candidate.seq for each in found], np.int64),
+                np.array([candidate.due_ms for candidate in candidates], np.int64),
+                np.array([candidate.seq for candidate in candidates], np.int64),
             ).tolist()
-            yield [each for each, waits in zip(found, is_pending, strict=True) if waits]
+            yield [message for message, waits in zip(moving.values(), is_pending, strict=True) if waits]
 
     def _in_log(self, snapshot: Snapshot) -> Iterator[Iterator[tuple[FoundRow, str]]]:
-        """Yield the messages with a local time of the log, and their properties. Those of delay levels are left out."""
+        """Yield the messages of the log with a local time, and their properties, without those of delay levels."""
         begin_seq = max(snapshot.from_seq, self._log.reader.first_seq)
         for rows in self._log.reader.coalesced(begin_seq, snapshot.to_seq, KINDS, _LOG_ROWS, COLUMNS):
             local_rows = _with_local_time(rows)
@@ -311,9 +312,10 @@ class ZoneUpdates:
             )
 
     def _in_files(self, snapshot: Snapshot) -> Iterator[Iterator[tuple[FoundRow, str]]]:
-        """Yield the messages with a local time of the table, row group by row group, and their properties."""
+        """Yield the messages of the table with a local time, and their properties, row group by row group."""
         for entry in snapshot.entries:
-            # Opened apart from the reader thread's files, and closed before the next: a footer takes memory.
+            # A separate open file, because the reader thread has its own. Closed before the next one: a footer takes
+            # memory.
             file = self._snapshots.open_file(entry)
             for group in file.groups_between((snapshot.first_ms(entry), 0), LAST_POSITION):
                 rows = _with_local_time(file.read_group(group, [*ID_COLUMNS, "properties"]))
@@ -322,30 +324,31 @@ class ZoneUpdates:
             file.close()
 
     async def _move_messages(self, moving: Sequence[_Moving], report: _Report) -> None:
-        """Move those of these messages that are pending, in frames of bounded size."""
-        # No selection changes before the moves.
+        """Move these messages, without messages of selections, whose zones are added to `report.left`."""
+        # The gate is held, so that no selection changes before the moves.
         async with self._look_ups.gate.passing():
-            selected = await self._look_ups.select([each.candidate for each in moving])
-            report.left.update(each.zone for each in moving if each.candidate.number in selected)
+            selected = await self._look_ups.select([message.candidate for message in moving])
+            report.left.update(message.zone for message in moving if message.candidate.number in selected)
             await self._move_pending(
-                [each for each in moving if each.candidate.number not in selected], report
+                [message for message in moving if message.candidate.number not in selected], report
             )
 
     async def _move_pending(self, moving: Sequence[_Moving], report: _Report) -> None:
+        """Move the messages that are still pending, in frames of bounded size. On return they are durable."""
         begin = 0
         while begin < len(moving):
             part = moving[begin : begin + SLICE_ROWS]
             rows, count = await in_thread(
                 self._threads.files, read_slice, self._log.reader, self._file_keys,
-                self._scheduling.hour_log.pending.live, [each.candidate for each in part],
+                self._scheduling.hour_log.pending.live, [message.candidate for message in part],
             )  # fmt: skip
             begin += count
-            by_version = {each.candidate.seq: each for each in part[:count]}
+            by_version = {message.candidate.seq: message for message in part[:count]}
             for frame in split_into_frames(rows) if rows.num_rows else ():
                 chosen = [by_version[seq] for seq in frame.column("seq").to_pylist()]
                 durable = move_frame(
-                    self._appender, np.array([each.due_ms for each in chosen], np.int64), frame,
-                    [each.candidate for each in chosen], {}, is_duration=False, keeps_local_time=True,
+                    self._appender, np.array([message.due_ms for message in chosen], np.int64), frame,
+                    [message.candidate for message in chosen], {}, is_duration=False, keeps_local_time=True,
                     also=partial(_report_moved, report, by_version), settings=self._settings, clock=self._clock,
                     writer=self._log.writer, scheduler=self._scheduling.scheduler,
                     outcomes=self._scheduling.outcomes, successors=self._successors, rates=self._rates,
@@ -356,6 +359,7 @@ class ZoneUpdates:
 
 
 def _with_local_time(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
+    """Select the rows with the property LOCAL_TIME."""
     return rows.filter(pc.match_substring(rows.column("properties"), LOCAL_TIME))
 
 
@@ -372,18 +376,19 @@ class _Report:
     def __init__(self, zones: Zones, update: ZoneUpdate) -> None:
         self._zones, self._update = zones, update
         self.left = set[str]()  # the zones of messages that keep their due times
+        # By zone and distance in ms.
         self._moved = {(moves.zone, moves.after_ms - moves.before_ms): moves for moves in update.moved}
 
     def add(self, zone: str, before_ms: int, after_ms: int, *, messages: int = 0, schedules: int = 0) -> None:
-        """Count a moved message or occurrence. Those that moved by the same distance are counted together."""
-        key = zone, after_ms - before_ms
-        known = self._moved.get(key)
-        if known is None:
-            self._moved[key] = ZoneMoves(zone, before_ms, after_ms, messages, schedules)
-            return
-        first = min(known.before_ms, before_ms)
-        self._moved[key] = ZoneMoves(
-            zone, first, first + key[1], known.messages + messages, known.schedules + schedules
+        """Count a moved message or occurrence. Moves of one zone by the same distance are counted together.
+
+        `before_ms` of their entry is the earliest of the former due times.
+        """
+        distance_ms = after_ms - before_ms
+        earlier = self._moved.get((zone, distance_ms), ZoneMoves(zone, before_ms, after_ms, 0, 0))
+        first_ms = min(earlier.before_ms, before_ms)
+        self._moved[zone, distance_ms] = ZoneMoves(
+            zone, first_ms, first_ms + distance_ms, earlier.messages + messages, earlier.schedules + schedules
         )
 
     def change(self) -> Change:
@@ -399,11 +404,12 @@ class _Report:
 
     def totals(self) -> tuple[int, int]:
         """Count the moved messages and schedules."""
-        moves = self._moved.values()
-        return sum(each.messages for each in moves), sum(each.schedules for each in moves)
+        all_moves = self._moved.values()
+        return sum(moves.messages for moves in all_moves), sum(moves.schedules for moves in all_moves)
 
 
 def _report_moved(report: _Report, moving: dict[int, _Moving], moved: Sequence[Candidate]) -> Change:
+    """Count these moved messages, and build the META row of the report. `moving`: by version."""
     for candidate in moved:
         _, zone, due_ms = moving[candidate.seq]
         report.add(zone, candidate.due_ms, due_ms, messages=1)
