@@ -27,7 +27,7 @@ from timeball.table.layout import FOLDER
 
 
 def in_table(world: World) -> list[dict[str, Any]]:
-    """All rows of the table, as they lie in its files."""
+    """All rows in the data files of the table, sorted by number."""
     files = world.broker.scheduling.hour_log.pending.all()
     parts = [file.rows_between((-1, 0), (1 << 62, 0)) for file in files]
     assert all(part.schema == TABLE_SCHEMA for part in parts)
@@ -36,25 +36,25 @@ def in_table(world: World) -> list[dict[str, Any]]:
 
 @on_node()
 async def test_pending_messages_are_moved_with_all_columns(world: World) -> None:
-    whole = {
+    columns = {
         "tag": ["t"], "keys": ["k l"], "unique_key": ["id"], "properties": ["a\1b\2"], "born_ms": [7],
         "born_host": ["far"], "flag": [1], "sys_flag": [2], "reconsume_times": [3], "queue_id": [1],
         "due_ms": [world.clock.wall + HOUR_MS],
     }  # fmt: skip
-    await world.broker.send(batch(1, **whole))
+    await world.broker.send(batch(1, **columns))
     attached = await world.broker.compact()
     assert (attached.watermark, attached.version) == (3, 1)
-    sent = {name: values[0] for name, values in whole.items()}
-    stamped = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall, "number": None}
-    assert in_table(world) == [{**sent, **stamped}]
+    values = {name: value for name, [value] in columns.items()}
+    added = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall, "number": None}
+    assert in_table(world) == [{**values, **added}]
     await world.advance(HOUR_MS)
     released = (await world.broker.read_queue("orders", 1, 0, 1)).to_pylist()[0]
-    assert {name: released[name] for name in sent} == sent
-    assert (released["accepted_ms"], released["source_seq"]) == (stamped["accepted_ms"], 2)
+    assert {name: released[name] for name in values} == values
+    assert (released["accepted_ms"], released["source_seq"]) == (added["accepted_ms"], 2)
 
 
 @on_node()
-async def test_released_and_ordinary_messages_stay(world: World) -> None:
+async def test_released_and_visible_messages_are_not_moved(world: World) -> None:
     await world.send("a", [None, SECOND_MS, FAR_MS, None, 2 * FAR_MS])
     await world.advance(SECOND_MS)
     await world.compact()
@@ -63,7 +63,7 @@ async def test_released_and_ordinary_messages_stay(world: World) -> None:
 
 
 @on_node()
-async def test_each_run_begins_where_the_last_one_ended(world: World) -> None:
+async def test_each_compaction_begins_where_the_previous_one_ended(world: World) -> None:
     for _ in range(3):
         await world.send("a", [FAR_MS, None])
         await world.compact()
@@ -75,15 +75,15 @@ async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
     await world.send("a", [FAR_MS] * 10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact, "RUN_ROWS_MAX", 4)
-        found = await world.broker.compact()
+        attached = await world.broker.compact()
     assert world.broker.mover.compactions.runs["broker"] == 3, "of four numbers each"
-    assert found.watermark == world.broker.status()["watermark"] >= 12
+    assert attached.watermark == world.broker.status()["watermark"] >= 12
     assert [row["seq"] for row in in_table(world)] == list(range(2, 12))
     assert world.broker.status()["schedule"]["tail_rows"] == 0
 
 
 @on_node()
-async def test_a_run_without_scheduled_messages_does_not_keep_the_next_from_being_moved(world: World) -> None:
+async def test_rows_after_a_run_without_scheduled_messages_are_moved_too(world: World) -> None:
     await world.send("a", [None] * 9)
     await world.send("a", [FAR_MS] * 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -93,11 +93,11 @@ async def test_a_run_without_scheduled_messages_does_not_keep_the_next_from_bein
     assert world.broker.status()["schedule"]["tail_rows"] == 0
 
 
-def test_full_files_are_a_bucket_each_and_none_for_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bucket_with_rows_gets_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "FILE_ROWS", 2)
     files = CrashFiles()
     assert compact.write_files(files, table_rows([]), NOW_MS) == []
-    rows = table_rows([NOW_MS + 2 * HOUR_MS, NOW_MS, NOW_MS + 1])  # in no order
+    rows = table_rows([NOW_MS + 2 * HOUR_MS, NOW_MS, NOW_MS + 1])  # not sorted
     near, far = compact.write_files(files, rows, NOW_MS)
     assert (near.rows, far.rows) == (2, 1)
     assert column(DataFile(files, near).rows_between((0, 0), (1 << 62, 0)), "seq") == [2, 3]
@@ -105,30 +105,32 @@ def test_full_files_are_a_bucket_each_and_none_for_no_rows(monkeypatch: pytest.M
 
 
 @on_node(compact_rows=10)
-async def test_redeliveries_that_were_cancelled_are_not_moved_and_not_looked_at_again(world: World) -> None:
+async def test_cancelled_redeliveries_are_neither_compacted_nor_examined_again(world: World) -> None:
     await world.send("a", [HOUR_MS] * 8)
     keys = await world.send("now", [None] * 12)
 
-    async def give_back_and_cancel(group: str) -> None:
+    async def nack_and_cancel(group: str) -> None:
         received = await world.broker.consuming.receive(ReceiveRequest(group, "now"), 0)
         for receipt in received.receipts:
             assert await world.broker.consuming.nack(receipt, HOUR_MS)
         verdicts = await world.broker.cancel(ids=keys, topic=f"%RETRY%{group}_now")
-        assert [one.verdict for one in verdicts] == ["cancelled"] * 12
+        assert [verdict.verdict for verdict in verdicts] == ["cancelled"] * 12
 
-    await give_back_and_cancel("g")
+    await nack_and_cancel("g")
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["schedule"]["table_rows"] == 8
     assert world.broker.mover.tail_count.rows == 0
     watermark = world.broker.status()["watermark"]
-    await give_back_and_cancel("h")
+    await nack_and_cancel("h")
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
-    assert world.broker.status()["watermark"] > watermark, "nothing was left to move, and that is known"
+    assert world.broker.status()["watermark"] > watermark, (
+        "there was nothing to move, and the watermark moves nevertheless"
+    )
     assert world.broker.mover.tail_count.rows == 0
 
 
 @on_node(compact_rows=10)
-async def test_leases_and_acknowledgements_add_nothing_to_move(world: World) -> None:
+async def test_leases_and_acknowledgements_add_no_rows_to_compact(world: World) -> None:
     await world.send("now", [None] * 12)
     consuming = world.broker.consuming
     received = await consuming.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS), 0)
@@ -156,19 +158,19 @@ def entry(min_seq: int, max_seq: int) -> FileEntry:
 
 
 @given(SEQS, SEQS, st.sets(st.integers(0, 13)), st.lists(st.tuples(*[st.integers(0, 40)] * 2), max_size=3))
-def test_settled_messages_of_a_resume_are_those_of_its_files_and_its_ranges(
-    before: list[list[int]], later: list[list[int]], thirds: set[int], spans: list[tuple[int, int]]
+def test_settled_messages_are_found_in_the_files_and_ranges_of_a_resume(
+    before: list[list[int]], later: list[list[int]], range_numbers: set[int], spans: list[tuple[int, int]]
 ) -> None:
-    entries, ranges = [entry(*sorted(span)) for span in spans], [(3 * third, 2) for third in thirds]
+    entries, ranges = [entry(*sorted(span)) for span in spans], [(3 * number, 2) for number in range_numbers]
     known = compact.settled_in(settled_pairs(before), entries)
     low, high = (
-        min((one.min_seq for one in entries), default=1),
-        max((one.max_seq for one in entries), default=0),
+        min((entry.min_seq for entry in entries), default=1),
+        max((entry.max_seq for entry in entries), default=0),
     )
     assert known.tolist() == sorted(seq for part in before for seq in part if low <= seq <= high)
     every, new = compact.settled_since(known, settled_pairs(before + later), ranges)
-    found = [
+    expected = [
         seq for part in before + later for seq in part if any(first <= seq < first + 2 for first, _ in ranges)
     ]
-    assert new.tolist() == sorted(seq for seq in found if seq not in known)
+    assert new.tolist() == sorted(seq for seq in expected if seq not in known)
     assert every.tolist() == sorted([*known.tolist(), *new.tolist()])

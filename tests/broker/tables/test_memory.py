@@ -13,21 +13,21 @@ from timeball.broker.tables.memory import give_back, use_system_pool
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc can be asked")
-def test_small_pieces_that_were_freed_are_given_back() -> None:
+def test_freed_memory_is_returned_to_the_system() -> None:
     process = psutil.Process()
     give_back()
-    # Larger than what Python's own allocator takes, smaller than what malloc would map by itself.
+    # Too large for Python's own allocator, and too small for malloc to map each by itself.
     pieces = [bytes(2_000) for _ in range(50_000)]
-    wall = [bytes(2_000)]  # stands above them, so that malloc alone cannot shrink its heap
-    full = process.memory_info().rss
+    last_piece = [bytes(2_000)]  # after the others in memory, so that malloc alone cannot shrink its heap
+    full_bytes = process.memory_info().rss
     del pieces
     gc.collect()
     assert give_back()
-    assert process.memory_info().rss < full - 50_000_000
-    assert wall
+    assert process.memory_info().rss < full_bytes - 50_000_000
+    assert last_piece
 
 
-def test_a_brokers_process_takes_arrows_memory_from_malloc() -> None:
+def test_use_system_pool_makes_arrow_allocate_with_malloc() -> None:
     before = pa.default_memory_pool()
     try:
         use_system_pool()

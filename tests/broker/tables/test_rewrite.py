@@ -1,4 +1,4 @@
-"""Rewriting loses no pending row, whatever its steps are interrupted by."""
+"""Rewritten and merged data files contain the pending rows of the files that they replace."""
 
 from __future__ import annotations
 
@@ -31,44 +31,52 @@ EVERYTHING: Any = ((-1, 0), (1 << 62, 0))
 
 
 def rewritten(
-    files: CrashFiles, entries: list[FileEntry], settled: list[int] | None = None, **how: Any
+    files: CrashFiles, entries: list[FileEntry], settled: list[int] | None = None, **arguments: Any
 ) -> Any:
-    how = {"settled_before_ms": -1, "now_ms": NOW_MS, "epoch": 7, **how}
-    return rewrite(files, files, entries, np.array(settled or [], dtype=np.int64), holds=Holds(), **how)
+    arguments = {"settled_before_ms": -1, "now_ms": NOW_MS, "epoch": 7, **arguments}
+    return rewrite(files, files, entries, np.array(settled or [], dtype=np.int64), holds=Holds(), **arguments)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=8), min_size=1, max_size=4), st.data())
-def test_the_new_files_hold_what_still_waits_and_nothing_else(
-    dues: list[list[int]], data: st.DataObject
+def test_rewritten_files_contain_exactly_the_pending_rows(
+    due_lists: list[list[int]], data: st.DataObject
 ) -> None:
-    files, entries, every = CrashFiles(), [], []
-    for part in dues:
-        rows = table_rows([NOW_MS + due for due in part], first_seq=1 + len(every))
-        every += order(rows)
+    files, entries, all_keys = CrashFiles(), [], []
+    for dues in due_lists:
+        rows = table_rows([NOW_MS + due for due in dues], first_seq=1 + len(all_keys))
+        all_keys += order(rows)
         entries += write(files, rows)
-    settled = data.draw(st.lists(st.integers(1, len(every)), unique=True))
+    settled = data.draw(st.lists(st.integers(1, len(all_keys)), unique=True))
     before_ms = NOW_MS + data.draw(st.integers(-1, 51))
-    made = rewritten(files, entries, settled, settled_before_ms=before_ms)
-    found = [row for one in made.files for row in order(DataFile(files, one).rows_between(*EVERYTHING))]
-    assert found == sorted((due, seq) for due, seq in every if due >= before_ms and seq not in settled)
-    assert (made.job, made.epoch, made.removes) == ("rewrite", 7, [one.path for one in entries])
+    attachment = rewritten(files, entries, settled, settled_before_ms=before_ms)
+    keys = [
+        key for entry in attachment.files for key in order(DataFile(files, entry).rows_between(*EVERYTHING))
+    ]
+    assert keys == sorted((due, seq) for due, seq in all_keys if due >= before_ms and seq not in settled)
+    assert (attachment.job, attachment.epoch, attachment.removes) == (
+        "rewrite",
+        7,
+        [entry.path for entry in entries],
+    )
 
 
 @on_node()
-async def test_a_broker_merges_and_splits_and_everything_still_comes(world: World) -> None:
+async def test_messages_are_released_after_their_files_were_merged_and_split(world: World) -> None:
     for number in range(FILES_MIN):
         await world.send("a", [2 * HOUR_MS + number, 100 * 24 * HOUR_MS + number])
         await world.compact()
     await world.cancel(["k00000", "k00003"])
     files = 2 * FILES_MIN
-    assert world.broker.status()["schedule"]["table_files"] == files, "of two months each"
+    assert world.broker.status()["schedule"]["table_files"] == files, (
+        "each compaction makes two, of two months"
+    )
     for expected in (FILES_MIN + 1, 2):
         await world.merge()
         assert world.broker.status()["schedule"]["table_files"] == expected
     assert world.broker.status()["schedule"]["table_rows"] == 2 * FILES_MIN - 2
     await world.merge()
-    assert world.broker.status()["table"]["version"] == FILES_MIN + 2, "there was nothing more to do"
+    assert world.broker.status()["table"]["version"] == FILES_MIN + 2, "the last merge had nothing to do"
     for _ in range(101):
         await world.advance(24 * HOUR_MS)
         await world.merge()
@@ -80,7 +88,7 @@ async def test_a_broker_merges_and_splits_and_everything_still_comes(world: Worl
 async def test_a_merge_takes_no_more_files_than_memory_holds(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their bodies compress well, so their bytes on disk say little."""
+    """The bodies compress well, so the files on disk are much smaller."""
     for _ in range(FILES_MIN):
         await world.send("a", [2 * HOUR_MS], body_bytes=100_000)
         await world.compact()
@@ -116,16 +124,16 @@ async def test_merges_stay_within_their_budget_and_wait_for_the_end_of_a_burst(
         return await world.broker.mover.merge_in_background() is not None
 
     assert await add_and_merge()
-    assert not await add_and_merge(), "the budget is spent"
+    assert not await add_and_merge(), "the budget of bytes per minute is used up"
     await world.advance(30 * 60_000)
     assert await world.broker.mover.merge_in_background() is not None
     await world.advance(25 * 60_000)
     monkeypatch.setattr(table_changes, "BURST_ROWS_MIN", 0)
-    assert not await add_and_merge(), "a burst"
+    assert not await add_and_merge(), "it waits for the end of the burst"
     await world.advance(table_changes.POSTPONED_MS_MAX - 1)
     assert not await add_and_merge()
     world.clock.advance(1)
-    assert await add_and_merge(), "a burst does not postpone it for ever"
+    assert await add_and_merge(), "a burst postpones it by at most POSTPONED_MS_MAX"
 
 
 @on_node()

@@ -1,4 +1,4 @@
-"""A broker whose pending table is in an object store that is at times away, slow or wrong."""
+"""A broker whose pending table is in an object store that at times does not answer, is slow or gives wrong answers."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class World:
 
     def cancel(self, *ids: str) -> str:
         """Cancel, and return the one verdict of all ids. Not through a client, which would retry for seconds."""
-        found = self.node.run(self.node.broker.cancel(ids=list(ids)))
-        [verdict] = {one.verdict for one in found}
-        return str(verdict)
+        verdicts = self.node.run(self.node.broker.cancel(ids=list(ids)))
+        [name] = {verdict.verdict for verdict in verdicts}
+        return str(name)
 
     def compact(self) -> None:
         self.node.run(self.node.broker.mover.compact())
@@ -86,15 +86,15 @@ class World:
 
     @property
     def cache(self) -> FileCache:
-        found = self.node.broker.pending_table.cache
-        assert found is not None
-        return found
+        cache = self.node.broker.pending_table.cache
+        assert cache is not None
+        return cache
 
     def table(self) -> dict[str, Any]:
-        async def ask() -> dict[str, Any]:
+        async def read_status() -> dict[str, Any]:
             return dict(self.node.broker.status()["table"])
 
-        return self.node.run(ask())
+        return self.node.run(read_status())
 
     def copies(self) -> list[Path]:
         return list((self.data / FOLDER).glob("bucket=*/*.parquet"))
@@ -116,64 +116,68 @@ def world(store: FaultyStore, tmp_path: Path) -> Iterator[World]:
     uri, clock = f"s3://{BUCKET}/{uuid.uuid4().hex}/pending", ManualClock()
     node = RunningNode(tmp_path / "data", clock, table=uri, compact_rows=0)
     node.start()
-    made = World(node, clock, store, uri, tmp_path / "data")
+    world = World(node, clock, store, uri, tmp_path / "data")
     try:
-        yield made
+        yield world
     finally:
         store.heal()
-        made.node.stop()
+        world.node.stop()
 
 
-# ---- a table that is elsewhere ----------------------------------------------------------------------------------
+# ---- a table in an object store ----------------------------------------------------------------------------------
 
 
-def test_scheduled_messages_go_there_and_come_back_when_they_are_due(world: World) -> None:
+def test_messages_compacted_to_an_object_store_are_released_when_due(world: World) -> None:
     with world.node.client() as ball:
-        for i in range(6):
-            ball.send("orders", f"body {i}", after="20m" if i < 3 else "40d", keys=f"key{i}")
+        for number in range(6):
+            ball.send("orders", f"body {number}", after="20m" if number < 3 else "40d", keys=f"key{number}")
         world.compact()
         rows = open_table(world.uri).to_pyarrow_table()
         assert rows.num_rows == 6 and world.table()["version"] == 1
         world.clock.advance(21 * MINUTE_MS)
-        eventually(lambda: visible(ball, "orders") == 3, "what was due came out")
-        ends = [ball.cancel(key=key)[0].verdict for key in ("key4", "key0", "none")]
-        assert ends == ["cancelled", "released", "not_found"]
+        eventually(lambda: visible(ball, "orders") == 3, "the due messages are released")
+        verdicts = [ball.cancel(key=key)[0].verdict for key in ("key4", "key0", "none")]
+        assert verdicts == ["cancelled", "released", "not_found"]
         world.restart()
     with world.node.client() as ball:
-        ends = [ball.cancel(key=key)[0].verdict for key in ("key4", "key5")]
-        assert ends == ["already_cancelled", "cancelled"]
+        verdicts = [ball.cancel(key=key)[0].verdict for key in ("key4", "key5")]
+        assert verdicts == ["already_cancelled", "cancelled"]
         world.clock.advance(41 * DAY_MS)
-        eventually(lambda: visible(ball, "orders") == 4, "the one that waited on came out")
+        eventually(lambda: visible(ball, "orders") == 4, "the remaining message is released")
 
 
 def test_a_file_of_another_writer_is_compared_by_its_footer_and_copied_when_it_is_read(world: World) -> None:
     world.attach("far0", *[3 * DAY_MS] * 50_000)
     assert world.copies() == []
-    read = [asked for method, path, asked in world.store.asked if method == "GET" and ".parquet" in path]
-    assert read and all(asked.startswith("bytes=") for asked in read)
-    # Its keys were uploaded beside it: one row is read, from a copy.
+    ranges = [
+        byte_range for method, path, byte_range in world.store.asked if method == "GET" and ".parquet" in path
+    ]
+    assert ranges and all(byte_range.startswith("bytes=") for byte_range in ranges)
+    # The key index was uploaded as well, so the look-up needs only this file. It reads one row, from a copy.
     assert world.cancel("far07") == "cancelled"
     assert len(world.copies()) == 1
     assert ObjectStore(world.uri).list_dir(f"{FOLDER}/_keys") == []
-    # Copies are removed for others, except those of messages due soon.
+    # A full cache removes copies, except those of messages due soon.
     world.cache._size_bytes_max = 1
     world.attach("soon", SOON_MS)
     for day in (1, 2):
         world.attach(f"far{day}", (day + 3) * DAY_MS)
         assert world.cancel(f"far{day}0") == "cancelled"
     names = [path.parent.name for path in world.copies()]
-    assert len(names) == 2 and any("T" in name for name in names), "of an hour, and the one used last"
+    assert len(names) == 2 and any("T" in name for name in names), (
+        "one of messages due within hours, and the one used last"
+    )
 
 
-def test_files_that_have_left_are_removed_there_and_here(world: World) -> None:
+def test_removed_files_are_deleted_in_the_store_and_locally(world: World) -> None:
     world.attach("far", 3 * DAY_MS)
     assert world.cancel("far0") == "cancelled"
     [copy] = world.copies()
     entries = world.node.broker.scheduling.hour_log.pending.live_entries()
 
     async def remove() -> int:
-        gone = Attachment(job="rewrite", job_id="gone", epoch=1, removes=[entries[0].path])
-        await world.node.broker.attach(gone)
+        rewrite = Attachment(job="rewrite", job_id="gone", epoch=1, removes=[entries[0].path])
+        await world.node.broker.attach(rewrite)
         return await world.node.loop.run_in_executor(
             world.node.broker.threads.table,
             world.node.broker.pending_table.catalog.delete_removed_files,
@@ -184,7 +188,7 @@ def test_files_that_have_left_are_removed_there_and_here(world: World) -> None:
     assert not copy.exists() and entries[0].path not in ObjectStore(world.uri).sizes()
 
 
-def test_a_table_of_the_data_folder_moves_when_a_place_is_named(store: FaultyStore, tmp_path: Path) -> None:
+def test_a_local_table_is_uploaded_when_a_store_is_configured(store: FaultyStore, tmp_path: Path) -> None:
     node = RunningNode(tmp_path, ManualClock(), compact_rows=0)
     node.start()
     world = World(node, node._clock, store, f"s3://{BUCKET}/{uuid.uuid4().hex}", tmp_path)  # type: ignore[arg-type]
@@ -193,94 +197,98 @@ def test_a_table_of_the_data_folder_moves_when_a_place_is_named(store: FaultySto
     try:
         assert open_table(world.uri).to_pyarrow_table().num_rows == 2
         world.clock.advance(HOUR_MS)
-        eventually(lambda: world.visible("moved") == 1, "it is released from its copy")
+        eventually(lambda: world.visible("moved") == 1, "the message is released")
     finally:
         world.node.stop()
 
 
-# ---- a store that is away ---------------------------------------------------------------------------------------
+# ---- a store that does not answer -----------------------------------------------------------------------------------
 
 
 def is_in_time(world: World) -> bool:
     """Check whether an hour without the store delays any message that was attached before."""
     world.attach("soon", *[SOON_MS] * 100)
-    # As after a start on a fresh disk: nothing is local that is not fetched ahead.
+    # As after a start on an empty disk: only files that are fetched ahead are local.
     for path in list(world.cache._local):
         world.cache._remove(path)
     world.clock.advance(1)
     if table_changes.FETCH_AHEAD_MS > 0:
-        eventually(world.copies, "it is fetched ahead")
+        eventually(world.copies, "the file is fetched ahead")
     world.store.go_away()
     world.clock.advance(SOON_MS)
     with world.node.client() as ball:
         ball.send("marker", "x", after="1ms")
         world.clock.advance(1_000)
-        # Messages due later, and those in the log, are released. The ones before them are released, or late.
-        eventually(lambda: visible(ball, "marker") == 1, "the marker came out")
+        # The marker is released without the store. By then, the messages due before are released or late.
+        eventually(lambda: visible(ball, "marker") == 1, "the marker is released")
         return visible(ball, "soon") == 100
 
 
-def test_an_hour_without_the_store_makes_nothing_late(world: World) -> None:
+def test_an_hour_without_answers_of_the_store_makes_no_message_late(world: World) -> None:
     world.attach("far", *[3 * DAY_MS] * 10)
     assert is_in_time(world)
-    # A look-up that needs the store gets an error, and is never told that there is no such message.
+    # A look-up that needs the store gets an error, never the verdict `not_found`.
     with pytest.raises(Unavailable, match="object store"):
         world.cancel("far3")
     assert world.is_away()
     text = world.node.run(world.node.node.metrics.text(ANONYMOUS)).decode()
     assert "timeball_store_up 0.0" in text
-    told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_store_")}
-    assert told == set(re.findall(r"^\| `(timeball_store_\w+)", PAGE.read_text(), re.MULTILINE))
+    metrics = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_store_")}
+    assert metrics == set(re.findall(r"^\| `(timeball_store_\w+)", PAGE.read_text(), re.MULTILINE))
     world.store.heal()
-    eventually(lambda: not world.is_away(), "it answers again")
+    eventually(lambda: not world.is_away(), "the store answers again")
     assert world.cancel("far3") == "cancelled"
 
 
 def test_a_store_that_is_not_asked_ahead_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without fetching ahead the same hour makes all of it late; and no later than the store is back."""
-    monkeypatch.setattr(table_changes, "FETCH_AHEAD_MS", -10_000)  # less what is opened ahead
+    """Control: without fetching ahead the same hour makes all messages late, until the store answers again."""
+    # Negative, because files are opened some time ahead.
+    monkeypatch.setattr(table_changes, "FETCH_AHEAD_MS", -10_000)
     assert not is_in_time(world)
     assert world.node.broker.scheduling.scheduler.settled_before_ms <= world.clock.wall - 1_000
     world.store.heal()
     world.clock.advance(1)
-    eventually(lambda: world.visible("soon") == 100, "they are released when it is back")
+    eventually(lambda: world.visible("soon") == 100, "they are released when the store answers again")
 
 
-def test_a_restart_in_that_hour_loses_and_doubles_nothing(world: World) -> None:
+def test_a_restart_while_the_store_does_not_answer_loses_and_doubles_no_message(world: World) -> None:
     world.attach("soon", *[SOON_MS] * 100)
     world.attach("far", *[3 * DAY_MS] * 10)
-    eventually(lambda: len(world.copies()) == 1, "one of them is local")
+    eventually(lambda: len(world.copies()) == 1, "the file of messages due soon is local")
     world.store.go_away()
     world.restart()
-    eventually(world.is_away, "the broker says so")
+    eventually(world.is_away, "the status shows that the store does not answer")
     assert world.table()["version"] == -1
     world.clock.advance(HOUR_MS)
-    eventually(lambda: world.visible("soon") == 100, "what is local comes out")
+    eventually(lambda: world.visible("soon") == 100, "the messages of the local file are released")
     world.clock.advance(3 * DAY_MS)
     world.store.heal()
-    eventually(lambda: world.visible("far") == 10, "the rest comes out when the store is back")
+    eventually(
+        lambda: world.visible("far") == 10, "the other messages are released when the store answers again"
+    )
     world.restart()
     world.clock.advance(HOUR_MS)
     assert (world.visible("soon"), world.visible("far")) == (100, 10)
 
 
-def test_a_start_is_refused_at_the_place_of_another_or_at_one_that_never_answered(
+def test_a_start_is_refused_with_a_store_of_another_broker_or_one_that_does_not_answer(
     world: World, tmp_path: Path
 ) -> None:
     world.attach("mine", 3 * DAY_MS)
-    assert "another broker's" in refused(RunningNode(tmp_path / "a", ManualClock(), table=world.uri))
+    assert "another broker's" in refusal_of(RunningNode(tmp_path / "a", ManualClock(), table=world.uri))
     world.store.go_away()
-    assert "--table s3://" in refused(RunningNode(tmp_path / "b", ManualClock(), table=world.uri))
+    assert "--table s3://" in refusal_of(RunningNode(tmp_path / "b", ManualClock(), table=world.uri))
     world.store.heal()
     assert open_table(world.uri).to_pyarrow_table().num_rows == 1
 
 
 @pytest.mark.parametrize("attaches", [True, False])
-def test_of_two_brokers_that_opened_an_empty_table_the_second_stops(
+def test_the_second_of_two_brokers_that_opened_the_same_empty_table_stops(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attaches: bool
 ) -> None:
-    """It must take no commit of the other for its own. Its messages stay in its log, and the other broker goes on."""
-    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)  # its duties must not be first
+    """It must not count commits of the other as its own. Its messages stay in its log. The other broker continues."""
+    # So that the duties of the node do not find the commit first.
+    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)
     other = RunningNode(tmp_path / "other", world.clock, table=world.uri, compact_rows=0)
     other.start()
     with world.node.client() as ball:
@@ -300,18 +308,19 @@ def test_of_two_brokers_that_opened_an_empty_table_the_second_stops(
     other.stop()
     world.attach("more", 3 * DAY_MS)
     assert open_table(world.uri).to_pyarrow_table().num_rows == 6
-    again = RunningNode(tmp_path / "other", world.clock, table=f"{world.uri}-other", compact_rows=0)
-    again.start()
-    again.run(again.broker.mover.compact())
+    restarted = RunningNode(tmp_path / "other", world.clock, table=f"{world.uri}-other", compact_rows=0)
+    restarted.start()
+    restarted.run(restarted.broker.mover.compact())
     assert open_table(f"{world.uri}-other").to_pyarrow_table().num_rows == 3
-    again.stop()
+    restarted.stop()
 
 
-def test_a_row_number_of_another_broker_does_not_count_as_a_commit(
+def test_a_row_number_in_a_commit_of_another_broker_does_not_count_as_committed(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its commit has no files, so it does not show yet that the table is shared. The own file is in the table."""
-    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)  # its duties must not be first
+    """The commit has no files, so it does not yet show that the table is shared. The own file must be committed."""
+    # So that the duties of the node do not find the commit first.
+    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)
     other = RunningNode(tmp_path / "other", world.clock, table=world.uri, compact_rows=0)
     other.start()
     with other.client() as ball:
@@ -324,19 +333,19 @@ def test_a_row_number_of_another_broker_does_not_count_as_a_commit(
     other.stop()
 
 
-def refused(node: RunningNode) -> str:
+def refusal_of(node: RunningNode) -> str:
     """Return the reason why a node does not start."""
     with pytest.raises(SetupError) as refusal:
         node.start()
     node.loop.call_soon_threadsafe(node.loop.stop)
     node._thread.join()
     node.loop.close()
-    for one in node._shortened:
-        one.end()
+    for loop in node._shortened:
+        loop.end()
     return str(refusal.value)
 
 
-# ---- a store that takes requests and answers none -----------------------------------------------------------------
+# ---- a store that accepts requests and does not answer --------------------------------------------------------------
 
 
 def begin(world: World, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -347,28 +356,28 @@ def begin(world: World, work: Coroutine[Any, Any, T]) -> Future[T]:
     return begun
 
 
-def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
+def test_only_calls_that_need_the_store_wait_for_a_silent_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "ANSWER_S", BOUND_S)  # longer than all that follows
+    monkeypatch.setattr(object_store, "ANSWER_S", BOUND_S)  # longer than this test takes
     broker = world.node.broker
     world.attach("far", *[3 * DAY_MS] * 10)
     world.attach("soon", *[SOON_MS] * 100)
-    eventually(world.copies, "what is due soon is local")
+    eventually(world.copies, "the file of messages due soon is local")
     with world.node.client() as ball:
-        ball.send("kept", "x", after="20m")
+        ball.send("in-log", "x", after="20m")
         world.store.break_next("silent", "PUT", "_delta_log", times=1 << 30)
         commit = begin(world, broker.mover.compact())
         world.store.go_away("silent")
         look_up = begin(world, broker.cancel(ids=["far3"]))
-        # Neither has an answer during all of this.
+        # Neither gets an answer while the lines below run.
         world.clock.advance(SOON_MS)
-        eventually(lambda: world.visible("soon") == 100 and world.visible("kept") == 1, "all are released")
+        eventually(lambda: world.visible("soon") == 100 and world.visible("in-log") == 1, "all are released")
         assert ball.send("orders", "x").seq
         world.node.run(world.node.node.maintenance.checkpoint())
         assert not commit.done() and not look_up.done()
     world.node.run(world.node.node.stop())
-    assert world.store.hanging >= 2, "the stop has not waited for them"
+    assert world.store.hanging >= 2, "the stop does not wait for the requests"
     with pytest.raises(Unavailable, match="the broker stops"):
         look_up.result(BOUND_S)  # its error passes through the loop, and may arrive after the stop
     world.node.end_loop()
@@ -376,7 +385,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
     world.node.start()
     eventually(lambda: not world.node.broker.mover.has_unfinished_attach, "the table follows the log")
     world.clock.advance(HOUR_MS)
-    assert [world.visible(topic) for topic in ("soon", "kept", "orders")] == [100, 1, 1]
+    assert [world.visible(topic) for topic in ("soon", "in-log", "orders")] == [100, 1, 1]
 
 
 def test_a_call_that_needs_a_silent_store_fails_in_time(
@@ -389,24 +398,24 @@ def test_a_call_that_needs_a_silent_store_fails_in_time(
     world.restart()
     world.attach("far", *[3 * DAY_MS] * 10)
     world.attach("soon", *[SOON_MS] * 100)
-    eventually(world.copies, "what is due soon is local")
+    eventually(world.copies, "the file of messages due soon is local")
     world.store.go_away("silent")
     for _ in range(2):
         with pytest.raises(Unavailable, match=r"does not answer: no answer within 0\.2 s; ask again later"):
             world.cancel("far3")
     with pytest.raises(Unavailable, match="does not answer"):
         world.compact()
-    # A start waits for it no longer, either.
+    # A start waits no longer than START_ANSWER_S.
     world.restart()
     assert world.is_away() and world.table()["version"] == -1
     world.clock.advance(SOON_MS)
-    eventually(lambda: world.visible("soon") == 100, "what is local comes out")
+    eventually(lambda: world.visible("soon") == 100, "the messages of the local file are released")
     world.store.heal()
-    eventually(lambda: not world.is_away(), "it answers again")
+    eventually(lambda: not world.is_away(), "the store answers again")
     assert world.cancel("far3") == "cancelled"
 
 
-# ---- a store that is wrong now and then ---------------------------------------------------------------------------
+# ---- a store with faults ---------------------------------------------------------------------------
 
 
 FAULTS = [
@@ -431,7 +440,7 @@ MORE_FAULTS = [
 @pytest.mark.parametrize(
     ("fault", "method", "part", "times"), [*FAULTS, *MORE_FAULTS[: rounds(0, len(MORE_FAULTS))]]
 )
-def test_each_scheduled_message_is_there_once_whatever_the_store_does(
+def test_each_message_is_in_the_table_once_after_any_fault_of_the_store(
     world: World, fault: Any, method: str, part: str, times: int
 ) -> None:
     world.attach("before", SOON_MS)
@@ -455,41 +464,41 @@ def test_each_scheduled_message_is_there_once_whatever_the_store_does(
 
 def test_a_damaged_copy_is_fetched_again(world: World) -> None:
     world.attach("soon", *[SOON_MS] * 1_000)
-    eventually(world.copies, "it is fetched ahead")
+    eventually(world.copies, "the file is fetched ahead")
     world.node.stop()
     [copy] = world.copies()
     data = bytearray(copy.read_bytes())
     data[len(data) // 3] ^= 1
     copy.write_bytes(data)
     world.node.start()
-    eventually(lambda: world.table()["missing_files"] == 0, "it is looked at")
+    eventually(lambda: world.table()["missing_files"] == 0, "the copy was checked")
     world.clock.advance(HOUR_MS)
-    eventually(lambda: world.visible("soon") == 1_000, "it is released")
+    eventually(lambda: world.visible("soon") == 1_000, "the messages are released")
     assert world.copies()[0].read_bytes() != bytes(data)
 
 
-def test_a_damaged_file_in_the_store_makes_its_own_scheduled_messages_late_alone(world: World) -> None:
+def test_a_damaged_file_in_the_store_delays_only_its_own_messages(world: World) -> None:
     world.attach("damaged", SOON_MS)
     world.attach("whole", SOON_MS)
-    at = ObjectStore(world.uri)
+    store = ObjectStore(world.uri)
     [name] = [
         f"{FOLDER}/{entry.path}"
         for entry in world.node.broker.scheduling.hour_log.pending.live_entries()
-        if b"damaged0" in bytes(at.map_readonly(f"{FOLDER}/{entry.path}"))
+        if b"damaged0" in bytes(store.map_readonly(f"{FOLDER}/{entry.path}"))
     ]
-    good = at.map_readonly(name)
-    bad = bytearray(good)
-    bad[len(bad) // 3] ^= 1
-    at.put(name, pa.py_buffer(bytes(bad)))
+    content = store.map_readonly(name)
+    damaged = bytearray(content)
+    damaged[len(damaged) // 3] ^= 1
+    store.put(name, pa.py_buffer(bytes(damaged)))
     world.cache._remove(name.partition("/")[2])
     world.clock.advance(HOUR_MS)
-    eventually(lambda: world.visible("whole") == 1, "the other one is released")
-    eventually(lambda: world.table()["missing_files"] == 1, "the broker says so")
-    at.put(name, good)
-    eventually(lambda: world.visible("damaged") == 1, "it is released when it is put right")
+    eventually(lambda: world.visible("whole") == 1, "the message of the other file is released")
+    eventually(lambda: world.table()["missing_files"] == 1, "the status shows the file")
+    store.put(name, content)
+    eventually(lambda: world.visible("damaged") == 1, "it is released when the file is restored")
 
 
-# ---- another program works on it ----------------------------------------------------------------------------------
+# ---- another program changes the table ------------------------------------------------------------------------------
 
 
 def delta(world: World) -> DeltaTable:
@@ -500,7 +509,7 @@ def vacuum(table: DeltaTable) -> None:
     table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False, full=True)
 
 
-def look(world: World) -> None:
+def watch_table(world: World) -> None:
     world.node.run(world.node.node.maintenance.watch.watch_table())
 
 
@@ -514,41 +523,51 @@ def test_files_optimized_by_another_program_stay_live(world: World, stage: str) 
     if stage == "before a start":
         world.node = RunningNode(world.data, world.clock, table=world.uri, compact_rows=0)
         world.node.start()
-    look(world)
+    watch_table(world)
     assert world.table()["last_foreign_commit"].startswith("OPTIMIZE") and world.table()["lost_files"] == 0
     live = {entry.path for entry in world.node.broker.scheduling.hour_log.pending.live_entries()}
     assert {uri.partition("/pending/")[2].replace("%3D", "=") for uri in delta(world).file_uris()} == live
-    vacuum(delta(world))  # of what was optimized, by now
-    assert world.node.run(in_table_thread(world)) == 0
-    look(world)
+    vacuum(delta(world))  # deletes the files that OPTIMIZE has replaced
+    assert world.node.run(vacuum_in_broker(world)) == 0
+    watch_table(world)
     assert world.table()["lost_files"] == 0
     world.clock.advance(4 * DAY_MS)
-    eventually(lambda: world.visible("one") + world.visible("two") == 4, "all came out")
+    eventually(lambda: world.visible("one") + world.visible("two") == 4, "all are released")
 
 
-async def in_table_thread(world: World) -> int:
+async def vacuum_in_broker(world: World) -> int:
     return await in_thread(
         world.node.broker.threads.table, world.node.broker.pending_table.catalog._vacuum, 0
     )
 
 
 def test_files_vacuumed_by_another_program_are_restored_or_delay_no_others(world: World) -> None:
-    """Within seconds of its OPTIMIZE. Copies of files due soon are local. The others are the operator's task."""
+    """The broker restores files of messages due soon from its copies. The operator must restore the others."""
     for name in ("one", "two"):
         world.attach(name, SOON_MS, 3 * DAY_MS)
-    lost = [e for e in world.node.broker.scheduling.hour_log.pending.live_entries() if "T" not in e.bucket]
+    lost = [
+        entry
+        for entry in world.node.broker.scheduling.hour_log.pending.live_entries()
+        if "T" not in entry.bucket
+    ]
     contents = {entry.path: world.store_bytes(entry.path) for entry in lost}
     table = delta(world)
     table.optimize.compact()
     vacuum(table)
-    look(world)
+    watch_table(world)
     assert (world.table()["lost_files"], world.table()["lost_rows"]) == (2, 2)
-    world.attach("three", SOON_MS)  # the broker goes on
+    world.attach("three", SOON_MS)  # the broker continues
     world.clock.advance(SOON_MS)
-    eventually(lambda: sum(map(world.visible, ("one", "two", "three"))) == 3, "what is here came out")
+    eventually(
+        lambda: sum(map(world.visible, ("one", "two", "three"))) == 3,
+        "the messages of the present files are released",
+    )
     world.clock.advance(4 * DAY_MS)
     for path, content in contents.items():
         ObjectStore(world.uri).put(f"{FOLDER}/{path}", pa.py_buffer(content))
-    look(world)
+    watch_table(world)
     assert world.table()["lost_files"] == 0
-    eventually(lambda: sum(map(world.visible, ("one", "two"))) == 4, "and the rest")
+    eventually(
+        lambda: sum(map(world.visible, ("one", "two"))) == 4,
+        "the messages of the restored files are released",
+    )

@@ -35,21 +35,21 @@ from timeball.model.message import Kind, lateness_ms
 from timeball.table.attachment import Attachment, FileEntry, decode_change
 
 
-def written(world: World, first_seq: int, rows: int) -> list[FileEntry]:
-    """Files of scheduled messages due in an hour."""
+def write_files(world: World, first_seq: int, rows: int) -> list[FileEntry]:
+    """Write data files with scheduled messages due in an hour."""
     now_ms = world.clock.wall
     return write(world.files, table_rows([now_ms + HOUR_MS] * rows, first_seq=first_seq), now_ms)
 
 
-async def bulk_of(world: World, rows: int, **fields: Any) -> Attachment:
-    """The files are written and their numbers reserved, but they are not attached."""
+async def prepare_bulk(world: World, rows: int, **fields: Any) -> Attachment:
+    """Reserve numbers and write the files of a bulk attach, which the caller attaches."""
     first_seq = await world.broker.reserve(rows)
-    files = written(world, first_seq, rows)
+    files = write_files(world, first_seq, rows)
     return attachment(files, **{"job": "bulk", "ranges": [(first_seq, rows)], **fields})
 
 
 def delta_seqs(world: World) -> list[int]:
-    """The rows that another program reads from the table."""
+    """The numbers of the rows that another program reads from the table."""
     return seqs(DeltaTable(world.broker.status()["table"]["uri"]))
 
 
@@ -57,10 +57,10 @@ def delta_seqs(world: World) -> list[int]:
 
 
 @on_node()
-async def test_reserved_numbers_are_nobody_else_s_and_outlive_a_restart(world: World) -> None:
+async def test_reserved_numbers_are_not_reused_even_after_a_restart(world: World) -> None:
     await world.send("a", [None])
     first, second = await asyncio.gather(world.broker.reserve(10), world.broker.reserve(5))
-    assert (first, second) == (4, 15)  # each behind the row that says so
+    assert (first, second) == (4, 15)  # each after the row of its reservation
     assert (await world.broker.send(batch(1))).first_seq == 21  # its topic is 20
     await world.restart()
     assert world.broker.attach_state.reserved == {4: 10, 15: 5}
@@ -73,31 +73,31 @@ async def test_reserved_numbers_are_nobody_else_s_and_outlive_a_restart(world: W
 
 
 @on_node()
-async def test_rows_that_were_due_before_their_files_joined_are_not_late(world: World) -> None:
-    bulk = await bulk_of(world, 3)  # due in an hour
+async def test_rows_that_were_due_before_their_attach_are_not_late(world: World) -> None:
+    bulk = await prepare_bulk(world, 3)  # due in an hour
     await world.advance(25 * HOUR_MS)
     await world.broker.attach(bulk)
     await world.until(lambda: world.broker.lateness.released == 3, "all are released")
     assert world.broker.lateness.max_ms == 0
     end_seq = world.broker.log.reader.next_seq
-    told = [row for part in world.broker.read_log(1, end_seq) for row in part.to_pylist()]
-    released = [row for row in told if row["kind"] == Kind.RELEASE]
+    logged = [row for part in world.broker.read_log(1, end_seq) for row in part.to_pylist()]
+    released = [row for row in logged if row["kind"] == Kind.RELEASE]
     assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
 
 
 @on_node()
-async def test_rows_that_fall_due_after_their_files_joined_are_late_from_their_due_time_on(
+async def test_the_lateness_of_rows_due_after_their_attach_counts_from_their_due_time(
     world: World,
 ) -> None:
-    await world.broker.attach(await bulk_of(world, 3))
-    world.clock.advance(2 * HOUR_MS)  # in one step: the broker was held up for an hour
+    await world.broker.attach(await prepare_bulk(world, 3))
+    world.clock.advance(2 * HOUR_MS)  # in one step, as if the broker had not run for an hour
     world.broker.ticker.wake()
     await world.until(lambda: world.broker.lateness.released == 3, "all are released")
     assert world.broker.lateness.max_ms == HOUR_MS
 
 
 @on_node()
-async def test_a_bulk_is_in_the_table_and_comes_when_it_is_due(world: World) -> None:
+async def test_messages_of_a_bulk_attach_are_in_the_table_and_released_when_due(world: World) -> None:
     keys = await world.bulk("a", [FAR_MS, HOUR_MS, 5], 1)
     assert len(delta_seqs(world)) == 3
     await world.advance(HOUR_MS)
@@ -107,9 +107,9 @@ async def test_a_bulk_is_in_the_table_and_comes_when_it_is_due(world: World) -> 
 
 
 @on_node()
-async def test_an_attach_that_is_repeated_changes_nothing(world: World) -> None:
-    """The job may try again at once, at the same time, or after a restart."""
-    change = await bulk_of(world, 3)
+async def test_a_repeated_attach_changes_nothing(world: World) -> None:
+    """A job may repeat it at the same time, or after a restart."""
+    change = await prepare_bulk(world, 3)
     answers = await asyncio.gather(*(world.broker.attach(change) for _ in range(3)))
     assert [answer.repeated for answer in answers] == [False, True, True]
     assert {answer.version for answer in answers} == {1}
@@ -121,27 +121,27 @@ async def test_an_attach_that_is_repeated_changes_nothing(world: World) -> None:
 
 
 @on_node()
-async def test_a_refused_attach_leaves_the_table_as_it_was_and_may_be_put_right(world: World) -> None:
-    right = await bulk_of(world, 3)
+async def test_a_refused_attach_changes_nothing_and_may_be_repeated_with_valid_fields(world: World) -> None:
+    valid = await prepare_bulk(world, 3)
     await world.send("a", [FAR_MS])
     compact = {"job": "compact", "from_seq": 2, "to_seq": 3}
-    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
-        (OutOfRange, {"ranges": [(right.ranges[0][0], 2)]}),
+    invalid: list[tuple[type[Exception], dict[str, Any]]] = [
+        (OutOfRange, {"ranges": [(valid.ranges[0][0], 2)]}),
         (OutOfRange, {**compact, "files": [], "ranges": []}),
         (NotFound, {"job": "rewrite", "ranges": [], "removes": ["bucket=2026-11/none.parquet"]}),
-        (OverLimit, {"files": right.files * (limits.ATTACH_FILES_MAX + 1)}),
+        (OverLimit, {"files": valid.files * (limits.ATTACH_FILES_MAX + 1)}),
     ]
-    for error, fields in wrong:
+    for error, fields in invalid:
         with pytest.raises(error):
-            asked = {"files": right.files, "job": "bulk", "ranges": right.ranges, **fields}
-            await world.broker.attach(attachment(**asked))
-    world.files.replace(f"pending/{right.files[0].path}", b"PAR1 no footer")
+            arguments = {"files": valid.files, "job": "bulk", "ranges": valid.ranges, **fields}
+            await world.broker.attach(attachment(**arguments))
+    world.files.replace(f"pending/{valid.files[0].path}", b"PAR1 no footer")
     with pytest.raises(Corrupt, match="restore this file"):
-        await world.broker.attach(right)
+        await world.broker.attach(valid)
     assert (in_table(world), world.broker.status()["table"]["version"]) == ([], 0)
-    again = written(world, right.ranges[0][0], 3)
-    whole = attachment(again, job="bulk", ranges=right.ranges)
-    assert not (await world.broker.attach(whole)).repeated
+    rewritten = write_files(world, valid.ranges[0][0], 3)
+    complete = attachment(rewritten, job="bulk", ranges=valid.ranges)
+    assert not (await world.broker.attach(complete)).repeated
     assert len(in_table(world)) == 3
 
 
@@ -155,7 +155,7 @@ async def test_a_compact_with_a_wrong_begin_is_refused_with_the_watermark(world:
 
 @on_node()
 async def test_an_attach_is_completed_when_its_caller_disconnects(world: World) -> None:
-    change = await bulk_of(world, 3)
+    change = await prepare_bulk(world, 3)
     asking = asyncio.ensure_future(world.broker.attach(change))
     await asyncio.sleep(0)
     asking.cancel()
@@ -167,11 +167,11 @@ async def test_an_attach_is_completed_when_its_caller_disconnects(world: World) 
 
 @pytest.mark.parametrize("call", range(1, 12))
 @on_node(failing=True)
-async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
+async def test_a_disk_failure_during_an_attach_stops_the_broker_or_refuses_the_attach(
     world: World, call: int
 ) -> None:
     """A broker never continues with a log and a table that differ."""
-    change = await bulk_of(world, 3)
+    change = await prepare_bulk(world, 3)
     before = world.files.calls
     world.files.fail_at(before + call, DiskFailed("the disk is gone"))
     try:
@@ -185,13 +185,13 @@ async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
         for part in world.broker.read_log(1, 1 << 60, [Kind.TABLE])
         for body in part.column("body").to_pylist()
     ]
-    decided = [one for one in changes if isinstance(one, Attachment)]
-    assert world.failure is not None or not decided
+    logged_attaches = [change for change in changes if isinstance(change, Attachment)]
+    assert world.failure is not None or not logged_attaches
     image = world.files.crash(survival="everything")
     left = World(image, world.clock)
     await left.start()
     repeated = (await left.broker.attach(change)).repeated
-    assert repeated or not decided  # a row that was being written may have come through
+    assert repeated or not logged_attaches  # a row that was being written may have come through
     assert len(in_table(left)) == len(delta_seqs(left)) == 3
     await left.stop()
 
@@ -200,12 +200,12 @@ def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[No
     """From the next commit of the Delta table on, the library's system calls fail, until this is closed."""
     stack, external = ExitStack(), world.files.external
 
-    def starved(name: str) -> str:
+    def external_that_fails(name: str) -> str:
         path = external(name)
         stack.enter_context(failing())
         return path
 
-    world.files.external = starved  # type: ignore[method-assign]
+    world.files.external = external_that_fails  # type: ignore[method-assign]
     stack.callback(setattr, world.files, "external", external)
     return stack
 
@@ -215,7 +215,7 @@ def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[No
 async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
     world: World, failing: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The watermark is in the log, the files are not in the table: a checkpoint must not count the attach as done."""
+    """The log contains the attach, the table does not: a checkpoint must not count the attach as done."""
     await world.send("a", [FAR_MS, FAR_MS, HOUR_MS])
     with fails_in_delta(world, failing), pytest.raises(DiskFailed, match="pending/_delta_log") as raised:
         await world.compact()
@@ -256,7 +256,7 @@ async def test_files_of_a_compaction_that_is_refused_are_deleted(world: World) -
     """Another compactor moves the watermark while the broker writes the same rows."""
     await world.send("a", [FAR_MS] * 2)
     await world.send("a", [None])
-    other = written(world, 2, 2)
+    other = write_files(world, 2, 2)
     change = attachment(other, job="compact", job_id="another", from_seq=1, to_seq=4)
     async with world.broker.mover.lock:
         attaching = asyncio.ensure_future(world.broker.attach(change))
@@ -287,14 +287,14 @@ VERBS = st.lists(
 @settings(max_examples=30)
 @given(VERBS, st.integers(0, 3))
 @on_node(InTurn)
-async def test_changes_that_overlap_lose_and_double_nothing(
-    world: World, verbs: list[str], apart: int
+async def test_overlapping_changes_of_the_table_lose_and_double_no_message(
+    world: World, verbs: list[str], loop_turns: int
 ) -> None:
-    """All at once, a few loop iterations apart."""
+    """The changes begin `loop_turns` iterations of the loop apart, without waiting for each other."""
     first = await world.send("a", [FAR_MS, HOUR_MS, 5])
 
     async def later(number: int, verb: str) -> None:
-        for _ in range(number * apart):
+        for _ in range(number * loop_turns):
             await asyncio.sleep(0)
         if verb == "send":
             await world.send("a", [FAR_MS, None])

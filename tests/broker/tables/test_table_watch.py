@@ -1,4 +1,4 @@
-"""Another program changes the pending table, at each stage of a broker's life. The log wins, and no row is lost."""
+"""Another program changes the pending table, at each stage of a broker's life. The log decides, and no row is lost."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ async def watch(world: World) -> None:
 
 def live_seqs(world: World) -> list[int]:
     files = world.broker.scheduling.hour_log.pending.all()
-    found = [file.positions_between((0, 0), (1 << 62, 0))[1].tolist() for file in files]
-    return sorted(seq for some in found for seq in some)
+    parts = [file.positions_between((0, 0), (1 << 62, 0))[1].tolist() for file in files]
+    return sorted(seq for part in parts for seq in part)
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------
@@ -78,15 +78,15 @@ async def before_a_compaction(world: World, operate: Callable[[], None]) -> None
 
 
 async def within_an_attach(world: World, operate: Callable[[], None]) -> None:
-    """Between the row in the log and the commit."""
+    """After the append of the row to the log, before the commit to the table."""
     catalog, commit = world.broker.pending_table.catalog, catalog_module.Catalog.commit
 
-    def commit_behind_them(*args: object) -> int:
+    def operate_and_commit(*args: object) -> int:
         del catalog.commit
         operate()
         return commit(catalog, *args)  # type: ignore[arg-type]
 
-    catalog.commit = commit_behind_them
+    catalog.commit = operate_and_commit
     await world.send("a", DELAYS)
     await world.compact()
 
@@ -107,7 +107,7 @@ async def before_a_kill(world: World, operate: Callable[[], None]) -> None:
     await world.start()
 
 
-async def behind_a_kill(world: World, operate: Callable[[], None]) -> None:
+async def after_a_kill(world: World, operate: Callable[[], None]) -> None:
     await world.abandon()
     operate()
     await world.start()
@@ -124,13 +124,13 @@ STAGES: dict[str, Stage] = {
     stage.__name__.replace("_", " "): stage
     for stage in (
         before_the_start, while_it_runs, before_a_release, before_a_compaction, within_an_attach, before_a_rewrite,
-        before_a_restart, before_a_kill, behind_a_kill, twice,
+        before_a_restart, before_a_kill, after_a_kill, twice,
     )
 }  # fmt: skip
 # Of all others, which take minutes, CI runs a fifth: each operation at two stages.
 FAST = {
     ("OPTIMIZE", "while it runs"), ("OPTIMIZE and VACUUM", "while it runs"), ("ADD COLUMN", "while it runs"),
-    ("DELETE and VACUUM", "before a release"), ("DELETE and VACUUM", "behind a kill"), ("VACUUM", "within an attach"),
+    ("DELETE and VACUUM", "before a release"), ("DELETE and VACUUM", "after a kill"), ("VACUUM", "within an attach"),
     ("OPTIMIZE and VACUUM", "before a rewrite"), ("append-only", "before a rewrite"), ("UPDATE", "before the start"),
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ def cases() -> list[object]:
     ]  # fmt: skip
 
 
-async def _life(world: RealWorld, operation: Operation, stage: Stage) -> None:
+async def _check_operation(world: RealWorld, operation: Operation, stage: Stage) -> None:
     for _ in range(2):
         await world.send("a", DELAYS)
         await world.compact()
@@ -156,7 +156,7 @@ async def _life(world: RealWorld, operation: Operation, stage: Stage) -> None:
     uri = uri_of(world)
     await stage(world, lambda: operation(uri))
     await watch(world)
-    # The table says what the log says, and what a day later is removed is nothing that lives.
+    # The table and the log have the same rows, and a vacuum, which runs a day later, deletes no live file.
     await world.send("b", [HOUR_MS])
     await world.compact()
     catalog = world.broker.pending_table.catalog
@@ -176,8 +176,8 @@ async def _life(world: RealWorld, operation: Operation, stage: Stage) -> None:
     await world.stop()
 
 
-def lived(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
-    async def life() -> None:
+def run_world(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
+    async def main() -> None:
         world = RealWorld(folder)
         await world.start()
         try:
@@ -186,7 +186,7 @@ def lived(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
             await world.abandon()
         assert world.unheard == []
 
-    run(life())
+    run(main())
 
 
 @pytest.fixture(autouse=True)
@@ -196,11 +196,13 @@ def _merges_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.siege
 @pytest.mark.parametrize(("operation", "stage"), cases())
-def test_nothing_is_lost_doubled_or_early(tmp_path: Path, operation: str, stage: str) -> None:
-    lived(tmp_path, lambda world: _life(world, OPERATIONS[operation], STAGES[stage]))
+def test_no_operation_of_another_program_makes_a_message_lost_doubled_or_early(
+    tmp_path: Path, operation: str, stage: str
+) -> None:
+    run_world(tmp_path, lambda world: _check_operation(world, OPERATIONS[operation], STAGES[stage]))
 
 
-async def _stale(world: RealWorld, operate: Callable[[DeltaTable], object]) -> None:
+async def _check_stale_operation(world: RealWorld, operate: Callable[[DeltaTable], object]) -> None:
     """Another program opened the table, and works on it only when the broker has changed it."""
     for _ in range(2):
         await world.send("a", DELAYS)
@@ -226,7 +228,7 @@ async def _stale(world: RealWorld, operate: Callable[[DeltaTable], object]) -> N
     [
         pytest.param(lambda table: table.optimize.compact(), id="OPTIMIZE"),
         pytest.param(lambda table: table.delete("seq > 0"), id="DELETE"),
-        # It takes files that its version does not name yet.
+        # It deletes files that its version of the table does not contain.
         pytest.param(
             lambda table: table.vacuum(
                 retention_hours=0, enforce_retention_duration=False, dry_run=False, full=True
@@ -235,16 +237,16 @@ async def _stale(world: RealWorld, operate: Callable[[DeltaTable], object]) -> N
         ),
     ],
 )
-def test_work_on_an_older_version_loses_nothing(
+def test_an_operation_on_an_older_version_of_the_table_loses_no_message(
     tmp_path: Path, operate: Callable[[DeltaTable], object]
 ) -> None:
-    lived(tmp_path, lambda world: _stale(world, operate))
+    run_world(tmp_path, lambda world: _check_stale_operation(world, operate))
 
 
-# ---- what people see ------------------------------------------------------------------------------------------
+# ---- the status ------------------------------------------------------------------------------------------
 
 
-async def _found_by_itself(world: RealWorld) -> None:
+async def _check_foreign_commit(world: RealWorld) -> None:
     await world.send("a", DELAYS)
     await world.compact()
     await world.send("a", DELAYS)
@@ -256,7 +258,7 @@ async def _found_by_itself(world: RealWorld) -> None:
     assert status()["last_foreign_commit"] == "OPTIMIZE at version 3"
     assert status()["version"] == DeltaTable(uri).version() == 4
     assert seqs(DeltaTable(uri)) == live_seqs(world)
-    # A stream that follows the table has seen these rows.
+    # `dataChange` is false, so that a stream which follows the table does not read these rows again.
     entry = (world.files.root / "pending/_delta_log" / f"{4:020d}.json").read_text().splitlines()  # type: ignore[attr-defined]
     actions = [next(iter(json.loads(line).items())) for line in entry]
     assert {body["dataChange"] for kind, body in actions if kind in ("add", "remove")} == {False}
@@ -265,12 +267,12 @@ async def _found_by_itself(world: RealWorld) -> None:
     await world.stop()
 
 
-def test_a_commit_is_found_within_a_second_and_shown(tmp_path: Path) -> None:
-    lived(tmp_path, _found_by_itself)
+def test_the_watch_finds_a_foreign_commit_and_the_status_shows_it(tmp_path: Path) -> None:
+    run_world(tmp_path, _check_foreign_commit)
 
 
-async def _lost(world: RealWorld) -> None:
-    """No link either: on a file system that has none, or after `rm -r`."""
+async def _check_missing_file(world: RealWorld) -> None:
+    """The hard link is missing too, as on a file system without links, or after `rm -r`."""
     keys = await world.send("a", [HOUR_MS, 5 * HOUR_MS, 9 * HOUR_MS])
     await world.compact()
     entry = min(world.broker.scheduling.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
@@ -279,15 +281,17 @@ async def _lost(world: RealWorld) -> None:
     world.clock.advance(6 * HOUR_MS)
     world.broker.ticker.wake()
 
-    async def came() -> list[str]:
+    async def released_keys() -> list[str]:
         return [row.key for row in (await world.outcome()).rows]
 
-    released = world.broker.scheduling.scheduler.outcomes
+    outcomes = world.broker.scheduling.scheduler.outcomes
     await world.until(
-        lambda: released.cursor.local_index or released.cursor.tick_ms, "the second is released"
+        lambda: outcomes.cursor.local_index or outcomes.cursor.tick_ms, "the second is released"
     )
-    await world.until(lambda: world.broker.scheduling.hour_log.pending.missing, "the first is missed")
-    while await came() != [keys[1]]:
+    await world.until(
+        lambda: world.broker.scheduling.hour_log.pending.missing, "the file of the first is missing"
+    )
+    while await released_keys() != [keys[1]]:
         await asyncio.sleep(0.01)
     assert world.failure is None
     assert world.broker.scheduling.scheduler.settled_before_ms <= entry.min_due_ms
@@ -298,33 +302,33 @@ async def _lost(world: RealWorld) -> None:
             world.broker.pending_table.catalog.data.map_readonly,
             f"pending/{entry.path}",
         )
-    await world.broker.mover.rewrite()  # chooses among the others
+    await world.broker.mover.rewrite()  # chooses other files
     await world.stop()
     with pytest.raises(MissingFile, match=f"{entry.path} is missing: restore this file from a copy"):
         await world.start()
     world.files.replace(f"pending/{entry.path}", copy)
     await world.start()
     await world.settled()
-    assert sorted(await came()) == sorted(keys[:2])
+    assert sorted(await released_keys()) == sorted(keys[:2])
     world.files.remove(f"pending/{entry.path}")
-    await watch(world)  # nothing to see: the link is there again
+    await watch(world)  # finds nothing, because the link exists again
     await world.advance(9 * HOUR_MS)
-    assert sorted(await came()) == sorted(keys)
+    assert sorted(await released_keys()) == sorted(keys)
     assert check(world.observed, await world.outcome()) == []
     await world.stop()
 
 
-def test_a_file_that_is_gone_holds_up_no_other(tmp_path: Path) -> None:
-    lived(tmp_path, _lost)
+def test_a_missing_file_delays_only_its_own_messages(tmp_path: Path) -> None:
+    run_world(tmp_path, _check_missing_file)
 
 
-async def _put_back(world: RealWorld) -> None:
+async def _check_restored_file(world: RealWorld) -> None:
     keys = await world.send("a", [HOUR_MS, 5 * HOUR_MS])
     await world.compact()
     entry = min(world.broker.scheduling.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
     copy = world.files.map_readonly(f"pending/{entry.path}").to_pybytes()
     live_files.remove(world.files, entry.path)
-    OPERATIONS["append-only"](uri_of(world))  # a commit, behind which all files are looked for
+    OPERATIONS["append-only"](uri_of(world))  # after a foreign commit, the watch looks for all files
     await watch(world)
     assert (
         world.broker.pending_table.status()["lost_files"],
@@ -340,8 +344,8 @@ async def _put_back(world: RealWorld) -> None:
     await world.stop()
 
 
-def test_a_file_that_is_put_back_is_delivered_from_without_a_restart(tmp_path: Path) -> None:
-    lived(tmp_path, _put_back)
+def test_messages_of_a_restored_file_are_released_without_a_restart(tmp_path: Path) -> None:
+    run_world(tmp_path, _check_restored_file)
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------
@@ -360,7 +364,7 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
 
 @pytest.fixture
 def few_inodes(tmp_path: Path) -> Iterator[Path]:
-    """As an XFS that is full: it makes room for names when they come, and may have none beside reserved bytes."""
+    """A file system with few inodes. A full XFS allocates inodes when they are needed, and may have none left."""
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=64m,nr_inodes=400", "none") as folder:
         yield folder
 
@@ -377,8 +381,8 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def fill_names(filler: Path, spare: int) -> None:
-    """Leave room for so many files."""
+def use_up_inodes(filler: Path, spare: int) -> None:
+    """Leave room for `spare` files."""
     count = 0
     with suppress(OSError):
         while True:
@@ -388,8 +392,8 @@ def fill_names(filler: Path, spare: int) -> None:
         (filler / str(number)).unlink()
 
 
-def fill_bytes(filler: Path, spare: int) -> None:
-    """Leave so many pages."""
+def use_up_bytes(filler: Path, spare: int) -> None:
+    """Leave room for `spare` pages."""
     with (filler / "bytes").open("wb", buffering=0) as file:
         for size_bytes in (1 << 20, 4096):
             with suppress(OSError):
@@ -399,7 +403,7 @@ def fill_bytes(filler: Path, spare: int) -> None:
         os.fsync(file.fileno())
 
 
-async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> None:
+async def _check_full_disk(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> None:
     world = RealWorld(folder / "d")
     await world.start()
     try:
@@ -428,12 +432,12 @@ async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> 
         assert world.node._failed is not None and not world.node._failed.done()
         shutil.rmtree(filler)
         await watch(world)
-        # What a failed try has written is gone: on a full disk each try would leave more.
-        known = {
+        # Files of failed attempts were deleted. Otherwise each attempt on a full disk would leave more.
+        known_paths = {
             entry.path for entry in world.broker.scheduling.hour_log.pending.live_entries()
         } | world.broker.pending_table.catalog._removed_ms.keys()
         pending = folder / "d" / "pending"
-        assert {str(path.relative_to(pending)) for path in pending.glob("bucket=*/*")} <= known
+        assert {str(path.relative_to(pending)) for path in pending.glob("bucket=*/*")} <= known_paths
         await world.compact()
         await world.merge()
         await world.checkpoint()
@@ -449,13 +453,15 @@ async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> 
 
 
 @pytest.mark.parametrize("spare", [0, 3, pytest.param(7, marks=pytest.mark.slow), 12])
-def test_a_full_disk_puts_the_table_off_and_ends_nothing(few_inodes: Path, spare: int) -> None:
-    """At any step of a compaction: a folder, a file, its keys, the entry of the Delta log."""
-    run(_full(few_inodes, spare, fill_names))
+def test_a_disk_without_inodes_postpones_changes_of_the_table_and_loses_no_message(
+    few_inodes: Path, spare: int
+) -> None:
+    """Any step of a compaction may fail: a folder, a file, its key index, the entry of the Delta log."""
+    run(_check_full_disk(few_inodes, spare, use_up_inodes))
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.parametrize("spare", range(0, 40, rounds(9, 3)))
-def test_a_full_xfs_puts_the_table_off_and_ends_nothing(xfs: Path, spare: int) -> None:
-    run(_full(xfs, spare, fill_bytes))
+def test_a_full_xfs_postpones_changes_of_the_table_and_loses_no_message(xfs: Path, spare: int) -> None:
+    run(_check_full_disk(xfs, spare, use_up_bytes))

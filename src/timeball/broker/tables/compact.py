@@ -2,6 +2,7 @@
 
 A compaction moves scheduled messages from the log to files of the table. One run reads the scheduled messages of
 [from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes files by buckets of due times.
+
 A rewrite merges or splits files, so that reads of the schedule open few and small files. A resume of a campaign writes
 its files again with new due times.
 
@@ -57,7 +58,7 @@ class Figures:
 
 
 _NONE: Int64Array = np.empty(0, np.int64)
-# Frames are joined up to this number of rows. Larger frames stay views of the mapped log, because joining copies
+# Small frames are joined up to this number of rows. Larger frames stay views of the mapped log, because joining copies
 # bodies.
 COALESCE_ROWS = 8_192
 UNLOAD_ROWS = 131_072  # rows read between two calls of `unload`; about 50 MB
@@ -75,10 +76,10 @@ def compact(
     now_ms: int,
     settled: Int64Array = _NONE,
 ) -> Attachment:
-    """Write the files for a range of the log. The caller attaches them (background thread).
+    """Write the scheduled messages in the rows [from_seq, to_seq) to files. The caller attaches them.
 
-    Messages due before `settled_before_ms`, and messages with a number in `settled`, are left out. Most messages in
-    `settled` are leases that were acknowledged.
+    Messages due before `settled_before_ms`, and messages with a version in `settled`, are left out. Most messages in
+    `settled` are leases that were acknowledged. Raises OverLimit if the disk is full. Runs in the background thread.
     """
 
     def unload() -> None:
@@ -103,14 +104,14 @@ def write_files(
     unload: Callable[[], None] = lambda: None,
     size_bytes: int | None = None,
 ) -> list[FileEntry]:
-    """Sort rows of TABLE_SCHEMA and write them to files, cut by layout.py. Return the entries of the files.
+    """Sort rows of TABLE_SCHEMA and write them to files, cut by layout.py. Returns the entries of the files.
 
     The attach makes the files durable and part of the table. A run of their keys is written too (table/key_index.py).
 
-    `created` gets the entries of all files, also after a failure, so that the caller can remove the files.
-    `size_bytes` estimates the size of all files, by default that of the rows in memory.
-    `unload` is called after some rows have been copied, because they may be views of a mapped file. If the disk is
-    full, all files written here are removed, because the next attempt writes others. Then OverLimit is raised.
+    `created` gets the entries of all files, also after a failure, so that the caller can remove the files. `unload` is
+    called after some rows have been copied, because they may be views of a mapped file. `size_bytes` is an estimate of
+    the size of all files, by default that of the rows in memory. If the disk is full, all files written here are
+    removed, and OverLimit is raised.
     """
     written: list[FileEntry] = []
     try:
@@ -140,6 +141,7 @@ def _write_files(
     unload: Callable[[], None],
     size_bytes: int | None,
 ) -> None:
+    """Write the files of `write_files`. The entry of each file is added to `created` before the file is created."""
     if rows.num_rows == 0:
         return
     keys = FileKeys()
@@ -147,7 +149,6 @@ def _write_files(
     for entry, data in layout.sorted_files(rows, now_ms, keys, unload, size_bytes):
         name = f"{layout.FOLDER}/{entry.path}"
         files.make_dir(name.rpartition("/")[0])
-        # Before the creation, so that a file that is only partly written is removed too.
         created.append(entry)
         file = files.create(name)
         try:
@@ -176,19 +177,20 @@ def scheduled_rows(
     settled: Int64Array,
     unload: Callable[[], None],
 ) -> pa.Table:
-    """Read the scheduled messages of a range of the log that may be pending, as rows of TABLE_SCHEMA."""
+    """Read the scheduled messages in the rows [from_seq, to_seq) that may be pending, as rows of TABLE_SCHEMA.
+
+    `unload` is called now and then, because the rows read may be views of a mapped file.
+    """
     settled = np.sort(settled)  # once, for the searches of all parts
     batches, rows_since_unload = [], 0
     for log_rows in reader.coalesced(from_seq, to_seq, KINDS, COALESCE_ROWS):
         rows = as_scheduled(versions_in(log_rows))
-        # All messages due before the mark are settled. Cancelled messages that are due later may be included: the
-        # CANCEL rows in the log still settle them.
+        # Messages that were cancelled after `settled` was read are included. The CANCEL rows in the log settle them.
         may_be_pending = rows.column("due_ms").to_numpy() >= settled_before_ms
         may_be_pending &= ~is_in(settled, rows.column("seq").to_numpy())
         if may_be_pending.any():
-            batches.append(
-                as_table_rows(rows.filter(pa.array(may_be_pending)) if not np.all(may_be_pending) else rows)
-            )
+            rows = rows if may_be_pending.all() else rows.filter(pa.array(may_be_pending))
+            batches.append(as_table_rows(rows))
         rows_since_unload += log_rows.num_rows
         # Not after each frame, because unloading is a system call for each segment.
         if rows_since_unload >= UNLOAD_ROWS:
@@ -199,8 +201,8 @@ def scheduled_rows(
 
 
 def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert READ_SCHEMA scheduled messages to rows of the pending table."""
-    # A MOVED row contains the message's number in `source_seq`. The seq of any other row is the number (null here).
+    """Convert scheduled messages (READ_SCHEMA, as `as_scheduled` returns them) to rows of TABLE_SCHEMA."""
+    # A MOVED row contains the message's number in `source_seq`. For other rows, whose `seq` is the number, it is null.
     is_moved = rows.column("kind").to_numpy() == Kind.MOVED
     number = pc.if_else(pa.array(is_moved), rows.column("source_seq"), pa.scalar(None, pa.int64()))
     replaced_columns = {"accepted_ms": rows.column("store_ms"), "number": number}
@@ -212,13 +214,13 @@ def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 # ---- rewrite: merge and split files, postpone the rows of a campaign -----------------------------------------
-# A rewrite reads some files (table/merging.py chooses them) and writes new ones without settled messages. Scheduled
-# messages that are cancelled during a rewrite stay cancelled, because the log records it. The schedule does not load
-# rows again that it has already loaded.
+# A rewrite reads some files (table/merging.py chooses them) and writes new ones without settled messages. A message
+# that is cancelled meanwhile stays cancelled, although it is in a new file, because its pair is settled. The schedule
+# does not load rows again that it has already loaded.
 
 REWRITE_JOB_ID = "broker-rewrite"
-# Bounds of a run: the campaign files that are read together for a resume. Their rows, their bytes on disk, and their
-# bytes without compression.
+# Bounds of a run, the files of a campaign that are read together for a resume: their rows, their bytes on disk, and
+# their bytes without compression.
 REWRITE_ROWS_MAX, REWRITE_BYTES_MAX, REWRITE_RAW_BYTES_MAX = 500_000, 64 * 1024 * 1024, 256 * 1024 * 1024
 
 
@@ -235,13 +237,15 @@ def rewrite(
 ) -> Attachment:
     """Write the pending rows of these files to new files. The caller attaches the result (background thread).
 
-    `data` reads the table's files, `files` creates new ones. `settled_seq`: numbers of settled messages.
+    `data` reads the table's files, `files` creates new ones. `settled_seq` contains the versions of settled messages.
+    `epoch` is the attachment's. Raises OverLimit if the disk is full.
     """
     rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in entries])
     rows = _without_settled(rows, np.sort(settled_seq))
-    # By bytes on disk, as for the choice of the files: otherwise their new files might be chosen again.
+    # Estimated by bytes on disk, as for the choice of the files. Otherwise the new files might be chosen again.
     stored_rows, stored_bytes = (
-        sum(getattr(entry, name) for entry in entries) for name in ("rows", "size_bytes")
+        sum(entry.rows for entry in entries),
+        sum(entry.size_bytes for entry in entries),
     )
     size_bytes = stored_bytes * rows.num_rows // stored_rows
     return Attachment(
@@ -254,9 +258,10 @@ def rewrite(
 
 
 def runs(entries: list[FileEntry], raw_bytes: RawBytes) -> list[list[FileEntry]]:
-    """Group the files of a campaign, sorted by first due time, into runs of at least one file that fit into memory.
+    """Group the files of a campaign, sorted by first due time, into runs within the bounds above (background thread).
 
-    The rows of a run are sorted together and cut into files, so the number of files may change (background thread).
+    A run has at least one file. Its rows are sorted together and cut into files, so the number of files may change.
+    `raw_bytes` finds the size of a file without compression.
     """
     grouped: list[list[FileEntry]] = []
     bounds = np.array([REWRITE_ROWS_MAX, REWRITE_BYTES_MAX, REWRITE_RAW_BYTES_MAX])
@@ -265,7 +270,7 @@ def runs(entries: list[FileEntry], raw_bytes: RawBytes) -> list[list[FileEntry]]
         sizes = np.array([entry.rows, entry.size_bytes, raw_bytes(entry)])
         total += sizes
         if not grouped or (total > bounds).any():
-            grouped.append([])
+            grouped.append([])  # a new run, which begins with this file
             total = sizes
         grouped[-1].append(entry)
     return grouped
@@ -274,10 +279,12 @@ def runs(entries: list[FileEntry], raw_bytes: RawBytes) -> list[list[FileEntry]]
 def check_resume(runs: list[list[FileEntry]], *, earliest_due_ms: int, shift_ms: int, now_ms: int) -> None:
     """Raise OverLimit if a resume of these runs might write more files than one attach may name.
 
-    `earliest_due_ms`: rows that are due earlier are not written again.
+    Rows due before `earliest_due_ms` are not written again.
     """
     new_files = 0
     for run in runs:
+        # `resume` writes the rows of the campaign, which are shifted, and the others to separate files. Each file is
+        # within one bucket of due times.
         spans = [(max(earliest_due_ms, entry.min_due_ms), entry.max_due_ms) for entry in run]
         shifted_spans = [
             (max(now_ms, first_ms + shift_ms), max(now_ms, last_ms + shift_ms)) for first_ms, last_ms in spans
@@ -294,7 +301,10 @@ def check_resume(runs: list[list[FileEntry]], *, earliest_due_ms: int, shift_ms:
 
 
 def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
-    """Estimate the maximum number of buckets for due times in these spans. No bucket is shorter than an hour."""
+    """Estimate the maximum number of buckets of layout.py for due times in these spans (first, last).
+
+    No bucket is shorter than an hour.
+    """
     hourly_times = [
         np.append(np.arange(first_ms, last_ms, limits.HOUR_MS), last_ms)
         for first_ms, last_ms in spans
@@ -307,7 +317,7 @@ def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
 
 
 def settled_in(settled: Settled, entries: list[FileEntry]) -> Int64Array:
-    """Sort the numbers of the settled messages that these files may contain (background thread)."""
+    """List the versions of the settled pairs that these files may contain, sorted (background thread)."""
     low = min((entry.min_seq for entry in entries), default=0)
     high = max((entry.max_seq for entry in entries), default=-1)
     parts = [seq[(seq >= low) & (seq <= high)] for _, seq in settled.runs]
@@ -315,14 +325,14 @@ def settled_in(settled: Settled, entries: list[FileEntry]) -> Int64Array:
 
 
 def settled_since(known_seq: Int64Array, settled: Settled, ranges: Ranges) -> tuple[Int64Array, Int64Array]:
-    """Find the settled messages in a campaign's ranges whose numbers are not in `known_seq` (background thread).
+    """Find the settled messages in a campaign's ranges whose versions are not in `known_seq` (background thread).
 
-    Returns `known_seq` with their numbers, and their numbers alone. All three are sorted.
+    Returns all these versions together with `known_seq`, and the new ones alone. All three are sorted.
     """
     parts = [seq[within(seq, ranges)] for _, seq in settled.runs]
-    seq = np.concatenate([_NONE, *parts])
-    seq = np.sort(seq[~is_in(known_seq, seq)])
-    return np.insert(known_seq, np.searchsorted(known_seq, seq), seq), seq
+    new_seq = np.concatenate([_NONE, *parts])
+    new_seq = np.sort(new_seq[~is_in(known_seq, new_seq)])
+    return np.insert(known_seq, np.searchsorted(known_seq, new_seq), new_seq), new_seq
 
 
 def resume(
@@ -341,7 +351,8 @@ def resume(
     """Write the pending rows of these files to new files. Rows in a campaign's ranges are postponed by `shift_ms`.
 
     The postponed rows go into separate files, with due times not before now. The caller attaches the files, or removes
-    those in `created` (background thread). `settled_seq`: numbers of settled messages, sorted.
+    the files in `created`, also after an error. `settled_seq` contains the versions of settled messages, sorted. Raises
+    OverLimit if the disk is full. Runs in the background thread.
     """
     rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in run])
     rows = _without_settled(rows, settled_seq)
@@ -358,7 +369,7 @@ def resume(
 
 def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int, holds: Holds) -> pa.Table:
     """Read the rows of a file that are held, or due at `settled_before_ms` or later."""
-    # A separate open file: the schedule's files belong to the reader thread, and Arrow's reader is not thread-safe.
+    # Opened separately: the schedule's files belong to the reader thread, and Arrow's reader is not thread-safe.
     from_ms = min(settled_before_ms, holds.from_ms)
     rows = DataFile(data, entry).rows_between((from_ms, 0), (1 << 62, 0))
     if from_ms == settled_before_ms:
@@ -368,5 +379,5 @@ def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int
 
 
 def _without_settled(rows: pa.Table, settled_seq: Int64Array) -> pa.Table:
-    """Remove the rows of settled messages, given their sorted numbers."""
+    """Remove the rows with a version in `settled_seq`, which is sorted."""
     return rows.filter(pa.array(~is_in(settled_seq, rows.column("seq").to_numpy())))

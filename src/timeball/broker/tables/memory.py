@@ -19,9 +19,9 @@ ARENAS = 2
 def use_system_pool() -> None:
     """Make Arrow allocate with malloc in this process. Arrow's own pool keeps freed memory for each thread.
 
-    Measured with 5 million scheduled messages after compaction: 2 bytes of memory per message instead of 17. In
-    exchange a million messages due in one millisecond are on disk after 1.2 s instead of 0.7 s. Only for processes that
-    are a broker.
+    Only for processes that are a broker. Measured with 5 million scheduled messages after compaction: 2 bytes of memory
+    per message instead of 17. In exchange a million messages due in one millisecond are on disk after 1.2 s instead of
+    0.7 s.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     # glibc's malloc also keeps freed memory per thread, and each send stream is a thread. Measured with 60 streams of

@@ -52,12 +52,13 @@ from timeball.table.pending_table import PendingTable
 logger = logging.getLogger(__name__)
 
 
-# An object store may be unreachable for one hour. The other 10 minutes are the time to fetch files ahead.
+# An object store may be unreachable for one hour. The other 10 minutes are left to fetch the files.
 FETCH_AHEAD_MS = limits.HOUR_MS + 10 * limits.MINUTE_MS
 
 
-# Merges are postponed while this many messages are due within AHEAD_MS, which is about the time of a long merge: 2,000
-# releases a second. They are not postponed for ever, because reads of a table with ever more files delay releases too.
+# Merges are postponed during a *burst*: while this many messages are due within AHEAD_MS, about the time of a long
+# merge, which means 2,000 releases a second. They are not postponed for more than POSTPONED_MS_MAX, because reads of a
+# table with ever more files delay releases too.
 BURST_ROWS_MIN = 20_000
 POSTPONED_MS_MAX = 10 * limits.MINUTE_MS
 CHOICE_INTERVAL_MS = 1_000
@@ -100,8 +101,8 @@ class TableChanges:
         # attach, so a bulk attach need not wait for a compaction.
         self._compact_lock = asyncio.Lock()
         self.tail_count = TailCount(attach_state.watermark, scheduled_since_watermark)
-        self.external_compactor_until_ms = 0
-        # From this time on the budget of merges allows the next one.
+        self.external_compactor_until_ms = 0  # the end of the lease of an external compactor, in elapsed ms
+        # From this time on (in elapsed ms) the budget of merges allows the next one.
         self._next_merge_ms = 0
         self._burst_from_ms = FAR_MS  # the time at which the current burst was noticed
         # Read from the footer of each file once.
@@ -112,12 +113,15 @@ class TableChanges:
         # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
         # checkpoint, so no checkpoint may be saved now, and no later attach may overtake this one.
         self.has_unfinished_attach = False
-        # Set while the table is behind the log, because the disk was full or the object store did not answer. A call
-        # updates the table.
+        # A function that makes the table match the log. Set while the table is behind, because the disk was full or
+        # the object store did not answer.
         self.behind: Callable[[], object] | None = None
 
     async def reserve(self, rows: int) -> int:
-        """Reserve sequence numbers for a bulk attach, and return the first."""
+        """Reserve `rows` sequence numbers for a bulk attach, and return the first.
+
+        The reservation is durable on return. Raises the errors of `AttachState.check_reserve`.
+        """
         self._attach_state.check_reserve(rows)
         body, now_ms = att.encode(att.Reservation(rows)), self._clock.now_ms()
         row = build_rows(1, kind=int(Kind.TABLE), body=body, store_ms=now_ms)
@@ -130,7 +134,11 @@ class TableChanges:
         return first_seq
 
     async def attach(self, attachment: Attachment) -> Attached:
-        """Attach files to the pending table atomically. table/catalog.py describes the steps."""
+        """Attach files to the pending table atomically. table/catalog.py describes the steps.
+
+        A repeated attach changes nothing and gets the same answer. Raises RequestError or OverLimit if a check refuses
+        the attachment, and Unavailable while the table is behind the log.
+        """
         campaigns.check_count(attachment)
         if attachment.job == "compact":
             self._check_compacts()
@@ -138,6 +146,7 @@ class TableChanges:
         return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
 
     async def _attach(self, attachment: Attachment) -> Attached:
+        """Check an attachment, make its files durable, and attach them."""
         has_remote_copies = self._file_replication is not None or self._pending_table.cache is not None
         if has_remote_copies and not self._attach_state.is_repeated(attachment):
             # Before the lock is taken, because these steps wait for replicas or an object store. All checks are
@@ -148,8 +157,7 @@ class TableChanges:
         async with self.lock:
             attach_state = self._attach_state
             self._check_not_behind()
-            # A job that did not receive the answer repeats the attach. It gets the same answer, and nothing is attached
-            # twice.
+            # A job that did not receive the answer repeats the attach.
             if attach_state.is_repeated(attachment):
                 version = await in_thread(self._threads.table, lambda: self._pending_table.catalog.version)
                 return Attached(version=version, watermark=attach_state.watermark, seq=0, repeated=True)
@@ -190,7 +198,8 @@ class TableChanges:
     ) -> Attached:
         """Append the attach and the change of its campaign in one frame. Then update the schedule and the Delta table.
 
-        `resumes`: the campaign whose hold ends with this attach, or "".
+        `resumes` is the campaign whose hold ends with this attach, or "". If a step after the row fails, the broker
+        stops (`on_failure`), and the next start repeats the steps.
         """
         # Read before the schedule forgets the removed files, because the Delta commit must name them.
         removed = self._scheduling.hour_log.pending.entries(attachment.removes)
@@ -220,9 +229,9 @@ class TableChanges:
         return Attached(version=version, watermark=self._attach_state.watermark, seq=seq)
 
     async def _make_local(self, entries: Sequence[FileEntry]) -> None:
-        """Fetch local copies of those files that have messages due soon. Only for a table in an object store.
+        """Fetch local copies of the files among these that have messages due soon. Only for a table in an object store.
 
-        The files are about to join the table, or must be opened before they leave it.
+        The files are about to join the table, or must be opened before they leave it. Raises Unavailable.
         """
         if self._pending_table.cache is not None:
             await in_thread(
@@ -236,13 +245,12 @@ class TableChanges:
     async def _commit(self, commit: Callable[[], int]) -> int:
         """Commit to the Delta table and return its version.
 
-        `catch_up` does it later if a disk or the store fails now.
+        If a disk or the store fails now, `catch_up` repeats the commit later. The attach has succeeded nevertheless,
+        because its row is durable and the schedule is up to date.
         """
         try:
             version = await in_thread(self._threads.table, commit)
         except (Unavailable, OverLimit) as error:
-            # The attach has succeeded: its row is durable and the schedule is up to date. `catch_up` repeats the
-            # commit.
             logger.warning("pending table is behind the log reason=%s", error)
             self.behind = commit
             return self._pending_table.catalog.version
@@ -254,7 +262,7 @@ class TableChanges:
         self.behind, self.has_unfinished_attach = bring_up, True
 
     async def follow(self) -> None:
-        """Update a table that is behind the log, like `catch_up`. Log a failure, because later calls try again."""
+        """Call `catch_up`, and log a failure. Later calls try again."""
         try:
             await self.catch_up()
         except (Unavailable, OverLimit) as error:
@@ -286,11 +294,12 @@ class TableChanges:
             raise Unavailable(self._pending_table.cache.problem)
 
     async def _attach_or_delete(self, attachment: Attachment) -> Attached:
-        """Attach files that this broker has written. Delete them if the attach is not in the log."""
+        """Attach files that this broker has written. Delete them if the attach was refused, and raise its error."""
         try:
             return await self.attach(attachment)
         except (RequestError, Unavailable, OverLimit):
-            # Each attempt writes files with new names. While each attempt is refused, they would fill the disk.
+            # Each attempt writes files with new names, which would fill the disk. The files stay if the attach may be
+            # in the log.
             if self.behind is not None or not self.has_unfinished_attach:
                 await in_thread(self._threads.background, compact.remove, self._files, attachment.files)
             raise
@@ -302,9 +311,10 @@ class TableChanges:
             raise RequestError(f"nothing is compacted with --strategy {schedule}: it has files of its own")
 
     async def adopt(self, waiting: Waiting) -> None:
-        """Move the pending messages of another strategy, which may have written them to the log again, to the table.
+        """Write the pending messages of another strategy to the table, and move the watermark to the end of the log.
 
         Afterwards every pending message is in the table or in the log after the watermark, as `hour_log` requires.
+        `waiting` contains their rows: the other strategy may have written them to the log again.
         """
         now_ms = self._clock.now_ms()
         from_seq, to_seq = self._attach_state.watermark, self._log.reader.next_seq
@@ -322,9 +332,10 @@ class TableChanges:
         )  # fmt: skip
 
     async def compact(self, *, even_without_rows: bool = False) -> Attached | None:
-        """Move the scheduled messages after the watermark from the log to the pending table. None if there are none.
+        """Move the scheduled messages after the watermark from the log to the pending table. Returns the last attach.
 
-        `even_without_rows`: advance the watermark also without messages, so that retention may remove older rows.
+        None if there are no messages to move. `even_without_rows`: advance the watermark also without messages, so that
+        retention may remove older rows. Raises RequestError with another strategy, and the errors of `attach`.
         """
         self._check_compacts()
         attach_state, end_seq, attached = self._attach_state, self._log.reader.next_seq, None
@@ -343,6 +354,7 @@ class TableChanges:
         return attached
 
     async def _compact(self, *, even_without_rows: bool) -> Attached | None:
+        """Move the messages of one run of rows. None if there are none and the watermark need not move."""
         self._check_store()
         async with self._compact_lock:
             began_ns = self._clock.clock.monotonic_ns()
@@ -350,8 +362,7 @@ class TableChanges:
             to_seq = min(self._log.reader.next_seq, from_seq + compact.RUN_ROWS_MAX)
             if to_seq <= from_seq:
                 return None
-            # Read while all rows before `to_seq` are durable. Only then does the mark cover each message before
-            # `to_seq`.
+            # Read after `to_seq`: all rows before it are durable, so the mark covers their messages.
             settled_before_ms, now_ms = self._scheduling.scheduler.settled_before_ms, self._clock.now_ms()
             settled = self._scheduling.scheduler.settled()
             attachment = await self._loop.run_in_executor(
@@ -371,12 +382,11 @@ class TableChanges:
                 await in_thread(self._threads.background, give_back)
 
     async def merge_in_background(self) -> Attached | None:
-        """Rewrite some files as `rewrite`, but within the budget of table/merging.py.
+        """Call `rewrite` if the budget of table/merging.py allows it, and not during a burst or while the disk is full.
 
-        Does nothing during a burst, and while the disk is full.
+        None if nothing was rewritten.
         """
-        # Replaced files stay for readers of older versions, so each merge takes from the space that is kept for
-        # releases.
+        # Replaced files stay for readers of older versions, so a merge would use the space that is left for releases.
         if self._log.writer.no_room:
             return None
         now_ms, scheduler = self._clock.elapsed_ms(), self._scheduling.scheduler
@@ -387,7 +397,10 @@ class TableChanges:
         return await self.rewrite()
 
     async def rewrite(self) -> Attached | None:
-        """Merge or split some files of the pending table. None if no rewrite is worth its cost (table/merging.py)."""
+        """Merge or split some files of the pending table. None if no rewrite is worth its cost (table/merging.py).
+
+        Raises the errors of `attach`.
+        """
         self._check_store()
         async with self._compact_lock:
             now_ms = self._clock.now_ms()
@@ -397,7 +410,7 @@ class TableChanges:
             merge = await in_thread(
                 self._threads.background, merging.choose, available, now_ms, self._raw_bytes
             )
-            # Also without files to merge: a choice reads the list of all files.
+            # Also without files to merge, because each choice reads the list of all files.
             self._next_merge_ms = self._clock.elapsed_ms() + max(merge.cost_ms, CHOICE_INTERVAL_MS)
             if not merge.files:
                 return None
@@ -419,15 +432,17 @@ class TableChanges:
                 await in_thread(self._threads.background, give_back)
 
     async def resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
-        """Rewrite the held messages of a paused campaign with later due times, and end the hold. Returns their number.
+        """Rewrite the held messages of a paused campaign `shift_ms` later, and end the hold. Returns their number.
 
         Requests that cancel or move single messages continue while the files are written. Then they are blocked, and
-        files with messages that were settled meanwhile are written again without these messages.
+        files with messages that were settled meanwhile are written again without these messages. Raises OverLimit if
+        there would be too many files, and Unavailable if the table has changed meanwhile.
         """
         # A separate task, as for any attach.
         return await asyncio.shield(self._loop.create_task(self._resume(campaign, facts, shift_ms)))
 
     async def _resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
+        """Write the files of a campaign again, twice where messages were settled meanwhile, and attach them."""
         async with self._compact_lock:
             # Messages whose release or cancel began before the pause count as settled when their rows are durable.
             await self._log.writer.flushed()
@@ -456,8 +471,8 @@ class TableChanges:
                     # that are written again.
                     await self._make_durable(created_files)
                 async with self._gate.alone(), self.lock:
-                    # Only messages of the campaign change their due time. Other messages in these files keep their due
-                    # time and number, so if they were settled meanwhile, they are also settled in the new files.
+                    # Only settled messages of the campaign matter: their due times are changed, so their settled pairs
+                    # do not match the new rows. Other messages in these files keep their due times and numbers.
                     settled, settled_meanwhile = await in_thread(
                         background, compact.settled_since, settled, scheduler.settled(), facts.ranges
                     )
@@ -492,9 +507,10 @@ class TableChanges:
         now_ms: int,
         created_files: list[FileEntry],
     ) -> None:
-        """Write the new files of these runs.
+        """Write the new files of these runs, given by index.
 
-        `written_files`: by index of the run. `created_files`: all files created so far.
+        Stores the files of each run in `written_files`, by the same index, and adds all files to `created_files`, also
+        if a write fails. `settled` contains the numbers of settled messages, sorted.
         """
         settled_before_ms = self._scheduling.scheduler.settled_before_ms
         for index, run in runs.items():  # only one run is in memory at a time
@@ -531,7 +547,7 @@ class TableChanges:
 
     def lease(self, lease_ms: int) -> None:
         """Leave compaction to an external compactor for `lease_ms`, at most one hour."""
-        # Limited, so that the tail grows for at most an hour after a compactor has died.
+        # Limited, because the tail grows until the end of the lease if the compactor has died.
         self.external_compactor_until_ms = self._clock.elapsed_ms() + min(lease_ms, limits.HOUR_MS)
 
 
@@ -565,7 +581,10 @@ class TableWatch:
         self._threads = threads
 
     async def watch_table(self) -> None:
-        """Make the table match the log. Raises OverLimit or Unavailable if that fails now."""
+        """Make the table match the log, and find deleted and restored data files.
+
+        Raises OverLimit or Unavailable if a change of the table fails now.
+        """
         pending = self._scheduling.hour_log.pending
         if self._pending_table.cache is None:
             # For a table in an object store `StoredTable` does this, after a check that the store answers.
@@ -577,7 +596,8 @@ class TableWatch:
         missing_paths = frozenset(entry.path for entry in self._pending_table.catalog.foreign.missing)
         restored_paths = [path for path in pending.missing - missing_paths if await self._try_restore(path)]
         if self._pending_table.cache is None:
-            # Reported before the schedule tries to open the files. With an object store, only local copies count.
+            # Before the schedule tries to open the files. With an object store it opens local copies, so a file that is
+            # missing in the store does not matter.
             pending.mark_missing(missing_paths)
         if restored_paths:
             # Messages of these files that are due by now are released at once, late.
@@ -586,15 +606,15 @@ class TableWatch:
             self._scheduling.scheduler.on_earlier()
 
     async def _try_restore(self, path: str) -> bool:
-        """Restore a deleted data file if a copy is left (reader thread). True if the file is there again."""
+        """Restore a deleted data file if a copy is left. True if the file exists again."""
         return await in_thread(self._threads.reader, self._pending_table.catalog.data.restore_file, path)
 
 
 # ---- a table in an object store -------------------------------------------------------------------------------
-# Every few seconds, files with messages due within the hour are pinned in the cache, so that they are not evicted.
-# Missing files are fetched, the earliest due first. So no message is late if the store is unreachable for one hour. If
-# a file cannot be fetched in time, only its messages are late. They delay no others, none of them counts as settled
-# (released or cancelled), and they are released once the file is local.
+# Every few seconds, files with messages due within FETCH_AHEAD_MS are pinned in the cache, so that they are not
+# evicted. Missing files are fetched, the earliest due first. So no message is late if the store is unreachable for one
+# hour. If a file cannot be fetched in time, only its messages are late. They delay no others, none of them counts as
+# settled (released or cancelled), and they are released once the file is local.
 
 FETCH_EVERY_MS = 5_000
 
@@ -632,6 +652,7 @@ class StoredTable:
         self._cache.missing_files = sum(not self._cache.is_local(entry.path) for entry in due_soon)
 
     async def _update_delta_table(self) -> None:
+        """Update the Delta table if it is behind the log. Raises Unavailable if the store does not answer."""
         await in_thread(self._table_thread, self._cache.probe)
         await self._mover.catch_up()
 
@@ -639,6 +660,7 @@ class StoredTable:
         return self._hour_log.pending.due_between(self._scheduler.settled_before_ms, soon_ms(self._clock))
 
     async def _fetch(self, due_soon: Sequence[FileEntry]) -> None:
+        """Fetch the files that are not local, several at a time, until the store does not answer."""
         missing = [entry.path for entry in due_soon if not self._cache.is_local(entry.path)]
         for begin in range(0, len(missing), THREADS):
             paths = missing[begin : begin + THREADS]
@@ -662,8 +684,7 @@ class StoredTable:
         self._scheduler.on_earlier()
 
     def _log_unreadable(self, path: str, error: BaseException) -> None:
-        # The broker continues, because messages of other files are due too. The messages of this file wait until an
-        # administrator restores it.
+        """Log a file that cannot be fetched, once. Its messages wait until an administrator restores it."""
         if path not in self._unreadable:
             self._unreadable.add(path)
             logger.error("data file cannot be fetched file=%s reason=%s", path, error)
