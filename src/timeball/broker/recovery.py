@@ -2,29 +2,28 @@
 
 All caches are rebuilt from the log, beginning at the checkpoint, at the last snapshot, or at the first row.
 
-Below, "the checkpoint" means the starting point that a start uses. A snapshot is a row of the log with the same content
-as a checkpoint. *Settled* means released or cancelled.
+Below, "the checkpoint" means the starting point that a start uses: a checkpoint file, or a snapshot, which is a row of
+the log with the same content. *Settled* means released or cancelled.
 
     1. The checkpoint contains the state at sequence number C. The files of the queue index contain the positions of
        the messages before C. If the files are damaged or missing, these entries are rebuilt from the log.
     2. Rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of settled
        scheduled messages, TABLE rows into the state of attaches and reservations.
     3. The live data files are those of the checkpoint, changed by the attaches from C on. Each file must exist. The
-       Delta table is a cache of this list. It is updated to match, or created again.
+       Delta table is a cache of this list. It is updated, or created again.
     4. The pending messages of the log's tail are the scheduled messages from the watermark W on that are not settled.
        Each is represented by the last of its rows. If a strategy has its own files and they match the checkpoint, only
        scheduled messages from C on are needed.
     5. A RELEASE or CANCEL row settles a scheduled message wherever it is pending, also in the queue of a delay level.
     6. The release cursor continues from the checkpoint's value, with every RELEASE row of a message with a due time.
     7. A MOVED row to another due time settles the version that it names, and is the newest version of its message.
-    8. Half messages (scheduled messages without a due time) in the checkpoint's list and from C on are open, unless a
-       row from C on names them.
-    9. The number of pending messages and the redeliveries are those of the checkpoint, changed by the rows from C
-       on.
+    8. Half messages (scheduled messages without a due time) in the checkpoint's list and in rows from C on are open,
+       unless a later row ends them.
+    9. The number of pending messages and the redeliveries are those of the checkpoint, changed by the rows from C on.
 
 Invariant: the same log gives the same state, however often a recovery was interrupted.
 
-`starting_point` chooses where to begin. `Applying` applies the rows to topics, queue indexes and META tables itself,
+`starting_point` chooses the checkpoint. `Applying` applies the rows to topics, queue indexes and META tables itself,
 and to the caches of two other classes:
 
     TailScheduled   the scheduled messages in the log's tail
@@ -73,13 +72,12 @@ def newest_starting_point(
 ) -> cp.Checkpoint:
     """Choose the checkpoint if the log has the rows that it needs, else the last snapshot, else an empty state.
 
-    `to_seq`: the end of the committed rows, None for all rows. The log may lack rows that the result needs.
-    `starting_point` refuses that.
+    The log may lack rows that the result needs. `starting_point` refuses that.
     """
     if checkpoint is not None and not lacks_rows(checkpoint, segments):
         return checkpoint
-    # Retention has removed rows that the checkpoint needs. It does so only after a later snapshot. Without a snapshot,
-    # recovery replays the log from its first row.
+    # There is no checkpoint, or retention has removed rows that it needs. Retention does so only after a later
+    # snapshot. Without a snapshot, recovery replays the log from its first row.
     return last_snapshot(segments, to_seq) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
 
 
@@ -107,7 +105,7 @@ def starting_point(
 
 
 def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resumes: bool = False) -> Applying:
-    """Apply the whole log from a starting point on, fill `tables`, and return the caches. Blocking.
+    """Apply the whole log from a starting point on, fill `tables`, and return the caches. This blocks.
 
     `resumes` means that the strategy has saved the scheduled messages before the starting point in its own files.
     """
@@ -125,8 +123,8 @@ def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resume
 # Small frames are joined up to this number of rows. Larger ones are applied as they are, without copying a body. With
 # batches of 8,192 rows, a row takes half as long again: malloc returns their memory to the system after each batch.
 BATCH_ROWS = 1_024
-# Fold (remove replaced and settled rows from memory) after this number of new rows, or after a quarter of the rows in
-# memory if that is more. So each row is copied O(1) times.
+# To *fold* means to drop rows that later rows have replaced. Done after this number of new rows, or after a quarter of
+# the kept rows if that is more, so each row is copied O(1) times.
 FOLD_ROWS = 65_536
 
 
@@ -152,12 +150,12 @@ class Recovered:
 
 
 class Applying:
-    """The caches of one log up to a row. Blocking. Belongs to one thread until it is finished.
+    """The caches of one log up to a row. All methods block. Belongs to one thread until it is finished.
 
-    A committed snapshot contains the state of all rows before it (log/checkpoint.py). When its row is applied, the
-    snapshot becomes the starting point, and the settled pairs that it covers are dropped. So memory holds the pending
-    messages, and the pairs (due time, number) settled since the last snapshot. A snapshot covers the rows up to the
-    number where it was taken. The rows from there to its own row are applied again.
+    When the row of a committed snapshot (log/checkpoint.py) is applied, the snapshot becomes the starting point, and
+    the settled pairs that it covers are dropped. So memory holds the pending messages, and the pairs settled since the
+    last snapshot. A snapshot covers the rows up to the number where it was taken. The rows from there to its own row
+    are applied again.
     """
 
     def __init__(
@@ -190,12 +188,12 @@ class Applying:
         return self._replayed.files
 
     @property
-    def memory_rows(self) -> int:
-        """The number of pending messages of the tail, settled pairs, moves and wake-ups in memory."""
+    def kept_rows(self) -> int:
+        """The number of pending messages in the tail, settled pairs and moves in memory."""
         return len(self._tail) + len(self._replayed)
 
     def read_tail(self) -> None:
-        """Read the scheduled messages between the watermark and the starting point now, which shortens `finish`."""
+        """Read the scheduled messages between the watermark and the starting point. Otherwise `finish` does it."""
         self._tail.extend_down(self.reader, self.ledger.watermark)
 
     def apply(self, to_seq: int) -> None:
@@ -208,20 +206,21 @@ class Applying:
             self._apply(rows)
         self.applied_seq = max(self.applied_seq, to_seq)
         if self.reader.first_seq > self._first_seq:
-            # Retention has removed rows since the last step. Consumers must not be offered them.
+            # Retention has removed rows since the last step, and consumers must not get them.
             self._first_seq = self.reader.first_seq
             self.tables.topics.forget(self._first_seq)
-        # The threshold grows with the number of rows in memory: a tail of ten million rows must not be folded for every
+        # The threshold grows with the number of kept rows: a tail of ten million rows must not be folded for every
         # thousand new ones.
         unfolded_rows = self._tail.unfolded_rows + self._replayed.unfolded_rows
-        if unfolded_rows >= max(FOLD_ROWS, self.memory_rows // 4):
+        if unfolded_rows >= max(FOLD_ROWS, self.kept_rows // 4):
             self._fold()
 
     def finish(self, catalog: Catalog, now_ms: int) -> Recovered:
         """Check the data files, and build the state that a broker starts with.
 
-        Call it once, after all rows are applied, and do not call `apply` afterwards. Raises Corrupt if a data file is
-        missing. The table's Delta log is a cache, which `Recovered.bring_up` updates later.
+        Call it once, and do not call `apply` after. The table's Delta log is a cache, which the result's `bring_up`
+        updates later. Raises Corrupt if a data file is missing. If an object store does not answer now, `bring_up`
+        checks the files.
         """
         assert self.applied_seq == self.reader.next_seq, "rows that are not applied would be forgotten"
         replayed, attach_state = self._replayed, self.ledger
@@ -232,7 +231,6 @@ class Applying:
         try:
             # A missing data file must stop the start before anything is changed.
             catalog.check_data(files)
-        # The object store does not answer: check later, before the Delta log is updated.
         except Unavailable as error:
             logger.warning("pending table is behind the log reason=%s", error)
             steps.insert(0, partial(catalog.check_data, files))
@@ -271,7 +269,7 @@ class Applying:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _apply(self, rows: pa.RecordBatch) -> None:
-        """Apply READ_SCHEMA rows, which follow all rows applied before."""
+        """Apply READ_SCHEMA rows to all caches, in the order of the dependencies between them."""
         kinds = rows.column("kind").to_numpy()
         present = kinds_in(kinds)
         meta_rows = rows.filter(pa.array(kinds == Kind.META)) if Kind.META in present else None
@@ -285,11 +283,11 @@ class Applying:
         if present & locations.KINDS:
             self._tail.add(rows)
         watermark = self.ledger.watermark
-        # After the META rows and the queues, which a new starting point does not change.
         self._replayed.apply(rows)
         # If the watermark moved, the broker ran with another strategy and ended without a checkpoint. The table now has
         # messages that are also in the strategy's saved state, so that state is unusable.
         self._resumes = self._resumes and self.ledger.watermark == watermark
+        # Last, because a new starting point replaces only `_replayed`.
         if meta_rows is not None:
             self._restart_from_snapshot(meta_rows, rows.column("seq")[-1].as_py() + 1)
 
@@ -316,15 +314,15 @@ class Applying:
         self._tail.fold(self._replayed.settled(), self._from_seq())
 
     def _from_seq(self) -> int:
-        """Find the first row whose message may be pending in the tail."""
+        """Find the first row of the log's tail."""
         # Messages below the watermark are in the table. Messages in rows that retention removed were settled.
         return max(self.ledger.watermark, self.reader.first_seq)
 
 
 # ---- the scheduled messages in the log's tail ----------------------------------------------------------------
-# Each message takes three int64. Rows are folded from time to time: of a message that was written again, only the last
-# row stays, and settled messages and messages in the table are removed. So a follower that applies rows for days holds
-# the pending messages, and the messages since the last fold.
+# Each message takes three int64. Rows are folded from time to time: settled messages and messages in the table are
+# removed, and each other message keeps only its last row. So a follower that applies rows for days holds the pending
+# messages, and the messages since the last fold.
 
 COUNT_BLOCK = 4_096  # sequence numbers in a block
 _COLUMNS = ("seq", "kind", "due_ms", "queue_offset", "source_seq", "version_seq", "from_due_ms")
@@ -334,15 +332,13 @@ _BATCH_ROWS = 65_536
 class TailScheduled:
     """The scheduled messages in rows from `from_seq` on. Belongs to the thread that applies the rows.
 
-    After a fold, settled messages are removed and each message has one row.
-
     Compaction needs the number of scheduled messages since the watermark, including settled ones. They are counted in
     blocks of sequence numbers. The block that contains the watermark is counted from the log.
     """
 
     def __init__(self, from_seq: int) -> None:
         self.from_seq = from_seq
-        # Columns as in `Waiting`; rows added since the last fold are in log order.
+        # Columns as in `Waiting`. Rows that were added since the last fold are in log order.
         self._columns = GrowingColumns(3)
         self._folded_rows = 0
         self._counts: dict[int, int] = {}  # block of numbers -> scheduled messages accepted in it
@@ -367,7 +363,7 @@ class TailScheduled:
         self._count(waiting)
 
     def extend_down(self, reader: LogReader, from_seq: int) -> None:
-        """Read the scheduled messages of the rows from `from_seq` on that are not held yet. Blocking."""
+        """Add the scheduled messages in the rows from `from_seq` to `self.from_seq`. This blocks."""
         # Messages in rows that retention has removed were settled.
         from_seq = max(from_seq, reader.first_seq)
         if from_seq >= self.from_seq:
@@ -402,17 +398,17 @@ class TailScheduled:
         tail = locations.latest_locations([Waiting(*self._columns.columns())], from_seq)
         is_pending = (tail.due_ms >= settled.before_ms) | settled.may_be_pending(tail.seq)
         cancelled_count = len(settled.seq) - settled.released
-        # Numbers are never reused, so the due times need not be compared. Each part is sorted by number.
+        # A version has one due time, so the due times need not be compared.
         for seq in (settled.seq[:cancelled_count], settled.seq[cancelled_count:]):
             _clear_settled(tail.seq, seq, is_pending)
         return tail if is_pending.all() else tail.part(is_pending)
 
     def count(self, reader: LogReader, from_seq: int) -> int:
-        """Count the scheduled messages that were accepted in rows from `from_seq` on. Blocking."""
+        """Count the scheduled messages that were accepted in rows from `from_seq` on. This blocks."""
         from_seq = max(from_seq, self.from_seq)
         block = from_seq // COUNT_BLOCK
         total = sum(count for counted_block, count in self._counts.items() if counted_block > block)
-        # Only the rest of the first block is read from the log, which takes milliseconds.
+        # The end of the first block is counted from the log, which takes milliseconds.
         if block not in self._counts:
             return total
         end = (block + 1) * COUNT_BLOCK
@@ -431,7 +427,7 @@ class TailScheduled:
 
 
 def _accepted_numbers(waiting: Waiting) -> Int64Array:
-    """Select the messages at the row that set their due time. Their other rows repeat messages that were counted."""
+    """List the versions of the messages whose due times these rows have set, without rows that repeat a message."""
     if waiting.row_seq is waiting.seq:
         return waiting.seq
     return waiting.part(waiting.seq == waiting.row_seq).seq
@@ -447,16 +443,12 @@ def _clear_settled(tail: Int64Array, settled: Int64Array, is_pending: npt.NDArra
     is_pending[index[tail[index] == settled]] = False
 
 
-# ---- all other state: attaches, settled pairs, moves, redeliveries, half messages ----------------------------
+# ---- the rest: attaches, settled pairs, moves, redeliveries, half messages -----------------------------------
 # Rows are applied in log order from the starting point's number on, in any number of steps: the same rows give the same
 # facts.
 #
-# A message p is settled if one of these is true:
-#
-#     a release or cancel row from the starting point on names p
-#     the list of settled pairs in the starting point contains p
-#     the mark of the starting point covers p: its number is below settled_before_seq, it is due before
-#     settled_before_ms, and it does not belong to a bulk attach that came later than the mark
+#     a pair is settled if a RELEASE, CANCEL or MOVED row from the starting point on names it, or if it is in the list
+#     of the starting point, or if the mark of the starting point covers it (`Settled` in schedule/outcomes.py)
 
 _NAMES = ("seq", "kind", "due_ms", "source_seq", "version_seq", "from_due_ms")
 _SETTLING = frozenset({Kind.RELEASE, Kind.CANCEL})
@@ -474,10 +466,9 @@ class Replayed:
         self._settled = GrowingColumns(3)
         is_released = np.arange(len(start.settled_seq)) >= len(start.settled_seq) - facts.settled_released
         self._settled.add(start.settled_due, start.settled_seq, is_released)
-        # Columns: due_ms, number, version, until_ms, as in schedule/outcomes.py.
-        self._moved = GrowingColumns(4)
+        self._moved = GrowingColumns(4)  # columns: due_ms, number, version, until_ms, as for `Moved.restore`
         self._moved.add(*start.moved)
-        self._woken = GrowingColumns(4)
+        self._woken = GrowingColumns(4)  # columns: version, base_ms, base version, due_ms, as for `Woken.add`
         self._woken.add(*start.woken)
         self._folded_rows = len(self)
         self.redeliveries = Redeliveries()
@@ -531,43 +522,40 @@ class Replayed:
 
     def _replay_ends(self, ends: pa.RecordBatch) -> None:
         """Apply RELEASE and CANCEL rows of messages with a due time."""
-        due_ms, from_due = ends.column("due_ms").to_numpy(), ends.column("from_due_ms")
-        # After a step of the clock a message may be released at another time than its due time. Then the RELEASE row
-        # contains both times, and `from_due_ms` is the due time.
+        due_ms, original_due = ends.column("due_ms").to_numpy(), ends.column("from_due_ms")
+        # After a step of the clock a message may be released at another time than its original due time. Then the
+        # RELEASE row contains the latter as `from_due_ms`.
         original_due_ms = due_ms
-        if from_due.null_count < len(from_due):
-            from_due_ms = from_due.fill_null(0).to_numpy()
-            original_due_ms = np.where(np.asarray(from_due.is_valid()), from_due_ms, due_ms)
+        if original_due.null_count < len(original_due):
+            original_due_ms = original_due.fill_null(0).to_numpy()
+            original_due_ms = np.where(np.asarray(original_due.is_valid()), original_due_ms, due_ms)
         is_release = ends.column("kind").to_numpy() == Kind.RELEASE
         self._settle(original_due_ms, locations.versions(ends), is_release)
         self.cursor = self.cursor.after(due_ms[is_release])
 
     def _replay_moves(self, rows: pa.RecordBatch) -> None:
-        """Apply MOVED rows.
+        """Apply MOVED rows: those with `from_due_ms` change the due time and settle the previous version.
 
-        Rows with `from_due_ms` change the due time, and each of them settles the previous version. Other MOVED rows
-        repeat a message.
+        Other rows only repeat a message.
         """
         moves = rows.filter(rows.column("from_due_ms").is_valid())
-        due_ms, number, version, from_due_ms = (
-            moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")
-        )
-        # Every version, because a request may name a message by any due time that it had.
-        self._moved.add(due_ms, number, version, from_due_ms)
-        index, base_ms, base_version = bases_in(moves.column("properties"))
+        columns = [moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")]
+        # `from_due_ms` is the `until_ms` of a move so far: `fold` computes the latest due time of all versions.
+        self._moved.add(*columns)
+        due_ms, _, version, from_due_ms = columns
+        index, base_ms, base = bases_in(moves.column("properties"))
         # The first due time of a half message is no wake-up, even if its sender has set the property BASE.
         is_woken = from_due_ms[index] != NO_DUE_TIME_MS
-        index = index[is_woken]
-        if len(index):
-            self._woken.add(version[index], base_ms[is_woken], base_version[is_woken], due_ms[index])
+        if len(index := index[is_woken]):
+            self._woken.add(version[index], base_ms[is_woken], base[is_woken], due_ms[index])
         self._settle(from_due_ms, locations.versions(moves), np.zeros(moves.num_rows, np.bool_))
-        # A move begins a version. `_settle` subtracts the previous version, which a half message does not have:
-        # `count_new` ignores it.
+        # A move ends one version (subtracted in `_settle`) and begins another one. A half message has no previous
+        # version, and `count_new` does not count it.
         self.waiting_rows += moves.num_rows
 
     def _settle(self, due_ms: Int64Array, seq: Int64Array, is_release: npt.NDArray[np.bool_]) -> None:
-        """Add settled pairs, and subtract from `waiting_rows` those that were pending."""
-        # Added even if the mark covers the pair, because the mark applies only to rows below the starting point.
+        """Add settled pairs, and subtract the pairs that were pending from `waiting_rows`."""
+        # Even pairs due before the mark are added, because it covers only rows before the starting point.
         self._settled.add(due_ms, seq, is_release)
         self.waiting_rows -= self._baseline.count_new(due_ms, seq)
 
@@ -587,9 +575,10 @@ class Replayed:
     # -- results -------------------------------------------------------------------------------------------------
 
     def fold(self) -> None:
-        """Keep each settled number and each moved message only once."""
+        """Sort the settled pairs, moves and wake-ups, and keep one entry for each number."""
         due_ms, seq, released = self._settled.columns()
-        # A message may be settled twice: in the starting point's list and by a later row.
+        # A message may be settled twice: in the starting point's list and by a later row. If either is a release, it
+        # was released.
         begins, order = _group_equal(seq)
         if len(begins):
             self._settled.replace(
@@ -597,8 +586,8 @@ class Replayed:
             )
         due_ms, number, version, until_ms = self._moved.columns()
         begins, order = _group_equal(number)
-        # For each message keep its last version, and the latest due time of all its versions. Until that time a file
-        # or a request may still name an older version.
+        # Each message keeps its last version, and the latest due time of all its versions. Until that time a file or a
+        # request may still name an older version.
         if len(begins):
             # The order is stable, so the last entry of a group is the last move.
             last_rows = order[np.append(begins[1:], len(order)) - 1]
@@ -608,10 +597,11 @@ class Replayed:
         self._folded_rows = len(self)
 
     def woken(self) -> tuple[Int64Array, ...]:
-        """Build the columns of the wake-ups that the mark does not show as settled, each once, sorted by version."""
+        """Build the columns of the wake-ups that the mark does not cover, each once, sorted by version."""
         columns, mark = np.stack(self._woken.columns()), self._baseline.mark
+        version, _, _, due_ms = columns
         # After the clock was set back, a wake-up may be due before the mark and still be pending.
-        columns = columns[:, (columns[3] >= mark.before_ms) | mark.may_be_pending(columns[0])]
+        columns = columns[:, (due_ms >= mark.before_ms) | mark.may_be_pending(version)]
         return tuple(columns[:, np.unique(columns[0], return_index=True)[1]])
 
     def settled(self) -> Settled:
@@ -629,11 +619,11 @@ class Replayed:
             released=int(np.count_nonzero(was_released)),
             # The mark applies only to rows below the starting point. Later rows are settled by pairs.
             before_seq=min(facts.seq, facts.settled_before_seq),
-            late=(*facts.late, *(reserved for _, a in self.attaches for reserved in a.ranges)),
+            late=(*facts.late, *(each for _, attachment in self.attaches for each in attachment.ranges)),
         )
 
     def moved(self) -> Int64Array:
-        """Build the columns of the moved messages, sorted by number, as in schedule/outcomes.py. Call `fold` before."""
+        """Build the columns of the moved messages by number, as in schedule/outcomes.py. Call `fold` before."""
         return np.stack(self._moved.columns())
 
 
@@ -646,8 +636,8 @@ def kinds_in(kinds: npt.NDArray[np.int8]) -> set[int]:
 class _Baseline:
     """The messages that a starting point already counts as settled.
 
-    A later row may settle one of these messages again: a decision takes effect in memory at once, and its row may
-    become durable after the starting point was saved.
+    A later row may settle such a message again: a decision takes effect in memory at once, and its row may become
+    durable after the starting point was saved.
     """
 
     mark: Settled
@@ -656,7 +646,7 @@ class _Baseline:
 
     @classmethod
     def of(cls, start: Checkpoint) -> _Baseline:
-        """Read the baseline from a starting point."""
+        """Build the baseline of a starting point."""
         facts, holds = start.facts, Holds()
         # Campaigns come from the starting point, not from the tables, which may already contain later rows.
         for name, campaign in _decode_campaigns(facts).items():
@@ -679,7 +669,6 @@ class _Baseline:
 
 
 def _decode_campaigns(facts: Facts) -> dict[str, CampaignFacts]:
-    """Decode the campaigns of a starting point, by id."""
     return {
         key.removeprefix("campaign/"): msgspec.json.decode(value, type=CampaignFacts)
         for key, value in facts.meta.items()
@@ -688,7 +677,7 @@ def _decode_campaigns(facts: Facts) -> dict[str, CampaignFacts]:
 
 
 def _group_equal(numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Compute a stable sort order of the numbers, and where each distinct number begins in it.
+    """Compute a stable sort order of the numbers, and the index in it at which each distinct number begins.
 
     Returns (begins, order).
     """

@@ -44,7 +44,6 @@ from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, OutOfRange, OverLimit, RequestError, TimeballError
 from timeball.model.key_hash import hash_text
 from timeball.model.message import (
-    LOG_SCHEMA,
     NO_DUE_TIME_MS,
     SEND_COLUMNS,
     Int64Array,
@@ -54,17 +53,18 @@ from timeball.model.message import (
     int64,
     with_seq,
 )
+from timeball.schedule.locations import with_column
 
 logger = logging.getLogger(__name__)
 
 # ---- checks: ask producers about open half messages ----------------------------------------------------------
 # One loop serves the producers of all edges. Each edge registers an `Asker`, which knows its connected producers. The
 # first edge that has a producer for a half message asks it. If no producer is connected, this does not count as a
-# check. So a producer that was down for an hour finds its transactions when it returns. A half message is rolled back
-# after too many checks, or when it is too old.
+# check. So the transactions of a producer that was down for an hour are still open when it returns. A half message is
+# rolled back after too many checks, or when it is too old.
 
-LOOK_S = 1.0  # interval of the rounds
-# After a restart many half messages may be due at once. This limit per round lets the clients keep up.
+LOOK_S = 1.0  # the time between two rounds of checks
+# After a restart many half messages may be due for a check at once. These limits of a round let the clients keep up.
 CHECKS_PER_LOOK = 1_000
 BYTES_PER_LOOK = 8 * 1024 * 1024
 
@@ -100,7 +100,7 @@ class TransactionChecks:
         self.askers: list[Asker] = []
 
     async def run(self) -> None:
-        """Call `ask_due` once a second, until cancelled."""
+        """Call `ask_due` once a second, until cancelled. An unexpected error goes to `on_failure`."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -113,7 +113,10 @@ class TransactionChecks:
                 return
 
     async def ask_due(self) -> None:
-        """Ask about half messages that are due for a check, or roll them back. Limited by number and bytes."""
+        """Do one round: ask about half messages that are due for a check, or roll them back.
+
+        Raises RequestError or OverLimit if a rollback cannot be written.
+        """
         now_ms, size_bytes = self._clock.elapsed_ms(), 0
         rollbacks = []
         for _ in range(CHECKS_PER_LOOK):
@@ -123,9 +126,9 @@ class TransactionChecks:
             reason = self._transactions.reason_to_give_up(half, now_ms)
             if reason is not None:
                 rollbacks.append(self._transactions.discard(half, reason))
-            # Each check pushes a whole message, so the bytes of a round are limited, too. Then this half message is due
-            # again at once, and the next round asks about it.
             elif size_bytes >= BYTES_PER_LOOK:
+                # Each check pushes a whole message, and the bytes of this round are used up. The half message stays due
+                # for the next round.
                 self._transactions.postpone(half, now_ms)
                 break
             else:
@@ -133,7 +136,7 @@ class TransactionChecks:
         await asyncio.gather(*rollbacks)
 
     async def _ask(self, half: Half) -> int:
-        """Ask one producer of the half message, if any is connected. Returns the bytes pushed."""
+        """Ask one producer of the half message, if any is connected. Returns the bytes pushed, 0 if none was asked."""
         if not any(asker.has_producer(half) for asker in self.askers):
             return 0
         try:
@@ -159,14 +162,13 @@ class TransactionChecks:
 
 GROUP = "PGROUP"  # RocketMQ's property with the group of producers that may be asked
 IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's property: seconds before the first check
-# A half message is not too old before this time, so that all checks fit in: fifteen checks take eight minutes.
-LIFE_MS_MIN = limits.HOUR_MS
+LIFE_MS_MIN = limits.HOUR_MS  # fifteen checks take eight minutes; only tests have a retention of minutes
 
 # Bits of RocketMQ's sysFlag: 4 a half message, 8 committed, 12 rolled back.
 TRANSACTION_BITS, COMMITTED_BIT = 12, 8
 
 _DELAYS = ("due_ms", "delay_ms", "delay_level")
-_KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
+_COMMITTED_COLUMNS = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
 _LOAD_ROWS = 1_024  # bodies in memory at a time during a start
 
 # This many of the largest messages fit into one request. With more, a batch of commits could be refused as a whole.
@@ -174,9 +176,7 @@ COMMITS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 102
 # The heap of check times is swept when it has more stale entries than this (ended or postponed half messages).
 SWEEP_ENTRIES_MIN = 1_024
 
-# Appends a batch of committed messages (SEND_COLUMNS). The second argument are their half messages (READ_SCHEMA).
 Publish = Callable[[pa.RecordBatch, pa.RecordBatch], Awaitable[int]]
-# Computes the delay columns of SEND_COLUMNS from the properties of a half message.
 Delay = Callable[[dict[str, str]], Mapping[str, int]]
 
 
@@ -185,37 +185,38 @@ class Outcome(Enum):
 
     COMMITTED = "committed"
     ROLLED_BACK = "rolled back"
-    ENDED = "ended"  # committed or rolled back; without an id of the message, the log does not show which
+    ENDED = "ended"  # committed or rolled back: the log does not show which, because the message has no id
     NOT_FOUND = "not found"  # this group has no such half message
 
 
 @dataclass(slots=True)
 class Half:
-    """An open half message. `check_ms` is the time of the next check, by `SchedulerClock.elapsed_ms`."""
+    """An open half message."""
 
     seq: int
     group: str  # the group of producers that may end it or be asked about it
     topic: str
     unique_key: str | None
     store_ms: int
-    check_ms: int  # entries in the heap with another time are stale
+    # The time of the next check. Until `count_from` on the wall clock, then on `SchedulerClock.elapsed_ms`.
+    check_ms: int
     checks: int = 0  # number of checks so far; saved in checkpoints
-    begun_ms: int = 0  # time of its arrival, by the same clock
+    begun_ms: int = 0  # the time of its arrival on `SchedulerClock.elapsed_ms`
 
     def count_from(self, begun_ms: int) -> None:
-        """Set the time of arrival, and move the next check with it: before, it was computed from the store time."""
+        """Set the time of arrival, and move the next check by the difference to the store time."""
         self.begun_ms, self.check_ms = begun_ms, self.check_ms + begun_ms - self.store_ms
 
 
 def at_once(properties: dict[str, str]) -> Mapping[str, int]:
-    """Compute no delay columns, so that the message is visible at the commit."""
+    """Return no delay columns, because the message is visible at the commit (a `Delay`)."""
     return {}
 
 
 class Transactions:
     """The open half messages. Belongs to the event loop.
 
-    `halves` are those that recovery has found.
+    `publish` appends a batch of committed messages. Its second argument are their half messages in the same order.
     """
 
     def __init__(
@@ -237,9 +238,10 @@ class Transactions:
         # Invariant: a half message is in `_open` until the row that ends it is durable. It is in `_ending` while its
         # end is under way.
         self._open = {half.seq: half for half in halves}
-        # A store time in the future means that the clock was set back since. Then the half message counts as new.
+        # If a store time is in the future, the clock was set back since. Then the half message counts as new.
         for half in self._open.values():
             half.count_from(min(half.store_ms, clock.now_ms()))
+        # A heap of (check_ms, seq). An entry whose time differs from `Half.check_ms` is stale.
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
         heapq.heapify(self._due)
         self._ending: dict[int, asyncio.Future[Outcome]] = {}
@@ -266,7 +268,7 @@ class Transactions:
         return appended
 
     def _on_prepared(self, rows: pa.RecordBatch) -> None:
-        """Open the half messages of these rows, which are durable."""
+        """Open the half messages of durable rows (READ_SCHEMA)."""
         self._rows_being_prepared -= rows.num_rows
         elapsed_minus_wall_ms = self._clock.elapsed_ms() - self._clock.now_ms()
         for half in _read_halves(rows):
@@ -288,7 +290,7 @@ class Transactions:
         return [(half.seq, half.checks) for half in self._open.values()]
 
     def find_half(self, seq: int) -> Half | None:
-        """Find the open half message with this number."""
+        """Find the open half message with this number. None if there is none."""
         return self._open.get(seq)
 
     @property
@@ -303,10 +305,10 @@ class Transactions:
     # -- commit and rollback ---------------------------------------------------------------------------------
 
     async def end(self, seq: int, group: str, *, commit: bool, delay: Delay = at_once) -> Outcome:
-        """Commit or roll back a half message. Returns its outcome, also if it had ended before. Durable on return.
+        """Commit or roll back a half message. Returns its outcome, also if it had ended before.
 
-        `delay` computes the delay columns of SEND_COLUMNS from the properties of the half message. If `delay` or the
-        admission raises an error, the half message stays open.
+        The outcome is durable on return. `delay` computes the delay columns of SEND_COLUMNS from the properties of the
+        half message. If `delay` or the admission raises an error, the half message stays open, and the error is raised.
         """
         half = self._open.get(seq)
         # The same answer as for a missing half message: a group must not learn about transactions of other groups.
@@ -326,14 +328,14 @@ class Transactions:
         return await self._finish(half, asyncio.ensure_future(self._roll_back(half)))
 
     async def _finish(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
-        """Wait for the end of a half message that has begun, and let later requests wait for it, too."""
+        """Wait for the end of a half message, and let later requests wait for it too."""
         self._ending[half.seq] = ending
         ending.add_done_callback(lambda _: self._ending.pop(half.seq, None))
         # Shielded, so that a half message also ends if the caller disconnects.
         return await asyncio.shield(ending)
 
     async def _commit(self, commits: list[tuple[Half, Delay]]) -> list[Outcome | TimeballError]:
-        """Commit a batch of half messages. The result has an outcome or an error for each."""
+        """Commit a batch of half messages. Returns an outcome or an error for each."""
         seqs = np.array([half.seq for half, _ in commits], dtype=np.int64)
         rows = await in_thread(self._reader_thread, self._reader.read_rows, seqs)
         outcomes: list[Outcome | TimeballError] = []
@@ -353,7 +355,7 @@ class Transactions:
         return outcomes
 
     async def _roll_back(self, half: Half, reason: str = "") -> Outcome:
-        """Append the CANCEL row of a half message. Durable on return."""
+        """Append the CANCEL row of a half message. It is durable on return."""
         # The row has the id, so that a later end of the same half message finds it (`_find_outcome`).
         row = build_rows(
             1,
@@ -377,17 +379,16 @@ class Transactions:
         while self._due and self._due[0][0] <= now_ms:
             check_ms, seq = heapq.heappop(self._due)
             half = self._open.get(seq)
-            # A stale entry: the half message has ended, or `postpone` has added an entry with a later time.
             if half is None or half.check_ms != check_ms:
-                continue
-            # Before the return: if the caller fails to ask, the half message must still be in the heap.
+                continue  # a stale entry: the half message has ended or was postponed
+            # Now and not by the caller: if it fails to ask, the half message must still be in the heap.
             self.postpone(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
             if seq not in self._ending:
                 return half
         return None
 
     def postpone(self, half: Half, check_ms: int) -> None:
-        """Set the time of the next check."""
+        """Set the time of the next check. The old entry stays in the heap and is stale."""
         half.check_ms = check_ms
         heapq.heappush(self._due, (check_ms, half.seq))
 
@@ -400,7 +401,7 @@ class Transactions:
         return None
 
     async def discard(self, half: Half, reason: str) -> None:
-        """Roll back a half message that its producer has not ended. Durable on return."""
+        """Roll back a half message that its producer has not ended, unless it is ending now. Durable on return."""
         if half.seq in self._open and half.seq not in self._ending:
             # Logged, because the producer assumes that it may still commit.
             logger.warning(
@@ -417,7 +418,7 @@ def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Convert admitted rows to half messages: scheduled messages without a due time."""
-    return _with_column(rows, "kind", pa.array(np.full(rows.num_rows, Kind.SCHEDULED, dtype=np.int8)))
+    return with_column(rows, "kind", pa.array(np.full(rows.num_rows, Kind.SCHEDULED, dtype=np.int8)))
 
 
 def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
@@ -425,25 +426,25 @@ def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
     is_immediate = rows.column("kind").to_numpy() == Kind.MESSAGE
     accepted_ms = np.where(is_immediate, int64(halves.column("store_ms")), int64(rows.column("store_ms")))
     kinds = np.where(is_immediate, np.int8(Kind.RELEASE), np.int8(Kind.SCHEDULED))
-    rows = _with_column(_with_column(rows, "kind", pa.array(kinds)), "accepted_ms", pa.array(accepted_ms))
-    return _with_column(rows, "source_seq", halves.column("seq"))
+    rows = with_column(with_column(rows, "kind", pa.array(kinds)), "accepted_ms", pa.array(accepted_ms))
+    return with_column(rows, "source_seq", halves.column("seq"))
 
 
 def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert the SCHEDULED rows of `ending_rows` to MOVED rows, after `Appender.prepare`.
+    """Convert the rows of `ending_rows` that are due later to MOVED rows, so that they keep the half messages' numbers.
 
-    So their scheduled messages have the numbers of the half messages. The other rows are releases.
+    Call `Appender.prepare` before, which expects SCHEDULED rows.
     """
     is_later = rows.column("kind").to_numpy() == Kind.SCHEDULED
     from_ms = pa.array(np.full(len(is_later), NO_DUE_TIME_MS, dtype=np.int64), mask=~is_later)
     kinds = pa.array(np.where(is_later, np.int8(Kind.MOVED), np.int8(Kind.RELEASE)))
-    return _with_column(_with_column(rows, "kind", kinds), "from_due_ms", from_ms)
+    return with_column(with_column(rows, "kind", kinds), "from_due_ms", from_ms)
 
 
 def first_versions(rows: pa.RecordBatch, first_seq: int) -> list[tuple[int, int, int, int]]:
-    """List the MOVED rows among rows with numbers from `first_seq` on, as schedule/outcomes.py needs them.
+    """List (due_ms, number, version, from_due_ms) of the MOVED rows among these, for `Moved.add`.
 
-    Returns (due_ms, number of the message, version, from_due_ms) for each.
+    The rows have the numbers from `first_seq` on.
     """
     move_indexes = np.flatnonzero(rows.column("kind").to_numpy() == Kind.MOVED)
     names = ("due_ms", "source_seq", "from_due_ms")
@@ -451,14 +452,8 @@ def first_versions(rows: pa.RecordBatch, first_seq: int) -> list[tuple[int, int,
     return list(zip(due_ms, numbers, (first_seq + move_indexes).tolist(), from_ms, strict=True))
 
 
-def _with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
-    """Replace a column of LOG_SCHEMA rows."""
-    index = LOG_SCHEMA.get_field_index(name)
-    return rows.set_column(index, LOG_SCHEMA.field(index), values)
-
-
 def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list[Half]:
-    """Read these open half messages at a start. `checks`: how often each was checked so far, by number. Blocking."""
+    """Read these open half messages at a start. `checks` is the number of checks so far, by number. This blocks."""
     halves: list[Half] = []
     for begin in range(0, len(seqs), _LOAD_ROWS):
         halves += _read_halves(reader.read_rows(seqs[begin : begin + _LOAD_ROWS]))
@@ -468,38 +463,32 @@ def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list
 
 
 def _read_halves(rows: pa.RecordBatch) -> list[Half]:
-    """Build the half messages of these READ_SCHEMA rows. `check_ms` follows the store time."""
+    """Build the half messages of READ_SCHEMA rows. Their times are still on the wall clock."""
     halves = []
     for row in rows.select(["seq", "topic", "unique_key", "properties", "store_ms"]).to_pylist():
-        properties = decode_properties(row["properties"] or "")
-        check_ms = row["store_ms"] + _immunity_ms(properties)
-        halves.append(
-            Half(
-                row["seq"],
-                properties.get(GROUP, ""),
-                row["topic"],
-                row["unique_key"],
-                row["store_ms"],
-                check_ms,
-            )
-        )
+        properties, store_ms = decode_properties(row["properties"] or ""), row["store_ms"]
+        check_ms = store_ms + _immunity_ms(properties)
+        group = properties.get(GROUP, "")
+        halves.append(Half(row["seq"], group, row["topic"], row["unique_key"], store_ms, check_ms))
     return halves
 
 
 def _immunity_ms(properties: dict[str, str]) -> int:
-    """Read the time before the first check from the properties of a half message."""
+    """Compute the time in ms before the first check, at most a day.
+
+    The default applies if the client's text is no number with at most nine digits.
+    """
     text = properties.get(IMMUNITY, "")
-    # The text comes from a client. If it is no number with at most nine digits, the default applies.
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         return limits.TRANSACTION_FIRST_CHECK_MS
     return min(int(text) * limits.SECOND_MS, limits.DAY_MS)
 
 
 def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
-    """Build the SEND_COLUMNS batch that publishes these half messages. `delays`: the delay columns of each."""
+    """Build the batch that publishes committed half messages, with their delays."""
     # RocketMQ's consumers see in these bits that the message was committed.
     sys_flag = rows.column("sys_flag").fill_null(0).to_numpy() & ~TRANSACTION_BITS | COMMITTED_BIT
-    columns = {name: rows.column(name) for name in _KEPT}
+    columns = {name: rows.column(name) for name in _COMMITTED_COLUMNS}
     columns["sys_flag"] = pa.array(sys_flag.astype(np.int32))
     for name in sorted({name for delay in delays for name in delay}):
         columns[name] = pa.array([delay.get(name) for delay in delays], SEND_COLUMNS[name])
@@ -507,8 +496,8 @@ def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> p
 
 
 def _find_outcome(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
-    """Find the outcome of a half message that is not open (reader thread). NOT_FOUND if it is not of this group."""
-    # Not in the log: retention has removed the row, or it was never sent. This cannot be distinguished.
+    """Find the outcome of a half message that is not open, from the rows of the log (reader thread)."""
+    # Not in the log: retention has removed the row, or there never was one. The log does not show which.
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND
     try:
@@ -524,8 +513,8 @@ def _find_outcome(reader: LogReader, key_index: KeyIndex, seq: int, group: str) 
         seqs = key_index.find_rows(hash_text(pa.array([half["unique_key"]], pa.string())))
         for row in reader.read_rows(seqs).select(["kind", "source_seq", "due_ms"]).to_pylist():
             if row["source_seq"] == seq:
-                # A rollback is a CANCEL row without a due time. One with a due time cancels a scheduled message: the
-                # half message had been committed before.
+                # A rollback is a CANCEL row without a due time. A CANCEL row with one cancels a scheduled message, so
+                # the half message had been committed before.
                 is_roll_back = row["kind"] == Kind.CANCEL and row["due_ms"] is None
                 return Outcome.ROLLED_BACK if is_roll_back else Outcome.COMMITTED
     return Outcome.ENDED

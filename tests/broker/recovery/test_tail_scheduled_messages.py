@@ -17,7 +17,7 @@ from timeball.broker.recovery import TailScheduled
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule.outcomes import Settled
 
-# due_ms, and how many rows before this one the scheduled message came whose row this is (0: a new one).
+# (due_ms, distance): the row repeats the message of the row that many rows before. 0: the row is a new message.
 SCHEDULED_ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=40)
 SEQS = st.lists(st.integers(1, 40), unique=True, max_size=20)
 
@@ -25,82 +25,84 @@ SEQS = st.lists(st.integers(1, 40), unique=True, max_size=20)
 def log_rows(scheduled_rows: list[tuple[int, int]]) -> pa.RecordBatch:
     """Rows from number 1 on. Some of them repeat an older scheduled message."""
     columns: dict[str, list[Any]] = {"kind": [], "due_ms": [], "source_seq": []}
-    for at, (due_ms, before) in enumerate(scheduled_rows):
-        is_new = not 0 < before <= at
+    for row_seq, (due_ms, distance) in enumerate(scheduled_rows, 1):
+        is_new = not 0 < distance < row_seq
         columns["kind"].append(int(Kind.SCHEDULED if is_new else Kind.MOVED))
         columns["due_ms"].append(due_ms)
-        columns["source_seq"].append(None if is_new else at + 1 - before)
+        columns["source_seq"].append(None if is_new else row_seq - distance)
     return build_rows(len(scheduled_rows), topic="t", **columns)
 
 
-def model(rows: pa.RecordBatch, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
-    held: dict[int, tuple[int, int]] = {}
-    for at, (due_ms, number) in enumerate(
-        zip(rows.column("due_ms").to_pylist(), rows.column("source_seq").to_pylist(), strict=True)
-    ):
-        if at + 1 >= from_seq:
-            held[number or at + 1] = due_ms, at + 1
-    gone = set(settled.seq.tolist())
+def expected_pending(rows: pa.RecordBatch, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
+    """The model: (due_ms, number, row) of the pending messages in rows from `from_seq` on, each at its last row."""
+    last_rows: dict[int, tuple[int, int]] = {}
+    due_times, sources = rows.column("due_ms").to_pylist(), rows.column("source_seq").to_pylist()
+    for row_seq, (due_ms, number) in enumerate(zip(due_times, sources, strict=True), 1):
+        if row_seq >= from_seq:
+            last_rows[number or row_seq] = due_ms, row_seq
+    settled_seqs = set(settled.seq.tolist())
     return [
         (due_ms, seq, row_seq)
-        for seq, (due_ms, row_seq) in sorted(held.items())
-        if seq not in gone and (due_ms >= settled.before_ms or seq >= settled.before_seq)
+        for seq, (due_ms, row_seq) in sorted(last_rows.items())
+        if seq not in settled_seqs and (due_ms >= settled.before_ms or seq >= settled.before_seq)
     ]
 
 
-def list_pending(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
-    found = tail.waiting(settled, from_seq)
-    return list(zip(found.due_ms.tolist(), found.seq.tolist(), found.row_seq.tolist(), strict=True))
+def pending_of(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
+    waiting = tail.waiting(settled, from_seq)
+    return list(zip(waiting.due_ms.tolist(), waiting.seq.tolist(), waiting.row_seq.tolist(), strict=True))
 
 
 @given(
-    scheduled_rows=SCHEDULED_ROWS, batch_rows=st.integers(1, 9), folds=st.sets(st.integers(0, 9)), gone=SEQS,
-    released=st.integers(0, 20), before_ms=st.integers(0, 20), before_seq=st.integers(1, 40),
+    scheduled_rows=SCHEDULED_ROWS, batch_rows=st.integers(1, 9), folds=st.sets(st.integers(0, 9)),
+    settled_seqs=SEQS, released=st.integers(0, 20), before_ms=st.integers(0, 20), before_seq=st.integers(1, 40),
     from_seq=st.integers(1, 40),
 )  # fmt: skip
 def test_pending_messages_agree_with_a_model(
-    scheduled_rows: list[tuple[int, int]], batch_rows: int, folds: set[int], gone: list[int], released: int,
-    before_ms: int, before_seq: int, from_seq: int,
+    scheduled_rows: list[tuple[int, int]], batch_rows: int, folds: set[int], settled_seqs: list[int],
+    released: int, before_ms: int, before_seq: int, from_seq: int,
 ) -> None:  # fmt: skip
-    cut = max(0, len(gone) - released)
-    seq = np.array(sorted(gone[:cut]) + sorted(gone[cut:]), np.int64)
-    settled = Settled(before_ms, ((seq, seq),), before_seq, released=len(gone) - cut)
+    """`folds` contains the batches after which the tail is folded."""
+    cut = max(0, len(settled_seqs) - released)
+    seq = np.array(sorted(settled_seqs[:cut]) + sorted(settled_seqs[cut:]), np.int64)
+    settled = Settled(before_ms, ((seq, seq),), before_seq, released=len(settled_seqs) - cut)
     rows = log_rows(scheduled_rows)
-    read, tail = with_seq(rows, 1), TailScheduled(1)
-    for number, begin in enumerate(range(0, read.num_rows, batch_rows)):
-        tail.add(read.slice(begin, batch_rows))
+    numbered_rows, tail = with_seq(rows, 1), TailScheduled(1)
+    for number, begin in enumerate(range(0, numbered_rows.num_rows, batch_rows)):
+        tail.add(numbered_rows.slice(begin, batch_rows))
         if number in folds:
             tail.fold(settled, from_seq)
             assert tail.unfolded_rows == 0
-    expected = model(rows, settled, from_seq)
-    assert list_pending(tail, settled, from_seq) == expected
+    expected = expected_pending(rows, settled, from_seq)
+    assert pending_of(tail, settled, from_seq) == expected
     tail.fold(settled, from_seq)
-    assert len(tail) == len(expected), "what is settled is not kept"
-    assert list_pending(tail, settled, from_seq) == expected
+    assert len(tail) == len(expected), "settled messages take no memory after a fold"
+    assert pending_of(tail, settled, from_seq) == expected
 
 
-def test_earlier_rows_are_read_later_and_counted(monkeypatch: Any) -> None:
+def test_rows_read_down_to_an_earlier_one_give_the_same_messages_and_counts(monkeypatch: Any) -> None:
     monkeypatch.setattr(recovery, "COUNT_BLOCK", 4)
-    nothing = Settled(-(1 << 62))
-    scheduled_rows = [(at, 0) for at in range(20)] + [(7, 3), (8, 0)]
+    nothing_settled = Settled(-(1 << 62))
+    # 22 rows, of which number 21 repeats an earlier message.
+    scheduled_rows = [(due_ms, 0) for due_ms in range(20)] + [(7, 3), (8, 0)]
 
     async def main() -> None:
         async with opened(CrashFiles()) as log:
             rows = log_rows(scheduled_rows)
             for begin in range(0, rows.num_rows, 3):
                 await log.append(rows.slice(begin, 3))
-            whole, late = TailScheduled(1), TailScheduled(12)
+            whole, extended = TailScheduled(1), TailScheduled(12)
             whole.add(with_seq(rows, 1))
-            late.add(with_seq(rows, 1).slice(11))
-            assert late.count(log.reader, 1) == 22 - 12
-            late.extend_down(log.reader, 1)
-            late.extend_down(log.reader, 1)
-            assert list_pending(late, nothing, 1) == list_pending(whole, nothing, 1)
+            extended.add(with_seq(rows, 1).slice(11))
+            assert extended.count(log.reader, 1) == 10, "rows 12 to 22 without row 21"
+            for _ in range(2):  # the second time changes nothing
+                extended.extend_down(log.reader, 1)
+            assert pending_of(extended, nothing_settled, 1) == pending_of(whole, nothing_settled, 1)
             for from_seq in range(1, 23):
-                # The row that holds an older scheduled message again, number 21, is no scheduled message that came.
-                came = 22 - from_seq + (from_seq > 21)
-                assert late.count(log.reader, from_seq) == whole.count(log.reader, from_seq) == came
-            whole.fold(nothing, 10)
+                new_messages = sum(row_seq != 21 for row_seq in range(from_seq, 23))
+                assert extended.count(log.reader, from_seq) == new_messages
+                assert whole.count(log.reader, from_seq) == new_messages
+            whole.fold(nothing_settled, 10)
             assert whole.count(log.reader, 13) == 9
 
     asyncio.run(main())

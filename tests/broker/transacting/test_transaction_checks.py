@@ -17,18 +17,18 @@ from timeball.model.message import READ_SCHEMA, encode_properties
 
 
 class Edge:
-    """An edge with or without a producer, which accepts a check or does not."""
+    """An edge with or without a connected producer, which accepts checks or does not."""
 
-    def __init__(self, *, connected: bool = True, takes: bool = True) -> None:
-        self.connected, self.takes = connected, takes
-        self.asked: list[tuple[int, int, bytes]] = []
+    def __init__(self, *, connected: bool = True, accepts: bool = True) -> None:
+        self.connected, self.accepts = connected, accepts
+        self.asked: list[tuple[int, int, bytes]] = []  # (number, checks before, body) of each half message
 
     def has_producer(self, half: Half) -> bool:
         return self.connected
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
         assert row.schema == READ_SCHEMA and row.column("seq").to_pylist() == [half.seq]
-        if not self.takes:
+        if not self.accepts:
             return 0
         body: bytes = row.column("body")[0].as_py()
         self.asked.append((half.seq, half.checks, body))
@@ -36,50 +36,53 @@ class Edge:
 
 
 async def prepare(world: World) -> int:
+    """Send a half message. Returns its number."""
     properties = encode_properties({"TRAN_MSG": "true", "PGROUP": "payers"})
     accepted, durable = world.broker.prepare_nowait(batch(1, properties=[properties], sys_flag=[4]))
     await durable
     return int(accepted.first_seq)
 
 
-async def advance_and_check(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
+async def look(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
+    """Let time pass, and do one round of checks."""
     world.clock.advance(ms)
     await world.broker.transaction_checks.ask_due()
 
 
 @on_node()
 async def test_the_first_edge_that_has_a_producer_asks(world: World) -> None:
-    away, first, second = Edge(connected=False), Edge(), Edge()
-    world.broker.transaction_checks.askers += [away, first, second]
+    disconnected, first, second = Edge(connected=False), Edge(), Edge()
+    world.broker.transaction_checks.askers += [disconnected, first, second]
     seq = await prepare(world)
-    await advance_and_check(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
+    await look(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
     assert first.asked == []
-    await advance_and_check(world, 1)
-    await advance_and_check(world)
-    assert (away.asked, first.asked, second.asked) == ([], [(seq, 0, b"body"), (seq, 1, b"body")], [])
+    await look(world, 1)
+    await look(world)
+    assert first.asked == [(seq, 0, b"body"), (seq, 1, b"body")]
+    assert disconnected.asked == second.asked == []
     assert world.broker.transactions.open() == [(seq, 2)]
 
 
 @on_node()
 async def test_a_check_that_no_producer_accepts_does_not_count(world: World) -> None:
-    deaf = Edge(takes=False)
-    world.broker.transaction_checks.askers.append(deaf)
+    world.broker.transaction_checks.askers.append(Edge(accepts=False))
     seq = await prepare(world)
-    await advance_and_check(world)
+    await look(world)
     assert world.broker.transactions.open() == [(seq, 0)]
-    hears = Edge()
-    world.broker.transaction_checks.askers.append(hears)
-    await advance_and_check(world)
-    assert (len(hears.asked), world.broker.transactions.open()) == (1, [(seq, 1)])
+    accepting = Edge()
+    world.broker.transaction_checks.askers.append(accepting)
+    await look(world)
+    assert len(accepting.asked) == 1
+    assert world.broker.transactions.open() == [(seq, 1)]
 
 
 @on_node()
-async def test_ended_half_messages_are_not_checked(world: World) -> None:
+async def test_no_producer_is_asked_about_a_half_message_that_has_ended(world: World) -> None:
     edge = Edge()
     world.broker.transaction_checks.askers.append(edge)
     seq = await prepare(world)
     await world.broker.transactions.end(seq, "payers", commit=True)
-    await advance_and_check(world)
+    await look(world)
     assert edge.asked == []
 
 
@@ -89,7 +92,7 @@ async def test_after_too_many_checks_a_half_message_is_rolled_back(world: World)
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)
     for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
-        await advance_and_check(world)
+        await look(world)
     assert len(edge.asked) == limits.TRANSACTION_CHECKS_MAX
     assert world.broker.transactions.open() == []
 
@@ -100,14 +103,15 @@ async def test_the_checks_of_a_round_are_limited(world: World, monkeypatch: pyte
     edge = Edge()
     world.broker.transaction_checks.askers.append(edge)
     seqs = {await prepare(world) for _ in range(5)}
-    for count in (2, 4, 5):
-        await advance_and_check(world, limits.TRANSACTION_FIRST_CHECK_MS if count == 2 else 0)
-        assert len(edge.asked) == count
+    world.clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
+    for asked_in_total in (2, 4, 5):
+        await look(world, 0)
+        assert len(edge.asked) == asked_in_total
     assert {seq for seq, _, _ in edge.asked} == seqs
 
 
-class Unable(Edge):
-    """One check fails. `error` selects the way."""
+class FailsOnce(Edge):
+    """An edge whose first check fails with `error`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -137,13 +141,15 @@ async def run_until(world: World, monkeypatch: pytest.MonkeyPatch, edge: Edge) -
 
 @on_node()
 async def test_a_refused_round_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    edge = Unable(OverLimit("later"))
+    edge = FailsOnce(OverLimit("later"))
     await run_until(world, monkeypatch, edge)
     assert len(edge.asked) == 1
 
 
 @on_node(failing=True)
-async def test_an_unexpected_error_stops_the_broker(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    edge = Unable(AssertionError("a bug"))
+async def test_an_unexpected_error_of_a_check_stops_the_broker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edge = FailsOnce(AssertionError("a bug"))
     await run_until(world, monkeypatch, edge)
     assert edge.asked == [] and isinstance(world.failure, AssertionError)
