@@ -20,10 +20,13 @@ GROUP_ROWS = 8
 
 
 def table_rows(due_ms: Sequence[int], *, first_seq: int = 1, **columns: Sequence[Any]) -> pa.Table:
-    """Make rows numbered in the given order. Columns that are not given are as in a compaction."""
+    """Make rows of TABLE_SCHEMA with these due times, numbered in this order from `first_seq` on.
+
+    `columns`: values of other columns. The others have the values of a compaction, or null.
+    """
     count = len(due_ms)
     seq = range(first_seq, first_seq + count)
-    whole: dict[str, Any] = {
+    values: dict[str, Any] = {
         "seq": seq,
         "due_ms": due_ms,
         "topic": ["orders"] * count,
@@ -33,12 +36,12 @@ def table_rows(due_ms: Sequence[int], *, first_seq: int = 1, **columns: Sequence
         "accepted_ms": [NOW_MS] * count,
         **columns,
     }
-    arrays = [pa.array(whole.get(field.name, [None] * count), field.type) for field in TABLE_SCHEMA]
+    arrays = [pa.array(values.get(field.name, [None] * count), field.type) for field in TABLE_SCHEMA]
     return pa.Table.from_arrays(arrays, schema=TABLE_SCHEMA)
 
 
 def write(files: Files, rows: pa.Table, now_ms: int = NOW_MS) -> list[FileEntry]:
-    """Cut rows into files of the table. They are neither durable nor attached yet."""
+    """Write rows to files of the table, as layout.cut_files divides them. Neither durable nor attached yet."""
     entries = []
     for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
         name = f"{layout.FOLDER}/{entry.path}"
@@ -62,5 +65,8 @@ def small_groups() -> Iterator[None]:
         yield
 
 
-ONE_BUCKET = [NOW_MS + HOUR_MS, NOW_MS + HOUR_MS + 20 * 60_000]  # both in one hour
-ALL_ZONES = [NOW_MS - DAY_MS, NOW_MS + 800 * DAY_MS]
+ONE_BUCKET = [NOW_MS + HOUR_MS, NOW_MS + HOUR_MS + 20 * 60_000]  # due times in the same hour
+ALL_ZONES = [
+    NOW_MS - DAY_MS,
+    NOW_MS + 800 * DAY_MS,
+]  # bounds of due times with hours, days and months as buckets

@@ -34,14 +34,15 @@ ATTACHMENTS = st.builds(
     to_seq=COUNTS,
     ranges=st.lists(st.tuples(COUNTS, COUNTS), max_size=4),
 )
-NAME = "0123456789abcdef" * 2
+FILE_NAME = "0123456789abcdef" * 2
 ENTRY = FileEntry(
-    path=f"bucket=2026-11/{NAME}.parquet", bucket="2026-11", rows=3, size_bytes=99,
+    path=f"bucket=2026-11/{FILE_NAME}.parquet", bucket="2026-11", rows=3, size_bytes=99,
     min_due_ms=1, max_due_ms=2, min_seq=4, max_seq=6,
 )  # fmt: skip
 
 
 def with_path(path: str) -> bytes:
+    """Encode an attach of a file with this path."""
     entry = msgspec.structs.replace(ENTRY, path=path)
     return encode(Attachment(job="bulk", job_id="j", epoch=1, files=[entry]))
 
@@ -51,7 +52,7 @@ def test_encoded_attachment_decodes_to_itself(attachment: Attachment) -> None:
     assert decode(encode(attachment)) == decode_change(encode(attachment)) == attachment
 
 
-def test_row_of_the_log_names_its_kind_of_change() -> None:
+def test_a_reservation_is_decoded_from_the_log_but_refused_as_an_attach() -> None:
     assert decode_change(encode(Reservation(7))) == Reservation(7)
     with pytest.raises(InvalidMessage):
         decode(encode(Reservation(7)))
@@ -78,27 +79,27 @@ def test_malformed_attachment_raises_only_invalid_message(data: bytes) -> None:
     ],
 )  # fmt: skip
 def test_field_of_wrong_type_is_named_in_the_error(field: str, value: object) -> None:
-    right = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1, files=[ENTRY])))
+    valid = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1, files=[ENTRY])))
     with pytest.raises(InvalidMessage, match=rf"\$\.{field}"):
-        decode(msgspec.json.encode({**right, field: value}))
+        decode(msgspec.json.encode({**valid, field: value}))
 
 
 @pytest.mark.parametrize("field", ["job", "job_id", "epoch"])
-def test_attachment_without_job_id_or_epoch_is_refused(field: str) -> None:
-    right = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1)))
-    del right[field]
+def test_attachment_without_job_job_id_or_epoch_is_refused(field: str) -> None:
+    fields = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1)))
+    del fields[field]
     with pytest.raises(InvalidMessage, match=field):
-        decode(msgspec.json.encode(right))
+        decode(msgspec.json.encode(fields))
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "", f"{NAME}.parquet", f"../{NAME}.parquet", f"/bucket=2026-11/{NAME}.parquet",
-        f"bucket=2026-11/../{NAME}.parquet", f"bucket=2026-11/{NAME}", f"bucket=2026-11/{NAME}.csv",
-        f"bucket=2026-11/{NAME}.parquet\n", f"bucket=2026-11/{NAME}\0.parquet",
-        "bucket=2026-11/part-0.parquet",  # two of this name in two buckets would be one by its last part
-        f"bucket=2026-12/{NAME}.parquet",  # of another bucket than it says
+        "", f"{FILE_NAME}.parquet", f"../{FILE_NAME}.parquet", f"/bucket=2026-11/{FILE_NAME}.parquet",
+        f"bucket=2026-11/../{FILE_NAME}.parquet", f"bucket=2026-11/{FILE_NAME}", f"bucket=2026-11/{FILE_NAME}.csv",
+        f"bucket=2026-11/{FILE_NAME}.parquet\n", f"bucket=2026-11/{FILE_NAME}\0.parquet",
+        "bucket=2026-11/part-0.parquet",  # the file name must be unique in all buckets, so it is random
+        f"bucket=2026-12/{FILE_NAME}.parquet",  # not the bucket of the entry
     ],
 )  # fmt: skip
 def test_path_of_another_form_is_refused(path: str) -> None:

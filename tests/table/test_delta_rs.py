@@ -28,6 +28,15 @@ def test_a_table_is_opened_only_when_there_is_one(tmp_path: Path) -> None:
     assert table.version() == 0
 
 
+def test_a_replaced_table_is_empty_and_keeps_its_older_versions(tmp_path: Path) -> None:
+    table = delta_rs.create_table(str(tmp_path), None)
+    attach = Attachment(job="compact", job_id="j", epoch=1, files=[FILE], to_seq=6)
+    delta_rs.commit(table, attach, 77, [], NOW_MS)
+    replaced = delta_rs.replace_table(str(tmp_path), None)
+    assert (replaced.version(), replaced.file_uris()) == (2, [])
+    assert DeltaTable(str(tmp_path), version=1).file_uris() == [f"{tmp_path}/{FILE.path}"]
+
+
 def test_commit_stores_the_attach_and_its_table_row(tmp_path: Path) -> None:
     table = delta_rs.create_table(str(tmp_path), None)
     attach = Attachment(job="compact", job_id="j", epoch=1, files=[FILE], to_seq=6)
@@ -59,7 +68,7 @@ def test_history_of_an_older_version_ends_with_its_own_commit(tmp_path: Path) ->
     assert times == [commit["timestamp"] for commit in newest_first[:3]]  # versions 3, 2 and 1
 
 
-# ---- what delta-rs does when two work from one version: docs/formats/pending-table.md, docs/pipeline/archive.md -----
+# ---- two commits that begin at one version: docs/formats/pending-table.md, docs/pipeline/archive.md ------------------
 
 
 def _delete(table: DeltaTable) -> None:
@@ -84,21 +93,24 @@ def _overwrite(table: DeltaTable) -> None:
         pytest.param(2, _delete, _overwrite, None, id="DELETE, then a stale overwrite"),
     ],
 )
-def test_two_that_work_from_one_version(
+def test_a_second_commit_that_began_at_the_same_version(
     tmp_path: Path,
     files: int,
     first: Callable[[DeltaTable], None],
     second: Callable[[DeltaTable], None],
     rows: list[int] | None,
 ) -> None:
-    """`rows`: what is there afterwards; None: the second one fails. A release that mends this fails here."""
+    """This is the behaviour of delta-rs, faults included. A release of delta-rs that changes it fails here.
+
+    `files`: how many files the rows are in. `rows`: the rows afterwards, None if the second commit is refused.
+    """
     for part in ([1, 2], [3, 4]) if files == 2 else ([1, 2, 3, 4],):
         write_deltalake(str(tmp_path), pa.table({"x": part}), mode="append")
-    one, other = DeltaTable(str(tmp_path)), DeltaTable(str(tmp_path))
-    first(one)
+    first_table, second_table = DeltaTable(str(tmp_path)), DeltaTable(str(tmp_path))
+    first(first_table)
     if rows is None:
         with pytest.raises(CommitFailedError):
-            second(other)
+            second(second_table)
         return
-    second(other)
+    second(second_table)
     assert sorted(DeltaTable(str(tmp_path)).to_pyarrow_table()["x"].to_pylist()) == rows

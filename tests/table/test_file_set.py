@@ -10,11 +10,12 @@ from tests.table.small_table import NOW_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import FileSet
 
-Span = tuple[int, int]
-spans = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))
+Bounds = tuple[int, int]  # smallest and largest value
+BOUNDS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))
 
 
-def entry(number: int, seqs: Span, dues: Span) -> FileEntry:
+def entry(number: int, seqs: Bounds, dues: Bounds) -> FileEntry:
+    """Make an entry with these bounds of sequence numbers, and of due times in ms after NOW_MS."""
     return FileEntry(
         path=f"bucket=2026-11/{number:032x}.parquet", bucket="2026-11", rows=1, size_bytes=1,
         min_seq=seqs[0], max_seq=seqs[1], min_due_ms=NOW_MS + dues[0], max_due_ms=NOW_MS + dues[1],
@@ -22,25 +23,35 @@ def entry(number: int, seqs: Span, dues: Span) -> FileEntry:
 
 
 @given(
-    st.lists(st.tuples(spans, spans), max_size=6), st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32)))
+    st.lists(st.tuples(BOUNDS, BOUNDS), max_size=6),
+    st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32))),
 )
-def test_file_set_finds_the_files_whose_entries_admit_a_pair(
-    bounds: list[tuple[Span, Span]], asked: list[tuple[int, int]]
+def test_file_set_finds_the_files_whose_bounds_contain_a_number_or_a_pair(
+    bounds: list[tuple[Bounds, Bounds]], pairs: list[tuple[int, int]]
 ) -> None:
-    entries = [entry(number, *both) for number, both in enumerate(bounds)]
+    """`bounds`: (bounds of seq, bounds of due times) of each file. `pairs`: (seq, due time) to search."""
+    entries = [entry(number, seqs, dues) for number, (seqs, dues) in enumerate(bounds)]
     live = FileSet(entries)
-    seq = np.array([number for number, _ in asked], np.int64)
-    due = np.array([NOW_MS + instant for _, instant in asked], np.int64)
-    assert live.with_seqs(seq) == [
-        e for e in entries if any(e.min_seq <= n <= e.max_seq for n in seq.tolist())
-    ]
-    for one in entries:
-        places = [
-            at
-            for at, (instant, number) in enumerate(zip(due.tolist(), seq.tolist(), strict=True))
-            if one.min_seq <= number <= one.max_seq and one.min_due_ms <= instant <= one.max_due_ms
+    seqs = [seq for seq, _ in pairs]
+    dues_ms = [NOW_MS + due for _, due in pairs]
+    expected = [file for file in entries if any(file.min_seq <= seq <= file.max_seq for seq in seqs)]
+    assert live.with_seqs(np.array(seqs, np.int64)) == expected
+    indexes_by_path = {
+        file.path: indexes.tolist()
+        for file, indexes in live.with_pairs(np.array(dues_ms, np.int64), np.array(seqs, np.int64))
+    }
+    for file in entries:
+        expected_indexes = [
+            index
+            for index, (due_ms, seq) in enumerate(zip(dues_ms, seqs, strict=True))
+            if file.min_seq <= seq <= file.max_seq and file.min_due_ms <= due_ms <= file.max_due_ms
         ]
-        result = [there.tolist() for that, there in live.with_pairs(due, seq) if that is one]
-        assert result == ([places] if places else [])
-        assert live.get(one.path) is one
+        assert indexes_by_path.get(file.path, []) == expected_indexes
+        assert live.get(file.path) is file
     assert len(live) == len(entries) and live.get("bucket=2026-11/x.parquet") is None
+
+
+def test_with_pairs_lists_each_file_once() -> None:
+    live = FileSet([entry(1, (0, 9), (0, 9))])
+    result = live.with_pairs(np.array([NOW_MS + 3, NOW_MS + 4], np.int64), np.array([5, 6], np.int64))
+    assert [(file, indexes.tolist()) for file, indexes in result] == [(live.entries[0], [0, 1])]

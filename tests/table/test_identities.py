@@ -12,10 +12,10 @@ from tests.table.small_table import NOW_MS, table_rows
 
 from timeball.model.errors import Corrupt
 from timeball.table import identities
-from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, encode, has_identities
+from timeball.table.identities import ID_COLUMNS, Identities, encode, has_identities
 
 BEFORE = b"pages of a Parquet file"
-# Ids of ours, of RocketMQ's clients, those of others, and what is nearly one of ours.
+# Null, short texts, Timeball's ids (32 digits in lower case), RocketMQ's (upper case), and texts that are almost ids.
 TEXT = st.one_of(
     [st.none(), st.text(max_size=12)]
     + [
@@ -51,16 +51,17 @@ def opened(data: bytes) -> Identities:
     st.sampled_from([1, 3, 32]),
 )
 def test_decoded_identities_equal_the_encoded_rows(
-    rows: list[tuple[int | None, str | None, str | None]], asked: list[int], many_rows: int
+    rows: list[tuple[int | None, str | None, str | None]], indexes: list[int], many_rows: int
 ) -> None:
+    """`many_rows`: from this number of rows of a block on, Arrow decodes the block."""
     numbers, ids, keys = zip(*rows, strict=True)
     table = table_rows([NOW_MS + n for n in range(len(rows))], number=numbers, unique_key=ids, keys=keys)
-    result, right = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
-    places = [place for place in asked if place < len(rows)]
+    result, expected = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
+    indexes = [index for index in indexes if index < len(rows)]
     assert result.rows == len(rows)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(identities, "MANY_ROWS", many_rows)
-        assert result.rows_at(places) == [right[place] for place in places]
+        assert result.rows_at(indexes) == [expected[index] for index in indexes]
     result.check()
     with pytest.raises(Corrupt, match="is needed"):
         result.rows_at([len(rows)])
@@ -69,13 +70,15 @@ def test_decoded_identities_equal_the_encoded_rows(
 @pytest.mark.parametrize(
     "digits", ["0123456789abcdef", "ABCDEF0123456789", "ABCDEF012345678a", "0123456789abcdeg", "é" * 8]
 )
-def test_hexadecimal_ids_take_half_the_space(digits: str) -> None:
-    names = [digits[n:] + digits + digits[:n] for n in range(16)]
-    sliced = table_rows([NOW_MS] * 16, unique_key=names).slice(3, 12)
+def test_hexadecimal_ids_of_one_case_are_stored_in_16_bytes(digits: str) -> None:
+    """In the column `id16`. All other ids stay texts."""
+    ids = [digits[n:] + digits + digits[:n] for n in range(16)]
+    sliced = table_rows([NOW_MS] * 16, unique_key=ids).slice(3, 12)
     result = opened(encode(sliced))
-    assert [row["unique_key"] for row in result.rows_at(range(12))] == names[3:15]
-    packed = pa.ipc.read_record_batch(result._block(0), identities._BLOCK_SCHEMA).column("id16")
-    assert packed.null_count == (0 if digits in ("0123456789abcdef", "ABCDEF0123456789") else 4)
+    assert [row["unique_key"] for row in result.rows_at(range(12))] == ids[3:15]
+    id16 = pa.ipc.read_record_batch(result._block(0), identities._BLOCK_SCHEMA).column("id16")
+    is_stored_so = digits in ("0123456789abcdef", "ABCDEF0123456789")
+    assert id16.null_count == (0 if is_stored_so else len(id16))
 
 
 def test_columns_are_cast_to_the_types_of_the_table() -> None:
@@ -86,18 +89,20 @@ def test_columns_are_cast_to_the_types_of_the_table() -> None:
 
 def test_every_flipped_bit_is_noticed() -> None:
     data = encode(table_rows([NOW_MS + n for n in range(9)]))
-    right = opened(data).rows_at(range(9))
-    for at in range(len(data) - len(identities.MAGIC)):
+    magic_begin = len(data) - len(identities.MAGIC)
+    for position in range(magic_begin):
         for bit in range(8):
             damaged = bytearray(data)
-            damaged[at] ^= 1 << bit
+            damaged[position] ^= 1 << bit
             with pytest.raises(Corrupt):
-                assert opened(bytes(damaged)).rows_at(range(9)) == right
-    for at in range(len(data) - len(identities.MAGIC), len(data)):
-        assert not has_identities(pa.py_buffer(data[:at] + b"?" + data[at + 1 :]).slice, len(data))
+                opened(bytes(damaged)).rows_at(range(9))
+    for position in range(magic_begin, len(data)):
+        damaged = bytearray(data)
+        damaged[position] = ord("?")
+        assert not has_identities(pa.py_buffer(bytes(damaged)).slice, len(data))
 
 
-def test_short_data_is_refused() -> None:
+def test_identities_without_their_first_bytes_are_refused() -> None:
     data = encode(table_rows([NOW_MS + n for n in range(9)]))
     for size in range(identities.TRAILER.size, len(data)):
         with pytest.raises(Corrupt, match="shorter"):
@@ -106,14 +111,10 @@ def test_short_data_is_refused() -> None:
 
 
 def test_damaged_block_is_decoded_without_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the bits above: with all checksums equal, another row is found, and no one is told."""
+    """The control of the flipped bits above: if all checksums are equal, a wrong row is read without an error."""
     monkeypatch.setattr(identities.google_crc32c, "value", lambda data: 0)
     monkeypatch.setattr(identities.google_crc32c, "extend", lambda crc, data: 0)
     data = encode(table_rows([NOW_MS + n for n in range(9)]))
-    block_rows_at = len(data) - identities.TRAILER.size + 16
-    moved = data[:block_rows_at] + b"\x03" + data[block_rows_at + 1 :]
-    assert opened(moved).rows_at([3]) != opened(data).rows_at([3])
-
-
-def test_id_columns_identify_a_scheduled_message() -> None:
-    assert ID_SCHEMA.names == ID_COLUMNS
+    block_rows_begin = len(data) - identities.TRAILER.size + 16  # the field after block_bytes and rows
+    damaged = data[:block_rows_begin] + b"\x03" + data[block_rows_begin + 1 :]
+    assert opened(damaged).rows_at([3]) != opened(data).rows_at([3])

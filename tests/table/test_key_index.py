@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +34,7 @@ BEGIN_MS = ONE_BUCKET[0]
 
 @contextmanager
 def small() -> Iterator[None]:
-    """Use blocks of four pairs, merges from three runs on, and few open files."""
+    """Use blocks of four pairs, merges from three runs on, and few open and mapped files, within the block."""
     with small_groups(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_hash, "BLOCK_PAIRS", 4)
         patch.setattr(key_hash, "MERGE_PAIRS", 8)
@@ -71,9 +72,9 @@ class Table:
         self.entries[entry.path], self.rows[entry.path] = entry, rows
         self.next_seq += len(keys)
 
-    def remove(self, place: int) -> None:
-        """Remove a file from the table and from the disk."""
-        path = sorted(self.entries, key=lambda path: self.entries[path].min_seq)[place % len(self.entries)]
+    def remove(self, age: int) -> None:
+        """Remove a file from the table and from the disk: 0 is the oldest, and numbers wrap around."""
+        path = sorted(self.entries, key=lambda path: self.entries[path].min_seq)[age % len(self.entries)]
         del self.entries[path], self.rows[path]
         self.files.remove(f"{FOLDER}/{path}")
 
@@ -87,10 +88,11 @@ class Table:
         )
 
 
-def found(index: TableKeys, live: FileSet, texts: Sequence[str]) -> list[int]:
+def find(index: TableKeys, live: FileSet, texts: Sequence[str]) -> list[int]:
+    """Find the numbers of the rows with one of these keys by the index."""
     rows = index.find_keys(live, hashes(texts))
     assert all(list(row) == ID_COLUMNS for row in rows)
-    # As a caller does: a hash is a filter only.
+    # Texts are compared, as a caller does, because different texts may have the same hash.
     return sorted(
         row["seq"] for row in rows if {row["unique_key"], *(row["keys"] or "").split(" ")} & set(texts)
     )
@@ -112,26 +114,27 @@ STEPS = st.one_of(
 @given(
     st.lists(STEPS, min_size=1, max_size=14), st.lists(st.sampled_from([*WORDS, "id3", "id9"]), min_size=1)
 )
-def test_index_answers_like_a_scan_of_all_files(steps: list[tuple[str, object]], asked: list[str]) -> None:
+def test_index_answers_like_a_scan_of_all_files(steps: list[tuple[str, object]], keys: list[str]) -> None:
     with small():
         table = Table(CrashFiles())
         index = TableKeys(table.files)
-        for step, what in steps:
-            live = change(table, index, step, what)
+        for step, argument in steps:
+            live = run_step(table, index, step, argument)
             index = TableKeys(table.files) if step == "start" else index
-            assert found(index, live, asked) == table.scanned(asked), step
-            numbers = index.find_seqs(live, np.arange(3, 30, 4)).column("seq").to_pylist()
-            everything = [row["seq"] for rows in table.rows.values() for row in rows.to_pylist()]
-            assert sorted(numbers) == sorted(set(everything) & set(range(3, 30, 4)))
+            assert find(index, live, keys) == table.scanned(keys), step
+            seqs = index.find_seqs(live, np.arange(3, 30, 4)).column("seq").to_pylist()
+            all_seqs = [row["seq"] for rows in table.rows.values() for row in rows.to_pylist()]
+            assert sorted(seqs) == sorted(set(all_seqs) & set(range(3, 30, 4)))
 
 
-def change(table: Table, index: TableKeys, step: str, what: object) -> FileSet:
+def run_step(table: Table, index: TableKeys, step: str, argument: object) -> FileSet:
+    """Run one of STEPS. Returns the live files afterwards. `argument`: keys of new rows, or a number."""
     if step.startswith("add"):
-        assert isinstance(what, list)
-        table.add(what, with_run=step == "add")
+        assert isinstance(argument, list)
+        table.add(argument, with_run=step == "add")
     elif step == "remove" and table.entries:
-        assert isinstance(what, int)
-        table.remove(what)
+        assert isinstance(argument, int)
+        table.remove(argument)
     live = table.live
     runs = table.files.list_dir(KEYS_FOLDER)
     if step == "bring up":
@@ -145,24 +148,26 @@ def change(table: Table, index: TableKeys, step: str, what: object) -> FileSet:
         index.sweep()
         assert len(table.files.list_dir(KEYS_FOLDER)) == index.statistics()["key_runs"]
     elif step in ("lose", "damage") and runs:
-        assert isinstance(what, int)
-        name = f"{KEYS_FOLDER}/{runs[what % len(runs)]}"
+        assert isinstance(argument, int)
+        name = f"{KEYS_FOLDER}/{runs[argument % len(runs)]}"
         if step == "lose":
             table.files.remove(name)
         elif data := table.files.content(name):
-            table.files.open(name).write_at(what % len(data), bytes([data[what % len(data)] ^ 1]))
+            position = argument % len(data)
+            table.files.open(name).write_at(position, bytes([data[position] ^ 1]))
     return live
 
 
 def test_index_that_skips_a_file_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: it believes of a new file that its keys are known."""
+    """The control: this index takes a new file for one that a run lists."""
     monkeypatch.setattr(TableKeys, "_unlisted", lambda self, live: {})
     table = Table(CrashFiles())
     table.add(["red"], with_run=False)
-    assert found(TableKeys(table.files), table.live, ["red"]) != table.scanned(["red"])
+    assert find(TableKeys(table.files), table.live, ["red"]) != table.scanned(["red"])
 
 
-def many(count: int) -> Table:
+def table_with_files(count: int) -> Table:
+    """Make a table with files of three rows. The rows of a file have one key, of WORDS in turn."""
     table = Table(CrashFiles())
     for number in range(count):
         table.add([WORDS[number % len(WORDS)]] * 3)
@@ -171,7 +176,7 @@ def many(count: int) -> Table:
 
 def test_merge_reduces_runs_and_drops_pairs_of_removed_files() -> None:
     with small():
-        table = many(9)
+        table = table_with_files(9)
         index = TableKeys(table.files)
         index.bring_up(table.live)
         assert index.statistics() == {"key_runs": 9, "key_pairs": 54}
@@ -179,17 +184,17 @@ def test_merge_reduces_runs_and_drops_pairs_of_removed_files() -> None:
         index.bring_up(table.live)
         assert index.merge(table.live) and not index.merge(table.live)
         assert index.statistics() == {"key_runs": 1, "key_pairs": 48}
-        for place in range(5):
-            table.remove(place)
+        for age in range(5):
+            table.remove(age)
         live = table.live
         index.bring_up(live)
-        assert index.merge(live), "most of it speaks of files that have left"
+        assert index.merge(live), "most files of the run have left the table"
         assert index.statistics() == {"key_runs": 1, "key_pairs": 18}
         assert len(table.files.list_dir(KEYS_FOLDER)) == 1
 
 
 def test_run_without_live_files_is_removed() -> None:
-    table = many(2)
+    table = table_with_files(2)
     index = TableKeys(table.files)
     index.bring_up(table.live)
     table.remove(0)
@@ -200,28 +205,33 @@ def test_run_without_live_files_is_removed() -> None:
 def test_look_up_reads_only_the_files_that_the_runs_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = many(5)
-    index, live, requested, parsed = TableKeys(table.files), table.live, [], []
+    table = table_with_files(5)
+    index, live, read_files, opened_files = TableKeys(table.files), table.live, [], []
     index.bring_up(live)
     identities_at, check = DataFile.identities_at, DataFile.check
-    monkeypatch.setattr(
-        DataFile,
-        "identities_at",
-        lambda file, *at: (requested.append(file.entry.min_seq), identities_at(file, *at))[1],
-    )
-    monkeypatch.setattr(DataFile, "check", lambda file: (parsed.append(file.entry.path), check(file)))
-    assert found(index, live, ["id4"]) == [4]
-    assert found(index, live, ["nothing"]) == []
-    assert requested == [4] and parsed == []
+
+    def record_read(file: DataFile, *arguments: Any) -> Any:
+        read_files.append(file.entry.min_seq)
+        return identities_at(file, *arguments)
+
+    def record_open(file: DataFile) -> None:
+        opened_files.append(file.entry.min_seq)
+        check(file)
+
+    monkeypatch.setattr(DataFile, "identities_at", record_read)
+    monkeypatch.setattr(DataFile, "check", record_open)
+    assert find(index, live, ["id4"]) == [4]
+    assert find(index, live, ["nothing"]) == []
+    assert read_files == [4] and opened_files == [], "a look-up by key opens no footer"
     [rows] = index.rows_of(live, np.array([BEGIN_MS]), np.array([4]))
-    assert rows.column("seq").to_pylist() == [4] and len(parsed) == 1
+    assert rows.column("seq").to_pylist() == [4] and opened_files == [4]
     index.rows_of(live, np.array([BEGIN_MS]), np.array([4]))
-    assert len(parsed) == 1, "it stays open for a while"
+    assert opened_files == [4], "it stays open for the next look-up"
 
 
 def test_least_recently_used_files_are_closed() -> None:
     with small():
-        table = many(9)
+        table = table_with_files(9)
         index, live = TableKeys(table.files), table.live
         for seq in range(1, 28):
             assert index.find_seqs(live, np.array([seq])).num_rows == 1
@@ -232,38 +242,37 @@ def test_least_recently_used_files_are_closed() -> None:
 
 def test_mapped_files_are_limited_and_live() -> None:
     with small():
-        table = many(5)
+        table = table_with_files(5)
         index = TableKeys(table.files)
         for seq in (1, 4, 7, 4):
-            assert found(index, table.live, [f"id{seq}"]) == [seq]
-        # Those that were mapped last, and not one more.
-        assert [table.entries[path].min_seq for path in index._mapped] == [4, 7]
+            assert find(index, table.live, [f"id{seq}"]) == [seq]
+        assert [table.entries[path].min_seq for path in index._mapped] == [4, 7], "the two mapped last"
         deleted = next(iter(index._mapped))
         del table.entries[deleted]
         index.bring_up(table.live)
         assert deleted not in index._mapped and len(index._mapped) == 1
-        assert found(index, table.live, ["id4"]) == []
+        assert find(index, table.live, ["id4"]) == []
 
 
 def test_damaged_mapped_file_raises_until_it_is_restored() -> None:
-    table = many(2)
+    table = table_with_files(2)
     index, path = TableKeys(table.files), next(iter(table.entries))
     whole = bytes(table.files.map_readonly(f"{FOLDER}/{path}"))
-    at = whole.index(identities.MAGIC) - identities.TRAILER.size - 40  # of its last block
-    rotten = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-    table.files.replace(f"{FOLDER}/{path}", rotten)
+    position = whole.index(identities.MAGIC) - identities.TRAILER.size - 40  # in its last block
+    damaged = whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :]
+    table.files.replace(f"{FOLDER}/{path}", damaged)
     for _ in range(2):
         with pytest.raises(Corrupt, match=path):
-            found(index, table.live, ["id1"])
+            find(index, table.live, ["id1"])
     table.files.replace(f"{FOLDER}/{path}", whole)
-    assert found(index, table.live, ["id1"]) == [1]
+    assert find(index, table.live, ["id1"]) == [1]
 
 
 def test_unreadable_file_raises_and_never_gives_an_empty_result() -> None:
-    table = many(1)
+    table = table_with_files(1)
     table.add(["red"], with_run=False)
     path = list(table.entries)[1]
-    table.files.replace(f"{FOLDER}/{path}", b"PAR1 is not all there is to it")
+    table.files.replace(f"{FOLDER}/{path}", b"PAR1 and then no Parquet")
     index = TableKeys(table.files)
     index.bring_up(table.live)
     for _ in range(2):
@@ -272,7 +281,7 @@ def test_unreadable_file_raises_and_never_gives_an_empty_result() -> None:
 
 
 def test_look_up_in_deleted_file_raises_not_found() -> None:
-    table = many(1)
+    table = table_with_files(1)
     index, live = TableKeys(table.files), table.live
     table.remove(0)
     with pytest.raises(NotFound):
@@ -282,12 +291,12 @@ def test_look_up_in_deleted_file_raises_not_found() -> None:
 # ---- power cuts ---------------------------------------------------------------------------------------------------
 
 
-def life(files: Files, table: Table) -> None:
-    """Attach, cover, merge, remove a file, and merge again."""
+def change_often(files: Files, table: Table) -> None:
+    """Attach five files, make runs for all of them, merge the runs, attach three more, and merge again."""
     index = TableKeys(files)
     for number in range(5):
         table.add([WORDS[number % 3]] * 2, with_run=number != 2)
-        # As an attach does before its row: the files are durable, their keys need not be.
+        # An attach makes its files durable before its row. Their keys need not be durable.
         [entry] = list(table.entries.values())[-1:]
         files.sync_file(f"{FOLDER}/{entry.path}")
         files.sync_dir(f"{FOLDER}/{entry.path.rpartition('/')[0]}")
@@ -303,26 +312,25 @@ def life(files: Files, table: Table) -> None:
 @pytest.mark.slow
 def test_index_answers_like_a_scan_after_a_power_cut_at_every_call() -> None:
     with small():
-        whole = CrashFiles()
-        life(whole, Table(whole))
-        for cut in range(1, whole.calls + 1):
-            table = Table(CrashFiles(crash_at=cut))
+        uncut = CrashFiles()
+        change_often(uncut, Table(uncut))
+        for call in range(1, uncut.calls + 1):
+            table = Table(CrashFiles(crash_at=call))
             with pytest.raises(PowerCut):
-                life(table.files, table)
+                change_often(table.files, table)
             for seed in range(2):
-                after = table.files.crash(seed)
-                entries = [e for e in table.entries.values() if survives(after, e)]
-                remaining = Table(
-                    after, {e.path: table.rows[e.path] for e in entries}, {e.path: e for e in entries}
-                )
-                after.make_dir(KEYS_FOLDER)
-                index = TableKeys(after)
-                assert found(index, remaining.live, WORDS) == remaining.scanned(WORDS), (cut, seed)
-                assert found(index, remaining.live, ["id3"]) == remaining.scanned(["id3"]), (cut, seed)
+                disk = table.files.crash(seed)
+                # Only complete files can be live, because a row of the log names only complete files.
+                entries = {path: entry for path, entry in table.entries.items() if is_complete(disk, entry)}
+                remaining = Table(disk, {path: table.rows[path] for path in entries}, entries)
+                disk.make_dir(KEYS_FOLDER)
+                index = TableKeys(disk)
+                assert find(index, remaining.live, WORDS) == remaining.scanned(WORDS), (call, seed)
+                assert find(index, remaining.live, ["id3"]) == remaining.scanned(["id3"]), (call, seed)
 
 
-def survives(files: CrashFiles, entry: FileEntry) -> bool:
-    """Check whether a file is complete. A row of the log names only complete files."""
+def is_complete(files: CrashFiles, entry: FileEntry) -> bool:
+    """Check whether all rows of a file can be read."""
     try:
         DataFile(files, entry).check()
         DataFile(files, entry).rows_between((0, 0), (1 << 62, 0))
@@ -331,21 +339,21 @@ def survives(files: CrashFiles, entry: FileEntry) -> bool:
     return True
 
 
-def test_leftover_merged_run_gives_no_row_twice() -> None:
+def test_runs_left_over_from_a_merge_give_no_row_twice() -> None:
     with small():
-        table = many(4)
-        old = {
+        table = table_with_files(4)
+        old_runs = {
             name: table.files.content(f"{KEYS_FOLDER}/{name}") for name in table.files.list_dir(KEYS_FOLDER)
         }
         index, live = TableKeys(table.files), table.live
         index.bring_up(live)
         assert index.merge(live)
-        for name, data in old.items():
+        for name, data in old_runs.items():
             table.files.replace(f"{KEYS_FOLDER}/{name}", data)
-        repeated = TableKeys(table.files)
-        repeated.bring_up(live)
-        assert repeated.statistics() == {"key_runs": 1, "key_pairs": 24}
-        assert found(repeated, live, ["red"]) == table.scanned(["red"])
+        restarted = TableKeys(table.files)
+        restarted.bring_up(live)
+        assert restarted.statistics() == {"key_runs": 1, "key_pairs": 24}
+        assert find(restarted, live, ["red"]) == table.scanned(["red"])
 
 
 def test_failed_write_of_a_run_leaves_no_file() -> None:

@@ -26,13 +26,14 @@ NOWS = st.integers(NOW_MS - 40 * DAY_MS, NOW_MS + 40 * DAY_MS)
 
 
 def order(rows: pa.Table) -> list[tuple[int, int]]:
+    """List (due_ms, seq) of all rows, in their order."""
     return list(zip(rows.column("due_ms").to_pylist(), rows.column("seq").to_pylist(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("ahead_ms", "bucket"),
     [
-        (-3 * DAY_MS, "2023-11-11T22"),  # late already: still a name
+        (-3 * DAY_MS, "2023-11-11T22"),  # overdue
         (0, "2023-11-14T22"),
         (HOUR_MS, "2023-11-14T23"),
         (48 * HOUR_MS - 1, "2023-11-16T22"),
@@ -42,7 +43,9 @@ def order(rows: pa.Table) -> list[tuple[int, int]]:
         (3_653 * DAY_MS, "2033-11"),
     ],
 )
-def test_bucket_of_a_due_time(ahead_ms: int, bucket: str) -> None:
+def test_a_bucket_is_an_hour_below_48_hours_a_day_below_60_days_and_else_a_month(
+    ahead_ms: int, bucket: str
+) -> None:
     assert layout.bucket_names(np.array([NOW_MS + ahead_ms]), NOW_MS) == [bucket]
 
 
@@ -51,26 +54,26 @@ def test_full_files_have_one_bucket_each_and_every_row_once(dues: list[int], now
     rows = layout.sort_rows(table_rows(dues))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "FILE_ROWS", 1)
-        cut = list(layout.cut_files(rows, now_ms))
-    read = [pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA) for _, data in cut]
+        files = list(layout.cut_files(rows, now_ms))
+    read = [pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA) for _, data in files]
     assert pa.concat_tables(read).equals(rows)
-    for (entry, _), part in zip(cut, read, strict=True):
-        due = part.column("due_ms").to_numpy()
+    for (entry, _), file_rows in zip(files, read, strict=True):
+        due = file_rows.column("due_ms").to_numpy()
         assert set(layout.bucket_names(due, now_ms)) == {entry.bucket}
         assert len(set(layout.bucket_starts(due, now_ms).tolist())) == 1
-    assert len({entry.bucket for entry, _ in cut}) == len(cut)
+    assert len({entry.bucket for entry, _ in files}) == len(files)
 
 
 @given(DUES, NOWS, st.integers(1, 30))
 def test_small_buckets_of_a_month_share_a_file(dues: list[int], now_ms: int, file_rows: int) -> None:
-    """A file is as large as it may be, and its bucket contains all its due times."""
+    """The bucket of a file contains all its due times, and two adjacent files of a month exceed the size of one."""
     rows = layout.sort_rows(table_rows(dues))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "FILE_ROWS", file_rows)
         files = list(layout.split_by_file(rows, now_ms))
     assert pa.concat_tables([part for _, part in files]).equals(rows)
     for bucket, part in files:
-        unit = {7: "M", 10: "D", 13: "h"}[len(bucket)]
+        unit = {len("2026-12"): "M", len("2026-12-24"): "D", len("2026-12-24T13"): "h"}[len(bucket)]
         due = part.column("due_ms").to_numpy().astype("datetime64[ms]")
         assert set(due.astype(f"datetime64[{unit}]").astype(str)) == {bucket}
         starts = layout.bucket_starts(due.astype(np.int64), now_ms)
@@ -87,16 +90,16 @@ def test_large_rows_make_files_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) ->
     by_size = list(layout.cut_files(rows, NOW_MS))
     assert len(by_size) > 1
     assert max(entry.rows for entry, _ in by_size) <= 4
-    assert len(list(layout.sorted_files(rows, NOW_MS, size_bytes=1))) == 1, "the caller's estimate"
+    assert len(list(layout.sorted_files(rows, NOW_MS, size_bytes=1))) == 1, "the caller estimates few bytes"
 
 
 @given(DUES, NOWS)
 def test_entry_describes_the_rows_of_its_file(dues: list[int], now_ms: int) -> None:
     for entry, data in layout.cut_files(layout.sort_rows(table_rows(dues, first_seq=50)), now_ms):
-        positions = order(pq.read_table(io.BytesIO(data)))
-        seqs = [seq for _, seq in positions]
-        assert (entry.rows, entry.size_bytes) == (len(positions), len(data))
-        assert (entry.min_due_ms, entry.max_due_ms) == (positions[0][0], positions[-1][0])
+        file_rows = pq.read_table(io.BytesIO(data))
+        dues_of_file, seqs = (file_rows.column(name).to_pylist() for name in ("due_ms", "seq"))
+        assert (entry.rows, entry.size_bytes) == (file_rows.num_rows, len(data))
+        assert (entry.min_due_ms, entry.max_due_ms) == (dues_of_file[0], dues_of_file[-1])
         assert (entry.min_seq, entry.max_seq) == (min(seqs), max(seqs))
         assert entry.path.startswith(f"bucket={entry.bucket}/")
         assert entry.path.endswith(".parquet")
@@ -106,13 +109,14 @@ def test_entry_describes_the_rows_of_its_file(dues: list[int], now_ms: int) -> N
 def test_rows_are_sorted_by_due_time_and_number(dues: list[int]) -> None:
     rows = table_rows(dues)
     shuffled = rows.take(np.random.default_rng(len(dues)).permutation(len(dues)))
-    by_hand = sorted(order(rows))
-    assert order(layout.sort_rows(shuffled)) == by_hand
-    assert order(layout.sort_rows(pa.concat_tables([shuffled.slice(3), shuffled.slice(0, 3)]))) == by_hand
-    assert order(layout.sort_rows(rows.combine_chunks().to_batches()[0])) == by_hand
+    expected = sorted(order(rows))
+    assert order(layout.sort_rows(shuffled)) == expected
+    in_two_chunks = pa.concat_tables([shuffled.slice(3), shuffled.slice(0, 3)])
+    assert order(layout.sort_rows(in_two_chunks)) == expected
+    assert order(layout.sort_rows(rows.combine_chunks().to_batches()[0])) == expected
 
 
-def test_without_rows_there_are_no_files() -> None:
+def test_no_rows_make_no_files() -> None:
     assert list(layout.cut_files(table_rows([]), NOW_MS)) == []
 
 
@@ -124,7 +128,7 @@ def test_without_rows_there_are_no_files() -> None:
 def test_sorted_files_equal_the_files_of_sorted_rows(
     dues: list[int], cuts: list[int], part_rows: int
 ) -> None:
-    """However few are copied and written at a time."""
+    """For any chunks of the rows (`cuts`), and any number of rows that are copied at a time."""
     rows = table_rows(dues, first_seq=7)
     bounds = [0, *sorted(cuts), len(dues)]
     chunked = pa.concat_tables(
@@ -136,13 +140,13 @@ def test_sorted_files_equal_the_files_of_sorted_rows(
         patch.setattr(layout, "FILE_ROWS", 20)
         files = list(layout.sorted_files(chunked, NOW_MS, keys))
         expected = list(layout.cut_files(layout.sort_rows(chunked), NOW_MS, expected_keys))
-    for (entry, data), (other, wanted) in zip(files, expected, strict=True):
+    for (entry, data), (expected_entry, expected_data) in zip(files, expected, strict=True):
         check_seal(pa.py_buffer(data))
         result = pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA)
-        assert result.equals(pq.read_table(io.BytesIO(wanted), schema=TABLE_SCHEMA))
-        assert msgspec.structs.replace(entry, path="", size_bytes=0) == msgspec.structs.replace(
-            other, path="", size_bytes=0
-        )
+        assert result.equals(pq.read_table(io.BytesIO(expected_data), schema=TABLE_SCHEMA))
+        # Names are random, and the sizes depend on the division into row groups.
+        without_size = msgspec.structs.replace(entry, path="", size_bytes=0)
+        assert without_size == msgspec.structs.replace(expected_entry, path="", size_bytes=0)
         assert entry.size_bytes == len(data)
     assert keys.pairs == expected_keys.pairs
 
@@ -154,15 +158,15 @@ def test_repeated_task_writes_files_with_new_names() -> None:
     assert data == repeated
 
 
-def test_two_years_need_few_buckets() -> None:
-    """A row an hour; as many files as the module's argument says, and one for each border that cuts a bucket."""
+def test_two_years_with_a_row_in_each_hour_need_few_buckets() -> None:
+    """As many as the docstring of layout.py says, and one more for each of the two borders that cut a bucket."""
     dues = [NOW_MS + hour * HOUR_MS for hour in range(2 * 365 * 24)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "FILE_ROWS", 1)
         names = [name for name, _ in layout.split_by_file(table_rows(dues), NOW_MS)]
     assert len(names) == len(set(names)) <= 48 + 60 + 24 + 2
     lengths = [len(name) for name in names]
-    assert sorted(lengths, reverse=True) == lengths  # hours, then days, then months
+    assert sorted(lengths, reverse=True) == lengths, "hours, then days, then months"
 
 
 @given(st.integers(1, 3 * GROUP_ROWS))
@@ -172,12 +176,9 @@ def test_row_group_statistics_contain_the_due_times(count: int) -> None:
     metadata = pq.ParquetFile(io.BytesIO(data)).metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     assert [group.num_rows for group in groups[:-1]] == [GROUP_ROWS] * (len(groups) - 1)
-    named = {c.path_in_schema: c.statistics for c in (groups[0].column(i) for i in range(15))}
-    assert {name for name, statistics in named.items() if statistics is not None} == {
-        "due_ms",
-        "seq",
-        "topic",
-    }
+    columns = [groups[0].column(index) for index in range(metadata.num_columns)]
+    with_statistics = {column.path_in_schema for column in columns if column.statistics is not None}
+    assert with_statistics == {"due_ms", "seq", "topic"}
     begins = [group.column(metadata.schema.names.index("due_ms")).statistics.min for group in groups]
     assert begins == [NOW_MS + GROUP_ROWS * i for i in range(len(groups))]
 
@@ -192,10 +193,11 @@ def parquet() -> bytes:
 
 
 def footer_begins(data: bytes) -> int:
+    """Find the position of the footer in a Parquet file, whose last 8 bytes are its length and the magic."""
     return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
 
 
-def test_readers_do_not_see_the_seal() -> None:
+def test_parquet_readers_ignore_the_seal() -> None:
     sealed = seal(parquet())
     assert len(sealed) == len(parquet()) + SEAL.size
     assert pq.read_table(io.BytesIO(sealed)).equals(pq.read_table(io.BytesIO(parquet())))
@@ -208,10 +210,10 @@ def test_a_file_of_the_table_is_sealed() -> None:
 
 def test_every_flipped_bit_of_seal_and_footer_is_detected() -> None:
     sealed = seal(parquet())
-    for at in range(footer_begins(sealed) - SEAL.size, len(sealed)):
+    for position in range(footer_begins(sealed) - SEAL.size, len(sealed)):
         for bit in range(8):
             damaged = bytearray(sealed)
-            damaged[at] ^= 1 << bit
+            damaged[position] ^= 1 << bit
             with pytest.raises(Corrupt):
                 check_seal(pa.py_buffer(bytes(damaged)))
 
@@ -237,5 +239,5 @@ def test_truncated_file_cannot_be_sealed() -> None:
 def test_a_large_file_has_larger_row_groups(rows: int, group_rows: int) -> None:
     data = layout.encode_file(table_rows([NOW_MS] * rows))
     metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
-    groups = [metadata.row_group(at).num_rows for at in range(metadata.num_row_groups)]
+    groups = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     assert set(groups[:-1]) == {group_rows} and sum(groups) == rows

@@ -20,7 +20,8 @@ from timeball.table.layout import FOLDER
 from timeball.table.live_files import LIVE_FOLDER, LiveFiles, live_name, remove
 
 
-def made(folder: Path, count: int = 2) -> tuple[RealFiles, LiveFiles, list[FileEntry]]:
+def write_live_files(folder: Path, count: int = 2) -> tuple[RealFiles, LiveFiles, list[FileEntry]]:
+    """Write files with one row each, and make their links."""
     files = RealFiles(folder)
     entries = [
         entry
@@ -32,8 +33,8 @@ def made(folder: Path, count: int = 2) -> tuple[RealFiles, LiveFiles, list[FileE
     return files, data, entries
 
 
-def test_missing_name_is_restored_from_the_link(tmp_path: Path) -> None:
-    files, data, (one, two) = made(tmp_path)
+def test_a_missing_file_is_restored_from_its_link(tmp_path: Path) -> None:
+    files, data, (one, two) = write_live_files(tmp_path)
     content = files.map_readonly(f"{FOLDER}/{one.path}").to_pybytes()
     for entry in (one, two):
         files.remove(f"{FOLDER}/{entry.path}")
@@ -44,7 +45,7 @@ def test_missing_name_is_restored_from_the_link(tmp_path: Path) -> None:
 
 
 def test_lost_file_is_named_in_the_error(tmp_path: Path) -> None:
-    files, data, (one, two) = made(tmp_path)
+    files, data, (one, two) = write_live_files(tmp_path)
     remove(files, one.path)
     assert data.restore_missing() == [one]
     with pytest.raises(MissingFile, match=f"{one.path} is missing: put this file back"):
@@ -54,8 +55,8 @@ def test_lost_file_is_named_in_the_error(tmp_path: Path) -> None:
         data.map_readonly(f"{FOLDER}/{one.path}")
 
 
-def test_link_of_another_size_is_not_restored(tmp_path: Path) -> None:
-    files, data, (one, _) = made(tmp_path)
+def test_a_file_is_not_restored_from_a_link_of_another_size(tmp_path: Path) -> None:
+    files, data, (one, _) = write_live_files(tmp_path)
     files.remove(f"{FOLDER}/{one.path}")
     with (tmp_path / live_name(one.path)).open("ab") as file:
         file.write(b"!")
@@ -63,8 +64,8 @@ def test_link_of_another_size_is_not_restored(tmp_path: Path) -> None:
 
 
 def test_only_live_files_have_links(tmp_path: Path) -> None:
-    """Of other brokers' lives too: a link that stays would keep the room of its file."""
-    files, data, (_one, two) = made(tmp_path)
+    """A link that stays would keep the disk space of its file. Links from earlier runs are removed, too."""
+    files, data, (_one, two) = write_live_files(tmp_path)
     assert len(files.list_dir(LIVE_FOLDER)) == 2
     data.link_only({two.path: two})
     assert files.list_dir(LIVE_FOLDER) == [live_name(two.path).rpartition("/")[2]]
@@ -85,15 +86,15 @@ def test_other_programs_see_neither_links_nor_rows_twice(tmp_path: Path) -> None
     assert not [name for name in files.list_dir(LIVE_FOLDER) if name.endswith(".parquet")]
 
 
-def test_a_file_system_without_links_works_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hard_links_a_missing_file_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refused)
-    files, data, (one, _) = made(tmp_path)
+    files, data, (one, _) = write_live_files(tmp_path)
     assert files.list_dir(LIVE_FOLDER) == []
     files.remove(f"{FOLDER}/{one.path}")
     assert data.restore_missing() == [one]
-    memory = LiveFiles(CrashFiles())
-    memory.link_only({one.path: one})
-    assert memory.restore_missing() == [one]
+    in_memory = LiveFiles(CrashFiles())  # has no links at all
+    in_memory.link_only({one.path: one})
+    assert in_memory.restore_missing() == [one]

@@ -1,4 +1,4 @@
-"""The choice of files keeps the table in few files, and ends."""
+"""Tests of timeball.table.merging: files are merged when they are many, and rewrites end."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def plan(entries: list[FileEntry], now_ms: int) -> list[Merge]:
 
 
 def alike(count: int, rows: int = 10, ahead_ms: int = HOUR_MS) -> list[FileEntry]:
+    """Make entries of files with the same number of rows and the same due time."""
     due_ms = NOW_MS + ahead_ms
     bucket = layout.bucket_names(np.array([due_ms]), NOW_MS)[0]
     return [entry(bucket, rows, due_ms, number) for number in range(count)]
@@ -50,21 +51,21 @@ def test_files_are_merged_when_they_are_many(rows: int, reason: str) -> None:
     assert choose([*alike(FILES_MIN - 1, rows), *later], NOW_MS) == NOTHING
 
 
-def test_small_files_of_a_month_are_merged_whatever_their_days() -> None:
+def test_small_files_of_different_days_of_a_month_are_merged_and_larger_ones_are_not() -> None:
     files = [entry(f"2023-12-{day:02}", 10, NOW_MS + (16 + day) * DAY_MS) for day in range(1, FILES_MIN + 1)]
     assert choose(files, NOW_MS).files == files
     large = [msgspec.structs.replace(file, rows=FULL // 2) for file in files]
     assert choose(large, NOW_MS) == NOTHING, "no due time is in two of them"
 
 
-def test_a_large_file_is_not_written_again_for_the_sake_of_small_ones() -> None:
-    """Otherwise each row would be rewritten once for each run, instead of once for each doubling."""
+def test_a_large_file_is_not_merged_with_small_ones() -> None:
+    """Otherwise each merge would rewrite all rows, instead of a row once for each multiple of its file's size."""
     large = entry(alike(1)[0].bucket, 10 * SIZE_RATIO + 1, NOW_MS + HOUR_MS, 99)
     assert choose([*alike(FILES_MIN - 1), large], NOW_MS) == NOTHING
     assert choose([large, *alike(FILES_MIN)], NOW_MS).files == alike(FILES_MIN)
 
 
-def test_a_tiny_file_does_not_keep_larger_ones_from_being_merged() -> None:
+def test_larger_files_are_merged_without_a_tiny_one() -> None:
     tiny = entry(alike(1)[0].bucket, 1, NOW_MS + HOUR_MS, 99)
     assert choose([tiny, *alike(FILES_MIN)], NOW_MS).files == alike(FILES_MIN)
 
@@ -77,7 +78,9 @@ def test_a_tiny_file_does_not_keep_larger_ones_from_being_merged() -> None:
         ("2023-11-15", DAY_MS, False),
     ],
 )  # fmt: skip
-def test_a_large_coarse_file_is_split_when_it_comes_near(bucket: str, ahead_ms: int, is_near: bool) -> None:
+def test_a_large_file_of_a_day_or_month_is_split_a_day_before_it_is_due(
+    bucket: str, ahead_ms: int, is_near: bool
+) -> None:
     file = entry(bucket, FULL + 1, NOW_MS + ahead_ms)
     assert choose([file], NOW_MS) == (Merge("split", [file]) if is_near else NOTHING)
     assert choose([msgspec.structs.replace(file, rows=FULL)], NOW_MS) == NOTHING, "a read of it is cheap"
@@ -85,7 +88,7 @@ def test_a_large_coarse_file_is_split_when_it_comes_near(bucket: str, ahead_ms: 
     assert choose([heavy], NOW_MS) == (Merge("split", [heavy]) if is_near else NOTHING)
 
 
-def test_one_rewrite_takes_no_more_than_memory_holds() -> None:
+def test_one_rewrite_takes_files_up_to_the_limits_of_rows_and_bytes() -> None:
     rows = merging.ROWS_MAX // 4
     assert len(choose(alike(FILES_MIN, rows), NOW_MS).files) == 4
     alone = entry("2023-11", 5 * merging.ROWS_MAX, NOW_MS + HOUR_MS)
@@ -100,22 +103,23 @@ def test_rows_that_compress_well_are_bounded_by_their_size_in_memory() -> None:
     chosen = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 4)
     assert chosen == ("small", files[:4])
     chosen = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 2 + 1)
-    assert chosen == NOTHING, "one by one they would be written again for ever"
+    assert chosen == NOTHING, "single files would be rewritten for ever"
     later = alike(FILES_MIN, 10 * SIZE_RATIO + 1)
     sizes = {10: merging.RAW_BYTES_MAX, later[0].rows: 1}
     assert merging.choose([*files, *later], NOW_MS, lambda file: sizes[file.rows]).files == later
 
 
 def test_sizes_are_read_for_files_within_the_other_limits_only() -> None:
-    assert merging.choose(alike(FILES_MIN - 1), NOW_MS, no_size) == NOTHING
-    assert merging.choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS, no_size) == NOTHING
+    assert merging.choose(alike(FILES_MIN - 1), NOW_MS, fail) == NOTHING
+    assert merging.choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS, fail) == NOTHING
 
 
-def no_size(file: FileEntry) -> int:
+def fail(file: FileEntry) -> int:
+    """Fail, in place of reading the uncompressed size of a file."""
     raise AssertionError(file)
 
 
-def test_files_that_fill_a_rewrite_are_not_written_again_one_by_one() -> None:
+def test_files_that_reach_the_limits_alone_are_not_rewritten() -> None:
     assert choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS) == NOTHING
 
 
@@ -132,18 +136,21 @@ def test_a_plan_lists_all_rewrites_and_their_cost() -> None:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 90 * 24), min_size=1, max_size=40), st.integers(1, 9))
 def test_rewritten_files_are_not_chosen_again(hours: list[int], file_rows: int) -> None:
-    """Rewriting ends: it must not repeat for ever while nothing changes."""
+    """Rewrites must end while nothing else changes the table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "FILE_ROWS", file_rows)
         patch.setattr(merging, "FILES_MIN", 3)
         patch.setattr(merging, "SMALL_PART", 6)
         files = CrashFiles()
-        early = NOW_MS - 61 * DAY_MS  # seen from here, all of it was far
-        entries = [e for h in hours for e in write(files, table_rows([NOW_MS + h * HOUR_MS]), early)]
+        written_ms = (
+            NOW_MS - 61 * DAY_MS
+        )  # at this time, all rows were due so late that their buckets are months
+        entries = [
+            file for hour in hours for file in write(files, table_rows([NOW_MS + hour * HOUR_MS]), written_ms)
+        ]
         for _ in range(2 * len(hours) + 1):
             if not (chosen := choose(entries, NOW_MS).files):
                 break
-            made = rewritten(files, chosen)
-            entries = [e for e in entries if e not in chosen] + made.files
+            entries = [file for file in entries if file not in chosen] + rewritten(files, chosen).files
         assert choose(entries, NOW_MS) == NOTHING
-        assert sum(e.rows for e in entries) == len(hours)
+        assert sum(file.rows for file in entries) == len(hours)

@@ -17,10 +17,10 @@ from timeball.table.object_store import ObjectStore
 NAME = f"{FOLDER}/bucket=2026-11/file.parquet"
 
 
-def test_uri_of_a_folder_is_refused() -> None:
-    for place in ("/var/lib/timeball", "file:///var/lib/timeball", "hdfs://name/pending"):
+def test_a_uri_outside_object_stores_is_refused() -> None:
+    for uri in ("/var/lib/timeball", "file:///var/lib/timeball", "hdfs://name/pending"):
         with pytest.raises(SetupError, match="s3://bucket/path"):
-            ObjectStore(place)
+            ObjectStore(uri)
 
 
 @pytest.mark.slow
@@ -36,26 +36,26 @@ def test_files_are_put_read_listed_and_removed(store: ObjectStore) -> None:
     assert store.map_readonly(NAME).to_pybytes() == data
     assert store.read_range(store.open(NAME), len(data) - 7, 7) == b"the end"
     store.remove(NAME)
-    store.remove(NAME)
+    store.remove(NAME)  # a missing file is no error
     assert store.sizes() == {}
-    for ask in (store.size, store.map_readonly, store.open):
+    for read in (store.size, store.map_readonly, store.open):
         with pytest.raises(NotFound):
-            ask(NAME)
+            read(NAME)
 
 
 @pytest.mark.slow
-def test_silent_store_is_unavailable_and_refused_access_is_a_setup_error(
+def test_a_missing_bucket_is_a_setup_error_and_a_silent_store_is_unavailable(
     store: ObjectStore, proxy: FaultyStore
 ) -> None:
     with pytest.raises(SetupError, match="there is no bucket not-"):
         ObjectStore(f"s3://not-{BUCKET}/pending").check(BOUND_S)
     proxy.go_away()
-    for ask in (
+    for request in (
         lambda: store.check(BOUND_S),
         lambda: store.put(NAME, pa.py_buffer(b"x")),
         lambda: store.remove(NAME),
     ):
         with pytest.raises(Unavailable, match="does not answer"):
-            ask()
+            request()
     proxy.heal()
     store.check(BOUND_S)

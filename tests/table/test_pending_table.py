@@ -23,7 +23,7 @@ from timeball.table.object_store import FileCache, ObjectStore
 from timeball.table.pending_table import PendingTable, StoredCatalog, open_table
 
 
-def test_the_files_of_a_table_in_the_data_folder_are_read_without_a_cache(tmp_path: Path) -> None:
+def test_a_table_in_the_data_folder_has_no_cache_in_its_files_and_status(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     catalog = Catalog(files)
     catalog.open()
@@ -41,12 +41,14 @@ def test_the_files_of_a_table_in_the_data_folder_are_read_without_a_cache(tmp_pa
 
 
 def opened(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
+    """Open the table in the store. `tmp_path`: the data folder of the broker."""
     catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, is_known=is_known)
     assert isinstance(catalog, StoredCatalog) and cache is not None
     return catalog, cache
 
 
 def written(tmp_path: Path, first_seq: int) -> list[FileEntry]:
+    """Write a file with three rows to a data folder."""
     return write(RealFiles(tmp_path), table_rows([NOW_MS + HOUR_MS] * 3, first_seq=first_seq))
 
 
@@ -77,17 +79,17 @@ def test_each_attach_is_one_version_even_after_a_lost_answer(
     assert catalog.delete_removed_files(NOW_MS + 1) == 1
     assert list(store.sizes().keys() & {files[0].path, more[0].path}) == [more[0].path]
     assert catalog.vacuum(DAY_MS) == 0
-    # A table that lags the log follows it; a log that knows none of its files is another broker's.
-    repeated, other_cache = opened(store, tmp_path / "other")
-    repeated.bring_up(more, [], 6, 1, NOW_MS)
+    # A broker whose log has all files of the table may use it. A log without these files is another broker's.
+    reopened, other_cache = opened(store, tmp_path / "other")
+    reopened.bring_up(more, [], 6, 1, NOW_MS)
     with pytest.raises(SetupError, match="another broker's"):
-        repeated.bring_up([], [], 0, 1, NOW_MS)
+        reopened.bring_up([], [], 0, 1, NOW_MS)
     for each in (cache, other_cache):
         each.close()
 
 
 @pytest.mark.slow
-def test_silent_store_does_not_recreate_the_table(
+def test_a_start_with_a_silent_store_does_not_recreate_the_table(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     catalog, cache = opened(store, tmp_path)
@@ -97,12 +99,12 @@ def test_silent_store_does_not_recreate_the_table(
     assert catalog.version == 1
     proxy.go_away()
     with pytest.raises(SetupError, match="--table"):
-        opened(store, tmp_path / "fresh")
-    later, later_cache = opened(store, tmp_path, is_known=True)
+        opened(store, tmp_path / "new", is_known=False)
+    restarted, restarted_cache = opened(store, tmp_path, is_known=True)
     with pytest.raises(Unavailable):
-        later.bring_up(files, [], 5, 1, NOW_MS)
+        restarted.bring_up(files, [], 5, 1, NOW_MS)
     proxy.heal()
-    later.bring_up(files, [], 5, 1, NOW_MS)
-    assert later.version == 1
-    for each in (cache, later_cache):
+    restarted.bring_up(files, [], 5, 1, NOW_MS)
+    assert restarted.version == 1
+    for each in (cache, restarted_cache):
         each.close()

@@ -1,4 +1,4 @@
-"""Tests of requests that may get no answer: the time limit, and abandoned requests."""
+"""Tests of StoreRequests: the time limit of requests, and abandoned requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from timeball.table.object_store import StoreRequests
 
 @pytest.fixture
 def silence() -> Iterator[threading.Event]:
-    """A request that blocks until the end of the test."""
+    """An event whose `wait` blocks until the end of the test, as a request without an answer."""
     answered = threading.Event()
     yield answered
     answered.set()
@@ -33,14 +33,14 @@ def test_result_or_error_of_a_request_reaches_the_caller() -> None:
         requests.ask(fail, BOUND_S)
 
 
-def test_request_without_answer_is_abandoned_and_others_go_on(silence: threading.Event) -> None:
+def test_a_request_without_an_answer_is_abandoned_and_later_requests_run(silence: threading.Event) -> None:
     requests = StoreRequests()
     with pytest.raises(Unavailable, match=r"no answer within 0\.01 s"):
         requests.ask(silence.wait, 0.01)
     assert requests.ask(lambda: 3, BOUND_S) == 3
 
 
-def test_close_does_not_wait_for_pending_requests(
+def test_close_abandons_requests_without_an_answer_and_refuses_new_ones(
     silence: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "LAST_ANSWERS_S", 0.01)
@@ -61,7 +61,7 @@ def test_close_does_not_wait_for_pending_requests(
         requests.ask(lambda: 3, None)
 
 
-def test_answer_shortly_after_close_still_arrives() -> None:
+def test_close_waits_briefly_for_an_answer() -> None:
     requests, begun, may_end = StoreRequests(), threading.Event(), threading.Event()
 
     def answer() -> int:

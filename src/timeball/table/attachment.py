@@ -7,7 +7,8 @@ grow with the number of rows.
     compact   `files` contain the rows [from_seq, to_seq) of the log; the watermark moves to `to_seq`
     bulk      `files` contain rows that never passed through the log; `ranges` are their reserved sequence numbers, each
               used once
-    rewrite   `files` replace `removes`, with the same rows except those already settled
+    rewrite   `files` replace `removes`, with the same rows except those of settled messages. If it ends the pause of a
+              campaign, `ranges` are the numbers of the campaign, whose messages may have later due times in `files`
 
 A message is *settled* when it is durably released or cancelled.
 """
@@ -93,7 +94,10 @@ def apply_to(live: dict[str, FileEntry], attachment: Attachment) -> None:
 
 
 def live_files(files: list[FileEntry], attaches: Sequence[tuple[int, Attachment]]) -> list[FileEntry]:
-    """Compute the live files after these attaches: (sequence number, attach) pairs in the order of the log."""
+    """Compute the live files after some attaches.
+
+    `files`: the live files before them. `attaches`: (sequence number, attach) pairs in the order of the log.
+    """
     live = {entry.path: entry for entry in files}
     for _, attachment in attaches:
         apply_to(live, attachment)
@@ -106,12 +110,15 @@ def encode(change: Attachment | Reservation) -> bytes:
 
 
 def decode_change(body: bytes) -> Attachment | Reservation:
-    """Decode the body of a TABLE row of the log."""
+    """Decode the body of a TABLE row of the log. Raises msgspec.DecodeError if it is malformed."""
     return msgspec.json.decode(body, type=Attachment | Reservation)
 
 
 def decode(data: bytes) -> Attachment:
-    """Decode the attach of a client. Raises InvalidMessage if it is malformed, OverLimit for too many files."""
+    """Decode the attach that a client sent as JSON. Raises InvalidMessage if it is malformed or has a wrong path.
+
+    Raises OverLimit for more than ATTACH_FILES_MAX files.
+    """
     try:
         attachment = msgspec.json.decode(data, type=Attachment)
     except UNDECODABLE as error:
@@ -127,7 +134,7 @@ def decode(data: bytes) -> Attachment:
 
 
 def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Compute a mask: True for each sequence number that lies in one of the ranges."""
+    """Compute a mask: True for each sequence number that is in one of the ranges, which are disjoint."""
     if not ranges:
         return np.zeros(len(seq), dtype=np.bool_)
     bounds = np.array(sorted(ranges), dtype=np.int64)

@@ -78,7 +78,7 @@ class ForeignCommits:
     """Commits that other programs made to the table since the broker's start, for display."""
 
     commits: int = 0
-    last: str = ""  # the newest one, such as "OPTIMIZE at version 7"
+    last: str = ""  # the newest commit, such as "OPTIMIZE at version 7"
     missing: tuple[FileEntry, ...] = ()  # live files that are missing on disk
 
 
@@ -86,7 +86,7 @@ class Catalog:
     """The pending table's Delta log. Blocking. Belongs to the reader thread."""
 
     # Errors that do not mean that the table is damaged. They are raised instead of recreating the table.
-    _errors_without_damage: ClassVar[tuple[type[Exception], ...]] = ()
+    _errors_without_damage: ClassVar[tuple[type[Exception], ...]] = (OverLimit,)
 
     def __init__(self, files: Folder, storage_options: dict[str, str] | None = None) -> None:
         """`storage_options`: delta-rs options for a folder in an object store."""
@@ -116,9 +116,9 @@ class Catalog:
         return self._version
 
     def open(self) -> TableState:
-        """Open or create the table.
+        """Open the table, or create it if there is none. Raises Corrupt if delta-rs cannot open an existing table.
 
-        Removes a newest commit that a power cut left unreadable. Step 3 repeats it. Raises Corrupt.
+        First deletes the newest entry if a power cut left it incomplete. `bring_up` commits its attach again.
         """
         from timeball.table import delta_rs
 
@@ -136,7 +136,7 @@ class Catalog:
         return self.state()
 
     def state(self) -> TableState:
-        """Read the files and the last attach of the newest version from delta-rs."""
+        """Read the files and the last TABLE row of the version that delta-rs has loaded. Sets `version` to it."""
         from timeball.table.delta_rs import APP_ID
 
         table = self._delta_table()
@@ -144,24 +144,24 @@ class Catalog:
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
         entries = [
             FileEntry(
-                path=a["path"],
+                path=action["path"],
                 # Files of another program may lack the partition or the bounds.
-                bucket=a.get(f"partition.{PARTITION_COLUMN}"),
-                rows=a["num_records"],
-                size_bytes=a["size_bytes"],
-                min_due_ms=a.get("min.due_ms"),
-                max_due_ms=a.get("max.due_ms"),
-                min_seq=a.get("min.seq"),
-                max_seq=a.get("max.seq"),
+                bucket=action.get(f"partition.{PARTITION_COLUMN}"),
+                rows=action["num_records"],
+                size_bytes=action["size_bytes"],
+                min_due_ms=action.get("min.due_ms"),
+                max_due_ms=action.get("max.due_ms"),
+                min_seq=action.get("min.seq"),
+                max_seq=action.get("max.seq"),
             )
-            for a in actions
+            for action in actions
         ]
         return TableState(self._version, table.transaction_version(APP_ID) or 0, entries)
 
     def check_data(self, live: list[FileEntry]) -> None:
-        """Check that all live data files exist with the right size. Restores missing names from their links.
+        """Set the live files, and check that all of them exist with the right size.
 
-        Raises MissingFile for a lost file, Corrupt for a different size.
+        Restores a missing file from its link. Raises MissingFile for a lost file, Corrupt for a different size.
         """
         self.data.live = {entry.path: entry for entry in live}
         for entry in live:
@@ -188,7 +188,11 @@ class Catalog:
         """Open the table and make it contain exactly `live`, the live files after the TABLE row `attach_seq`.
 
         `attaches`: (sequence number, attach) of the TABLE rows that the table may lack, in the order of the log. Each
-        missing one becomes a version of its own.
+        missing attach becomes a separate version. `watermark`: the watermark after these TABLE rows. `now_ms`: the
+        time of new commits.
+
+        A table that then differs from the log is repaired. Raises OverLimit while the disk is full, and DiskFailed if
+        the repair fails.
         """
         try:
             state = self.open()
@@ -198,12 +202,10 @@ class Catalog:
                     self.commit(
                         attachment,
                         seq,
-                        [table_files[p] for p in attachment.removes if p in table_files],
+                        [table_files[path] for path in attachment.removes if path in table_files],
                         now_ms,
                     )
             difference = self._difference(live, attach_seq)
-        except OverLimit:
-            raise
         except self._errors_without_damage:
             raise
         except Exception as error:
@@ -219,7 +221,8 @@ class Catalog:
     def check_foreign_commits(self, now_ms: int) -> None:
         """Repair the table if another program has committed to it. Does nothing before `bring_up`.
 
-        Updates `foreign.missing`, the live files that are missing on disk. Raises OverLimit while the disk is full.
+        Updates `foreign.missing`, the live files that are missing on disk. Raises OverLimit while the disk is full,
+        and DiskFailed for other failures of delta-rs.
         """
         if self._is_reconciled and not self._is_newest_ours():
             with (
@@ -231,7 +234,7 @@ class Catalog:
             self.restore_missing_live_files()
 
     def restore_missing_live_files(self) -> None:
-        """Restore missing live files. Those that cannot be restored are logged once and listed in `foreign.missing`."""
+        """Restore missing live files. Lists files that cannot be restored in `foreign.missing`, and logs each once."""
         reported = {entry.path for entry in self.foreign.missing}
         missing = self._restore_missing_files()
         self.foreign.missing = tuple(missing)
@@ -240,7 +243,7 @@ class Catalog:
                 logger.error("live data file is missing reason=%s", live_files.missing(entry))
 
     def _restore_missing_files(self) -> list[FileEntry]:
-        """Restore the live files that are missing. Returns those that cannot be restored."""
+        """Restore the live files that are missing. Returns the files that cannot be restored."""
         return self.data.restore_missing()
 
     def _is_newest_ours(self) -> bool:
@@ -258,8 +261,6 @@ class Catalog:
         try:
             self._delta_table().update_incremental()
             difference = self._difference(list(self.data.live.values()), self._attach_seq)
-        except OverLimit:
-            raise
         except self._errors_without_damage:
             raise
         except Exception as error:  # of any type: see bring_up
@@ -271,7 +272,7 @@ class Catalog:
         self.restore_missing_live_files()
 
     def _check_committers(self) -> None:
-        """Do nothing: only one broker has the data folder."""
+        """Check that no other broker has committed to the table. Nothing to do: only one broker has the data folder."""
 
     def _foreign_commits(self, after_version: int = 0) -> list[tuple[int, str]]:
         """List the commits of other programs after a version, as (version, operation)."""
@@ -294,10 +295,10 @@ class Catalog:
                 yield version, self._read_actions(name) or []
 
     def _repair(self, difference: str, commits: list[tuple[int, str]], now_ms: int) -> None:
-        """Make the table contain exactly the live files.
+        """Make the table contain exactly the live files. Raises OverLimit and DiskFailed.
 
-        A commit on top of the other program's `commits` keeps the table's history. If there are none, or if this does
-        not help, the table is recreated. `difference`: what is wrong, for the log.
+        A commit on top of the other program's `commits` keeps the table's history. If there are no such commits, or if
+        the table still differs, it is recreated. `difference`: the difference from the commit log, for log lines.
         """
         remaining: str | None = difference
         # Several tries, because the other program may commit again meanwhile.
@@ -306,8 +307,6 @@ class Catalog:
                 self._delta_table().update_incremental()
                 self._commit_on_top(now_ms)
                 remaining = self._difference(list(self.data.live.values()), self._attach_seq)
-            except OverLimit:
-                raise
             except self._errors_without_damage:
                 raise
             except Exception as error:  # of any type: see bring_up
@@ -322,7 +321,7 @@ class Catalog:
         self._log_foreign_commits(commits, difference)
 
     def _log_foreign_commits(self, commits: list[tuple[int, str]], difference: str) -> None:
-        """Log the commits of other programs, and count them for display."""
+        """Log the commits (version, operation) of other programs, and count them for display."""
         if not commits:
             return
         version, operation = commits[-1]
@@ -337,9 +336,8 @@ class Catalog:
         """Commit the difference between the table's files and the live files."""
         from timeball.table import delta_rs
 
-        self._table = delta_rs.recreate_if_different(
-            self.uri, self._options, self._delta_table(), self._layout_difference()
-        )
+        if self._layout_difference() is not None:
+            self._table = delta_rs.replace_table(self.uri, self._options)
         state = self.state()
         table_files = {entry.path: entry for entry in state.files}
         live = self.data.live
@@ -413,7 +411,7 @@ class Catalog:
     def sync_data(self, entries: list[FileEntry]) -> None:
         """Sync these data files, which another process may have written, and their folders (step 1).
 
-        Raises OverLimit when the disk is full, and removes the files: no attach may name them any more.
+        If the disk is full, raises OverLimit and deletes the files. No attach may name them any more.
         """
         folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in entries}
         self._files.absorb(FOLDER)
@@ -435,7 +433,8 @@ class Catalog:
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """Commit an attach to the Delta log and make it durable (steps 3 and 4). Returns the table's version.
 
-        Commits nothing if the table already includes the TABLE row `attach_seq`.
+        `attach_seq`: the number of its TABLE row. Commits nothing if the table already includes this row. `removed`:
+        the entries of the paths `attachment.removes`. Raises OverLimit while the disk is full, else DiskFailed.
         """
         with (
             self._translate_errors(f"committing the TABLE row {attach_seq}"),
@@ -444,7 +443,7 @@ class Catalog:
             return self._commit(attachment, attach_seq, removed, now_ms)
 
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
-        """Commit an attach, as `commit` does, without the conversion of errors."""
+        """Commit an attach, as `commit` does, but raise the errors of delta-rs."""
         from timeball.table import delta_rs
 
         self._committing = frozenset(entry.path for entry in attachment.files)
@@ -453,7 +452,7 @@ class Catalog:
         table = self._delta_table()
         table.update_incremental()
         if self._is_reconciled and table.version() != self._version:
-            self._check_committers()  # of a commit that came after the check above
+            self._check_committers()  # for a commit that came after `_is_newest_ours`
         if (table.transaction_version(delta_rs.APP_ID) or 0) >= attach_seq and self._is_committed(attachment):
             self._make_durable()  # the last try may have failed between the commit and its sync
             self._record_commit(attachment, attach_seq, removed, now_ms)
@@ -472,13 +471,16 @@ class Catalog:
         return version
 
     def _is_committed(self, attachment: Attachment) -> bool:
-        """Check that the table has the files of an attach: its row's number alone may be of another broker's log."""
-        return self._committing <= {entry.path for entry in self.state().files} if attachment.files else True
+        """Check whether the table has the files of an attach.
+
+        The number of its TABLE row proves nothing, because another broker's log may have a TABLE row of this number.
+        """
+        return not attachment.files or self._committing <= {entry.path for entry in self.state().files}
 
     def _record_commit(
         self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
     ) -> None:
-        """Update the live files and positions in memory after a commit."""
+        """Update the live files, the last TABLE row and the watermark in memory after a commit."""
         self._committing = frozenset()
         for entry in removed:
             self._removed_ms[entry.path] = now_ms
@@ -492,21 +494,18 @@ class Catalog:
     def keeping(self, paths: Iterable[str]) -> Iterator[None]:
         """Protect these files from removal during the block, even if they leave the table. Called on the event loop."""
         protected = frozenset(paths)
-        # Replaced, not changed: the reader thread may be iterating over it.
-        self._protected = [
-            *self._protected,
-            protected,
-        ]
+        # A new list, because the reader thread may be iterating over the old one.
+        self._protected = [*self._protected, protected]
         try:
             yield
         finally:
             self._protected = [other for other in self._protected if other is not protected]
 
     def delete_removed_files(self, before_ms: int) -> int:
-        """Delete files that left the table before this time, in this run of the broker. Returns their number.
+        """Delete files that commits of this run removed from the table before this time. Returns their number.
 
-        Rewrites take files out of the table every minute, so this must be cheap. `vacuum` deletes the files of failed
-        jobs and earlier runs. Its age limit is in hours, and it scans the whole folder.
+        Rewrites remove files from the table every minute, so this must be cheap. `vacuum` also deletes the files of
+        failed jobs and earlier runs. But its age limit is in hours, and it scans the whole folder.
         """
         protected = frozenset().union(*self._protected)
         removed = [
@@ -520,12 +519,16 @@ class Catalog:
         return len(removed)
 
     def vacuum(self, older_than_ms: int) -> int:
-        """Delete data files that no version of the last `older_than_ms` names, including those of failed jobs."""
+        """Delete data files that no version of the last `older_than_ms` names, among them files of failed jobs.
+
+        The age is rounded down to hours, but at least one hour. Returns the number of files. Raises OverLimit while
+        the disk is full, else DiskFailed.
+        """
         with self._translate_errors("looking for files that no version names"):
             return self._vacuum(max(1, older_than_ms // limits.HOUR_MS))
 
     def _vacuum(self, hours: int) -> int:
-        """Delete unused files, as `vacuum` does."""
+        """Delete unused files, as `vacuum` does, but raise the errors of delta-rs."""
         self._files.external(FOLDER)
         # `full` scans the folder, because no version names the files of failed jobs. delta-rs only lists the files (a
         # dry run), because it would record a vacuum in two entries of its log, and a power cut could separate the two.
@@ -563,9 +566,9 @@ class Catalog:
         self._synced_entries = frozenset(names)
 
     def _drop_torn_commits(self) -> None:
-        """Remove the newest commit entry if it is incomplete, because a power cut interrupted its writing.
+        """Delete the newest commit entry if it is incomplete, because a power cut interrupted its writing.
 
-        Also removes temporary files and an unreadable `_last_checkpoint`, which only saves delta-rs time.
+        Also deletes temporary files, and an unreadable `_last_checkpoint`, which only saves delta-rs time.
         """
         names = self._files.list_dir(DELTA_LOG)
         commits = [n for n in names if n.endswith(".json") and n[0].isdigit()]
@@ -604,7 +607,7 @@ class Catalog:
 
     @contextmanager
     def _translate_errors(self, operation: str) -> Iterator[None]:
-        """Convert errors of delta-rs to DiskFailed, and name the operation and the folder, which its messages omit.
+        """Convert errors of delta-rs to DiskFailed with the operation and the folder, which its messages omit.
 
         A full disk becomes OverLimit. The TABLE row is in the commit log, so the step is repeated when there is space.
         """
@@ -619,6 +622,7 @@ class Catalog:
 
     @staticmethod
     def _raise_if_full(error: Exception) -> None:
+        """Raise OverLimit if an error of delta-rs means a full disk."""
         from timeball.table.delta_rs import is_disk_full
 
         if is_disk_full(error):

@@ -53,11 +53,11 @@ class DataFile:
         self._files = files
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
-        # Set if a bulk write or a resume added the file with overdue rows: the time of the attach, from which their
+        # If a bulk write or a resume added the file with overdue rows: the time of the attach, from which their
         # lateness counts. Otherwise 0.
         self.lateness_from_ms = 0
-        # While open: True if the file is read by range requests from the object store, False if it is mapped.
         self._mapped: pa.Buffer | None = None  # the bytes of an open file, unless it is read by ranges
+        # While open: True if the file is read by range requests from the object store, False if it is mapped.
         self.is_ranged = False
         # `_group_starts`: the first row of each row group, then the total (n + 1 values). `_group_min`, `_group_max`:
         # the smallest and largest due time (ms) of each group.
@@ -91,9 +91,9 @@ class DataFile:
     def rows_of(
         self, due_ms: Int64Array, seq: Int64Array, columns: Sequence[str] = TABLE_SCHEMA.names
     ) -> pa.Table:
-        """Read these columns, `seq` among them, of the rows with these due times and numbers.
+        """Read these columns, `seq` among them, of the rows with these due times and numbers, in the file's order.
 
-        Ignores rows it does not have.
+        Pairs (due_ms, seq) that the file does not have are ignored.
         """
         with self._reclosing():
             groups = sorted({group for due in np.unique(due_ms).tolist() for group in self._groups(due, due)})
@@ -121,9 +121,10 @@ class DataFile:
         return first
 
     def identities_at(self, row_numbers: list[int], mapped: dict[str, Identities] | None = None) -> list[Row]:
-        """Read the identifying columns of these rows. The footer is needed only if the file has no identity blocks.
+        """Read ID_COLUMNS of these rows. Reads the footer only if the file has no identity blocks.
 
-        `mapped`: a cache of mapped identities by file path. This file's identities are added to it. Raises Corrupt.
+        `row_numbers`: indexes in the file, ascending and distinct. `mapped`: a cache of mapped identities by file path,
+        to which this file's identities are added. Raises Corrupt for a damaged file.
         """
         path = self.entry.path
         try:
@@ -141,6 +142,7 @@ class DataFile:
         return self._identities_from_groups(np.unique(row_numbers))
 
     def _map_identities(self) -> Identities | None:
+        """Map the identity blocks of the file. Returns None if it has none. Raises Corrupt if some are missing."""
         # Mapped for random access: otherwise the system may read megabytes ahead from a file that is not in the page
         # cache, although only some pages are needed.
         data = self._files.map_readonly(f"{FOLDER}/{self.entry.path}", at_random=True)
@@ -150,9 +152,9 @@ class DataFile:
         return identities
 
     def _identities_from_groups(self, row_numbers: Int64Array) -> list[Row]:
-        """Read the identifying columns of rows from the row groups, for a file without blocks.
+        """Read ID_COLUMNS of rows from the row groups, for a file without identity blocks.
 
-        Ascending row numbers.
+        `row_numbers`: ascending and distinct.
         """
         rows = []
         with self._reclosing():
@@ -164,9 +166,9 @@ class DataFile:
         return rows
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
-        """Read the identifying columns of the rows with these sequence numbers, in ID_SCHEMA.
+        """Read ID_COLUMNS of the rows with these sequence numbers, in the file's order.
 
-        Reads only row groups whose statistics admit one of the numbers.
+        Reads only row groups that may contain one of the numbers, by their statistics.
         """
         tables = [_NO_ROWS]
         with self._reclosing():
@@ -190,7 +192,7 @@ class DataFile:
         return rows.column("unique_key"), rows.column("keys")
 
     def raw_bytes(self) -> int:
-        """Read the bytes of all rows without compression from the footer."""
+        """Read the uncompressed size of all row groups from the footer."""
         with self._reclosing():
             metadata = self._open().metadata
             return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
@@ -201,7 +203,7 @@ class DataFile:
             return int(self._open().num_row_groups)
 
     def identities(self, group: int) -> pa.RecordBatch:
-        """Read the identifying columns of one row group, sorted by (due_ms, seq)."""
+        """Read ID_COLUMNS of one row group, sorted by (due_ms, seq)."""
         with self._reclosing():
             rows = self._read([group], ID_COLUMNS).combine_chunks()
         return pa.RecordBatch.from_arrays([column.chunk(0) for column in rows.columns], schema=rows.schema)
@@ -296,6 +298,7 @@ class DataFile:
         return self._parquet
 
     def _parse_file(self, data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
+        """Check the seal and parse the footer. Raises Corrupt with the file's name."""
         try:
             return _parse(data)
         except (OSError, pa.ArrowInvalid, Corrupt) as error:
@@ -337,8 +340,8 @@ class DataFile:
         """List the row groups that may contain rows with low <= (due_ms, seq) < high."""
         groups = self._groups(low[0], high[0])
         seq_min, seq_max = self._group_seqs
-        # A million messages with the same due time may be read in ten calls. The sequence numbers limit each call to
-        # its own groups.
+        # Many row groups may have the same due time, and a caller reads them in several calls. The sequence numbers
+        # limit each call to the groups that it needs.
         while groups and self._group_max[groups[0]] == low[0] and seq_max[groups[0]] < low[1]:
             del groups[0]
         while groups and self._group_min[groups[-1]] == high[0] and seq_min[groups[-1]] >= high[1]:
@@ -346,6 +349,7 @@ class DataFile:
         return groups
 
     def _read(self, groups: list[int], columns: list[str]) -> pa.Table:
+        """Read these columns of all rows of some row groups. Raises Corrupt."""
         self._load_columns(groups, columns)
         try:
             # One thread for a single group: waking other threads for its columns costs more than it saves.
@@ -354,18 +358,23 @@ class DataFile:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
 
     def _load_columns(self, groups: list[int], columns: list[str]) -> None:
-        """Load these columns of row groups of a mapped file from the disk. Raises Corrupt if it cannot read them."""
+        """Load these columns of row groups of a mapped file from the disk. Raises Corrupt if the disk cannot read them.
+
+        Without this, an unreadable page of a mapping would end the process (SIGBUS).
+        """
         metadata = self._open().metadata
         if self._mapped is None:
             return
         column_numbers = sorted(map(TABLE_SCHEMA.get_field_index, columns))
         spans: list[tuple[int, int]] = []
-        for chunk in (metadata.row_group(group).column(at) for group in groups for at in column_numbers):
+        for chunk in (
+            metadata.row_group(group).column(number) for group in groups for number in column_numbers
+        ):
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page:
                 begin = min(begin, chunk.dictionary_page_offset)
             end = begin + chunk.total_compressed_size
-            if spans and spans[-1][1] == begin:  # neighbours are loaded at once
+            if spans and spans[-1][1] == begin:  # adjacent chunks are loaded at once
                 begin = spans.pop()[0]
             spans.append((begin, end))
         try:
@@ -390,7 +399,10 @@ def check_all(data: pa.Buffer) -> None:
 
 
 def _open_identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identities | None:
-    """Open the identities of a file, or return None if it has none. Raises Corrupt unless it has `size_bytes` bytes."""
+    """Open the identities of a file, or return None if it has none. Raises Corrupt unless it has `size_bytes` bytes.
+
+    `data`: the mapped file, or a file that is read by range requests.
+    """
     if isinstance(data, pa.Buffer):
         actual_bytes = data.size
 
@@ -400,6 +412,7 @@ def _open_identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identi
 
         end = read_at(max(0, data.size - TRAILER.size), min(data.size, TRAILER.size))
     else:
+        # One request reads the end of the file, which also has the trailer of the identities.
         actual_bytes, end = data.size(), _read_end(data)
 
         def read_at(begin: int, size: int) -> pa.Buffer:

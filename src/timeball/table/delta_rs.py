@@ -29,7 +29,7 @@ __all__ = [
     "is_disk_full",
     "one_line",
     "open_table",
-    "recreate_if_different",
+    "replace_table",
 ]
 
 APP_ID = "timeball"
@@ -67,15 +67,8 @@ def _create(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "o
     )
 
 
-def recreate_if_different(
-    uri: str, options: dict[str, str] | None, table: DeltaTable, difference: str | None
-) -> DeltaTable:
-    """Replace the table by an empty one if its schema or writer rules are wrong. Returns the table to use.
-
-    `difference` describes the first wrong rule. It is None if there is none.
-    """
-    if difference is None:
-        return table
+def replace_table(uri: str, options: dict[str, str] | None) -> DeltaTable:
+    """Replace the table by an empty one, in a new version. Its older versions stay readable."""
     return _create(uri, options, "overwrite")
 
 
@@ -88,12 +81,14 @@ def is_disk_full(error: BaseException) -> bool:
 def commit(
     table: DeltaTable, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
 ) -> None:
-    """Commit one attach: add its files, and remove `removed`.
+    """Commit one attach: add its files, and remove `removed`, the entries of its `removes`. Raises DeltaError.
 
-    `attach_seq`: the sequence number of its TABLE row, stored as the Delta application transaction.
+    `attach_seq`: the sequence number of its TABLE row, stored as the Delta application transaction. `now_ms`: the time
+    at which the files were added and removed.
     """
     # Streams that follow the table skip commits without data change: they have already received the rows of a rewrite.
-    # A recreated table is new to them.
+    # A rewrite with `ranges` has new rows, because it gives the messages of a resumed campaign other due times. A
+    # recreated table is new to the streams.
     data_change = (
         attachment.job != "rewrite" or bool(attachment.ranges) or attachment.job_id == RECREATED_JOB_ID
     )

@@ -34,12 +34,12 @@ class FileKeys:
         self.pairs = 0
 
     def add(self, path: str, unique_key: pa.ChunkedArray, keys: pa.ChunkedArray) -> None:
-        """Add the keys of all rows of a file, in the order of its rows."""
+        """Add the keys of all rows of a file. `unique_key`, `keys`: its columns, in the order of its rows."""
         # In slices, because hashing needs several times the memory of the keys.
         for begin in range(0, len(unique_key), HASHED_ROWS):
             columns = (_one_chunk(column.slice(begin, HASHED_ROWS)) for column in (unique_key, keys))
             hashes, rows = hash_keys(*columns)
-            # The number of the file is in the high bits, that of the row in the low bits.
+            # The index of the file is in the high bits, the index of the row in the low bits.
             self._pairs_of_files.append((hashes, rows + begin | len(self._paths) << ROW_BITS))
             self.pairs += len(rows)
         self._paths.append(path)
@@ -84,7 +84,7 @@ class FileSet:
     def __init__(self, entries: Iterable[FileEntry]) -> None:
         self.entries = tuple(entries)
         self._by_path = {entry.path: entry for entry in self.entries}
-        bounds = [(e.min_seq, e.max_seq, e.min_due_ms, e.max_due_ms) for e in self.entries]
+        bounds = [(file.min_seq, file.max_seq, file.min_due_ms, file.max_due_ms) for file in self.entries]
         self._min_seq, self._max_seq, self._min_due, self._max_due = (
             np.array(bounds, np.int64).reshape(-1, 4).T
         )
@@ -97,16 +97,16 @@ class FileSet:
         return self._by_path.get(path)
 
     def with_seqs(self, seq: Int64Array) -> list[FileEntry]:
-        """List the files whose bounds admit at least one of these sequence numbers."""
+        """List the files that may contain at least one of these sequence numbers, by their bounds."""
         seq = np.sort(seq)
         first_match = np.searchsorted(seq, self._min_seq, side="left")
         matches_end = np.searchsorted(seq, self._max_seq, side="right")
         return [self.entries[index] for index in np.flatnonzero(matches_end > first_match).tolist()]
 
     def with_pairs(self, due_ms: Int64Array, seq: Int64Array) -> list[tuple[FileEntry, Int64Array]]:
-        """List the files whose bounds admit some of these (due time, sequence number) pairs.
+        """List the files that may contain some of these (due time, sequence number) pairs, by their bounds.
 
-        Each file comes with the indexes of its pairs.
+        Returns (file, indexes of the pairs that it may contain).
         """
         matches: dict[int, list[int]] = {}
         for pair_index, (due, number) in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):

@@ -63,12 +63,16 @@ _NOT_A_DIGIT = 255
 _ID16_STRUCT = struct.Struct("16s")
 _TEXT_BOUNDS = struct.Struct("<ii")  # begin and end of a text value
 _COLUMN_STRUCTS = [
-    {pa.int64(): struct.Struct("<q"), pa.string(): _TEXT_BOUNDS}.get(f.type, _ID16_STRUCT)
-    for f in _BLOCK_SCHEMA
+    {pa.int64(): struct.Struct("<q"), pa.string(): _TEXT_BOUNDS}.get(field.type, _ID16_STRUCT)
+    for field in _BLOCK_SCHEMA
 ]
-_BUFFER_COUNTS = [3 if form is _TEXT_BOUNDS else 2 for form in _COLUMN_STRUCTS]
-_FIRST_BUFFERS = list(itertools.accumulate(_BUFFER_COUNTS, initial=0))[:-1]
-_TEXT_BUFFERS = {at for at, form in zip(_FIRST_BUFFERS, _COLUMN_STRUCTS, strict=True) if form is _TEXT_BOUNDS}
+_BUFFER_COUNTS = [3 if values is _TEXT_BOUNDS else 2 for values in _COLUMN_STRUCTS]
+_FIRST_BUFFERS = list(itertools.accumulate(_BUFFER_COUNTS, initial=0))[
+    :-1
+]  # index of each column's first buffer
+_TEXT_BUFFERS = {
+    first for first, values in zip(_FIRST_BUFFERS, _COLUMN_STRUCTS, strict=True) if values is _TEXT_BOUNDS
+}
 _BUFFER_BOUNDS = struct.Struct(f"<{2 * sum(_BUFFER_COUNTS)}q")
 _DIGITS = np.full(256, _NOT_A_DIGIT, np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
@@ -95,7 +99,7 @@ class Encoder:
         self._incomplete_block = ID_SCHEMA.empty_table()  # the last rows added, fewer than a block
 
     def add(self, rows: pa.Table) -> None:
-        """Add the next rows."""
+        """Add the next rows of the file, which have the columns ID_COLUMNS and perhaps others."""
         rows_to_encode = pa.concat_tables([self._incomplete_block, rows.select(ID_COLUMNS).cast(ID_SCHEMA)])
         self._incomplete_block = rows_to_encode.slice(rows_to_encode.num_rows // BLOCK_ROWS * BLOCK_ROWS)
         self._encode(rows_to_encode.slice(0, rows_to_encode.num_rows - self._incomplete_block.num_rows))
@@ -108,7 +112,7 @@ class Encoder:
         return b"".join([*self._blocks, *self._entries, trailer])
 
     def _encode(self, rows: pa.Table) -> None:
-        """Encode rows that begin a new block."""
+        """Encode rows as blocks of BLOCK_ROWS rows. Only the last call may have an incomplete block at its end."""
         for begin in range(0, rows.num_rows, BLOCK_ROWS):
             if begin % _CHUNK_ROWS == 0:
                 chunk = _with_id16(rows.slice(begin, _CHUNK_ROWS))
@@ -123,7 +127,7 @@ class Encoder:
 
 
 def _with_id16(rows: pa.Table) -> pa.RecordBatch:
-    """Convert rows of ID_SCHEMA to the schema of a block: move ids of 32 hexadecimal digits to `id16`."""
+    """Convert rows of ID_SCHEMA to _BLOCK_SCHEMA: move ids of 32 hexadecimal digits of one case to `id16`."""
     columns = {name: pa.concat_arrays(rows.column(name).chunks) for name in ID_COLUMNS}
     ids, count = columns["unique_key"], rows.num_rows
     has_id_length = pc.fill_null(pc.equal(pc.binary_length(ids), _ID_DIGITS), False)
@@ -231,7 +235,7 @@ class _Block:
         ]
 
     def row(self, row: int) -> Row:
-        """Decode one row."""
+        """Decode one row, by its index in the block."""
         message, values = self._message, list[Any]()
         for column_struct, bitmap, values_at, text_at in zip(
             _COLUMN_STRUCTS, self._bitmaps, self._values, self._texts, strict=True
@@ -253,7 +257,7 @@ def _decode_block(message: bytes) -> list[Row]:
 
 
 def _identity(values: Sequence[Any]) -> Row:
-    """Make a row of the values of a block's columns."""
+    """Build a row from the values of the columns of _BLOCK_SCHEMA."""
     *values, id16 = values
     identity = dict(zip(ID_COLUMNS, values, strict=True))
     if id16 is not None:

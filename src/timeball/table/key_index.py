@@ -83,10 +83,10 @@ class TableKeys:
     # -- look-ups ------------------------------------------------------------------------------------------------
 
     def find_keys(self, live: FileSet, hashes: UInt64Array) -> list[Row]:
-        """Read the identities of the rows that have a key with one of these hashes.
+        """Read ID_COLUMNS of the rows of live files that have an id or a key with one of these hashes.
 
         The caller compares the keys themselves, because different keys may have the same hash. Raises Corrupt for an
-        unreadable file, NotFound for a file that has left the table and was deleted meanwhile.
+        unreadable file, NotFound for a file that has left the table and was deleted meanwhile, and Unavailable.
         """
         with self._lock:
             row_numbers_by_file = self._find_rows(live, hashes)
@@ -103,7 +103,10 @@ class TableKeys:
         return rows
 
     def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
-        """Read the identities of the rows with these sequence numbers, in ID_SCHEMA."""
+        """Read ID_COLUMNS of the rows of live files with these sequence numbers, in any order.
+
+        Raises the errors of `find_keys`.
+        """
         with self._lock:
             tables = [self._open_file(entry).find_seqs(seq) for entry in live.with_seqs(seq)]
         return pa.concat_tables(tables) if tables else _NO_ROWS
@@ -115,7 +118,10 @@ class TableKeys:
         seq: Int64Array,
         columns: Sequence[str] = TABLE_SCHEMA.names,
     ) -> list[pa.Table]:
-        """Read these columns, `seq` among them, of the rows with these due times and numbers: one table per file."""
+        """Read these columns, `seq` among them, of the rows with these due times and numbers: one table per file.
+
+        Raises the errors of `find_keys`.
+        """
         with self._lock:
             return [
                 self._open_file(entry).rows_of(due_ms[pair_indexes], seq[pair_indexes], columns)
@@ -123,7 +129,10 @@ class TableKeys:
             ]
 
     def _find_rows(self, live: FileSet, hashes: UInt64Array) -> list[tuple[FileEntry, list[int]]]:
-        """Find the row numbers with these key hashes in each live file. Rebuilds runs that are damaged."""
+        """Find the indexes of the rows with these key hashes in each live file, in any order, maybe repeated.
+
+        Deletes a damaged run, and reads the keys of its files again.
+        """
         while True:
             runs, rows_by_path = self._cover_files(live), defaultdict[str, list[int]](list)
             for stored in runs:
@@ -145,6 +154,7 @@ class TableKeys:
 
     def _open_file(self, entry: FileEntry) -> DataFile:
         """Open a file, or take it from the open files. Closes the least recently used files beyond OPEN_GROUPS_MAX."""
+        # Since the file was opened for range requests, a local copy may have been fetched. It is faster.
         if (file := self._open_files.get(entry.path)) and file.is_ranged and self._is_local(entry.path):
             self._close(entry.path)
         file = self._open_files.pop(entry.path, None)
@@ -188,14 +198,17 @@ class TableKeys:
                     self._remove_run(stored, covered=live)
 
     def _cover_files(self, live: FileSet) -> tuple[_StoredRun, ...]:
-        """Make the runs list all these files. Returns the runs. Raises Corrupt for an unreadable file."""
+        """Make the runs list all these files. Returns the runs.
+
+        Raises Corrupt for an unreadable file, after the others are covered.
+        """
         if self._covered_files is live:
             return self._runs
-        missing = self._unlisted(live)
-        if missing:
-            self._open_written_runs(missing)
-            missing = self._unlisted(live)
-        error = self._index_files(missing)
+        unlisted = self._unlisted(live)
+        if unlisted:
+            self._open_written_runs(unlisted)
+            unlisted = self._unlisted(live)
+        error = self._index_files(unlisted)
         if error is not None:
             raise error
         self._covered_files = live
@@ -210,29 +223,29 @@ class TableKeys:
         """Open the runs of other writers in the folder `_keys` that list some of these files."""
         if self._cache is not None:
             self._cache.fetch_keys()
-        known = {stored.name for stored in self._runs}
+        open_names = {stored.name for stored in self._runs}
         new_runs = []
         for name in (f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)):
-            if name not in known:
+            if name not in open_names:
                 try:
                     new_runs.append(_StoredRun(name, KeyRun(self._files.map_readonly(name))))
                 except Corrupt as error:
                     # Its writer has not finished yet or has died. `sweep` removes the file.
                     logger.info("keys of data files not used run=%s reason=%s", name, error)
-        # The largest first: runs left over from a merge into it then list no further files, and are not opened.
+        # The largest first: it lists all files of the runs that were merged into it, so these old runs are not opened.
         unlisted = set(entries)
         for stored in sorted(new_runs, key=lambda stored: -stored.run.pairs):
             if not unlisted.isdisjoint(stored.run.names):
                 unlisted.difference_update(stored.run.names)
                 self._runs = (*self._runs, stored)
 
-    def _index_files(self, missing: dict[str, FileEntry]) -> Corrupt | None:
-        """Read the keys of these files and write them as runs.
+    def _index_files(self, unlisted: dict[str, FileEntry]) -> Corrupt | None:
+        """Read the keys of these files (path -> entry) and write them as runs.
 
         Returns the error of the last unreadable file, or None.
         """
         keys, failed = FileKeys(), None
-        for path, entry in missing.items():
+        for path, entry in unlisted.items():
             try:
                 # Not from `_open_files`, because each of these files is read only once.
                 keys.add(path, *DataFile(self._data, entry).key_columns())
@@ -256,14 +269,15 @@ class TableKeys:
         return _StoredRun(name, KeyRun(self._files.map_readonly(name)))
 
     def _remove_run(self, stored: _StoredRun, *, covered: FileSet | None = None) -> None:
-        self._runs = tuple(each for each in self._runs if each is not stored)
+        """Delete a run. `covered`: the live files that the other runs list, if they are known to list all of them."""
+        self._runs = tuple(other for other in self._runs if other is not stored)
         self._covered_files = covered
         self._files.remove(stored.name)
 
     # -- maintenance ---------------------------------------------------------------------------------------------
 
     def merge(self, live: FileSet) -> bool:
-        """Merge runs if there are enough of similar size. Returns whether it did.
+        """Merge runs once, if there are enough of similar size. Returns whether there were.
 
         Takes seconds for ten million keys.
         """
@@ -291,8 +305,8 @@ class TableKeys:
         """
         with self._lock:
             existing = {f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)}
-            # The file of a mapped run is lost. Dropped now, so that this run of the broker rebuilds it and not the next
-            # start.
+            # A mapped run stays readable after its file was deleted. It is dropped now, so that this process rebuilds
+            # it, and not the next start.
             for stored in [run for run in self._runs if run.name not in existing]:
                 self._remove_run(stored)
             # This may delete the run of files that are not attached yet. Their keys are then read from the files.

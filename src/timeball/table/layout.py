@@ -34,6 +34,7 @@ import io
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -83,12 +84,20 @@ def bucket_starts(due_ms: Int64Array, now_ms: int) -> Int64Array:
 
 
 def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
-    """Format the name of each due time's bucket. For a few due times: it formats them one by one."""
+    """Format the name of each due time's bucket. Slow for many due times, because it formats them one by one."""
     starts = bucket_starts(due_ms, now_ms).astype("datetime64[ms]")
     units = np.where(
         due_ms < now_ms + HOURS_AHEAD_MS, "h", np.where(due_ms < now_ms + DAYS_AHEAD_MS, "D", "M")
     )
-    return [str(np.datetime_as_string(s, unit=u)) for s, u in zip(starts, units, strict=True)]
+    return [str(np.datetime_as_string(start, unit=unit)) for start, unit in zip(starts, units, strict=True)]
+
+
+class _FileCut(NamedTuple):
+    """The rows begin <= i < end of a sorted column, which become one file with this bucket."""
+
+    bucket: str
+    begin: int
+    end: int
 
 
 def sorted_files(
@@ -100,7 +109,8 @@ def sorted_files(
 ) -> Iterator[tuple[FileEntry, bytes]]:
     """Sort rows and yield the files that `cut_files` would yield, with about PART_ROWS rows and one file in memory.
 
-    `on_copied` is called each time a chunk of `rows` has been copied to memory. `size_bytes`: see `_file_cuts`.
+    `rows` may be in any order. `keys`: see `cut_files`. `on_copied` is called each time PART_ROWS rows have been copied
+    to memory. `size_bytes`: see `_file_cuts`.
     """
     due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
     order = np.lexsort((seq, due))
@@ -115,7 +125,10 @@ def sorted_files(
 def _copied_parts(
     rows: pa.Table, positions: Int64Array, described_columns: list[pa.Table], on_copied: Callable[[], None]
 ) -> Iterator[pa.Table]:
-    """Copy the rows at these positions, PART_ROWS at a time. Add the columns for the file's entry to a list."""
+    """Copy the rows at these positions, and yield them in parts of PART_ROWS rows.
+
+    Adds the columns of each part that the file's entry and its keys need to `described_columns`.
+    """
     for begin in range(0, len(positions), PART_ROWS):
         part = _take_rows(rows, positions[begin : begin + PART_ROWS])
         on_copied()
@@ -146,8 +159,8 @@ def split_by_file(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]
         yield bucket, rows.slice(begin, end - begin)
 
 
-def _file_cuts(due: Int64Array, now_ms: int, size_bytes: int) -> list[tuple[str, int, int]]:
-    """Choose the files of a sorted column: (bucket, begin, end) of each, in order of due time.
+def _file_cuts(due: Int64Array, now_ms: int, size_bytes: int) -> list[_FileCut]:
+    """Choose the files of a sorted column of due times (ms), in this order.
 
     A file has one bucket, or several consecutive buckets of a month with at most FILE_ROWS rows and about FILE_BYTES
     bytes together. `size_bytes`: an estimate for all rows, from their mean size.
@@ -158,26 +171,29 @@ def _file_cuts(due: Int64Array, now_ms: int, size_bytes: int) -> list[tuple[str,
     cuts = _bucket_cuts(due, now_ms)
     months = due[cuts].astype("datetime64[ms]").astype("datetime64[M]")
     names = bucket_names(due[cuts], now_ms)
-    files: list[tuple[str, int, int]] = []
+    files: list[_FileCut] = []
     month = None
     for name, bucket_month, begin, end in zip(
         names, months, cuts.tolist(), [*cuts[1:].tolist(), len(due)], strict=True
     ):
-        if files and bucket_month == month and end - files[-1][1] <= rows_max:
-            file_name, file_begin, _ = files[-1]
+        if files and bucket_month == month and end - files[-1].begin <= rows_max:
+            # The bucket joins the previous file, whose bucket becomes the day or the month of all its rows.
+            previous = files[-1]
             is_one_day = (
-                len(name) >= DAY_NAME_LENGTH and name[:DAY_NAME_LENGTH] == file_name[:DAY_NAME_LENGTH]
+                len(name) >= DAY_NAME_LENGTH and name[:DAY_NAME_LENGTH] == previous.bucket[:DAY_NAME_LENGTH]
             )
-            files[-1] = name[: DAY_NAME_LENGTH if is_one_day else MONTH_NAME_LENGTH], file_begin, end
+            common = name[: DAY_NAME_LENGTH if is_one_day else MONTH_NAME_LENGTH]
+            files[-1] = _FileCut(common, previous.begin, end)
         else:
-            files.append((name, begin, end))
+            files.append(_FileCut(name, begin, end))
         month = bucket_month
     return files
 
 
 def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
-    """Find the start index of each bucket in a sorted column, which may be empty."""
+    """Find the start index of each bucket in a sorted column of due times, which may be empty."""
     starts = bucket_starts(due, now_ms)
+    # An hour and a day, or a day and a month, may have the same start. So the borders between them are cuts, too.
     borders = np.searchsorted(due, [now_ms + HOURS_AHEAD_MS, now_ms + DAYS_AHEAD_MS])
     changes = np.flatnonzero(np.diff(starts)) + 1
     first = np.zeros(min(1, len(due)), np.int64)
@@ -186,6 +202,7 @@ def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
 
 def group_rows(rows: int) -> int:
     """Choose the rows per row group for a file of `rows` rows."""
+    # `min` is for tests, which set ROW_GROUP_ROWS to a few rows.
     return ROW_GROUP_ROWS if rows > SMALL_FILE_ROWS else min(SMALL_GROUP_ROWS, ROW_GROUP_ROWS)
 
 
@@ -195,7 +212,7 @@ def encode_file(rows: pa.Table) -> bytes:
 
 
 def _encode_chunks(chunks: Iterable[pa.Table], rows: int) -> bytes:
-    """Encode the file of `rows` rows, which come in several chunks, as `encode_file` does."""
+    """Encode a file as `encode_file` does, from sorted chunks with `rows` rows in all."""
     sink, ids = io.BytesIO(), identities.Encoder()
     with pq.ParquetWriter(
         sink,
@@ -231,9 +248,9 @@ def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
 
 
 def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iterator[tuple[FileEntry, bytes]]:
-    """Yield entries and contents of the files for sorted `rows`, for compaction, bulk and rewrite jobs.
+    """Yield the (entry, content) of each file for sorted `rows` of TABLE_SCHEMA, in order of due time.
 
-    `keys` collects the keys of the files, for a run that the caller writes after them.
+    `keys` collects the keys of the files, for a key run that the caller writes after them.
     """
     for bucket, file_rows in split_by_file(rows, now_ms):
         data = encode_file(file_rows)
@@ -241,6 +258,7 @@ def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iter
 
 
 def _describe_with_keys(bucket: str, rows: pa.Table, data: bytes, keys: FileKeys | None) -> FileEntry:
+    """Build the entry of a file with the content `data`, and add its keys to `keys`."""
     entry = describe(bucket, rows, len(data))
     if keys is not None:
         keys.add(entry.path, rows.column("unique_key"), rows.column("keys"))

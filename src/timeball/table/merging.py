@@ -82,7 +82,7 @@ def choose(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> Merge:
         else:
             large_files.append(entry)
     for _, files in sorted(small_files.items()):
-        if chosen := _similar(files, raw_bytes):
+        if chosen := _choose_similar(files, raw_bytes):
             return Merge("small", chosen)
     if chosen := _overlapping(large_files, raw_bytes):
         return Merge("overlap", chosen)
@@ -90,7 +90,7 @@ def choose(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> Merge:
 
 
 def plan(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> list[Merge]:
-    """List the rewrites of these files, in their order. Rewrites of the new files are not known and not included."""
+    """List the rewrites of these files, the most urgent first. Later rewrites of the new files are not included."""
     merges = list[Merge]()
     while (merge := choose(entries, now_ms, raw_bytes)).files:
         merges.append(merge)
@@ -126,27 +126,31 @@ def _near_large_files(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
 
 
 def _overlapping(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
-    """Choose files of similar size that contain the same due time, the earliest such time."""
+    """Choose files of similar size that contain the same due time, for the earliest due time that has enough files."""
     begins = np.array([entry.min_due_ms for entry in files], np.int64)
     ends = np.array([entry.max_due_ms for entry in files], np.int64)
     # The number of overlapping files is largest where one of them begins.
     times = np.unique(begins)
     depths = np.searchsorted(np.sort(begins), times, side="right") - np.searchsorted(np.sort(ends), times)
     for time_ms in times[depths >= FILES_MIN].tolist():
-        positions = np.flatnonzero((begins <= time_ms) & (time_ms <= ends)).tolist()
-        if chosen := _similar([files[position] for position in positions], raw_bytes):
+        indexes = np.flatnonzero((begins <= time_ms) & (time_ms <= ends)).tolist()
+        if chosen := _choose_similar([files[index] for index in indexes], raw_bytes):
             return chosen
     return []
 
 
-def _similar(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
-    """Choose the smallest files of similar size if they are at least FILES_MIN, within the limits of a rewrite."""
+def _choose_similar(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
+    """Find the smallest files of which at least FILES_MIN have a similar size (SIZE_RATIO).
+
+    Returns as many of these files as one rewrite may take, the smallest first. Empty if there are too few.
+    """
     by_rows = sorted(files, key=lambda entry: entry.rows)
     rows = np.array([entry.rows for entry in by_rows], np.int64)
+    # For each file: the end of the run of files with at most SIZE_RATIO times its rows.
     ends = np.searchsorted(rows, SIZE_RATIO * np.maximum(rows, 1), side="right")
     for begin in np.flatnonzero(ends - np.arange(len(rows)) >= FILES_MIN).tolist():
         chosen = _within_limits(by_rows[begin : ends[begin]], raw_bytes)
-        # A single file that is as large as a rewrite may be would be written again for ever.
+        # A file that reaches the limits alone would be rewritten for ever. (Tests set FILES_MIN to 1.)
         if len(chosen) >= min(2, FILES_MIN):
             return chosen
     return []

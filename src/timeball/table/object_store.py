@@ -36,6 +36,7 @@ from timeball.table.live_files import LIVE
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 # ---- requests with a time limit ------------------------------------------------------------------------------
 # A store may accept a connection and never answer. The libraries give up only after a minute, and cannot be stopped
@@ -93,7 +94,7 @@ class StoreRequests:
 
 
 def _run_request(future: Future[T], request: Callable[[], T]) -> None:
-    """Run a request in its thread, and set the result unless the request was abandoned."""
+    """Run a request in its thread, and set its result or error in `future`, unless `close` has set an error before."""
     try:
         try:
             future.set_result(request())
@@ -102,14 +103,12 @@ def _run_request(future: Future[T], request: Callable[[], T]) -> None:
         except BaseException as error:  # of any type: `ask` raises it
             future.set_exception(error)
     except InvalidStateError:
-        return  # `close` has set an error: the request was abandoned
+        return  # `close` has abandoned this request
 
 
 def _stopping_error() -> Unavailable:
     return Unavailable("the broker stops and sends no more requests to the object store")
 
-
-T = TypeVar("T")
 
 PIECE_BYTES = 8 * 1024 * 1024
 # Wait for the answer to a request. A put of a file waits this long for each of its pieces.
@@ -142,7 +141,10 @@ class ObjectStore:
         self.requests = StoreRequests()
 
     def check(self, answer_s: float) -> None:
-        """Test the access to the store. Raises SetupError if it is refused, Unavailable when there is no answer."""
+        """Test the access to the store.
+
+        Raises SetupError for refused access or a missing bucket, Unavailable without an answer within `answer_s` s.
+        """
 
         def query_bucket() -> fs.FileInfo:
             bucket = self._store.get_file_info(self._root.partition("/")[0])
@@ -196,7 +198,7 @@ class ObjectStore:
         return pa.py_buffer(b"".join(self.pieces(name)))
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a file, piece by piece. Raises NotFound."""
+        """Yield the bytes of a file in pieces of at most PIECE_BYTES. Raises NotFound."""
         stream = self._ask(lambda: self._store.open_input_stream(self._store_path(name)))
         while piece := self._ask(lambda: stream.read(PIECE_BYTES)):
             yield piece
@@ -223,7 +225,7 @@ class ObjectStore:
                 for begin in begins:
                     stream.write(data.slice(begin, min(PIECE_BYTES, data.size - begin)))
 
-        # As one request: if it were abandoned between two pieces, the file would be truncated.
+        # As one request: a request that is abandoned between two pieces would leave a truncated file.
         self._ask(write, ANSWER_S * max(1, len(begins)))
 
     def remove(self, name: str) -> None:
@@ -326,7 +328,7 @@ _FETCH_SUFFIX = ".fetched"  # suffix of an incomplete copy
 
 
 class FileCache:
-    """The local copies, and the requests to the store. Blocking, any thread.
+    """The local copies of data files, and the requests to the store. Blocking, any thread.
 
     The reader thread maps only local files, because releases of due messages depend on it.
     """
@@ -394,15 +396,15 @@ class FileCache:
             try:
                 return self._files.map_readonly(name, at_random=at_random)
             except NotFound:
-                self._forget(path)  # it was evicted meanwhile
+                self._unregister(path)  # it was evicted meanwhile
         raise Unavailable(f"{name} is fetched and evicted in turn: raise --table-cache-bytes")
 
     def open_ranged(
         self, name: str, size_bytes_min: int, *, at_random: bool = False
     ) -> pa.Buffer | pa.NativeFile:
-        """Map the copy if there is one.
+        """Map the copy of a file, or open the file for range requests if it has no copy and `size_bytes_min` or more.
 
-        Otherwise fetch and map a small file, and open a large file for range requests.
+        A smaller file is fetched. Raises Unavailable, Corrupt, NotFound.
         """
         path = name.partition("/")[2]
         if path in self._local or path in self._unchecked:
@@ -415,13 +417,15 @@ class FileCache:
         return pa.PythonFile(RangedFile(partial(self._read_range, file), size_bytes), "r")
 
     def _read_range(self, file: pa.NativeFile, begin: int, size_bytes: int) -> bytes:
+        """Read `size_bytes` bytes from `begin` of a file in the store. Raises Unavailable, at once after a failure."""
         self.check_answers()
         return self._ask(partial(self._store.read_range, file, begin, size_bytes))
 
     def fetch(self, path: str, *, is_patient: bool = True) -> None:
-        """Make a file local. Raises Unavailable, Corrupt, and NotFound when the store does not have the file.
+        """Make a file local, and evict others beyond the size limit.
 
-        `is_patient` false: raise Unavailable immediately if the last request to the store failed.
+        `is_patient` false: raise Unavailable immediately if the last request to the store failed. Raises Unavailable,
+        Corrupt for a damaged file, NotFound when the store does not have it, and OverLimit when the disk is full.
         """
         with self._file_locks[hash(path) % _LOCKS]:
             with self._lock:
@@ -435,7 +439,7 @@ class FileCache:
         self._evict(path)
 
     def fetch_all(self, paths: Iterable[str]) -> None:
-        """Make files local, THREADS at a time. When all have ended, raises the first error of `fetch`."""
+        """Make files local, THREADS at a time. If some `fetch` failed, raises the first error when all have ended."""
         futures = [self.threads.submit(self.fetch, path) for path in paths]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
@@ -445,7 +449,7 @@ class FileCache:
         """Make the copy of an earlier run local if it exists and is undamaged. Returns whether it is local now."""
         name = f"{FOLDER}/{path}"
         if not self._files.exists(name):
-            self._forget(path)
+            self._unregister(path)
             return False
         try:
             data = self._files.map_readonly(name)
@@ -453,13 +457,13 @@ class FileCache:
         except Corrupt as error:
             logger.warning("local copy fetched again file=%s reason=%s", name, error)
             self._files.remove(name)
-            self._forget(path)
+            self._unregister(path)
             return False
         self._add_local(path, data.size)
         return True
 
     def _fetch(self, path: str) -> None:
-        """Download a file, check it and make it local."""
+        """Download a file, check it and make it local. Raises the errors of `fetch`."""
         name = f"{FOLDER}/{path}"
         partial_name = name + _FETCH_SUFFIX
         self._files.make_dir(name.rpartition("/")[0])
@@ -489,11 +493,11 @@ class FileCache:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def check(self, entries: Sequence[FileEntry]) -> None:
-        """Compare files with their entries.
+        """Compare files with their entries, THREADS at a time.
 
         Raises Corrupt for a difference, NotFound for a missing file, Unavailable.
         """
-        list(self.threads.map(self._check, entries))
+        list(self.threads.map(self._check, entries))  # `list` raises the first error
 
     def _check(self, entry: FileEntry) -> None:
         """Compare a file with its entry. Reads only the footer if the file is in the store."""
@@ -508,7 +512,10 @@ class FileCache:
             self._in_store[entry.path] = entry
 
     def put(self, entries: Sequence[FileEntry]) -> None:
-        """Upload the files that are not in the store yet. They are then durable and local."""
+        """Upload the files that are not in the store yet, THREADS at a time. They are then durable and local.
+
+        Raises Unavailable.
+        """
         list(self.threads.map(self._put, entries))
 
     def _put(self, entry: FileEntry) -> None:
@@ -525,10 +532,9 @@ class FileCache:
         self._add_local(entry.path, data.size)
 
     def upload_missing(self, live: Sequence[FileEntry]) -> None:
-        """Check that the store has all live files. Uploads files that are only in the data folder.
+        """Upload live files that are only in the data folder. Delete copies from an earlier run that are not live.
 
-        Removes copies from an earlier run that are not live any more. Raises Corrupt for a missing file or a different
-        size.
+        Raises Corrupt for a live file that is missing in both, or whose size in the store is wrong, and Unavailable.
         """
         sizes_by_path = self._ask(self._store.sizes)
         missing = []
@@ -555,9 +561,9 @@ class FileCache:
             self._remove(path)
 
     def restore_missing(self, live: Sequence[FileEntry]) -> list[FileEntry]:
-        """Upload live files that another program has removed from the store again, from their local copies.
+        """Upload the local copies of live files that another program has removed from the store.
 
-        Returns the lost files, which have no local copy.
+        Returns the removed files that have no local copy: they are lost. Raises Unavailable.
         """
         sizes = self._ask(self._store.sizes)
         lost = []
@@ -575,7 +581,7 @@ class FileCache:
         return lost
 
     def fetch_keys(self) -> None:
-        """Move the key runs that executors left in the store to the data folder."""
+        """Move the key runs that executors wrote to the store into the data folder. Raises Unavailable."""
         self.check_answers()  # a look-up or the compaction waits for this call
         for run in self._ask(partial(self._store.list_dir, KEYS_FOLDER)):
             if not run.endswith(SUFFIX):
@@ -620,26 +626,28 @@ class FileCache:
             self._remove(path, unless_pinned=True)
 
     def _remove(self, path: str, *, unless_pinned: bool = False) -> None:
+        """Delete the local copy of a file."""
         # The lock excludes a fetch of this file, which would register a copy that is then removed.
         with self._file_locks[hash(path) % _LOCKS]:
             with self._lock:
                 if unless_pinned and path in self._pinned:
                     return  # pinned after it was selected for eviction
-                # Dropped before the removal, so that no reader maps it any more. Existing mappings stay readable.
-                self._drop(path)
+                # Before the removal, so that no reader maps the copy any more. Existing mappings stay readable.
+                self._unregister_locked(path)
             self._files.remove(f"{FOLDER}/{path}")
 
     def _add_local(self, path: str, size_bytes: int) -> None:
+        """Register a copy as local, the most recently used."""
         with self._lock:
-            old_bytes = self._unchecked.pop(path, None)
-            self.size_bytes += size_bytes - (self._local.get(path, 0) if old_bytes is None else old_bytes)
+            self._unregister_locked(path)
+            self.size_bytes += size_bytes
             self._local[path] = size_bytes
 
-    def _forget(self, path: str) -> None:
+    def _unregister(self, path: str) -> None:
         with self._lock:
-            self._drop(path)
+            self._unregister_locked(path)
 
-    def _drop(self, path: str) -> None:
+    def _unregister_locked(self, path: str) -> None:
         self.size_bytes -= self._unchecked.pop(path, 0) + self._local.pop(path, 0)
 
     # -- whether the store answers -------------------------------------------------------------------------------
@@ -650,20 +658,22 @@ class FileCache:
             self._ask(partial(self._store.list_dir, KEYS_FOLDER))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Run a request, and record in `problem` whether the store answered."""
+        """Run a request, and record in `problem` whether the store answered. Raises Unavailable, NotFound."""
         try:
             answer = call()
         except Unavailable as error:
-            self._note_failure(error)
+            self._record_failure(error)
             raise
         self.problem = ""
         return answer
 
     def _ask_for_pieces(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield all pieces. Each is a separate request."""
         while (piece := self._ask(lambda: next(pieces, b""))) != b"":
             yield piece
 
-    def _note_failure(self, error: Unavailable) -> None:
+    def _record_failure(self, error: Unavailable) -> None:
+        """Count a failed request, and log the first one after a success."""
         with self._lock:
             self.failures += 1
             if not self.problem:

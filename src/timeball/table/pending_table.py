@@ -29,7 +29,7 @@ from urllib.parse import unquote
 
 from timeball.io import files
 from timeball.io.files import RESERVE_OF_LIBRARIES, Files
-from timeball.model.errors import Corrupt, SetupError, Unavailable
+from timeball.model.errors import Corrupt, OverLimit, SetupError, Unavailable
 from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog, is_of_broker
 from timeball.table.data_file import DataFiles
@@ -47,9 +47,9 @@ def open_table(
 ) -> tuple[Catalog, FileCache | None]:
     """Open the pending table's Delta log. For a table in an object store, also open the local cache of its files.
 
-    `uri`: the object store, or "" for the data folder. `is_known`: this broker has used the table before. Then it
-    starts even if the store does not answer within START_ANSWER_S. An unknown table raises SetupError in that case, and
-    so does an unusable URI.
+    `uri`: the object store, or "" for the data folder. `size_bytes_max`: the size limit of the cache. `is_known`: this
+    broker has used the table before. It then starts even if the store does not answer within START_ANSWER_S. A new
+    table raises SetupError if the store does not answer. An unusable URI raises SetupError, too.
     """
     if not uri:
         return Catalog(files), None
@@ -71,7 +71,9 @@ class StoredCatalog(Catalog):
     fail.
     """
 
-    _errors_without_damage: ClassVar[tuple[type[Exception], ...]] = (OSError, Unavailable, SetupError)
+    _errors_without_damage: ClassVar[tuple[type[Exception], ...]] = (
+        OverLimit, OSError, Unavailable, SetupError,
+    )  # fmt: skip
 
     def __init__(self, store: ObjectStore, cache: FileCache) -> None:
         super().__init__(store, store.storage_options)
@@ -87,7 +89,10 @@ class StoredCatalog(Catalog):
         return -1 if self._lags_log else self._version
 
     def check_data(self, live: list[FileEntry]) -> None:
-        """Raise Corrupt when the store lacks a data file. Uploads files that are only in the data folder."""
+        """Upload live files that are only in the data folder. Raises Corrupt if the store lacks a file, Unavailable.
+
+        A file of a wrong size raises Corrupt, too.
+        """
         self._cache.check_answers()  # `open_table` has just sent a request: do not wait for a second time-out
         self._cache.upload_missing(live)
 
@@ -106,7 +111,7 @@ class StoredCatalog(Catalog):
         watermark: int,
         now_ms: int,
     ) -> None:
-        """See Catalog.
+        """Open and update the table, as Catalog does.
 
         Raises SetupError for the table of another broker, Unavailable when the store does not answer.
         """
@@ -147,44 +152,46 @@ class StoredCatalog(Catalog):
         return self._cache.restore_missing(list(self.data.live.values()))
 
     def _ask(self, step: Callable[[], T]) -> T:
+        """Run a step on the Delta log, and return its result or raise its error."""
         # No time limit: delta-rs gives up by itself, and no other step may run at the same time. Only a stop of the
         # broker abandons the step.
         return self._store.requests.ask(step, None)
 
     def _check_owner(self, live: list[FileEntry], attaches: list[tuple[int, Attachment]]) -> None:
         """Raise SetupError if the table has data files that this broker's log has never attached."""
-        known = {entry.path for entry in live}
-        known.update(path for _, attachment in attaches for path in attachment.removes)
+        own_paths = {entry.path for entry in live}
+        # The table may lack these attaches, and still have the files that they remove.
+        own_paths.update(path for _, attachment in attaches for path in attachment.removes)
         try:
-            table_files = self.open().files
+            paths = [entry.path for entry in self.open().files]
         except Corrupt:
             return  # the table is unreadable; `bring_up` recreates it
-        # Other programs use another form of file name. `_repair` removes such files from the table.
-        unknown = [e.path for e in table_files if e.path not in known and PATH.fullmatch(e.path)]
-        if unknown:
-            raise self._refusal(unknown)
+        # Other programs use another form of file name. `_repair` removes their files from the table.
+        if foreign_paths := [path for path in paths if path not in own_paths and PATH.fullmatch(path)]:
+            raise self._foreign_table_error(foreign_paths)
 
     def _check_committers(self) -> None:
-        """Raise SetupError if another broker has committed to the table since the last commit of this one.
+        """Raise SetupError if another broker has committed to the table since the last commit of this broker.
 
-        A commit of this broker whose answer was lost adds only files of its log: names of files are random.
+        A commit of this broker whose answer was lost adds only files of its own log. Names of files are random, so no
+        other broker adds files of these names.
         """
-        known = self._committing.union(self.data.live)
-        added = [
+        own_paths = self._committing.union(self.data.live)
+        added_paths = [
             unquote(action["add"]["path"])
             for _, actions in self._commits(after_version=self._version)
             if is_of_broker(actions)
             for action in actions
             if "add" in action
         ]
-        if unknown := [path for path in added if path not in known]:
-            raise self._refusal(unknown)
+        if foreign_paths := [path for path in added_paths if path not in own_paths]:
+            raise self._foreign_table_error(foreign_paths)
 
-    def _refusal(self, unknown: list[str]) -> SetupError:
+    def _foreign_table_error(self, foreign_paths: list[str]) -> SetupError:
         """Build the error for a table with files that the commit log does not know."""
         return SetupError(
-            f"--table {self.uri}: the table there has {len(unknown)} files that this data folder's log does not "
-            f"know, as {unknown[0]}: it is another broker's, or the log was restored from a backup; name an "
+            f"--table {self.uri}: the table there has {len(foreign_paths)} files that this data folder's log does not "
+            f"know, as {foreign_paths[0]}: it is another broker's, or the log was restored from a backup; name an "
             "empty folder"
         )
 
@@ -200,6 +207,7 @@ class StoredCatalog(Catalog):
 
     @contextmanager
     def _translate_errors(self, operation: str) -> Iterator[None]:
+        """Convert errors of delta-rs to Unavailable: the step is repeated when the store answers again."""
         from timeball.table.delta_rs import DeltaError, one_line
 
         try:
@@ -215,7 +223,7 @@ class PendingTable:
     catalog: Catalog  # the Delta log: a cache of the live files
     file_keys: TableKeys  # rows of the live files by id, key and number
     cache: FileCache | None = (
-        None  # cache of a table in an object store; None: the files are in the data folder
+        None  # local copies of a table in an object store; None: it is in the data folder
     )
 
     @property
@@ -229,7 +237,7 @@ class PendingTable:
         return self.catalog.data if self.cache is None else self.cache
 
     def status(self) -> dict[str, object]:
-        """Build the figures of `TableStatus`."""
+        """Build the fields of `TableStatus` (model/answers.py) that this package knows."""
         foreign = self.catalog.foreign
         figures: dict[str, object] = {
             "uri": self.catalog.uri,
