@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,13 +29,17 @@ DUES = [NOW_MS + hour * HOUR_MS for hour in (1, 2, 3)]
 
 
 def opened(files: Files) -> Catalog:
+    """Open the table, or create it."""
     catalog = Catalog(files)
     catalog.open()
     return catalog
 
 
 def put(catalog: Catalog, files: Files, seq: int, removed: list[FileEntry] | None = None) -> list[FileEntry]:
-    """Attach a file of one row, with its number as the TABLE row. Does all steps in their order."""
+    """Attach a file with one row, in all steps. `seq`: the number of the row, and that of the attach's TABLE row.
+
+    `removed`: files that the attach removes.
+    """
     entries = write(files, table_rows([DUES[seq % 3]], first_seq=seq))
     change = attachment(entries, epoch=seq, removes=[entry.path for entry in removed or []])
     catalog.sync_data(change.files)
@@ -48,16 +53,18 @@ def as_delta(catalog: Catalog) -> DeltaTable:
 
 
 def seqs(table: DeltaTable) -> list[int]:
+    """Read the numbers of all rows, sorted."""
     return sorted(table.to_pyarrow_table(columns=["seq"]).column("seq").to_pylist())
 
 
 def commits(files: Files) -> list[str]:
+    """List the entries of the Delta log."""
     return [name for name in files.list_dir(DELTA_LOG) if name.endswith(".json")]
 
 
 @pytest.fixture(autouse=True)
 def _a_file_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows then make several files."""
+    """So that a few rows make several files."""
     monkeypatch.setattr(layout, "FILE_ROWS", 1)
 
 
@@ -113,19 +120,20 @@ def test_deltalake_reads_rows_statistics_and_our_transaction(files: Files) -> No
         "job": "compact",
     }
     statistics = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    assert {(a["num_records"], a["min.due_ms"]) for a in statistics} == {
+    assert {(action["num_records"], action["min.due_ms"]) for action in statistics} == {
         (1, due) for due in [*DUES, rows["due_ms"][3].as_py()]
     }
 
 
 def test_rewrite_commits_without_data_change(files: Files) -> None:
-    """A stream that follows the table must not see rows again because they moved."""
+    """A stream that follows the table must not get the same rows again from their new file."""
     catalog = opened(files)
     one = put(catalog, files, 5)
     put(catalog, files, 6, removed=one)
-    text = bytes(files.map_readonly(f"{DELTA_LOG}/{commits(files)[-1]}")).splitlines()
-    removes = [action["remove"] for action in map(json.loads, text) if "remove" in action]
-    assert [remove["dataChange"] for remove in removes] == [False]
+    lines = bytes(files.map_readonly(f"{DELTA_LOG}/{commits(files)[-1]}")).splitlines()
+    actions = [next(iter(action.items())) for action in map(json.loads, lines)]
+    data_changes = {kind: fields["dataChange"] for kind, fields in actions if kind in ("add", "remove")}
+    assert data_changes == {"add": False, "remove": False}
 
 
 def test_readers_of_an_older_version_are_undisturbed(files: Files) -> None:
@@ -159,20 +167,16 @@ def test_torn_newest_commit_is_removed_and_repeated(tmp_path: Path) -> None:
         catalog = opened(files)
         catalog.commit(attachment(entries), 6, [], NOW_MS)
         whole = bytes(files.map_readonly(newest))
-        (tmp_path / newest).write_bytes(whole[:size] if size else b"")
+        (tmp_path / newest).write_bytes(whole[:size])
         repeated = Catalog(files).open()
-        if repeated.attach_seq == 6:  # only the last newline was missing
-            assert size == -1
-            (tmp_path / newest).unlink()
-        else:
-            assert (repeated.version, repeated.attach_seq, len(repeated.files)) == (1, 5, 1)
+        assert (repeated.version, repeated.attach_seq, len(repeated.files)) == (1, 5, 1)
     catalog = opened(files)
     assert catalog.commit(attachment(entries), 6, [], NOW_MS) == 2
     assert seqs(as_delta(catalog)) == [5, 6]
 
 
 def test_commit_entry_of_zeros_counts_as_torn(files: Files) -> None:
-    """What a file system shows whose size was durable and whose content was not."""
+    """After a power cut, a file system may have the size of a file but not its content."""
     catalog = opened(files)
     put(catalog, files, 5)
     files.replace(f"{DELTA_LOG}/{1:020d}.json", bytes(700))
@@ -196,37 +200,39 @@ def test_temporary_files_of_delta_are_removed_at_open(files: Files) -> None:
     assert not [name for name in remaining if name.endswith(".tmp") or name == "_last_checkpoint"]
 
 
-# ---- a table that is not what the log says ------------------------------------------------------------------
+# ---- a table that differs from the log ----------------------------------------------------------------------
 
 
-def lived(files: Files) -> list[FileEntry]:
-    """Make three attaches. Returns the live files."""
+def attach_three_times(files: Files) -> list[FileEntry]:
+    """Make attaches with the TABLE rows 5, 6 and 9. The last removes the file of the first. Returns the live files."""
     catalog = opened(files)
     one, two = put(catalog, files, 5), put(catalog, files, 6)
     return [*two, *put(catalog, files, 9, removed=one)]
 
 
-def as_the_log_says(files: Files, live: list[FileEntry]) -> Catalog:
+def bring_up(files: Files, live: list[FileEntry]) -> Catalog:
+    """Open the table as a start does. According to the log, its last TABLE row is 9."""
     catalog = Catalog(files)
     catalog.bring_up(live, [], 9, 7, NOW_MS)
     return catalog
 
 
 def test_table_that_agrees_with_the_log_is_not_changed(files: Files) -> None:
-    live = lived(files)
+    live = attach_three_times(files)
     before = {name: bytes(files.map_readonly(f"{DELTA_LOG}/{name}")) for name in files.list_dir(DELTA_LOG)}
-    assert as_the_log_says(files, live).version == 3
+    assert bring_up(files, live).version == 3
     assert before == {name: bytes(files.map_readonly(f"{DELTA_LOG}/{name}")) for name in before}
 
 
-def flipped(files: Files, name: str, old: bytes, new: bytes) -> None:
+def replace_text(files: Files, name: str, old: bytes, new: bytes) -> None:
+    """Replace a text in an entry of the Delta log."""
     data = bytes(files.map_readonly(f"{DELTA_LOG}/{name}"))
     assert old in data
     files.replace(f"{DELTA_LOG}/{name}", data.replace(old, new))
 
 
-def left_with_a_checkpoint(files: Files) -> None:
-    """Leave only a checkpoint. delta-rs opens this table, but cannot commit to it."""
+def replace_newest_by_checkpoint(files: Files) -> None:
+    """Write a checkpoint of the newest version and delete its entry. delta-rs can open this table, but not commit."""
     DeltaTable(Catalog(files).uri).create_checkpoint()
     files.absorb(FOLDER)
     files.remove(f"{DELTA_LOG}/{NEWEST}")
@@ -234,19 +240,21 @@ def left_with_a_checkpoint(files: Files) -> None:
 
 SECOND, NEWEST = f"{2:020d}.json", f"{3:020d}.json"
 DAMAGE: dict[str, Callable[[Files], None]] = {
-    "folder gone": lambda files: [files.remove(f"{DELTA_LOG}/{name}") for name in files.list_dir(DELTA_LOG)],
-    "an older entry is rot": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"rot"),
-    "an older entry is gone": lambda files: files.remove(f"{DELTA_LOG}/{SECOND}"),
-    "the newest entry is gone": lambda files: files.remove(f"{DELTA_LOG}/{NEWEST}"),
-    "only a checkpoint is left of the newest": left_with_a_checkpoint,
-    "another instant": lambda files: flipped(files, SECOND, b'\\"due_ms\\": 17', b'\\"due_ms\\": 16'),
-    "another count": lambda files: flipped(files, NEWEST, b'\\"numRecords\\": 1', b'\\"numRecords\\": 7'),
-    "no count of nulls": lambda files: flipped(files, NEWEST, b"nullCount", b"nullCounu"),
-    "another name": lambda files: flipped(files, NEWEST, b'"bucket=', b'"cucket='),
-    "another TABLE row": lambda files: flipped(files, NEWEST, b'"version":9', b'"version":8'),
-    "other columns": lambda files: flipped(files, f"{0:020d}.json", b"born_ms", b"borm_ms"),
-    "no columns": lambda files: flipped(files, f"{0:020d}.json", b"schemaString", b"schemaStrinf"),
-    "no text": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"\xff\xfe"),
+    "no entries": lambda files: [files.remove(f"{DELTA_LOG}/{name}") for name in files.list_dir(DELTA_LOG)],
+    "an older entry is no JSON": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"rot"),
+    "an older entry is missing": lambda files: files.remove(f"{DELTA_LOG}/{SECOND}"),
+    "the newest entry is missing": lambda files: files.remove(f"{DELTA_LOG}/{NEWEST}"),
+    "the newest entry is a checkpoint": replace_newest_by_checkpoint,
+    "another due time": lambda files: replace_text(files, SECOND, b'\\"due_ms\\": 17', b'\\"due_ms\\": 16'),
+    "another row count": lambda files: replace_text(
+        files, NEWEST, b'\\"numRecords\\": 1', b'\\"numRecords\\": 7'
+    ),
+    "no count of nulls": lambda files: replace_text(files, NEWEST, b"nullCount", b"nullCounu"),
+    "another file name": lambda files: replace_text(files, NEWEST, b'"bucket=', b'"cucket='),
+    "another TABLE row": lambda files: replace_text(files, NEWEST, b'"version":9', b'"version":8'),
+    "other columns": lambda files: replace_text(files, f"{0:020d}.json", b"born_ms", b"borm_ms"),
+    "no columns": lambda files: replace_text(files, f"{0:020d}.json", b"schemaString", b"schemaStrinf"),
+    "an older entry is no text": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"\xff\xfe"),
 }
 
 
@@ -254,10 +262,10 @@ DAMAGE: dict[str, Callable[[Files], None]] = {
 def test_table_that_differs_from_the_log_is_recreated(
     files: Files, damage: Callable[[Files], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One flipped digit of an entry was two scheduled messages that never came."""
-    live = lived(files)
+    """Otherwise one changed digit of an entry could hide scheduled messages from readers."""
+    live = attach_three_times(files)
     damage(files)
-    catalog = as_the_log_says(files, live)
+    catalog = bring_up(files, live)
     assert "table recreated from the log folder=pending/_delta_log" in caplog.text
     for state in (catalog.state(), Catalog(files).open()):
         assert state.attach_seq == 9
@@ -268,14 +276,14 @@ def test_table_that_differs_from_the_log_is_recreated(
 
 
 def test_missing_or_truncated_data_file_is_named_in_the_error(files: Files) -> None:
-    live = lived(files)
+    live = attach_three_times(files)
     name = f"{FOLDER}/{live[0].path}"
     data = bytes(files.map_readonly(name))
     Catalog(files).check_data(live)
     files.replace(name, data[:-1])
     with pytest.raises(Corrupt, match=f"{live[0].path} has {len(data) - 1} bytes"):
         Catalog(files).check_data(live)
-    live_files.remove(files, live[0].path)  # both names: from the second one the first is put back
+    live_files.remove(files, live[0].path)  # with its link, from which it would be restored
     with pytest.raises(MissingFile, match=f"{live[0].path} is missing"):
         Catalog(files).check_data(live)
 
@@ -296,21 +304,25 @@ def age(files: RealFiles, entries: list[FileEntry], hours: int = 48) -> None:
         os.utime(files.root / FOLDER / entry.path, (then, then))
 
 
-def there(files: Files, entries: list[FileEntry]) -> list[bool]:
+def exist(files: Files, entries: list[FileEntry]) -> list[bool]:
+    """Check which of these files exist."""
     return [files.exists(f"{FOLDER}/{entry.path}") for entry in entries]
 
 
-def test_vacuum_removes_unnamed_files_without_a_log_entry(on_disk: tuple[RealFiles, Catalog]) -> None:
+def test_vacuum_removes_old_files_of_no_version_without_a_commit(
+    on_disk: tuple[RealFiles, Catalog],
+) -> None:
     files, catalog = on_disk
-    one, two = put(catalog, files, 5), put(catalog, files, 6)
-    put(catalog, files, 7, removed=one)
-    orphan = write(files, table_rows(DUES[:1], first_seq=90))
-    fresh_orphan = write(files, table_rows(DUES[:1], first_seq=91))
-    age(files, [*one, *two, *orphan])
+    removed, live = put(catalog, files, 5), put(catalog, files, 6)
+    put(catalog, files, 7, removed=removed)
+    unattached = write(files, table_rows(DUES[:1], first_seq=90))
+    fresh_unattached = write(files, table_rows(DUES[:1], first_seq=91))
+    age(files, [*removed, *live, *unattached])
     before, state = commits(files), catalog.state()
     assert catalog.vacuum(DAY_MS) == 2
-    assert there(files, [*one, *orphan]) == [False, False]
-    assert there(files, [*two, *fresh_orphan]) == [True, True]  # a job may still be writing, and attach later
+    assert exist(files, [*removed, *unattached]) == [False, False]
+    # A job may still be running that attaches the fresh file.
+    assert exist(files, [*live, *fresh_unattached]) == [True, True]
     assert (commits(files), catalog.state()) == (before, state)
     assert seqs(as_delta(catalog)) == [6, 7]
     assert catalog.vacuum(DAY_MS) == 0
@@ -323,28 +335,32 @@ def test_vacuum_keeps_files_of_versions_within_the_age_limit(on_disk: tuple[Real
     catalog.commit(change, 6, one, int(time.time() * 1_000))
     age(files, one)
     assert catalog.vacuum(DAY_MS) == 0
-    assert there(files, one) == [True]
+    assert exist(files, one) == [True]
 
 
-def test_files_removed_in_this_run_are_deleted_after_their_time(on_disk: tuple[RealFiles, Catalog]) -> None:
+def test_files_removed_before_the_given_time_are_deleted(on_disk: tuple[RealFiles, Catalog]) -> None:
     files, catalog = on_disk
-    one, two = put(catalog, files, 5), put(catalog, files, 6)
-    put(catalog, files, 7, removed=one)
+    removed, live = put(catalog, files, 5), put(catalog, files, 6)
+    put(catalog, files, 7, removed=removed)
     assert catalog.delete_removed_files(NOW_MS) == 0
-    assert there(files, [*one, *two]) == [True, True]
+    assert exist(files, [*removed, *live]) == [True, True]
     assert catalog.delete_removed_files(NOW_MS + 1) == 1
-    assert there(files, [*one, *two]) == [False, True]
+    assert exist(files, [*removed, *live]) == [False, True]
     assert catalog.delete_removed_files(NOW_MS + 1) == 0
     assert seqs(as_delta(catalog)) == [6, 7]
 
 
-# ---- the power goes at every call ---------------------------------------------------------------------------
+# ---- a power cut at every call of the file system -----------------------------------------------------------
 
 SEQS = [5, 6, 7, 8]
+TableRow = tuple[Attachment, int]  # an attach and the number of its TABLE row
 
 
-def life(files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[Attachment, int]]) -> None:
-    """Make four attaches, one of which removes a file. `log` gets the TABLE rows, `done` the attaches that returned."""
+def attach_four_times(files: CrashFiles, done: list[TableRow], log: list[TableRow]) -> None:
+    """Make four attaches, one of which removes a file.
+
+    Adds the TABLE rows to `log`, and those whose commit has returned to `done`. Both are filled up to a power cut.
+    """
     catalog = opened(files)
     removed: list[FileEntry] = []
     for seq in SEQS:
@@ -357,68 +373,64 @@ def life(files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[
         removed = entries if seq == 6 else []
 
 
-def brought_up(files: CrashFiles, log: list[tuple[Attachment, int]]) -> tuple[TableState, Catalog]:
-    """Open the table as recovery does, and repeat the commits that it lacks."""
+def recover(files: CrashFiles, log: list[TableRow]) -> tuple[TableState, Catalog]:
+    """Open the table as a start does, and repeat the commits that it lacks. Returns the state before, and the table."""
     catalog = Catalog(files)
-    state = first = catalog.open()
+    state = catalog.open()
     for change, seq in log:
         if seq > state.attach_seq:
             live = {entry.path: entry for entry in catalog.state().files}
             catalog.commit(change, seq, [live[path] for path in change.removes if path in live], NOW_MS)
-    return first, catalog
+    return state, catalog
 
 
-def wrong_after(
-    files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[Attachment, int]]
-) -> Iterator[str]:
-    state, catalog = brought_up(files, log)
+def find_faults(files: CrashFiles, done: list[TableRow], log: list[TableRow]) -> Iterator[str]:
+    """Describe lost commits, wrong files and missing rows after a power cut."""
+    state, catalog = recover(files, log)
     if done and state.attach_seq < done[-1][1]:
-        yield f"attach {done[-1][1]} had returned; the table stands at {state.attach_seq}"
-    deleted = {path for change, _ in log for path in change.removes}
-    expected = {entry.path for change, _ in log for entry in change.files} - deleted
-    result = {entry.path for entry in catalog.state().files}
-    if result != expected:
-        yield f"files {result ^ expected}"
-    elif seqs(as_delta(catalog)) != sorted(
-        e.min_seq for change, _ in log for e in change.files if e.path in expected
-    ):
+        yield f"attach {done[-1][1]} had returned; the table ends at {state.attach_seq}"
+    removed = {path for change, _ in log for path in change.removes}
+    expected = {entry.path: entry for change, _ in log for entry in change.files if entry.path not in removed}
+    paths = {entry.path for entry in catalog.state().files}
+    if paths != expected.keys():
+        yield f"files {paths ^ expected.keys()}"
+    elif seqs(as_delta(catalog)) != sorted(entry.min_seq for entry in expected.values()):
         yield "rows are missing"
 
 
-def faults_of_cut(call: int | None, seeds: range, **control: bool) -> list[str]:
-    files = CrashFiles(crash_at=call, **control)
-    done: list[tuple[Attachment, int]] = []
-    log: list[tuple[Attachment, int]] = []
-    try:
-        life(files, done, log)
-    except PowerCut:
-        pass
-    result = []
+def faults_of_cut(call: int, seeds: range, **disk_faults: bool) -> list[str]:
+    """Cut the power at this call. Returns the faults of the table on the disk for each seed.
+
+    With seed 0 the disk loses all unsynced changes, with other seeds a random part of them.
+    """
+    files = CrashFiles(crash_at=call, **disk_faults)
+    done: list[TableRow] = []
+    log: list[TableRow] = []
+    with suppress(PowerCut):
+        attach_four_times(files, done, log)
+    faults = []
     for seed in seeds:
-        image = files.crash(seed, "nothing" if seed == 0 else "random")
+        disk = files.crash(seed, "nothing" if seed == 0 else "random")
         try:
-            result += list(wrong_after(image, done, log))
+            faults += list(find_faults(disk, done, log))
         except (Corrupt, OSError) as error:
-            result.append(repr(error))
-    return [f"call {call}: {fault}" for fault in result]
+            faults.append(repr(error))
+    return [f"call {call}: {fault}" for fault in faults]
 
 
-def calls_of_a_life() -> int:
+def count_calls() -> int:
+    """Count the calls of the file system in `attach_four_times`."""
     files = CrashFiles()
-    life(files, [], [])
+    attach_four_times(files, [], [])
     return files.calls
 
 
-@pytest.mark.parametrize("third", range(3))
-def test_commits_survive_a_power_cut_at_every_call(third: int) -> None:
-    wrong = [
-        fault
-        for call in range(1 + third, calls_of_a_life() + 1, 3)
-        for fault in faults_of_cut(call, range(2))
-    ]
-    assert wrong == []
+@pytest.mark.parametrize("first_call", range(1, 4))  # three tests, which may run in parallel
+def test_commits_survive_a_power_cut_at_every_call(first_call: int) -> None:
+    calls = range(first_call, count_calls() + 1, 3)
+    assert [fault for call in calls for fault in faults_of_cut(call, range(2))] == []
 
 
-@pytest.mark.parametrize("control", ["forget_sync", "forget_sync_dir"])
-def test_a_disk_that_forgets_is_noticed(control: str) -> None:
-    assert faults_of_cut(calls_of_a_life() - 1, range(4), **{control: True})
+@pytest.mark.parametrize("disk_fault", ["forget_sync", "forget_sync_dir"])
+def test_a_disk_that_forgets_is_noticed(disk_fault: str) -> None:
+    assert faults_of_cut(count_calls() - 1, range(4), **{disk_fault: True})

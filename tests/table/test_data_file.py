@@ -1,4 +1,4 @@
-"""Tests of timeball.table.data_file: a file yields exactly the requested rows, or raises Corrupt (G8)."""
+"""Tests of timeball.table.data_file: a file yields exactly the requested rows, or raises Corrupt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.bad_disk import PAGE, BadDisk
 from tests.crash_files import CrashFiles
-from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows, write
+from tests.table.small_table import GROUP_ROWS, ONE_BUCKET, small_groups, table_rows, write
 from tests.table.test_layout import order
 
 from timeball.model.errors import Corrupt, NotFound
@@ -30,12 +30,13 @@ from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 EVERYTHING: tuple[Position, Position] = ((-(1 << 62), 0), (1 << 62, 0))
 BEGIN_MS = ONE_BUCKET[0]
-# Few instants for many rows, so that runs of one instant cross the borders of row groups.
+# Few due times for many rows, so that rows with the same due time are in several row groups.
 DUES = st.lists(st.integers(BEGIN_MS, BEGIN_MS + 12), min_size=1, max_size=5 * GROUP_ROWS)
 POSITIONS = st.tuples(st.integers(BEGIN_MS - 2, BEGIN_MS + 14), st.integers(-1, 5 * GROUP_ROWS + 2))
 
 
 def one_file(rows: pa.Table) -> DataFile:
+    """Write rows to a file with small row groups."""
     files = CrashFiles()
     files.make_dir(KEYS_FOLDER)
     with small_groups():
@@ -57,46 +58,43 @@ def test_rows_between_positions_equal_a_filter_of_all_rows(
 ) -> None:
     rows = table_rows(dues)
     file = one_file(rows)
-    every = sorted(order(rows))
+    all_positions = sorted(order(rows))
     for low, high in [*windows, EVERYTHING]:
-        expected = [position for position in every if low <= position < high]
+        expected = [position for position in all_positions if low <= position < high]
         result = file.rows_between(low, high)
         assert order(result) == expected
         assert result.schema == TABLE_SCHEMA
         assert result.column("body").to_pylist() == [b"body %d" % seq for _, seq in expected]
         due, seq = file.positions_between(low, high)
         assert list(zip(due.tolist(), seq.tolist(), strict=True)) == expected
-        inside = [position for position in every if low[0] <= position[0] <= high[0]]
-        assert len(inside) <= file.max_rows_due_between(low[0], high[0]) <= len(every)
+        due_between = [due_ms for due_ms, _ in all_positions if low[0] <= due_ms <= high[0]]
+        assert len(due_between) <= file.max_rows_due_between(low[0], high[0]) <= len(all_positions)
 
 
 @given(DUES)
 def test_adjacent_ranges_contain_every_row_once(dues: list[int]) -> None:
-    """As gathers walk through a file: each begins where the last one ended, also within an instant."""
+    """The schedule reads a file in this way. A range may end between rows with the same due time."""
     rows = table_rows(dues)
-    file, every = one_file(rows), sorted(order(rows))
-    cuts: list[Position] = [EVERYTHING[0], *every[::5], EVERYTHING[1]]
-    walked = [file.rows_between(low, high) for low, high in pairwise(cuts)]
-    assert [position for part in walked for position in order(part)] == every
+    file, all_positions = one_file(rows), sorted(order(rows))
+    cuts: list[Position] = [EVERYTHING[0], *all_positions[::5], EVERYTHING[1]]
+    parts = [file.rows_between(low, high) for low, high in pairwise(cuts)]
+    assert [position for part in parts for position in order(part)] == all_positions
 
 
 @given(DUES, st.data())
 def test_rows_of_finds_rows_by_due_time_and_number(dues: list[int], data: st.DataObject) -> None:
-    file, every = one_file(table_rows(dues)), sorted(order(table_rows(dues)))
-    expected = data.draw(st.lists(st.sampled_from(every), unique=True))
-    requested = [*expected, (BEGIN_MS + 3, 10**9), (BEGIN_MS - 50, 1)]  # and what lies nowhere
-    due, seq = (np.array(side, dtype=np.int64) for side in zip(*requested, strict=True))
-    # Whoever asks for a number by another instant may be given it; nobody does.
-    assert (
-        set(expected)
-        <= set(order(file.rows_of(due, seq)))
-        <= {*expected, *(one for one in every if one[1] == 1)}
-    )
+    file, all_positions = one_file(table_rows(dues)), sorted(order(table_rows(dues)))
+    expected = data.draw(st.lists(st.sampled_from(all_positions), unique=True))
+    # Two more that the file does not have: an unknown number, and the number 1 with a wrong due time.
+    requested = [*expected, (BEGIN_MS + 3, 10**9), (BEGIN_MS - 50, 1)]
+    due, seq = (np.array(values, dtype=np.int64) for values in zip(*requested, strict=True))
+    result = set(order(file.rows_of(due, seq)))
+    # The row 1 may be found nevertheless: only numbers are compared within a row group.
+    assert set(expected) <= result <= {*expected, *(each for each in all_positions if each[1] == 1)}
     assert not file.is_open
 
 
-def test_raw_bytes_are_those_of_the_rows_without_compression() -> None:
-    """In all row groups. The file stays closed."""
+def test_raw_bytes_are_the_uncompressed_size_of_all_row_groups() -> None:
     count, body = 3 * GROUP_ROWS, b"the same body" * 1_000
     file = one_file(table_rows([BEGIN_MS] * count, body=[body] * count))
     assert file.entry.size_bytes < count * len(body) < file.raw_bytes() < 1.1 * count * len(body)
@@ -112,15 +110,15 @@ def test_range_reads_only_row_groups_that_may_contain_it() -> None:
 
 
 def test_range_within_one_due_time_reads_only_its_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million due at one instant are read in parts: if each read all of them, twice as many would take four times."""
-    file, requested = one_file(table_rows([BEGIN_MS] * (10 * GROUP_ROWS))), []
-    read = pq.ParquetFile.read_row_groups
+    """Many rows with one due time are read in several calls, which must not read all of these rows each time."""
+    file, read_groups = one_file(table_rows([BEGIN_MS] * (10 * GROUP_ROWS))), []
+    read_row_groups = pq.ParquetFile.read_row_groups
 
-    def noted(parquet: pq.ParquetFile, groups: list[int], **more: Any) -> pa.Table:
-        requested.append(groups)
-        return read(parquet, groups, **more)
+    def record_and_read(parquet: pq.ParquetFile, groups: list[int], **options: Any) -> pa.Table:
+        read_groups.append(groups)
+        return read_row_groups(parquet, groups, **options)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", noted)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", record_and_read)
     seqs = [seq for _, seq in order(file.rows_between((BEGIN_MS, 0), (BEGIN_MS + 1, 0)))]
     for begin, end, groups in (
         (0, 1, [0]),
@@ -130,28 +128,27 @@ def test_range_within_one_due_time_reads_only_its_row_groups(monkeypatch: pytest
     ):
         result = file.rows_between((BEGIN_MS, seqs[begin]), (BEGIN_MS, seqs[end - 1] + 1))
         assert [seq for _, seq in order(result)] == seqs[begin:end]
-        assert requested.pop() == groups
+        assert read_groups.pop() == groups
 
 
 @given(DUES, POSITIONS)
 def test_search_counts_rows_before_the_position(dues: list[int], position: Position) -> None:
-    every = sorted(order(table_rows(dues)))
-    due, seq = (np.array(side, dtype=np.int64) for side in zip(*every, strict=True))
-    assert data_file.search(due, seq, position) == sum(1 for one in every if one < position)
+    all_positions = sorted(order(table_rows(dues)))
+    due, seq = (np.array(values, dtype=np.int64) for values in zip(*all_positions, strict=True))
+    assert data_file.search(due, seq, position) == sum(each < position for each in all_positions)
 
 
 @given(DUES, st.lists(st.integers(BEGIN_MS - 2, BEGIN_MS + 14), min_size=1, max_size=5))
-def test_first_due_from_finds_the_next_due_time(dues: list[int], asked: list[int]) -> None:
+def test_first_due_at_or_after_finds_the_next_due_time(dues: list[int], times_ms: list[int]) -> None:
     file = one_file(table_rows(dues))
-    for from_ms in asked:
-        assert file.first_due_at_or_after(from_ms) == min(
-            (due for due in dues if due >= from_ms), default=None
-        )
+    for time_ms in times_ms:
+        expected = min((due for due in dues if due >= time_ms), default=None)
+        assert file.first_due_at_or_after(time_ms) == expected
 
 
-def test_range_read_leaves_file_open_and_look_up_restores_its_state() -> None:
+def test_a_range_read_leaves_the_file_open_and_a_look_up_leaves_it_as_it_was() -> None:
     file = one_file(table_rows([BEGIN_MS + i for i in range(3 * GROUP_ROWS)]))
-    walks = [
+    range_reads = [
         lambda: file.positions_between(*EVERYTHING), lambda: file.rows_between(*EVERYTHING),
         lambda: file.max_rows_due_between(BEGIN_MS, BEGIN_MS), lambda: file.first_due_at_or_after(BEGIN_MS), file.check,
     ]  # fmt: skip
@@ -161,25 +158,29 @@ def test_range_read_leaves_file_open_and_look_up_restores_its_state() -> None:
         lambda: file.find_seqs(np.array([7])),
     ]
     assert not file.is_open
-    for call, stays_open in [*((walk, True) for walk in walks), *((look_up, False) for look_up in look_ups)]:
+    for read in range_reads:
         file.close()
-        call()
-        assert file.is_open == stays_open
-    file.check()
+        read()
+        assert file.is_open
     for look_up in look_ups:
         look_up()
-        assert file.is_open, "somebody walks through it"
+        assert file.is_open, "it was open before"
+        file.close()
+        look_up()
+        assert not file.is_open, "it was closed before"
+        file.check()
 
 
 def footers() -> int:
+    """Count the footers in memory that the garbage collector knows."""
     return sum(isinstance(each, pq.FileMetaData) for each in gc.get_objects())
 
 
 def test_closed_file_leaves_no_reference_cycle() -> None:
-    """A footer weighs more than the rows of a small file, and that collector comes rarely (broker/tables/memory.py)."""
+    """A footer may be larger than the rows, and a cycle would keep it until the garbage collector runs."""
     file = one_file(table_rows([1, 2, 3]))
     gc.collect()
-    of_others = footers()  # that other tests still hold
+    of_others = footers()  # other tests still use them
     gc.disable()
     try:
         file.check()
@@ -193,40 +194,42 @@ def test_closed_file_leaves_no_reference_cycle() -> None:
 
 def test_failed_look_up_leaves_the_file_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
     entry, data, _ = whole
-    numbers = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0)
-    last = numbers.dictionary_page_offset or numbers.data_page_offset
-    file = DataFile(OneFile(damaged(data, last + numbers.total_compressed_size - 1, 0)), entry)
+    seq_column = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0)
+    begin = seq_column.dictionary_page_offset or seq_column.data_page_offset
+    file = DataFile(OneFile(damaged(data, begin + seq_column.total_compressed_size - 1, 0)), entry)
     with pytest.raises(Corrupt):
         file.find_seqs(np.arange(3 * GROUP_ROWS))
     assert not file.is_open
 
 
-# ---- rows by place and number ---------------------------------------------------------------------------------
+# ---- rows by index and number ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(st.sets(st.integers(0, 3 * GROUP_ROWS - 1), min_size=1), st.booleans())
-def test_identities_at_reads_rows_by_number_with_and_without_blocks(places: set[int], has_them: bool) -> None:
-    """Also of a file without them, which is read by its row groups."""
+def test_identities_at_reads_rows_by_index_with_and_without_identity_blocks(
+    indexes: set[int], has_blocks: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identities, "BLOCK_ROWS", 4)
-        if not has_them:
-            patch.setattr(identities, "encode", lambda rows: b"")
+        if not has_blocks:
+            patch.setattr(identities.Encoder, "finish", lambda _: b"")
         rows = table_rows(
             [BEGIN_MS + i for i in range(3 * GROUP_ROWS)], number=[None, 7] * (3 * GROUP_ROWS // 2)
         )
         file = one_file(rows)
-    right = rows.select(ID_COLUMNS).to_pylist()
-    assert file.identities_at(sorted(places)) == [right[place] for place in sorted(places)]
+    assert (file._map_identities() is not None) == has_blocks
+    all_identities = rows.select(ID_COLUMNS).to_pylist()
+    assert file.identities_at(sorted(indexes)) == [all_identities[index] for index in sorted(indexes)]
     assert not file.is_open
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(-2, 3 * GROUP_ROWS + 2), max_size=9))
-def test_find_seqs_reads_the_rows_with_these_numbers(asked: list[int]) -> None:
+def test_find_seqs_reads_the_rows_with_these_numbers(seqs: list[int]) -> None:
     file = one_file(table_rows([BEGIN_MS + i // 2 for i in range(2 * GROUP_ROWS)], first_seq=5))
-    result = file.find_seqs(np.array(asked, dtype=np.int64)).column("seq").to_pylist()
-    assert result == sorted(set(asked) & set(range(5, 5 + 2 * GROUP_ROWS)))
+    result = file.find_seqs(np.array(seqs, dtype=np.int64)).column("seq").to_pylist()
+    assert result == sorted(set(seqs) & set(range(5, 5 + 2 * GROUP_ROWS)))
 
 
 # ---- damage -------------------------------------------------------------------------------------------------
@@ -245,52 +248,54 @@ class OneFile(CrashFiles):
 
 @pytest.fixture(scope="module")
 def whole() -> tuple[FileEntry, bytes, list[pa.Table]]:
-    """A file of several row groups: its entry, its bytes and its answers."""
+    """A file of several row groups: its entry, its bytes, and the results of `answers`."""
     file = one_file(table_rows([BEGIN_MS + i // 3 for i in range(3 * GROUP_ROWS)]))
     return file.entry, file._files.content(f"{FOLDER}/{file.entry.path}"), answers(file)
 
 
 def answers(file: DataFile) -> list[pa.Table]:
+    """Read rows of the file in all ways: by position, by index, and by number."""
     windows = [EVERYTHING, ((BEGIN_MS + 1, 4), (BEGIN_MS + 6, 0))]
     result = [file.rows_between(low, high) for low, high in windows]
-    known = pa.Table.from_pylist(
-        file.identities_at([n for n in (0, 9, 20) if n < file.entry.rows]), identities.ID_SCHEMA
+    by_index = pa.Table.from_pylist(
+        file.identities_at([index for index in (0, 9, 20) if index < file.entry.rows]), identities.ID_SCHEMA
     )
-    return [*result, file.find_seqs(np.array([9, 20])), known]
+    return [*result, file.find_seqs(np.array([9, 20])), by_index]
 
 
-def damaged(data: bytes, at: int, bit: int) -> bytes:
+def damaged(data: bytes, position: int, bit: int) -> bytes:
+    """Flip one bit."""
     copy = bytearray(data)
-    copy[at] ^= 1 << bit
+    copy[position] ^= 1 << bit
     return bytes(copy)
 
 
 def test_flipped_bit_raises_or_changes_no_row(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
-    """The answer is the right one, or an error that names the file."""
+    """Each read returns the right rows, or raises an error that names the file. Most flipped bits are noticed."""
     entry, data, right = whole
-    noticed, places = 0, range(0, len(data), 3)
-    for at in places:
-        file = DataFile(OneFile(damaged(data, at, at % 8)), entry)
+    noticed, positions = 0, range(0, len(data), 3)
+    for position in positions:
+        file = DataFile(OneFile(damaged(data, position, position % 8)), entry)
         try:
-            assert answers(file) == right, f"byte {at}"
+            assert answers(file) == right, f"byte {position}"
         except Corrupt as error:
             assert entry.path in str(error)
             assert "restore this file from a copy" in str(error)
             noticed += 1
-    assert noticed > 0.8 * len(places)
+    assert noticed > 0.8 * len(positions)
 
 
 def test_damaged_footer_loses_rows_without_the_seal_check(
     whole: tuple[FileEntry, bytes, list[pa.Table]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above, and why there is a seal: statistics say that a group begins later."""
+    """The control of the test above, and the reason for the seal: wrong statistics make a row group begin later."""
     entry, data, right = whole
     monkeypatch.setattr(data_file, "check_seal", lambda data: None)
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     begin, later = (value.to_bytes(8, "little") for value in (BEGIN_MS + 5, BEGIN_MS + 7))
-    assert begin in data[footer:]  # the least instant of the last group
-    moved = data[:footer] + data[footer:].replace(begin, later)
-    result = answers(DataFile(OneFile(moved), entry))
+    assert begin in data[footer:], "the first due time of the last row group"
+    with_wrong_footer = data[:footer] + data[footer:].replace(begin, later)
+    result = answers(DataFile(OneFile(with_wrong_footer), entry))
     assert result[1].num_rows < right[1].num_rows
 
 
@@ -301,22 +306,23 @@ def test_truncated_file_raises_corrupt(whole: tuple[FileEntry, bytes, list[pa.Ta
             DataFile(OneFile(data[:size]), entry).check()
 
 
-def other_claims(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
+def wrong_entries(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
+    """Yield (field, entry): each entry has one wrong field."""
     for name in ("rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"):
-        for step in (-1, 1):
-            changed: dict[str, Any] = {name: getattr(entry, name) + step}
+        for difference in (-1, 1):
+            changed: dict[str, Any] = {name: getattr(entry, name) + difference}
             yield name, msgspec.structs.replace(entry, **changed)
 
 
 def test_entry_that_differs_from_the_footer_is_refused(
     whole: tuple[FileEntry, bytes, list[pa.Table]],
 ) -> None:
-    """A narrower due range would leave scheduled messages unread, without a word."""
+    """With a range of due times that is too narrow, the schedule would not read some scheduled messages."""
     entry, data, _ = whole
     DataFile(OneFile(data), entry).check()
-    for name, claim in other_claims(entry):
+    for name, wrong_entry in wrong_entries(entry):
         with pytest.raises(Corrupt, match=f"has {name} .*, its attach says"):
-            DataFile(OneFile(data), claim).check()
+            DataFile(OneFile(data), wrong_entry).check()
 
 
 def test_unsorted_file_is_refused() -> None:
@@ -329,19 +335,18 @@ def test_unsorted_file_is_refused() -> None:
         DataFile(files, entry).check()
 
 
-def test_a_file_that_is_not_there_is_not_found() -> None:
+def test_check_of_a_missing_file_raises_not_found() -> None:
     file = one_file(table_rows([BEGIN_MS]))
     file._files.remove(f"{FOLDER}/{file.entry.path}")
     with pytest.raises(NotFound):
         file.check()
 
 
-def test_a_closed_file_reads_again() -> None:
+def test_a_closed_file_is_opened_again_by_a_read() -> None:
     file = one_file(table_rows([BEGIN_MS, BEGIN_MS + 1]))
     before = answers(file)
     file.close()
     assert answers(file) == before
-    assert NOW_MS < BEGIN_MS
 
 
 def test_pages_that_the_disk_cannot_read_raise_corrupt(tmp_path: Path) -> None:
@@ -351,10 +356,10 @@ def test_pages_that_the_disk_cannot_read_raise_corrupt(tmp_path: Path) -> None:
     [entry] = write(files, table_rows(dues))
     name = f"{FOLDER}/{entry.path}"
     assert entry.size_bytes > 10 * PAGE
-    for bad in range(0, entry.size_bytes, PAGE):
-        files.bad = {name: [bad]}
+    for bad_page in range(0, entry.size_bytes, PAGE):
+        files.bad = {name: [bad_page]}
         file = DataFile(files, entry)
-        outcomes = []
+        errors = []
         for read in (
             lambda file=file: file.rows_between(*EVERYTHING),
             lambda file=file: file.read_group_rows(0, np.array([1]), TABLE_SCHEMA.names),
@@ -364,6 +369,6 @@ def test_pages_that_the_disk_cannot_read_raise_corrupt(tmp_path: Path) -> None:
             try:
                 read()
             except Corrupt as error:
-                outcomes.append(str(error))
-        assert outcomes, "each page is needed for an answer"
-        assert all("the disk cannot read byte" in text for text in outcomes)
+                errors.append(str(error))
+        assert errors, "each page is needed by one of these reads"
+        assert all("the disk cannot read byte" in text for text in errors)
