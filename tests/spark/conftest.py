@@ -16,7 +16,7 @@ from timeball.spark.run.session import SparkEngine, build_session
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    # What Spark reports we assert on; py4j would print it a second time.
+    # Tests check what Spark raises, and py4j would log it, too.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     session = build_session(app_name="timeball-tests", conf={"spark.driver.memory": "512m"})
     yield session
@@ -38,5 +38,6 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 @pytest.fixture
 def broker(node: RunningNode) -> Iterator[Endpoint]:
+    """An endpoint of `node`."""
     with Endpoint(node.endpoint, patience_s=5) as endpoint:
         yield endpoint

@@ -91,7 +91,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
 
 def events(groups: TwoGroups) -> list[int]:
     """Count the events in the ledger of each group."""
-    uris = [uri for _, uri in ledger.JOB.sinks_by_group(group_statuses(groups.endpoint), None).values()]
+    uris = [sink.uri for sink in ledger.JOB.sinks_by_group(group_statuses(groups.endpoint), None).values()]
     return [DeltaTable(uri).to_pyarrow_table().num_rows for uri in uris]
 
 
@@ -130,7 +130,7 @@ def test_bulk_divides_rows_among_groups_and_continues_after_a_kill(
         schedule()
     monkeypatch.setattr(bulk.Job, "_write_part", write_part)
     with open_parts(groups.endpoint, "spring") as parts:
-        states = {name: part.decided().state for name, part in parts.items()}
+        states = {name: part.read_state().state for name, part in parts.items()}
         assert states == {"g1": "running", "g2": "planned"}, "one part is attached, the other is not"
         assert CampaignParts(parts).progress().state == "planned"
 

@@ -17,7 +17,7 @@ from timeball.spark.table_store import Store
 from timeball.table.attachment import Attachment
 
 
-def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
+def test_the_log_is_read_with_the_kinds_asked_for(node: RunningNode, broker: Endpoint) -> None:
     first = broker.status().log.durable_seq
     send(node.endpoint, 10)
     status = broker.status()
@@ -29,7 +29,7 @@ def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
     assert list(broker.read_log(first, end, [Kind.CANCEL])) == []
 
 
-def test_queues_and_their_rows(node: RunningNode, broker: Endpoint) -> None:
+def test_queues_are_read_up_to_their_end_and_not_beyond(node: RunningNode, broker: Endpoint) -> None:
     send_due_now(node.endpoint, 20)
     queues = broker.queues("orders")
     assert sum(end - first for first, end in queues.values()) == 20
@@ -68,9 +68,9 @@ def test_errors_come_back_as_the_broker_raised_them(broker: Endpoint) -> None:
 
 
 def test_nobody_there_is_unavailable() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it, nobody answers
-        uri = f"grpc://127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as unanswered:
+        unanswered.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it, nobody answers
+        uri = f"grpc://127.0.0.1:{unanswered.getsockname()[1]}"
         with Endpoint(uri, patience_s=0) as endpoint:
             with pytest.raises(Unavailable, match="no broker answers at"):
                 endpoint.status()

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.endpoint, and of endpoints that are pinned to one group."""
+"""Tests of the groups of a cluster in timeball.spark.endpoint, and of endpoints that are pinned to one group."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ TWO = [ClusterGroup("g1", ["a:1", "b:1"]), ClusterGroup("g2", ["c:1"])]
 
 
 def status(group: str, groups: list[ClusterGroup] | None) -> Status:
+    """The answer of a node of `group`. `groups` is None when the node does not know them yet."""
     return Status(1, LogStatus(1, 1, 1), TableStatus("file:///x", 0), 1, 1, group=group, groups=groups)
 
 

@@ -157,7 +157,7 @@ def test_the_archive_keeps_the_files_of_a_commit_whose_answer_was_lost(
     create_table(uri, ARCHIVE_SCHEMA, partition_by=["day"])
     message = {"seq": 5, "kind": int(Kind.MESSAGE), "topic": "orders", "body": b"x", "store_ms": 1}
     part = pa.Table.from_pylist([message], FILE_SCHEMA)
-    files = list(archive.write_files(Store(uri), part))
+    files = list(archive.write_archive_files(Store(uri), part))
     made = store.break_next(fault, "PUT", "_delta_log")
     archive.commit_epoch(uri, 0, 10, files)
     assert made.seen == 1

@@ -42,8 +42,8 @@ def test_files_are_written_below_the_table_and_removed_again(tmp_path: Path) -> 
 def test_rows_become_readable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "FILE_ROWS", 1)
     due = [NOW_MS + 3_600_000 * i for i in range(5)]
-    given = pa.table({"topic": ["t"] * 5, "body": ["b"] * 5, "due_ms": due})
-    rows = scheduled_writer.numbered(scheduled_writer.to_table_columns(given, NOW_MS), 1)
+    rows_given = pa.table({"topic": ["t"] * 5, "body": ["b"] * 5, "due_ms": due})
+    rows = scheduled_writer.numbered(scheduled_writer.to_table_columns(rows_given, NOW_MS), 1)
     entries = list(Store(tmp_path.as_uri()).put_rows(rows, NOW_MS))
     result = pa.concat_tables(pq.read_table(tmp_path / entry.path, partitioning=None) for entry in entries)
     assert result.schema == TABLE_SCHEMA
@@ -51,7 +51,7 @@ def test_rows_become_readable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(entries) == 5
 
 
-def test_unwritable_folder_is_named_in_the_error(tmp_path: Path) -> None:
+def test_a_failed_write_names_the_file_and_a_wrong_uri_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write bucket=x/a\.parquet"):
         Store(str(tmp_path / "file")).put("bucket=x/a.parquet", b"")
@@ -59,7 +59,7 @@ def test_unwritable_folder_is_named_in_the_error(tmp_path: Path) -> None:
         Store("nosuch://place/table")
 
 
-def test_open_table(tmp_path: Path) -> None:
+def test_a_missing_table_or_version_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no Delta table"):
         open_table(str(tmp_path / "none"))
     DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
@@ -68,7 +68,7 @@ def test_open_table(tmp_path: Path) -> None:
         open_table(str(tmp_path / "t"), 7)
 
 
-def test_sibling() -> None:
+def test_a_sibling_lies_in_the_same_folder_or_bucket() -> None:
     assert sibling("/data/pending", "ledger") == "/data/ledger"
     assert sibling("s3://bucket/data/pending/", "ledger") == "s3://bucket/data/ledger"
 
@@ -113,10 +113,12 @@ def uri(tmp_path: Path) -> str:
 
 
 def batches(*rows: int) -> list[pa.RecordBatch]:
+    """One batch for each row."""
     return [pa.record_batch({"a": [row]}) for row in rows]
 
 
-def held(uri: str) -> list[int]:
+def values(uri: str) -> list[int]:
+    """The values of the table at `uri`, sorted."""
     return sorted(DeltaTable(uri).to_pyarrow_table().column("a").to_pylist())
 
 
@@ -125,7 +127,7 @@ def test_append_with_an_existing_mark_adds_nothing(uri: str) -> None:
     assert [each.rows for each in written] == [2, 0]
     for _ in range(2):
         append_once(uri, "job", None, 5, written)
-    assert held(uri) == [1, 2] and app_version(DeltaTable(uri), "job") == 5
+    assert values(uri) == [1, 2] and app_version(DeltaTable(uri), "job") == 5
     assert table_schema(DeltaTable(uri)) == SCHEMA
 
 
@@ -134,7 +136,7 @@ def test_rows_that_do_not_begin_at_the_mark_are_refused(uri: str) -> None:
     with pytest.raises(OutOfRange, match="the table is at 5, these rows begin at 4; planned again"):
         append_once(uri, "job", 4, 9, [write_file(uri, SCHEMA, batches(2))])
     append_once(uri, "other", 0, 2, [write_file(uri, SCHEMA, batches(3))])
-    assert held(uri) == [1, 3]
+    assert values(uri) == [1, 3]
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:

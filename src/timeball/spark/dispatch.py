@@ -56,11 +56,15 @@ from timeball.spark.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
 
 # ---- the stream: when rows are planned ------------------------------------------------------------------------
-# An offset is a time on the broker's clock: all rows due before it are *planned*, which means assigned to a task. A
-# micro-batch plans the rows due from the end of the previous one until `lead_ms` from now, so its tasks already run
-# when their rows are due. Its rows are from one version of the table, which its offset names. `latestOffset` returns
-# the start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while no message is due soon.
-# Rows that were due more than `behind_ms` ago are never planned, because the broker has already loaded them.
+# A micro-batch *plans* the rows due in a window: it assigns them to tasks. The window begins at the end of the previous
+# one and ends `lead_ms` from now, so tasks already run when their rows are due. An offset describes the last window:
+#
+#     from_ms, due_ms   the rows due at from_ms <= t < due_ms, on the broker's clock
+#     version           the version of the table in which they are searched
+#
+# `latestOffset` returns the start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while
+# no message is due soon. Rows that were due more than `behind_ms` ago are never planned, because the broker has already
+# loaded them.
 
 NAME = "timeball_due"
 LEAD_MS = 1_000
@@ -153,9 +157,9 @@ class DueStream(BrokerStream):
         return {"due_ms": begin_ms, "from_ms": begin_ms, "version": status.table.version}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Choose the end of the next micro-batch.
+        """Choose the window of the next micro-batch.
 
-        Returns `start` while no row is due soon, which starts no micro-batch.
+        Returns `start` while no row is due soon: Spark then starts no micro-batch.
         """
         options, status = self.options, self.broker().status()
         self._now_ms = status.now_ms
@@ -164,15 +168,12 @@ class DueStream(BrokerStream):
         spans = self._spans(status.table.version, begin_ms, end_ms, status)
         if self._final_ms is None and not self._is_batch_due(spans, status.now_ms):
             return start
-        end_ms = (
-            max(begin_ms, window_end(spans, options.max_rows_per_batch, end_ms))
-            if spans
-            else max(begin_ms, end_ms)
-        )
-        return {"due_ms": end_ms, "from_ms": begin_ms, "version": status.table.version}
+        if spans:
+            end_ms = window_end(spans, options.max_rows_per_batch, end_ms)
+        return {"due_ms": max(begin_ms, end_ms), "from_ms": begin_ms, "version": status.table.version}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Make the query end after the messages that are due now."""
+        """Make the query end when all messages that are due now are planned."""
         self._final_ms = self.broker().status().now_ms + 1
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
@@ -203,9 +204,9 @@ class DueStream(BrokerStream):
         return first_ms is not None and first_ms <= now_ms + self.options.lead_ms // 2
 
     def _spans(self, version: int, begin_ms: int, end_ms: int, status: Status | None = None) -> list[Span]:
-        """Find the rows of a table version that are due at begin <= due_ms < end.
+        """Find the rows of a table version that are due at begin_ms <= due_ms < end_ms.
 
-        Returns none if its files are not there.
+        `status`: a recent status of the broker, if there is one. Returns no spans if files of the version are missing.
         """
         if begin_ms >= end_ms:
             return []
@@ -275,9 +276,9 @@ class DueFiles:
             self._columns = {uri: columns for uri, columns in self._columns.items() if uri in live}
 
     def between(self, low_ms: int, high_ms: int) -> list[Span]:
-        """Find the rows due at low_ms <= due_ms < high_ms, one span per file.
+        """Find the rows due at low_ms <= due_ms < high_ms, one span for each file that has some.
 
-        Drops the columns of earlier row groups.
+        Drops the columns of earlier row groups, because later calls do not go back. Raises OSError.
         """
         spans = []
         for file in self._live:
@@ -286,7 +287,7 @@ class DueFiles:
                 if len(span.due_ms):
                     spans.append(span)
             elif not file.may_hold((low_ms, None)):
-                # All its rows are earlier, and later windows do not go back.
+                # All rows of the file are earlier than the window.
                 self._columns.pop(self._uri_of(file), None)
         return spans
 
@@ -359,10 +360,10 @@ def count_rows(spans: Sequence[Span]) -> int:
 
 
 def window_end(spans: Sequence[Span], rows: int, high_ms: int) -> int:
-    """Find the latest end of the window, at most `high_ms`, before which at most `rows` rows are due.
+    """Find the latest end (ms) of the window, at most `high_ms`, before which at most `rows` rows are due.
 
-    Rows that are due in the same millisecond stay together. So the window always contains all rows of its first
-    millisecond, even if they are more than `rows`.
+    Rows that are due in the same millisecond stay together. So the window always contains all rows of the first
+    millisecond with rows, even if there are more than `rows` of them.
     """
     if count_rows(spans) <= rows:
         return high_ms
@@ -371,12 +372,13 @@ def window_end(spans: Sequence[Span], rows: int, high_ms: int) -> int:
 
 
 def cut_into_tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
-    """Divide the spans among tasks of about `rows` rows each. Returns the spans of each task, the earliest first.
+    """Divide the spans of a window among tasks of about `rows` rows each.
 
-    In this order messages are released in time although only a few tasks run at the same time.
+    Returns the spans of each task. The tasks with the earliest rows come first: so messages are released in time even
+    if only a few tasks run at the same time.
 
     A single file is cut where row groups begin, because a task decodes whole row groups. Several files are cut at due
-    times, so that a task has the rows of the same window from each file. If too many rows are due in one millisecond,
+    times, so that a task has the rows of the same time from each file. If too many rows are due in one millisecond,
     they are cut by number of rows.
     """
     if not spans:
@@ -414,6 +416,7 @@ def _cut_at_row_groups(span: Span, rows: int) -> list[Span]:
 
 
 def _span_within(span: Span, low_ms: int | None, high_ms: int | None) -> Span:
+    """Cut out the rows of a span due at low_ms <= due_ms < high_ms. None means no bound."""
     begin = 0 if low_ms is None else int(np.searchsorted(span.due_ms, low_ms))
     end = len(span.due_ms) if high_ms is None else int(np.searchsorted(span.due_ms, high_ms))
     return span.slice_rows(begin, end)
@@ -421,19 +424,16 @@ def _span_within(span: Span, low_ms: int | None, high_ms: int | None) -> Span:
 
 def encode_pointers(spans: Sequence[Span]) -> pa.RecordBatch:
     """Encode the spans of a task as a batch in POINTER_SCHEMA, one row per span."""
-    columns = [[s.uri for s in spans], [s.first_row for s in spans], [len(s.due_ms) for s in spans]]
-    return pa.RecordBatch.from_arrays(
-        [pa.array(values, field.type) for values, field in zip(columns, POINTER_SCHEMA, strict=True)],
-        schema=POINTER_SCHEMA,
-    )
+    rows = [{"uri": span.uri, "first_row": span.first_row, "rows": len(span.due_ms)} for span in spans]
+    return pa.RecordBatch.from_pylist(rows, POINTER_SCHEMA)
 
 
 # ---- the sink: release rows when they are due -----------------------------------------------------------------
-# A task reads its rows, sorts them by (due_ms, seq), waits for the broker's clock, and sends the due rows batch by
-# batch. The estimate of that clock is a little late and never ahead, because a reading is already old when the answer
-# arrives. If the broker refuses a batch as early nevertheless, its clock was set back, and the task sends these rows
-# again later. A task waits for at most `lead_ms` + `PATIENCE_MS`. The broker decides which rows are released
-# (broker/accepting/delivery.py), so a repeated task changes nothing.
+# A task reads its rows, sorts them by (due_ms, seq), waits until they are due by the broker's clock, and sends them
+# batch by batch. Its estimate of this clock is a little late and never ahead, because a reading is already old when the
+# answer arrives. If the broker refuses a batch as early nevertheless, the broker's clock was set back, and the task
+# sends these rows again later. A task waits for at most `lead_ms` + `PATIENCE_MS`. The broker decides which rows are
+# released (broker/accepting/delivery.py), so a repeated task changes nothing.
 
 LOG = logging.getLogger("timeball.spark")
 
@@ -451,7 +451,7 @@ class ReleaseCounts(WriterCommitMessage):
 
     released: int = 0
     left_to_broker: int = (
-        0  # not released: the broker has settled (released or cancelled) or loaded them already
+        0  # the broker has settled (released or cancelled) them, or loaded them to release them
     )
 
 
@@ -487,9 +487,8 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
         self._endpoint, self._lead_ms = endpoint, lead_ms
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """See DataSourceStreamArrowWriter."""
-        spans = [span for batch in iterator for span in batch.to_pylist()]
-        rows = read_all(spans)
+        """Release the rows of one task's pointers, as they become due."""
+        rows = read_all([pointer for batch in iterator for pointer in batch.to_pylist()])
         if rows is None:
             return ReleaseCounts()
         with Endpoint(self._endpoint) as endpoint:
@@ -498,35 +497,25 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """See DataSourceStreamWriter. Only logs the counts, because the broker has stored the releases already."""
         counts = [message for message in messages if isinstance(message, ReleaseCounts)]
-        LOG.info(
-            "epoch done job=dispatch epoch=%d released=%d left=%d",
-            *(
-                batchId,
-                sum(count.released for count in counts),
-                sum(count.left_to_broker for count in counts),
-            ),
-        )
+        released, left = sum(task.released for task in counts), sum(task.left_to_broker for task in counts)
+        LOG.info("epoch done job=dispatch epoch=%d released=%d left=%d", batchId, released, left)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """See DataSourceStreamWriter.
-
-        There is nothing to undo: the rows sent are released, the broker releases the rest.
-        """
+        """Do nothing: the rows that tasks have sent are released, and the broker releases all others."""
 
 
-def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
-    """Read the rows of these pointers, sorted by (due_ms, seq). Skips deleted files. Returns None without rows."""
+def read_all(pointers: list[dict[str, Any]]) -> pa.RecordBatch | None:
+    """Read the rows of these pointers (POINTER_SCHEMA), in TABLE_SCHEMA, sorted by (due_ms, seq).
+
+    Skips deleted files. Returns None without rows. Raises OSError for a file that cannot be read.
+    """
     tables = []
-    for span in spans:
+    for pointer in pointers:
         try:
-            tables.append(
-                read_rows(
-                    str(span["uri"]), int(str(span["first_row"])), int(str(span["rows"])), TABLE_SCHEMA.names
-                )
-            )
+            tables.append(read_rows(**pointer, columns=TABLE_SCHEMA.names))
         except FileNotFoundError:
             # The broker has rewritten the file. Its pending rows are in another file.
-            LOG.warning("file rewritten meanwhile, the broker releases its rows file=%s", span["uri"])
+            LOG.warning("file rewritten meanwhile, the broker releases its rows file=%s", pointer["uri"])
     if not tables:
         return None
     rows = pa.concat_tables(tables).select(TABLE_SCHEMA.names).cast(TABLE_SCHEMA).combine_chunks()
@@ -540,18 +529,20 @@ def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
 def release_when_due(
     rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clock | None = None
 ) -> ReleaseCounts:
-    """Send sorted rows to the broker as they become due.
+    """Send rows of TABLE_SCHEMA, sorted by due time, to the broker as they become due.
 
-    After `patience_ms`, the remaining rows are left to the broker.
+    After `patience_ms`, leaves the remaining rows to the broker. Raises the broker's error for a refused batch, except
+    for a batch that is early: its rows are sent again.
     """
     counts, clock = ReleaseCounts(), clock or SystemClock()
     give_up_ns = clock.monotonic_ns() + patience_ms * 1_000_000
     broker_clock = BrokerClock(endpoint, clock)
     remaining: pa.RecordBatch | None = rows
     while remaining is not None and clock.monotonic_ns() < give_up_ns:
-        batches = RecordingIterator(due_batches(remaining, broker_clock, give_up_ns, clock))
+        # When `release` returns, `sent.batches` has the batch of each answer.
+        sent = RecordingIterator(due_batches(remaining, broker_clock, give_up_ns, clock))
         refused_as_early = []
-        for batch, answer in zip(batches.batches, endpoint.release(batches), strict=True):
+        for batch, answer in zip(sent.batches, endpoint.release(sent), strict=True):
             if answer.error == OutOfRange.code:
                 refused_as_early.append(batch)
             elif answer.error:
@@ -581,7 +572,10 @@ class RecordingIterator:
 def due_batches(
     rows: pa.RecordBatch, broker_clock: BrokerClock, give_up_ns: int, clock: Clock
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of sorted rows as they become due. Stops at `give_up_ns` on the monotonic clock."""
+    """Yield batches of rows, sorted by due time, as they become due.
+
+    Stops at `give_up_ns` on the monotonic clock, even if rows are left.
+    """
     due = int64(rows.column("due_ms"))
     next_row = 0
     while next_row < len(due):
@@ -617,7 +611,10 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query. With `once` it ends after the messages that were due at its start."""
+    """Start the query with a checkpoint folder of Spark. With `once` it ends after the messages due at its start.
+
+    `options`: of DueOptions, except the endpoint.
+    """
     stream_options = {**(options or {}), "endpoint": endpoint}
     due = spark.readStream.format(NAME).options(**stream_options).load()
     writer = due.writeStream.format(NAME).options(**stream_options)
@@ -625,9 +622,10 @@ def start(
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
-    """Make the lease of a dispatcher. While `needed` returns True, the broker leaves due rows in files to the job.
+    """Make the lease of a dispatcher, held while `needed` returns True.
 
-    The lease ends as soon as it is not needed. Then the broker loads due messages by itself again.
+    While the job has it, the broker does not load due messages from files, but leaves them to the job. When `needed`
+    returns False, the lease ends at once, and the broker loads them by itself again.
     """
     return Lease(
         endpoint,

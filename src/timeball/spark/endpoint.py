@@ -52,10 +52,12 @@ COMPACTED_STRATEGY = "hour_log"  # the only strategy whose scheduled messages mo
 class Endpoint:
     """A connection to one broker, or to the leader of one group of a cluster.
 
-    Processes do not share a connection. Each task opens its own, which is cheap.
+    Processes do not share a connection. Each task opens a separate one, which is cheap.
 
-    If the endpoint is pinned to a group, the given node is asked for its group before the first call. If that is
+    If the endpoint is pinned to a group, the given node is asked for its group before the first call. If it is in
     another group, the connection goes to the nodes of the requested group instead. So no call reaches a wrong group.
+
+    Each method raises the error that the broker raised, and Unavailable if no node answers for `patience_s` seconds.
     """
 
     def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
@@ -70,12 +72,15 @@ class Endpoint:
 
     @property
     def _calls(self) -> Calls:
-        """The connection to a node of the requested group. The first access checks the group of the given node."""
+        """The connection to a node of the requested group. The first access checks the group of the given node.
+
+        Raises NotFound if the cluster has no such group.
+        """
         if not self._is_group_checked:
             status = self._ask_status(self._connection)
             if status.group != self._group:
                 self._connection.close()
-                group_endpoint = endpoint_of(self.uri, self._group, known_groups(status))
+                group_endpoint = endpoint_of(self.uri, self._group, cluster_groups(status))
                 self._connection = self._connect(split_endpoint(group_endpoint)[0])
             self._is_group_checked = True
         return self._connection
@@ -99,11 +104,11 @@ class Endpoint:
         return calls.action("status", wire.Nothing(), answers.Status)
 
     def reserve(self, rows: int) -> int:
-        """Reserve `rows` consecutive sequence numbers. Returns the first."""
+        """Reserve `rows` consecutive sequence numbers. Returns the first of them."""
         return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: att.Attachment) -> answers.Attached:
-        """Add files to the pending table. The answer to a repeated attach has `repeated` set."""
+        """Add files to the pending table, in one step. The answer to a repeated attach has `repeated` set."""
         return self._calls.action("attach", attachment, answers.Attached)
 
     def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> answers.RangesCancelled:
@@ -129,18 +134,19 @@ class Endpoint:
         shift: bool = False,
         groups: Sequence[str] = (),
     ) -> answers.Campaign:
-        """Plan, pause, resume or cancel a campaign. Safe to repeat.
+        """Plan, pause, resume or cancel a campaign. Safe to repeat. Returns its state after the change.
 
-        A resume writes all messages again that the pause holds back, so it may take minutes.
+        `rows`, `at_ms`, `groups`: of a plan (Campaign.plan). `shift`: a resume makes all messages later by the length
+        of the pause. A resume writes all messages again that the pause holds back, so it may take minutes.
         """
         body = wire.ChangeCampaign(
             campaign=campaign, change=change, rows=rows, at_ms=at_ms, shift=shift, groups=list(groups)
         )
         return self._calls.action("campaign", body, answers.Campaign, LONG_CALL_TIMEOUT_MS)
 
-    def drain(self, heir: str, *, dry_run: bool = False) -> answers.Drained:
-        """Move all pending messages of this group to the group `heir`. Returns the progress. Safe to repeat."""
-        return self._calls.action("drain", wire.Drain(heir=heir, dry_run=dry_run), answers.Drained)
+    def drain(self, target: str, *, dry_run: bool = False) -> answers.Drained:
+        """Move all pending messages of this group to the group `target`. Returns the progress. Safe to repeat."""
+        return self._calls.action("drain", wire.Drain(heir=target, dry_run=dry_run), answers.Drained)
 
     def starts(self, from_seq: int, to_seq: int) -> list[answers.Start]:
         """List the starts of the broker whose first row is in from_seq <= seq < to_seq, with their times."""
@@ -148,7 +154,10 @@ class Endpoint:
         return self._calls.action("starts", body, dict[str, list[answers.Start]])["starts"]
 
     def occurrences(self, from_ms: int, to_ms: int, width_ms: int) -> answers.RecurringCounts:
-        """Count the occurrences of recurring schedules that are no messages yet, by topic and interval."""
+        """Count the occurrences of recurring schedules due in [from_ms, to_ms) that are no messages yet.
+
+        The counts are by topic and by interval of `width_ms`.
+        """
         body = wire.Occurrences(from_ms=from_ms, to_ms=to_ms, width_ms=width_ms)
         return self._calls.action("occurrences", body, answers.RecurringCounts)
 
@@ -168,11 +177,11 @@ class Endpoint:
         ]
 
     def lease_dispatcher(self, lease_ms: int) -> None:
-        """Announce to the broker that a dispatcher delivers due messages for the next `lease_ms`. 0 ends the lease."""
+        """Announce to the broker that a dispatcher sends it due messages for the next `lease_ms`. 0 ends the lease."""
         self._calls.action("dispatcher", wire.DispatcherLease(lease_ms=lease_ms), dict[str, Any])
 
     def lease_compactor(self, lease_ms: int) -> None:
-        """Announce to the broker that an external compactor runs for the next `lease_ms`."""
+        """Announce to the broker that this job compacts in its place for the next `lease_ms`."""
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
     def release(self, batches: Iterable[pa.RecordBatch]) -> list[answers.ReleaseAnswer]:
@@ -205,6 +214,7 @@ class Endpoint:
     ) -> Iterator[pa.RecordBatch]:
         """Yield rows from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA.
 
+        `kinds`, `columns`: None for all. `coalesce_rows`: the broker joins smaller batches up to this number of rows.
         `placed`: True for only rows with a queue position, False for only rows without one, None for both.
         """
         yield from self._rows(
@@ -239,6 +249,7 @@ class Endpoint:
             begin += count
 
     def _rows(self, ticket: wire.Ticket) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a read that have rows."""
         for batch in self._calls.batches(ticket):
             if batch.num_rows:
                 yield batch
@@ -278,10 +289,10 @@ PositionAfter = Callable[[pa.RecordBatch, int], int]
 def retrying_read(
     endpoint: Endpoint, read: Read, position: int, after: PositionAfter
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all batches of `read(position)`. After an interruption, continue behind the last batch.
+    """Yield all batches of `read(position)`. After an interruption, read again from the end of the last batch.
 
-    `after` computes the position behind a batch. Raises Unavailable when the broker does not come back, or after
-    READ_TRIES retries without a batch between them.
+    `after(batch, begin)` computes the position after a batch that begins at `begin`. Raises Unavailable when the broker
+    does not come back, or after READ_TRIES retries without a batch between them.
     """
     failures = 0
     while True:
@@ -305,7 +316,7 @@ def retrying_read(
 
 
 def after_last_seq(batch: pa.RecordBatch, _: int) -> int:
-    """Compute the position after a batch of the log, which must have the column `seq`."""
+    """Compute the position after a batch of the log, from its column `seq`."""
     return int(batch.column("seq")[-1].as_py()) + 1
 
 
@@ -352,12 +363,13 @@ class Connections:
     def _groups_of(self, status: answers.Status) -> list[Group]:
         """List the groups in a status, and close connections to endpoints that no group has any more."""
         groups = groups_of(status, self._uri)
+        # The endpoint of a group changes with its nodes.
         for uri in self._opened.keys() - {self._uri, *(group.endpoint for group in groups)}:
-            self._opened.pop(uri).close()  # its group has another leader, and so another endpoint
+            self._opened.pop(uri).close()
         return groups
 
     def __getstate__(self) -> dict[str, Any]:
-        # Spark sends a copy to each task. Tasks open connections of their own.
+        # Spark sends a copy to each task. A task opens its own connections.
         return {**self.__dict__, "_opened": {}}
 
 
@@ -378,9 +390,10 @@ class Lease:
         renew_s: float,
         ends_when_unneeded: bool = False,
     ) -> None:
-        """`grant(endpoint, lease_ms)` renews the lease, for example Endpoint.lease_compactor.
+        """`grant(endpoint, lease_ms)` renews the lease for `lease_ms`, for example Endpoint.lease_compactor.
 
-        `ends_when_unneeded`: end the lease when it is no longer needed, instead of letting it expire.
+        `job`: its name, for log lines. `renew_s`: the interval between two renewals. `ends_when_unneeded`: end the
+        lease when `needed()` becomes false, instead of letting it expire.
         """
         self._endpoint, self._job, self._grant, self._needed = endpoint, job, grant, needed
         self._lease_ms, self._renew_s, self._is_returned = lease_ms, renew_s, ends_when_unneeded
@@ -409,6 +422,7 @@ class Lease:
             self._send_lease(0)
 
     def _send_lease(self, lease_ms: int) -> None:
+        """Renew the lease, or end it with 0. An error is only logged."""
         try:
             with Endpoint(self._endpoint, patience_s=0) as broker:
                 self._grant(broker, lease_ms)
@@ -447,8 +461,11 @@ def query_name(job: str, endpoint: str) -> str:
     return f"{job}-{group}" if group else job
 
 
-def known_groups(status: Status) -> list[ClusterGroup]:
-    """Get the groups from a broker's status. Raises Unavailable while a new leader has not read them yet."""
+def cluster_groups(status: Status) -> list[ClusterGroup]:
+    """Get all groups of the cluster from a broker's status. Empty for a broker that is in no cluster.
+
+    Raises Unavailable while a new leader has not read the groups yet.
+    """
     if status.groups is None:
         raise Unavailable("the broker leads, and has not read yet which other groups there are; try again")
     return status.groups
@@ -456,35 +473,36 @@ def known_groups(status: Status) -> list[ClusterGroup]:
 
 def endpoint_of(endpoint: str, group: str, groups: Sequence[ClusterGroup]) -> str:
     """Build the endpoint of a group, with the addresses of all its nodes. Raises NotFound for an unknown group."""
-    for known in groups:
-        if known.group == group:
+    for cluster_group in groups:
+        if cluster_group.group == group:
             scheme = endpoint.partition("://")[0]
-            return f"{scheme}://{','.join(known.addresses)}#{group}"
-    names = ", ".join(known.group for known in groups)
+            return f"{scheme}://{','.join(cluster_group.addresses)}#{group}"
+    names = ", ".join(cluster_group.group for cluster_group in groups)
     available = f"there are {names}" if names else "this broker belongs to no cluster; leave the group out"
     raise NotFound(f"no group {group!r}: {available}")
 
 
 def groups_of(status: Status, endpoint: str) -> list[Group]:
-    """List the groups to read at an endpoint, given the status of its broker. The broker's own group comes first.
+    """List the groups to read at an endpoint. `status`: the status of its broker, whose own group comes first.
 
-    If there is only one group, its endpoint is the address that the user gave.
+    If the endpoint is pinned to a group, only this group is listed. If the cluster has only one group, the group's
+    endpoint is the address that the user gave. Raises NotFound for a group that does not exist, and Unavailable.
     """
     addresses, pinned_group = split_endpoint(endpoint)
-    groups = known_groups(status)
+    groups = cluster_groups(status)
     if pinned_group:
         return [Group(pinned_group, endpoint_of(endpoint, pinned_group, groups))]
     if len(groups) < 2:
         return [Group(status.group, addresses)]
-    names = sorted((known.group for known in groups), key=lambda name: (name != status.group, name))
+    names = sorted((each.group for each in groups), key=lambda name: (name != status.group, name))
     return [Group(name, endpoint_of(endpoint, name, groups)) for name in names]
 
 
 def group_table_uri(name: str, uri: str | None, group: str, groups: int) -> str | None:
-    """Replace `{group}` in the URI of a table by the name of the group. Returns None if there is no URI.
+    """Replace `{group}` in the URI of a table by the name of the group. Returns None for no URI.
 
-    `groups`: the number of groups. `name`: the option that contains the URI, for the error. Raises SetupError if there
-    are several groups but no `{group}` in the URI, because they would share one table.
+    `name`: the option that contains the URI, for the error. `groups`: the number of groups. Raises SetupError if there
+    are several groups but no `{group}` in the URI, because the groups would share one table.
     """
     if uri is None:
         return None

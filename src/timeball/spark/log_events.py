@@ -40,8 +40,10 @@ from timeball.table import attachment as att
 
 # Application id of the ledger's mark in its Delta table: the row of the log up to which it has events.
 LEDGER_APP_ID = "timeball-ledger"
-# Values of `reason` that the broker writes. A selection's id follows SELECTION.
-OCCURRENCE, EXPIRED, SELECTION, MISSED = "occurrence", "expired", "selection ", ("missed", "overlap")
+# Values of the column `reason`. A selection's id follows SELECTION. The values in MISSED are those of occurrences that
+# a recurring schedule has skipped.
+OCCURRENCE, EXPIRED, SELECTION = "occurrence", "expired", "selection "
+MISSED = ("missed", "overlap")
 EVENT_SCHEMA = pa.schema(
     [
         ("event", pa.string()),
@@ -81,7 +83,7 @@ _REASON = f"(?:^|{PROPERTY_END}){CANCEL_REASON}{PROPERTY_NAME_END}(?P<reason>[^{
 def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
     """Yield the events of the rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA.
 
-    Those of `read_spans` come first.
+    First the events of `read_spans`, then those of `read_row_events`.
     """
     spans = read_spans(broker, from_seq, to_seq)
     yield from (batch for batch in spans.to_batches() if batch.num_rows)
@@ -89,7 +91,10 @@ def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.Rec
 
 
 def read_row_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
-    """Yield the events of the rows from_seq <= seq < to_seq of the log that concern one message each."""
+    """Yield the events of the rows from_seq <= seq < to_seq of the log that concern one message each, in EVENT_SCHEMA.
+
+    Continues after a restart of the broker.
+    """
 
     def read(begin: int) -> Iterator[pa.RecordBatch]:
         return broker.read_log(begin, to_seq, _KINDS, columns=_COLUMNS)
@@ -107,23 +112,22 @@ def derive_events(rows: pa.RecordBatch) -> pa.RecordBatch:
     `rows`: log rows of the kinds _KINDS with the columns _COLUMNS. Rows that are no event are left out (see the module
     docstring).
     """
-    moved = pc.equal(rows.column("kind"), int(Kind.MOVED))
-    changes_due_time = pc.or_(pc.invert(moved), rows.column("from_due_ms").is_valid())
+    is_moved = pc.equal(rows.column("kind"), int(Kind.MOVED))
+    changes_due_time = pc.or_(pc.invert(is_moved), rows.column("from_due_ms").is_valid())
     rows = rows.filter(pc.and_(changes_due_time, rows.column("due_ms").is_valid()))
     kind, from_due_ms = rows.column("kind"), rows.column("from_due_ms")
-    released, null = pc.equal(kind, int(Kind.RELEASE)), pa.scalar(None, pa.int64())
+    is_released, null = pc.equal(kind, int(Kind.RELEASE)), pa.scalar(None, pa.int64())
+    # A MOVED row that gives a half message its due time counts as the acceptance of the message.
     commits_half_message = pc.fill_null(pc.equal(from_due_ms, NO_DUE_TIME_MS), False)
-    kinds = np.where(
+    event_kinds = np.where(
         commits_half_message.to_numpy(zero_copy_only=False), int(Kind.SCHEDULED), kind.to_numpy()
     )
-    event_index = np.searchsorted(
-        [int(event_kind) for event_kind in (Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE)], kinds
-    )
+    # _KINDS is in ascending order and in the order of _EVENTS.
+    events = pa.array(np.searchsorted([int(event_kind) for event_kind in _KINDS], event_kinds))
     # As in message.lateness_ms: if the message was already due when it was accepted, lateness counts from then.
     begin_ms = pc.max_element_wise(rows.column("due_ms"), rows.column("accepted_ms"))
     lateness_ms = pc.max_element_wise(pc.subtract(rows.column("store_ms"), begin_ms), 0)
     attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
-    events = pa.array(event_index)
     columns = {
         "event": _EVENTS.take(events),
         "first_seq": pc.if_else(
@@ -131,9 +135,9 @@ def derive_events(rows: pa.RecordBatch) -> pa.RecordBatch:
         ),
         "rows": pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows),
         "at_ms": rows.column("store_ms"),
-        "lateness_ms": pc.if_else(released, lateness_ms, null),
-        "queue_id": pc.if_else(released, rows.column("queue_id"), pa.scalar(None, pa.int32())),
-        "queue_offset": pc.if_else(released, rows.column("queue_offset"), null),
+        "lateness_ms": pc.if_else(is_released, lateness_ms, null),
+        "queue_id": pc.if_else(is_released, rows.column("queue_id"), pa.scalar(None, pa.int32())),
+        "queue_offset": pc.if_else(is_released, rows.column("queue_offset"), null),
         "attempt": attempt.cast(pa.int32()),
         "event_seq": rows.column("seq"),
         "from_due_ms": pc.if_else(pc.equal(events, _ACCEPTED), null, from_due_ms),
@@ -144,28 +148,34 @@ def derive_events(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _reasons(rows: pa.RecordBatch, events: pa.Array) -> pa.Array:
-    """Compute the column `reason`. `events`: the index in _EVENTS of each row."""
+    """Compute the column `reason` (see the module docstring). `events`: the index in _EVENTS of each row."""
     reasons: pa.Array = pa.nulls(rows.num_rows, pa.string())
-    accepted, released, cancelled = (pc.equal(events, index) for index in (_ACCEPTED, _RELEASED, _CANCELLED))
-    # The id of an occurrence is the name of its schedule, without a dot, then a dot and its due time.
+    is_accepted, is_released, is_cancelled = (
+        pc.equal(events, index) for index in (_ACCEPTED, _RELEASED, _CANCELLED)
+    )
+    # The id of an occurrence is the name of its schedule, which has no dot, then a dot and its due time in ms.
     keys = rows.column("unique_key")
-    may_be_occurrence = pc.and_(accepted, pc.fill_null(pc.match_substring(keys, "."), False))
+    may_be_occurrence = pc.and_(is_accepted, pc.fill_null(pc.match_substring(keys, "."), False))
     if pc.any(may_be_occurrence).as_py():
         parts = pc.split_pattern(keys.filter(may_be_occurrence), ".", max_splits=1)
         due = rows.column("due_ms").filter(may_be_occurrence).cast(pa.string())
         is_occurrence = pc.equal(pc.list_element(parts, 1), due)
-        marks = pc.if_else(is_occurrence, pa.scalar(OCCURRENCE), pa.scalar(None, pa.string()))
-        reasons = pc.replace_with_mask(reasons, may_be_occurrence, marks)
-    is_moved = pc.and_(released, pc.fill_null(pc.starts_with(rows.column("topic"), EXPIRED_PREFIX), False))
-    reasons = pc.if_else(is_moved, pa.scalar(EXPIRED), reasons)
-    if pc.any(cancelled).as_py():
-        found = pc.extract_regex(rows.column("properties").filter(cancelled), _REASON)
-        reasons = pc.replace_with_mask(reasons, cancelled, pc.struct_field(found, "reason"))
+        occurrences = pc.if_else(is_occurrence, pa.scalar(OCCURRENCE), pa.scalar(None, pa.string()))
+        reasons = pc.replace_with_mask(reasons, may_be_occurrence, occurrences)
+    # A message that expired is released into the topic of expired messages.
+    has_expired_topic = pc.fill_null(pc.starts_with(rows.column("topic"), EXPIRED_PREFIX), False)
+    reasons = pc.if_else(pc.and_(is_released, has_expired_topic), pa.scalar(EXPIRED), reasons)
+    if pc.any(is_cancelled).as_py():
+        matches = pc.extract_regex(rows.column("properties").filter(is_cancelled), _REASON)
+        reasons = pc.replace_with_mask(reasons, is_cancelled, pc.struct_field(matches, "reason"))
     return reasons
 
 
 def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:
-    """Read the events of rows from_seq <= seq < to_seq that concern many messages or none: bulk attaches and starts."""
+    """Read the events of rows from_seq <= seq < to_seq that concern many messages or none, in EVENT_SCHEMA.
+
+    These are the bulk attaches and the starts of the broker.
+    """
     if from_seq >= to_seq:
         return EVENT_SCHEMA.empty_table()
     events = [

@@ -1,4 +1,4 @@
-"""Read and write files of the pending table, and append to Delta tables, in any process, such as a Spark executor.
+"""Read and write files of the pending table, and append to other Delta tables, in any process, also a Spark executor.
 
 An executor may run on another machine, so the table is named by a URI, and all access goes through Arrow's file systems
 (model/storage_uris.py). A file belongs to the table only after the broker has attached it. So writers need not
@@ -37,7 +37,7 @@ from timeball.table.layout import cut_files
 
 LOG = logging.getLogger("timeball.spark")
 
-Due = tuple[int | None, int | None]  # low <= due_ms < high; None means no bound
+Due = tuple[int | None, int | None]  # (low, high): low <= due_ms < high; None means no bound
 ANY_DUE_TIME: Due = (None, None)
 FILE_TIME_MS = 1_000  # the time in a commit may be this much later than the modification time of its file
 # A task sorts and writes its rows in chunks, each at most so large.
@@ -56,7 +56,7 @@ class Store:
         self._folders: set[str] = set()
 
     def put(self, path: str, data: bytes) -> None:
-        """Write one file. `path` is relative to the table's folder."""
+        """Write one file. `path` is relative to the table's folder. Raises StorageError."""
         target = f"{self._root}/{path}"
         folder = target.rpartition("/")[0]
         try:
@@ -69,7 +69,7 @@ class Store:
             raise StorageError(f"cannot write {path} of {self.uri}: {error}") from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Delete files that were never attached. A failure is only logged, because an unused file does no harm."""
+        """Delete files that belong to no version of the table. A failure is only logged: unused files do no harm."""
         for path in paths:
             try:
                 self._files.delete_file(f"{self._root}/{path}")
@@ -81,7 +81,8 @@ class Store:
     def put_rows(self, rows: pa.Table, now_ms: int) -> Iterator[FileEntry]:
         """Cut sorted rows of TABLE_SCHEMA into files, write them, and yield each file's entry after it is written.
 
-        Then writes the key run of all files, with which the broker finds messages by key (table/key_index.py).
+        Then writes the key run of all files, with which the broker finds messages by key (table/key_index.py). `now_ms`
+        decides the buckets (layout.cut_files). Raises StorageError.
         """
         keys = FileKeys()
         for entry, data in cut_files(rows, now_ms, keys):
@@ -120,7 +121,8 @@ class TableFile:
 def open_version(uri: str, version: int | None = None) -> DeltaTable:
     """Open one version of the pending table, by default the newest.
 
-    Raises NotFound for an unknown version, and SetupError when this process cannot reach the table.
+    Raises NotFound for an unknown version, SetupError when there is no table at `uri`, and the other errors of
+    `open_table`.
     """
     try:
         return open_table(uri, version)
@@ -152,9 +154,9 @@ def table_files(uri: str, version: int) -> list[TableFile]:
 
 
 def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
-    """Open files of the pending table as one Arrow dataset. Without paths it is empty.
+    """Open files of the pending table as one Arrow dataset in TABLE_SCHEMA. Without paths it is empty.
 
-    Raises OutOfRange for a deleted file.
+    `paths` are relative to `uri`. Raises OutOfRange for a deleted file.
     """
     if not paths:
         return ds.dataset(TABLE_SCHEMA.empty_table())
@@ -169,9 +171,9 @@ def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
 def read_files(
     uri: str, paths: Sequence[str], columns: Sequence[str], row_filter: ds.Expression
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows that match a filter from files of the table. Skips row groups that cannot match.
+    """Yield `columns` of the rows that match a filter, from files of the table. Skips row groups that cannot match.
 
-    Raises OutOfRange for a deleted file, StorageError for other failures.
+    `paths` are relative to `uri`. Raises OutOfRange for a deleted file, StorageError for other failures.
     """
     if not paths:
         return
@@ -240,21 +242,21 @@ def create_table(uri: str, schema: pa.Schema, **create_options: Any) -> DeltaTab
 
 
 def created_at_ms(table: DeltaTable) -> int:
-    """Read the time at which the loaded version of `table` was made."""
-    # If a version is not the newest, delta-rs's history begins with the newest commit all the same, under wrong version
-    # numbers, and is as much longer: the last of history(1) is the version's own commit (tests/table/test_delta_rs.py).
+    """Read the time (ms) at which the loaded version of `table` was made."""
+    # history(1) should have one commit, that of the loaded version. If this version is not the newest, delta-rs also
+    # returns all newer commits, the newest first (tests/table/test_delta_rs.py). So the wanted commit is the last.
     return int(table.history(1)[-1]["timestamp"])
 
 
 def load_version_at(table: DeltaTable, time_ms: int) -> DeltaTable:
-    """Load the version that was current at `time_ms` into `table`. Returns `table`.
+    """Load the version that was current at `time_ms` (since 1970) into `table`. Returns `table`.
 
     Raises NotFound when the table is newer than `time_ms`, or when its log no longer has that version.
     """
     table.load_as_version(datetime.fromtimestamp(time_ms / SECOND_MS, UTC))
     created_ms = created_at_ms(table)
-    # For a time before the oldest version, delta-rs loads the oldest version. It compares the file's modification time,
-    # which may be some milliseconds before the time stored in the file.
+    # For a time before the oldest version, delta-rs loads the oldest version. It compares `time_ms` with the
+    # modification time of a commit's file, which may be some milliseconds before the time stored in the file.
     if created_ms > time_ms + FILE_TIME_MS:
         oldest = datetime.fromtimestamp(created_ms / SECOND_MS, UTC).isoformat(timespec="milliseconds")
         raise NotFound(
@@ -272,7 +274,10 @@ def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
 
 
 def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequence[str]) -> ds.Dataset:
-    """Open some files of a Delta table as an Arrow dataset. Hive-style folder names supply the partition columns."""
+    """Open files of a Delta table, by URI, as an Arrow dataset in `schema`. Without files it is empty.
+
+    The folders' names (`day=2026-11-22`) supply the values of `partition_columns`.
+    """
     if not uris:
         return ds.dataset(schema.empty_table())
     files, paths = storage_uris.arrow_all(uris)
@@ -282,15 +287,16 @@ def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequen
 
 
 def sibling(uri: str, name: str) -> str:
-    """Build the URI of a folder next to the table's folder, for ledger, archive or the checkpoints of jobs."""
+    """Build the URI of the folder `name` beside the table's folder, for ledger, archive or the checkpoints of jobs."""
     return uri.rstrip("/").rpartition("/")[0] + "/" + name
 
 
 def default_table_uri(name: str, table_uri: str, status: Status) -> str:
-    """Find the default URI of the ledger or the archive (`name`) of the group that answered `status`.
+    """Find the default URI of the ledger or the archive of the group that answered `status`.
 
-    The environment variables TIMEBALL_LEDGER and TIMEBALL_ARCHIVE set it for all commands and for Spark's readers.
-    Without them it is the folder next to the table.
+    `name`: "ledger" or "archive". The environment variables TIMEBALL_LEDGER and TIMEBALL_ARCHIVE set the URI for all
+    commands and for Spark's readers. Without them it is a folder beside the table. Raises SetupError if a variable has
+    no `{group}` but there are several groups.
     """
     variable = f"TIMEBALL_{name.upper()}"
     given_uri = group_table_uri(
@@ -303,35 +309,34 @@ def default_table_uri(name: str, table_uri: str, status: Status) -> str:
 
 
 def chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Gather batches into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes.
+    """Join batches to tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes.
 
-    A task may have more batches than fit in memory. But large chunks make large files of sorted rows, which are
-    cheaper to read than many small files.
+    All batches of a task may be too large for memory. A chunk is as large as memory allows, because its sorted rows
+    become files, and few large files are cheaper to read than many small ones.
     """
-    gathered: list[pa.RecordBatch] = []
+    chunk: list[pa.RecordBatch] = []
     rows = size_bytes = 0
     for source_batch in batches:
         for begin in range(0, source_batch.num_rows, CHUNK_ROWS):
             batch = source_batch.slice(begin, CHUNK_ROWS)
-            if gathered and (rows + batch.num_rows > CHUNK_ROWS or size_bytes + batch.nbytes > CHUNK_BYTES):
-                yield pa.Table.from_batches(gathered)
-                gathered, rows, size_bytes = [], 0, 0
-            gathered.append(batch)
+            if chunk and (rows + batch.num_rows > CHUNK_ROWS or size_bytes + batch.nbytes > CHUNK_BYTES):
+                yield pa.Table.from_batches(chunk)
+                chunk, rows, size_bytes = [], 0, 0
+            chunk.append(batch)
             rows += batch.num_rows
             size_bytes += batch.nbytes
-    if gathered:
-        yield pa.Table.from_batches(gathered)
+    if chunk:
+        yield pa.Table.from_batches(chunk)
 
 
 # ---- appends, exactly once ------------------------------------------------------------------------------------
-# Tasks write Parquet files, and one commit adds them with a mark. The mark is Delta's application version, and the
-# caller chooses it. If the table already has this mark or a later one for the application, the append changes nothing.
-# The ledger's mark is the row of the log up to which the table has events, so the table itself stores where the next
-# append begins.
+# Tasks write Parquet files, and one commit adds them with a *mark*: a number that the caller chooses. Delta stores the
+# newest mark of each application, as its application version. If the table already has this mark or a later one for
+# the application, the append changes nothing. The ledger's mark is the row of the log up to which the table has events,
+# so the table itself stores where the next append begins.
 #
 # With `since`, the append raises OutOfRange unless the table's mark is `since`. A different mark shows that another
-# writer has appended meanwhile. The table must exist. Spark's executors and a process without Spark write the same
-# files and marks.
+# writer has appended meanwhile. Spark's executors and a process without Spark write the same files and marks.
 
 
 @dataclass(frozen=True)
@@ -343,7 +348,10 @@ class DeltaFile:
     rows: int
 
     def add(self, now_ms: int, *, data_change: bool = True) -> AddAction:
-        """Make the entry of the Delta log that adds this file. `data_change` is False if it replaces joined files."""
+        """Make the entry of the Delta log that adds this file.
+
+        `data_change` is False if the file only replaces files with the same rows.
+        """
         return AddAction(
             self.path, self.size_bytes, {}, now_ms, data_change, json.dumps({"numRecords": self.rows})
         )
@@ -377,16 +385,16 @@ def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -
     return DeltaFile(path, size_bytes or 0, rows)
 
 
-def append_once(uri: str, app_id: str, since: int | None, version: int, written: Sequence[DeltaFile]) -> None:
-    """Commit the files together with the mark `version`, unless the table already has this mark or a later one.
+def append_once(uri: str, app_id: str, since: int | None, mark: int, written: Sequence[DeltaFile]) -> None:
+    """Commit the files together with the mark of `app_id`, unless the table already has this mark or a later one.
 
     `since`: the mark that the table must have, or None for any. Raises OutOfRange when it has another mark, or when
-    another writer of `app_id` commits at the same time.
+    another writer of `app_id` commits at the same time. Raises NotFound if there is no table.
     """
     table = open_table(uri)
     current_mark = app_version(table, app_id) or 0
-    if current_mark >= version > 0:
-        LOG.info("version already written table=%s app=%s version=%d", uri, app_id, version)
+    if current_mark >= mark > 0:
+        LOG.info("version already written table=%s app=%s version=%d", uri, app_id, mark)
         return
     now_ms = SystemClock().wall_ms()
     try:
@@ -396,11 +404,10 @@ def append_once(uri: str, app_id: str, since: int | None, version: int, written:
             [file.add(now_ms) for file in written if file.rows],
             "append",
             table.schema(),
-            commit_properties=CommitProperties(app_transactions=[Transaction(app_id, version)]),
+            commit_properties=CommitProperties(app_transactions=[Transaction(app_id, mark)]),
         )
     except (OutOfRange, CommitFailedError) as error:
-        # CommitFailedError: Delta refuses concurrent commits of one application, so here, too, another writer was
-        # faster.
+        # CommitFailedError: another writer was faster, because Delta refuses concurrent commits of one application.
         raise OutOfRange(f"another writer of {app_id} was at work: {error}; planned again") from error
 
 

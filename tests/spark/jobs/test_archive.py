@@ -22,15 +22,18 @@ from timeball.spark.source.spark_api import Bounds
 from timeball.spark.table_store import sibling
 
 
-def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+def run_once(engine: Engine, node: RunningNode, **options: str) -> None:
+    """Run the job until the archive has all rows of the log."""
     archive.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
 
 
 def opened(broker: Endpoint) -> DeltaTable:
+    """Open the archive beside the pending table."""
     return DeltaTable(sibling(broker.status().table.uri, "archive"))
 
 
 def archived(broker: Endpoint) -> list[dict[str, object]]:
+    """Read all rows of the archive, sorted by number."""
     rows = opened(broker).to_pyarrow_table().to_pylist()
     return sorted(rows, key=lambda row: row["seq"])
 
@@ -42,8 +45,8 @@ def passed(broker: Endpoint) -> list[dict[str, object]]:
     return [row for batch in batches for row in batch.to_pylist()]
 
 
-def traffic(node: RunningNode) -> None:
-    """Make released, immediate, cancelled and pending messages. The first two pass."""
+def make_traffic(node: RunningNode) -> None:
+    """Make 5 released, 3 immediate, 1 cancelled and 20 pending messages. The first 8 pass."""
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
     with node.client() as ball:
@@ -53,14 +56,14 @@ def traffic(node: RunningNode) -> None:
 
 
 @pytest.mark.spark
-def test_archive_has_each_message_once_over_restarts(
+def test_the_archive_has_each_message_once_after_several_runs(
     engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
-    traffic(node)
-    drain(engine, node, max_rows_per_batch="25", rows_per_partition="9")
-    drain(engine, node)  # nothing is left to do
+    make_traffic(node)
+    run_once(engine, node, max_rows_per_batch="25", rows_per_partition="9")
+    run_once(engine, node)  # nothing is left to do
     send_due_now(node.endpoint, 2, "late")
-    drain(engine, node)
+    run_once(engine, node)
     result, expected = archived(broker), passed(broker)
     assert len(expected) == 10
     assert {row.pop("day") for row in result} <= {day(row["store_ms"]) for row in expected}
@@ -77,8 +80,8 @@ def day(at_ms: object) -> datetime.date:
 def test_archive_at_another_uri_is_readable_by_spark(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
-    traffic(node)
-    drain(SparkEngine(spark), node, uri=str(tmp_path / "elsewhere"))
+    make_traffic(node)
+    run_once(SparkEngine(spark), node, uri=str(tmp_path / "elsewhere"))
     table = DeltaTable(str(tmp_path / "elsewhere"))
     rows = archive.read_archive(spark, table).orderBy("seq").collect()
     result = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
@@ -91,15 +94,15 @@ def test_archive_at_another_uri_is_readable_by_spark(
 def test_epoch_that_another_job_has_done_is_refused(
     engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
-    """Two jobs from the same mark to different ends: the second may not add the first one's rows again."""
-    traffic(node)
+    """Two jobs begin at the same mark and end at different rows. The second must not add the same rows again."""
+    make_traffic(node)
     end = broker.status().log.durable_seq
     uri = sibling(broker.status().table.uri, "archive")
     archive.extend(engine, node.endpoint, uri, end - 5)
-    written = archive.write_piece(node.endpoint, uri, (1, end))
+    written = archive.archive_piece(node.endpoint, uri, (1, end))
     with pytest.raises(OutOfRange, match="another archive job was at work"):
         archive.commit_epoch(uri, 1, end, written)
-    repeated = archive.write_piece(node.endpoint, uri, (1, end - 5))
+    repeated = archive.archive_piece(node.endpoint, uri, (1, end - 5))
     archive.commit_epoch(uri, 1, end - 5, repeated)
     archive.extend(engine, node.endpoint, uri, end)
     assert [row["seq"] for row in archived(broker)] == [row["seq"] for row in passed(broker)]
@@ -121,22 +124,25 @@ def test_files_without_matching_rows_are_skipped(
             ball.send(topic, "x")
         archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table = opened(broker)
-    at = {row["topic"]: row["store_ms"] for row in archived(broker)}
-    assert len(archive.files(table, Bounds())) == 3
-    assert len(archive.files(table, Bounds(), topics=["b"])) == 1
-    assert len(archive.files(table, Bounds(), topics=["b", "c"])) == 2
+    passed_ms = {row["topic"]: row["store_ms"] for row in archived(broker)}
+    assert len(archive.select_files(table, Bounds())) == 3
+    assert len(archive.select_files(table, Bounds(), topics=["b"])) == 1
+    assert len(archive.select_files(table, Bounds(), topics=["b", "c"])) == 2
     assert (
-        archive.files(table, Bounds(high=at["a"] - 1)) == archive.files(table, Bounds(low=at["c"] + 1)) == []
+        archive.select_files(table, Bounds(high=passed_ms["a"] - 1))
+        == archive.select_files(table, Bounds(low=passed_ms["c"] + 1))
+        == []
     )
-    assert len(archive.files(table, Bounds(at["a"], at["a"]))) >= 1
+    assert len(archive.select_files(table, Bounds(passed_ms["a"], passed_ms["a"]))) >= 1
 
-    def read(**asked: object) -> list[str]:
-        return sorted(row.topic for row in archive.messages(spark, node.endpoint, **asked).collect())
+    def read(**conditions: object) -> list[str]:
+        """Read the topics of the messages that meet these conditions."""
+        return sorted(row.topic for row in archive.messages(spark, node.endpoint, **conditions).collect())
 
     assert read() == ["a", "b", "c"]
     assert read(topics=["a", "c"]) == ["a", "c"]
-    assert read(from_ms=at["c"] + 1) == read(until_ms=at["a"]) == []
-    assert read(until_ms=at["c"] + 1, from_ms=at["c"], topics=["c"]) == ["c"]
+    assert read(from_ms=passed_ms["c"] + 1) == read(until_ms=passed_ms["a"]) == []
+    assert read(until_ms=passed_ms["c"] + 1, from_ms=passed_ms["c"], topics=["c"]) == ["c"]
 
 
 @pytest.mark.spark
@@ -148,11 +154,11 @@ def test_joined_files_have_the_same_rows_and_old_files_stay_readable(
         send_due_now(node.endpoint, 2, f"topic{3 - n}")
         archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table, before = opened(broker), archived(broker)
-    old = archive.read_archive(spark, table)
+    rows_of_old_version = archive.read_archive(spark, table)
     mark = archive.read_range(table)
     days = {row["day"] for row in before}
     assert joining.join_small_files(table, archive.write_joined) == 4
-    assert len(archive.files(opened(broker), Bounds())) == len(days)
+    assert len(archive.select_files(opened(broker), Bounds())) == len(days)
     assert archived(broker) == before and archive.read_range(opened(broker)) == mark
-    assert old.count() == len(before)
+    assert rows_of_old_version.count() == len(before)
     assert joining.join_small_files(opened(broker), archive.write_joined) == 0, "nothing left to join"

@@ -39,7 +39,8 @@ SPARK = pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.timeout(600)
 EVENTS = pa.schema([audit_sql.EVENTS.field(name) for name in audit_sql.EVENT_COLUMNS])
 FAR_MS = 1 << 50
 Forged = dict[str, str | pa.Table]  # relation -> the rows in its place, or a query for them
-# seq, event, due_ms, at_ms, from_due_ms. An event `waiting` is a stored row.
+# (seq, event, due_ms, at_ms) or (seq, event, due_ms, at_ms, from_due_ms). The event `waiting` is a row that is stored
+# for a pending message.
 Event = tuple[int, str, int | None, int] | tuple[int, str, int | None, int, int]
 
 ACCEPTED: list[Event] = [(1, "accepted", 500, 1), (2, "accepted", 500, 1), (3, "accepted", FAR_MS, 1)]
@@ -55,12 +56,12 @@ def session(request: pytest.FixtureRequest) -> SparkSession | None:
 
 
 class ForgedRows:
-    """An engine that reads other rows than there are."""
+    """An engine that reads other rows in place of some relations."""
 
     def __init__(self, engine: AuditEngine, forged: Forged) -> None:
         self._engine, self._forged = engine, forged
         self.dialect, self.relation = engine.dialect, engine.relation
-        self.register, self.query, self.keep = engine.register, engine.query, engine.keep
+        self.register, self.query, self.materialize = engine.register, engine.query, engine.materialize
 
     def __enter__(self) -> Self:
         self._engine.__enter__()
@@ -70,7 +71,7 @@ class ForgedRows:
         self._engine.__exit__()
 
     def read(self, reads: Reads) -> None:
-        """Read what there is, then replace the forged relations."""
+        """Read the real rows, then replace the forged relations."""
         self._engine.read(reads)
         for name, rows in self._forged.items():
             if isinstance(rows, str):
@@ -97,21 +98,21 @@ def judge(
     events: list[Event],
     queues: list[tuple[str, int, int]] | None = None,
 ) -> audit.AuditReport:
-    """Audit these events and stored rows, and queue positions, in place of those of a node without messages."""
+    """Audit these events, stored rows and queue positions on a node without messages.
+
+    `queues`: (topic, queue, position) of each row with a queue position.
+    """
     rows = [
-        dict(
-            zip(
-                EVENTS.names,
-                (event, seq, due, at, i, *(from_due or [None]), None, "t", f"u{seq}"),
-                strict=True,
-            )
-        )
-        for i, (seq, event, due, at, *from_due) in enumerate(events, 1)
+        {
+            "event": event, "first_seq": seq, "due_ms": due_ms, "at_ms": at_ms, "event_seq": event_seq,
+            "from_due_ms": from_due_ms[0] if from_due_ms else None, "topic": "t", "unique_key": f"u{seq}",
+        }
+        for event_seq, (seq, event, due_ms, at_ms, *from_due_ms) in enumerate(events, 1)
         if event != "waiting"
-    ]
+    ]  # fmt: skip
     filed = [
-        {"seq": seq, "due_ms": due, "topic": "t", "unique_key": f"u{seq}"}
-        for seq, event, due, *_ in events
+        {"seq": seq, "due_ms": due_ms, "topic": "t", "unique_key": f"u{seq}"}
+        for seq, event, due_ms, *_ in events
         if event == "waiting"
     ]
     placed = [dict(zip(audit_sql.PLACED_COLUMNS, position, strict=True)) for position in queues or []]
@@ -127,7 +128,9 @@ def judge(
     )
 
 
-def test_audit_balances_after_all_kinds_of_events(session: SparkSession | None, node: RunningNode) -> None:
+def test_a_released_a_cancelled_and_a_pending_message_balance(
+    session: SparkSession | None, node: RunningNode
+) -> None:
     report = judge(session, node, BALANCED, [("t", 0, 4), ("t", 0, 5), ("t", 1, 0)])
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (3, 1, 1, 1)
@@ -135,18 +138,20 @@ def test_audit_balances_after_all_kinds_of_events(session: SparkSession | None, 
     assert report.offenders == {}
 
 
+CANCELLED = SETTLED[1:]
+# (events, the breach that they contain, the number of its message)
 BREACHES: list[tuple[list[Event], str, int]] = [
     (ACCEPTED + SETTLED, "lost", 3),
-    ([*BALANCED[:3], (1, "released", 500, 499), *BALANCED[4:]], "early", 1),
-    # The release claims another instant than the one that was accepted.
-    ([*BALANCED[:3], (1, "released", 498, 499), *BALANCED[4:]], "early", 1),
-    ([*BALANCED[:3], (1, "released", 501, 502), *BALANCED[4:]], "changed", 1),
-    ([*BALANCED[:-1], (3, "waiting", FAR_MS + 1, 0)], "changed", 3),
+    ([*ACCEPTED, (1, "released", 500, 499), *CANCELLED, *WAITING], "early", 1),
+    # The release row has another due time than the accepted one.
+    ([*ACCEPTED, (1, "released", 498, 499), *CANCELLED, *WAITING], "early", 1),
+    ([*ACCEPTED, (1, "released", 501, 502), *CANCELLED, *WAITING], "changed", 1),
+    ([*ACCEPTED, *SETTLED, (3, "waiting", FAR_MS + 1, 0)], "changed", 3),
     ([*BALANCED, (1, "released", 500, 502)], "duplicate", 1),
     ([*BALANCED, (1, "cancelled", 500, 300)], "duplicate", 1),
     ([*BALANCED, (3, "accepted", FAR_MS, 2)], "duplicate", 3),
     ([*BALANCED, (3, "waiting", FAR_MS, 0)], "duplicate", 3),
-    # All events of a message twice: as many begin as end.
+    # All events of a message twice: the numbers of accepted and ended messages are equal.
     ([*BALANCED, (1, "accepted", 500, 1), (1, "released", 500, 501)], "duplicate", 1),
     ([*BALANCED, (9, "released", 500, 502)], "unknown", 9),
     ([*BALANCED, (9, "waiting", FAR_MS, 0)], "unknown", 9),
@@ -154,7 +159,7 @@ BREACHES: list[tuple[list[Event], str, int]] = [
 
 
 @pytest.mark.parametrize(("events", "breach", "seq"), BREACHES)
-def test_each_breach_is_found_and_shown(
+def test_each_breach_is_counted_and_its_message_is_named(
     session: SparkSession | None, node: RunningNode, events: list[Event], breach: str, seq: int
 ) -> None:
     report = judge(session, node, events)
@@ -166,17 +171,18 @@ def test_each_breach_is_found_and_shown(
 @pytest.mark.parametrize(
     ("release", "is_early"),
     [
-        ((1, "released", 40, 40, 500), False),  # the clock was set back behind the acceptance
-        ((1, "released", 400, 401, 500), False),
-        ((1, "released", 400, 399, 500), True),  # before the shifted instant
-        ((1, "released", 600, 599, 500), True),  # set forward: due later by the clock
-        ((1, "released", 400, 401), True),  # without the instant that was promised
-        ((1, "released", 400, 401, 450), True),  # another instant was promised
+        ((1, "released", 40, 40, 500), False),  # the clock was set back to before the acceptance
+        ((1, "released", 400, 401, 500), False),  # after the shifted due time
+        ((1, "released", 400, 399, 500), True),  # before the shifted due time
+        ((1, "released", 600, 599, 500), True),  # before the shifted due time, after the original one
+        ((1, "released", 400, 401), True),  # the row lacks the original due time
+        ((1, "released", 400, 401, 450), True),  # the row has another original due time
     ],
 )
 def test_release_before_the_shifted_due_time_is_early(
     node: RunningNode, release: Event, is_early: bool
 ) -> None:
+    """A set clock shifts due times of messages whose delay follows elapsed time. `release` has both due times."""
     report = judge(None, node, [(1, "accepted", 500, 50), release])
     assert (report.early, report.ok) == (int(is_early), not is_early)
     moved: list[Event] = [(1, "accepted", 9_000, 50), (1, "moved", 500, 60, 9_000), release]
@@ -184,7 +190,7 @@ def test_release_before_the_shifted_due_time_is_early(
 
 
 def test_durations_balance_when_the_clock_is_set_back(tmp_path: Path) -> None:
-    """A relative delay and a level end when their time has passed, an hour before the instants in their rows."""
+    """A relative delay and a delay level end when their time has passed: an hour before the due times in their rows."""
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node:
         node.run(node.broker.send(batch(2, delay_ms=[MINUTE_MS] * 2)))
@@ -194,14 +200,14 @@ def test_durations_balance_when_the_clock_is_set_back(tmp_path: Path) -> None:
         extend_ledger(node)
         report = audit.run(None, node.endpoint)
         assert report.ok and report.released == 3 and counts(report) == (3, 0, 0, 0), report
-        # The control: the same events, one of which names no instant that was promised.
+        # The control: the same events, but one release lacks the original due time.
         forged = "select * replace (case when first_seq > 2 then from_due_ms end as from_due_ms) from {rows}"
         report = audit_forged(None, node.endpoint, {"events": forged})
         assert (report.ok, report.early) == (False, 1)
 
 
 def send_levels(node: RunningNode, *levels: int) -> list[int]:
-    """Send messages to `orders` with these delay levels. Returns their sequence numbers."""
+    """Send a message to `orders` for each of these delay levels. Returns their sequence numbers."""
     rows = pa.record_batch(
         {
             "topic": ["orders"] * len(levels),
@@ -218,7 +224,7 @@ def test_scheduled_messages_of_delay_levels_balance(node: RunningNode) -> None:
     seqs = send_levels(node, 1, 18, 18, 17, 1)
     with node.client() as ball:
         assert [verdict.verdict for verdict in ball.cancel(ids=["level2"])] == ["cancelled"]
-        eventually(lambda: visible(ball, "orders") == 2, "the first level is over")
+        eventually(lambda: visible(ball, "orders") == 2, "the messages of level 1 are released")
     node.run(node.broker.compact())
     send_due_now(node.endpoint, 5)
     report = audit.run(None, node.endpoint)
@@ -228,7 +234,7 @@ def test_scheduled_messages_of_delay_levels_balance(node: RunningNode) -> None:
     report = audit.run(None, node.endpoint)
     assert report.ok and report.pending == 2 and report.scope.begin > 1, report
     assert audit.run(None, node.endpoint, full=True).pending == 2
-    # The control: a scheduled message of a level that nobody has any more is lost.
+    # The control: without its row in the log, a message of a level is lost.
     for full in (True, False):
         forged = {"logged": f"select * from {{rows}} where seq <> {seqs[3]}"}
         report = audit_forged(None, node.endpoint, forged, full=full)
@@ -236,7 +242,7 @@ def test_scheduled_messages_of_delay_levels_balance(node: RunningNode) -> None:
 
 
 def test_moved_scheduled_messages_balance(node: RunningNode, broker: Endpoint) -> None:
-    """A message that is moved is accepted once and settled once, wherever it lay and however often it moves."""
+    """A moved message is accepted once and settled once, wherever it is stored and however often it is moved."""
     send(node.endpoint, 10)
     node.run(node.broker.compact())
     send_levels(node, 18, 18)
@@ -257,16 +263,16 @@ def test_moved_scheduled_messages_balance(node: RunningNode, broker: Endpoint) -
         "rescheduled"
     ]
     with node.client() as ball:
-        eventually(lambda: visible(ball, "orders") + visible(ball, "bulk") == 4, "four have come")
+        eventually(lambda: visible(ball, "orders") + visible(ball, "bulk") == 4, "four messages are released")
     report = audit.run(None, node.endpoint)
     assert report.ok, report
-    sent, cancelled, came = 10 + 2 + 4 + 2, 2, 4
-    assert (report.accepted, report.cancelled, report.released) == (sent, cancelled, came)
-    assert report.pending == sent - cancelled - came
+    sent, cancelled, released = 10 + 2 + 4 + 2, 2, 4
+    assert (report.accepted, report.cancelled, report.released) == (sent, cancelled, released)
+    assert report.pending == sent - cancelled - released
 
 
 def test_half_messages_balance(node: RunningNode) -> None:
-    """A half message that is committed with a delay counts as accepted from the commit on, under its own number."""
+    """A half message that is committed with a delay is accepted at its commit, under the number of its first row."""
     soon = [commit_half(node, **delay) for delay in ({"delay_ms": 1}, {"delay_level": 1})]
     later = [
         commit_half(node, **delay) for delay in ({"delay_ms": 10**7}, {"delay_level": 18}) for _ in range(3)
@@ -283,8 +289,8 @@ def test_half_messages_balance(node: RunningNode) -> None:
     assert report.ok and counts(report) == (9, 2, 5, 0), report
 
 
-def test_messages_that_are_given_back_with_a_delay_balance(node: RunningNode) -> None:
-    """They are scheduled messages. Leases, acknowledgements and messages that come back at once are not."""
+def test_messages_returned_by_a_consumer_with_a_delay_balance(node: RunningNode) -> None:
+    """They become scheduled messages. Leases, acknowledgements and messages returned without a delay do not."""
     verbs = node.broker.consuming
 
     def receive(rows: int, invisible_ms: int = 10**6) -> list[Receipt]:
@@ -293,24 +299,24 @@ def test_messages_that_are_given_back_with_a_delay_balance(node: RunningNode) ->
 
     send(node.endpoint, 10)
     node.run(node.broker.send(batch(12, topic=["plain"] * 12)))
-    acked, given_back, dead, held = receive(4), receive(2), receive(1), receive(3)
-    assert all(node.run(verbs.acknowledge(acked)))
-    for receipt, delay_ms in zip(given_back, (1, 10**7), strict=True):
+    acknowledged, returned, dead, leased = receive(4), receive(2), receive(1), receive(3)
+    assert all(node.run(verbs.acknowledge(acknowledged)))
+    for receipt, delay_ms in zip(returned, (1, 10**7), strict=True):
         assert node.run(verbs.nack(receipt, delay_ms)) is not None
-    assert node.run(verbs.change_invisible_time(held[1], 10**7)) is not None
+    assert node.run(verbs.change_invisible_time(leased[1], 10**7)) is not None
     assert node.run(verbs.dead_letter(dead[0]))
     receive(2, invisible_ms=1)
     with node.client() as ball:
-        eventually(lambda: visible(ball, "%RETRY%g_plain") == 3, "three are here again")
+        eventually(lambda: visible(ball, "%RETRY%g_plain") == 3, "three messages are visible again")
     extend_ledger(node)
     node.run(node.broker.compact())
     repeated = receive(1)
-    assert len(repeated) == 1 and all(node.run(verbs.acknowledge([*repeated, held[0]])))
+    assert len(repeated) == 1 and all(node.run(verbs.acknowledge([*repeated, leased[0]])))
     report = audit.run(None, node.endpoint)
     assert report.ok, report
-    sent, delayed, came = 10, 2, 1
-    assert (report.accepted, report.cancelled, report.released) == (sent + delayed, 0, came)
-    assert report.pending == sent + delayed - came
+    sent, delayed, released = 10, 2, 1
+    assert (report.accepted, report.cancelled, report.released) == (sent + delayed, 0, released)
+    assert report.pending == sent + delayed - released
 
 
 @pytest.fixture
@@ -330,21 +336,22 @@ def extend_ledger(node: RunningNode, to_seq: int | None = None) -> str:
 
 
 def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
+    """Get (accepted, cancelled, pending, lost) from a report."""
     return report.accepted, report.cancelled, report.pending, report.lost
 
 
 def test_rewritten_messages_are_accepted_once_and_pending_once(small: RunningNode) -> None:
     send(small.endpoint, 10)
-    places = write_again(small, 2, 3, 4)
+    new_seqs = write_again(small, 2, 3, 4)
     assert [verdict.verdict for verdict in small.run(small.broker.cancel(seqs=[3]))] == ["cancelled"]
-    write_again(small, places[0])
+    write_again(small, new_seqs[0])
     report = audit.run(None, small.endpoint)
     assert report.ok and counts(report) == (10, 1, 9, 0), report
     fill_segment(small)
     extend_ledger(small)
     write_again(small, 2, 4, 5, 6, 7, 8, 9, 10)
     assert let_go(small) > 10
-    # The tenth was not written again: its row is gone, and so is it.
+    # The message 11 was not written again, and retention has removed its row. So it is lost.
     report = audit.run(None, small.endpoint)
     assert not report.ok and counts(report) == (10, 1, 8, 1), report
     assert [row["seq"] for row in report.offenders["lost"]] == [11]
@@ -361,18 +368,18 @@ def test_messages_whose_first_rows_are_removed_balance(small: RunningNode) -> No
     report = audit.run(None, small.endpoint)
     assert report.ok and counts(report) == (15, 0, 15, 0), report
     assert report.unknown == 0 and report.scope.first > 10
-    # The control: the same log without the row that one of them was moved to.
+    # The control: the same log without the newest row of message 7.
     forged = {"logged": "select * from {rows} where source_seq is null or source_seq <> 7"}
     for full in (True, False):
         report = audit_forged(None, small.endpoint, forged, full=full)
         assert not report.ok and report.lost == 1
-    # Without a ledger nothing is known of what retention has let go: neither accepted nor unknown.
+    # Without a ledger, messages whose first rows retention has removed do not count, and are not unknown either.
     report = audit.run(None, small.endpoint, ledger_uri=str(small.settings.data / "elsewhere"), full=True)
     assert report.ok and counts(report) == (0, 0, 0, 0), report
 
 
 async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
-    """Let time pass, five seconds a look."""
+    """Let time pass, in steps of five seconds, and wait each time until the broker has released all due messages."""
     for _ in range(seconds // 5):
         clock.advance(5 * SECOND_MS)
         node.broker.ticker.wake()
@@ -390,7 +397,7 @@ def let_segments_go(node: RunningNode) -> int:
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
 def test_messages_moved_by_other_strategies_balance(tmp_path: Path, schedule: str) -> None:
-    """A ring of a minute and a level of a minute are over, and what they held in the beginning is gone."""
+    """After 75 s each strategy has written its messages again, and retention removes their first rows."""
     clock = ManualClock()
     settings = {
         "strategy": schedule,
@@ -405,8 +412,8 @@ def test_messages_moved_by_other_strategies_balance(tmp_path: Path, schedule: st
         fill_segment(node)
         extend_ledger(node)
         node.run(move_on(node, clock, 75))
-        # A roll or a hop comes some moments behind the look that settles.
-        eventually(lambda: let_segments_go(node) > 20, "the first segment goes")
+        # The strategy writes messages again some moments after it has released others.
+        eventually(lambda: let_segments_go(node) > 20, "retention has removed the first segment")
         report = audit.run(None, node.endpoint)
         assert report.ok and counts(report) == (20, 0, 10, 0), report
         assert report.released == 10 and report.scope.first > 20
@@ -420,11 +427,14 @@ def send_at(ball: Timeball, due_ms: list[int]) -> None:
     ball.send_many([{"topic": "orders", "body": b"x", "due_ms": instant} for instant in due_ms])
 
 
-@pytest.mark.parametrize("looks", [1, 3])
-def test_rows_removed_by_retention_during_the_audit_are_not_lost(
-    small: RunningNode, monkeypatch: pytest.MonkeyPatch, looks: int
+@pytest.mark.parametrize("audits_max", [1, 3])
+def test_an_audit_is_repeated_if_retention_removes_rows_meanwhile(
+    small: RunningNode, monkeypatch: pytest.MonkeyPatch, audits_max: int
 ) -> None:
-    """Written again behind the end of the scope, and its older row let go; with one look there is no report."""
+    """The message is written again after the end of the scope, and its older row is removed. It is not lost.
+
+    With a single audit there is no report.
+    """
     send(small.endpoint, 1)
     fill_segment(small)
     extend_ledger(small)
@@ -437,8 +447,8 @@ def test_rows_removed_by_retention_during_the_audit_are_not_lost(
         read(engine, reads)
 
     monkeypatch.setattr(DuckDbEngine, "read", meanwhile)
-    monkeypatch.setattr(audit, "AUDITS_MAX", looks)
-    if looks == 1:
+    monkeypatch.setattr(audit, "AUDITS_MAX", audits_max)
+    if audits_max == 1:
         with pytest.raises(OutOfRange):
             audit.run(None, small.endpoint)
         return
@@ -448,7 +458,8 @@ def test_rows_removed_by_retention_during_the_audit_are_not_lost(
 
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-def test_an_audit_of_few_rows_has_few_tasks(spark: SparkSession, node: RunningNode) -> None:
+def test_an_audit_of_few_rows_runs_few_spark_tasks(spark: SparkSession, node: RunningNode) -> None:
+    """Although Spark's setting asks for 50 partitions of each shuffle."""
     send(node.endpoint, 100)
     context, partitions = spark.sparkContext, "spark.sql.shuffle.partitions"
     before = spark.conf.get(partitions) or ""
@@ -474,7 +485,7 @@ def test_overdue_messages_are_reported_and_are_no_breach(node: RunningNode) -> N
 
 
 @pytest.mark.parametrize("positions", [[("t", 0, 1), ("t", 0, 3)], [("t", 0, 1), ("t", 0, 1)]])
-def test_queue_with_gap_or_repeated_position_is_reported(
+def test_a_queue_with_a_missing_or_repeated_position_is_reported(
     session: SparkSession | None, node: RunningNode, positions: list[tuple[str, int, int]]
 ) -> None:
     report = judge(session, node, BALANCED, positions)
@@ -483,6 +494,7 @@ def test_queue_with_gap_or_repeated_position_is_reported(
 
 
 def bulk(node: RunningNode, broker: Endpoint, rows: int, ahead_ms: int) -> None:
+    """Attach this number of messages by a bulk write to the topic `bulk`, due `ahead_ms` from now."""
     options = write_options({"endpoint": node.endpoint})
     due = [broker.status().now_ms + ahead_ms] * rows
     table = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
@@ -504,9 +516,8 @@ def test_a_real_broker_balances_at_every_stage(
     extend_ledger(node, 60)
     node.run(node.broker.compact())
     send(node.endpoint, 10)
-    report = audit.run(
-        session, node.endpoint, full=True
-    )  # part in the ledger, part in the log; part compacted
+    # Some events are in the ledger, some only in the log. Some messages are compacted.
+    report = audit.run(session, node.endpoint, full=True)
     assert report.ok and report.full_because == "", report
     assert (report.accepted, report.pending, report.scope.ledger_end) == (156, 150, 60)
     bulk(node, broker, 30, 10**9)
@@ -524,7 +535,7 @@ def test_a_real_broker_balances_at_every_stage(
 def test_a_bulk_write_of_one_row_balances(
     session: SparkSession | None, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event looks like that of a single message. It counts once, in the log and in the ledger."""
+    """Its event looks like that of a single message. It counts once, whether it is read from the log or the ledger."""
     monkeypatch.setattr(audit_engines, "DRIVER_ROWS", 0)  # Spark's tasks read the events of the log
     send(node.endpoint, 2)
     bulk(node, broker, 1, 10**9)
@@ -539,7 +550,7 @@ def test_a_bulk_write_of_one_row_balances(
 
 
 def change_filed_row(uri: str, seq: int, change: Callable[[pa.Table, int], pa.Table]) -> None:
-    """Write the data file with this row anew, changed. The Delta log does not know of it."""
+    """Replace the data file with this row by a changed one, without a commit in the Delta log."""
     for path in map(Path, DeltaTable(uri).file_uris()):
         rows = pq.read_table(path, schema=TABLE_SCHEMA, partitioning=None)
         index = rows.column("seq").to_pylist()
@@ -549,35 +560,38 @@ def change_filed_row(uri: str, seq: int, change: Callable[[pa.Table, int], pa.Ta
     raise AssertionError(f"no file has the row {seq}")
 
 
-def lost(rows: pa.Table, at: int) -> pa.Table:
-    return pa.concat_tables([rows[:at], rows[at + 1 :]])
+def lost(rows: pa.Table, index: int) -> pa.Table:
+    """Remove a row."""
+    return pa.concat_tables([rows[:index], rows[index + 1 :]])
 
 
-def doubled(rows: pa.Table, at: int) -> pa.Table:
-    return pa.concat_tables([rows, rows[at : at + 1]])
+def doubled(rows: pa.Table, index: int) -> pa.Table:
+    """Repeat a row."""
+    return pa.concat_tables([rows, rows[index : index + 1]])
 
 
-def changed(rows: pa.Table, at: int) -> pa.Table:
+def changed(rows: pa.Table, index: int) -> pa.Table:
+    """Change the due time of a row."""
     due = rows.column("due_ms").to_pylist()
-    due[at] += 1
+    due[index] += 1
     return rows.set_column(rows.schema.get_field_index("due_ms"), "due_ms", pa.array(due, pa.int64()))
 
 
 def change_ledger(uri: str, fault: str) -> tuple[str, int]:
-    """Change events of the last released message, or of the newest one. Returns the breach and the message."""
+    """Change events of the newest released message in the ledger. Returns (expected breach, number of the message)."""
     table = DeltaTable(uri)
     events = table.to_pyarrow_table()
     is_released = pc.equal(events.column("event"), "released")
-    released = pc.max(events.filter(is_released).column("first_seq")).as_py()
-    of_one = f"first_seq = {released} and event"
+    seq = pc.max(events.filter(is_released).column("first_seq")).as_py()
     if fault == "early":
-        table.update({"at_ms": "due_ms - 1"}, predicate=f"{of_one} = 'released'")
-        return "early", released
+        table.update({"at_ms": "due_ms - 1"}, predicate=f"first_seq = {seq} and event = 'released'")
+        return "early", seq
     if fault == "unknown":
-        table.delete(f"{of_one} = 'accepted'")
-        return "unknown", released
-    write_deltalake(table, events.filter(pc.equal(events.column("first_seq"), released)), mode="append")
-    return "duplicate", released
+        table.delete(f"first_seq = {seq} and event = 'accepted'")
+        return "unknown", seq
+    assert fault == "recorded twice"
+    write_deltalake(table, events.filter(pc.equal(events.column("first_seq"), seq)), mode="append")
+    return "duplicate", seq
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -585,7 +599,7 @@ def change_ledger(uri: str, fault: str) -> tuple[str, int]:
 def test_a_difference_in_a_table_is_found_in_full_and_since_the_last_audit(
     session: SparkSession | None, node: RunningNode, broker: Endpoint, fault: str, full: bool
 ) -> None:
-    """A row of the pending table, or an event since the last balanced audit, is changed."""
+    """The difference: a changed row of the pending table, or a changed event since the last balanced audit."""
     send(node.endpoint, 100)
     node.run(node.broker.compact())
     extend_ledger(node)
@@ -621,7 +635,7 @@ FILED_WRONG = "select seq, number, {due} as due_ms, topic, unique_key from {{row
 def test_a_moved_message_of_a_bulk_write_with_a_wrong_due_time_is_found(
     node: RunningNode, broker: Endpoint, full: bool
 ) -> None:
-    """The whole group is of the bulk write, whose due times the log does not have. But it has the new one."""
+    """All messages of its group are of the bulk write, whose due times the log lacks. But the log has the new one."""
     send(node.endpoint, 1)
     assert audit.run(None, node.endpoint).ok
     bulk(node, broker, 3 * audit_sql.GROUP_NUMBERS, 10**9)
@@ -636,18 +650,15 @@ def test_a_moved_message_of_a_bulk_write_with_a_wrong_due_time_is_found(
 def test_file_removed_from_the_table_is_detected(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
     write_again(node, *range(2, 52))
-    node.run(
-        node.broker.compact()
-    )  # also what moved a scheduled message is behind the watermark now, and no witness
+    # The rows that moved messages are then below the watermark, too, and do not count as stored.
+    node.run(node.broker.compact())
     assert audit.run(None, node.endpoint).ok
     table = DeltaTable(broker.status().table.uri)
     before = table.version()
     table.delete("seq % 2 = 0")
     forged = {"filed": "select * from {rows} where seq % 2 = 1"}
     report = audit_forged(None, node.endpoint, forged)
-    assert (
-        report.scope.version == before
-    )  # the broker's own version: what others commit is not what it serves from
+    assert report.scope.version == before, "the audit reads the broker's version, not that of another program"
     assert not report.ok
     assert report.lost == len(report.offenders["lost"]) == 50
 
@@ -662,15 +673,12 @@ DAMAGED = "the snapshot of the last balanced audit is damaged"
     ("damage", "reason"),
     [
         (None, "there is no snapshot of a balanced audit"),
-        (
-            lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
-            "the snapshot of the last balanced audit is damaged",
-        ),
+        (lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], DAMAGED),
         (lambda data: data[:-7], DAMAGED),
         (lambda data: b"", DAMAGED),
     ],
 )
-def test_without_a_whole_snapshot_the_audit_is_full_and_says_why(
+def test_without_an_intact_snapshot_the_audit_is_full_and_reports_the_reason(
     node: RunningNode, broker: Endpoint, damage: Callable[[bytes], bytes] | None, reason: str
 ) -> None:
     send(node.endpoint, 10)
@@ -686,7 +694,7 @@ def test_without_a_whole_snapshot_the_audit_is_full_and_says_why(
 
 
 def test_a_snapshot_of_another_log_is_not_used(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:
-    """One of a longer log, and one of a log with other messages at that place."""
+    """The snapshot of a longer log, and then that of a log which has another row at the snapshot's end."""
     with running_node(tmp_path / "other", compact_rows=0) as other:
         send(other.endpoint, 5)
         assert audit.run(None, other.endpoint).ok
@@ -697,15 +705,15 @@ def test_a_snapshot_of_another_log_is_not_used(node: RunningNode, broker: Endpoi
     for _ in range(2):
         snapshot.write_bytes(copy)
         report = audit.run(None, node.endpoint)
-        assert (
-            report.ok and report.full_because == "the snapshot of the last balanced audit is of another log"
-        )
-        with node.client() as ball:
+        assert report.ok
+        assert report.full_because == "the snapshot of the last balanced audit is of another log"
+        with node.client() as ball:  # now this log is the longer one
             ball.send_many([{"topic": "plain", "body": b"x"}] * 20)
 
 
-def test_a_snapshot_that_does_not_fit_is_not_used(node: RunningNode, broker: Endpoint) -> None:
-    """It knows a pending message that the log does not have."""
+def test_a_snapshot_with_a_message_that_the_log_lacks_is_not_used(
+    node: RunningNode, broker: Endpoint
+) -> None:
     send(node.endpoint, 5)
     assert audit.run(None, node.endpoint).ok
     uri = audit_snapshot.snapshot_uri(broker.status().table.uri)
@@ -713,12 +721,12 @@ def test_a_snapshot_that_does_not_fit_is_not_used(node: RunningNode, broker: End
     snapshot.open_bits[0] |= 1 << 40
     audit_snapshot.write_snapshot(uri, snapshot)
     report = audit.run(None, node.endpoint)
-    assert (
-        report.ok and report.full_because == "the snapshot of the last balanced audit does not fit to the log"
-    )
+    assert report.ok
+    assert report.full_because == "the snapshot of the last balanced audit does not fit to the log"
 
 
-def test_an_older_ledger_without_reasons_balances(session: SparkSession | None, node: RunningNode) -> None:
+def test_a_ledger_without_the_column_reason_balances(session: SparkSession | None, node: RunningNode) -> None:
+    """A ledger of an older version. The replaced message counts as cancelled, because its event has no reason."""
     send(node.endpoint, 10)
     with node.client() as ball:
         for _ in range(2):

@@ -11,7 +11,13 @@ import pyarrow as pa
 import pytest
 
 from timeball.model.errors import Corrupt, NotFound
-from timeball.spark.jobs.audit_snapshot import Balanced, Facts, read_snapshot, snapshot_uri, write_snapshot
+from timeball.spark.jobs.audit_snapshot import (
+    AuditSnapshot,
+    Facts,
+    read_snapshot,
+    snapshot_uri,
+    write_snapshot,
+)
 from timeball.spark.views.audit_sql import ENDED_SCHEMA
 
 FACTS = Facts(
@@ -20,9 +26,9 @@ FACTS = Facts(
 ENDED = pa.table([[5, 7], [9, 1 << 60], [1_000, 2_000]], schema=ENDED_SCHEMA)
 
 
-def balanced(facts: Facts = FACTS, ended: pa.Table = ENDED) -> Balanced:
+def balanced(facts: Facts = FACTS, ended: pa.Table = ENDED) -> AuditSnapshot:
     groups = np.array([0, 48, 480])
-    return Balanced(facts, groups, groups + 1, groups - 5, ended)
+    return AuditSnapshot(facts, groups, groups + 1, groups - 5, ended)
 
 
 @pytest.mark.parametrize("ended", [ENDED, ENDED_SCHEMA.empty_table()])

@@ -26,55 +26,60 @@ from timeball.spark.jobs.campaign import Campaign
 COLUMNS = Columns(due="at", topic="to", body="text", keys="id")
 ROWS = 1_000
 BYTES = bulk.TASK_BYTES
-BAD = {0: "no topic", 500: "no instant"}  # of every thousand
+INVALID = {0: "no topic", 500: "no due time"}  # row of each thousand -> its fault
 
 
-def people(spark: SparkSession, now_ms: int, rows: int = ROWS, bad: bool = True) -> DataFrame:
-    """Make rows due within three days, two of every thousand of which are invalid."""
-    frame = spark.range(0, rows, numPartitions=3)
-    due = f"{now_ms + HOUR_MS} + (id * 7919) % {3 * DAY_MS}"
-    topic, at = "'mail'", f"timestamp_millis({due})"
-    if bad:
-        topic, at = "if(id % 1000 = 0, 'not good', 'mail')", f"if(id % 1000 = 500, null, {at})"
-    return frame.selectExpr(
-        f"{topic} as to", f"{at} as at", "concat('dear ', id) as text", "concat('k', id) as id"
+def make_rows(spark: SparkSession, now_ms: int, rows: int = ROWS) -> DataFrame:
+    """Make rows due within three days. The rows INVALID of each thousand are invalid."""
+    due = f"timestamp_millis({now_ms + HOUR_MS} + (id * 7919) % {3 * DAY_MS})"
+    return spark.range(0, rows, numPartitions=3).selectExpr(
+        "if(id % 1000 = 0, 'not good', 'mail') as to",
+        f"if(id % 1000 = 500, null, {due}) as at",
+        "concat('dear ', id) as text",
+        "concat('k', id) as id",
     )
 
 
-def run(spark: SparkSession, node: RunningNode, frame: DataFrame, **more: object) -> bulk.BulkReport:
-    return bulk.run(spark, frame, node.endpoint, **{"columns": COLUMNS, "campaign": "spring", **more})
+def run(spark: SparkSession, node: RunningNode, frame: DataFrame, **options: object) -> bulk.BulkReport:
+    """Run the job, by default as the campaign `spring`."""
+    return bulk.run(spark, frame, node.endpoint, **{"columns": COLUMNS, "campaign": "spring", **options})
 
 
-# ---- who writes what --------------------------------------------------------------------------------------
+# ---- dividing rows among tasks ----------------------------------------------------------------------------
 
 
 def survey(rows: list[int], row_bytes: int = 10) -> Survey:
+    """Make a survey with these numbers of rows, in every third minute."""
     counts = np.array(rows, np.int64)
     return Survey(np.arange(len(rows), dtype=np.int64) * 3, counts, counts * row_bytes, {})
 
 
 @given(st.lists(st.integers(1, 5_000), max_size=60), st.integers(50, 2_000))
 def test_tasks_are_even_and_spans_are_contiguous(rows: list[int], task_rows: int) -> None:
-    given_ = survey(rows)
-    deal = plan_tasks(given_, task_rows, BYTES)
-    assert list(deal.first) == [0, *np.cumsum(deal.tasks)[:-1]][: len(deal.first)]
-    assert set(deal.minute) <= set(given_.minute) and list(deal.minute) == sorted(set(deal.minute))
+    counts = survey(rows)
+    plan = plan_tasks(counts, task_rows, BYTES)
+    assert list(plan.first) == [0, *np.cumsum(plan.tasks)[:-1]][: len(plan.first)]
+    assert set(plan.minute) <= set(counts.minute) and list(plan.minute) == sorted(set(plan.minute))
     if rows:
-        assert deal.minute[0] == given_.minute[0]
-        span = np.searchsorted(deal.minute, given_.minute, side="right") - 1
-        share = np.bincount(span, given_.rows) / deal.tasks
-        assert share.max() <= max(2 * task_rows, 1)
-        assert deal.total <= 2 * sum(rows) / task_rows + 2 * (given_.rows > task_rows).sum() + 1
+        assert plan.minute[0] == counts.minute[0]
+        span_of_minute = np.searchsorted(plan.minute, counts.minute, side="right") - 1
+        rows_per_task = np.bincount(span_of_minute, counts.rows) / plan.tasks
+        assert rows_per_task.max() <= max(2 * task_rows, 1)
+        large_minutes = (counts.rows > task_rows).sum()
+        assert plan.total <= 2 * sum(rows) / task_rows + 2 * large_minutes + 1
 
 
-def test_a_large_minute_has_tasks_of_its_own_and_large_bodies_count() -> None:
-    deal = plan_tasks(survey([10, 1_000, 10, 10]), 100, BYTES)
-    assert deal.minute.tolist() == [0, 3, 6] and deal.tasks.tolist() == [1, 10, 1]
+def test_a_large_minute_is_a_span_with_several_tasks() -> None:
+    plan = plan_tasks(survey([10, 1_000, 10, 10]), 100, BYTES)
+    assert plan.minute.tolist() == [0, 3, 6] and plan.tasks.tolist() == [1, 10, 1]
+
+
+def test_the_bytes_of_rows_limit_a_task_too() -> None:
     assert plan_tasks(survey([10] * 10, row_bytes=100), 1_000, 1_000).total == 10
     assert plan_tasks(survey([10] * 10), 1_000, BYTES).total == 1
 
 
-def test_there_is_a_bound_on_the_tasks() -> None:
+def test_there_are_at_most_twice_tasks_max_tasks() -> None:
     assert plan_tasks(survey([10_000] * 3_000), 10, BYTES).total <= 2 * bulk.TASKS_MAX
 
 
@@ -87,21 +92,21 @@ def test_dry_run_reports_all_counts_and_writes_nothing(
 ) -> None:
     before = broker.status()
     folder = Path(before.table.uri).parent
-    report = run(spark, node, people(spark, before.now_ms), dry_run=True)
+    report = run(spark, node, make_rows(spark, before.now_ms), dry_run=True)
     assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
     assert report.reasons == {bulk.NO_DUE_TIME: 1, rules.RULES[0].text: 1}
     assert report.load.total == 998 and report.load.width_s == 60
-    assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
+    assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in INVALID)
     assert broker.status().log.next_seq == before.log.next_seq
     assert broker.campaigns() == [] and not (folder / "rejects").exists()
     assert not list(folder.rglob("*.parquet"))
 
 
 @pytest.mark.spark
-def test_a_key_with_a_blank_is_put_aside_and_a_list_has_several(
+def test_a_key_with_a_blank_is_rejected_and_a_list_of_keys_is_joined_with_blanks(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    frame = people(spark, broker.status().now_ms).where("id in ('k7', 'k8')")
+    frame = make_rows(spark, broker.status().now_ms).where("id in ('k7', 'k8')")
     texts = frame.withColumn("id", f.when(f.col("id") == "k7", f.lit("customer 4")).otherwise(f.col("id")))
     report = run(spark, node, texts, campaign="texts")
     assert (report.rows, report.rejected) == (1, 1)
@@ -113,13 +118,13 @@ def test_a_key_with_a_blank_is_put_aside_and_a_list_has_several(
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_valid_rows_in_one_attach_and_the_others_beside_them(
+def test_valid_rows_are_scheduled_in_one_attach_and_invalid_rows_go_to_the_rejects(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several tasks. The second call under the same id changes nothing, and the third is another campaign."""
+    """By several tasks. A second call under the same id changes nothing. Another id schedules all rows again."""
     monkeypatch.setattr(bulk, "TASK_ROWS", 300)
     before = broker.status()
-    frame = people(spark, before.now_ms)
+    frame = make_rows(spark, before.now_ms)
     report = run(spark, node, frame)
     assert (report.rows, report.rejected, report.repeated) == (998, 2, False)
     assert report.written_bytes > 0 and report.amplification is not None and report.rows_per_s > 0
@@ -127,7 +132,7 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     assert len(set(attached_seqs(broker))) == 998
     table = DeltaTable(before.table.uri).to_pyarrow_table(columns=["keys", "body", "due_ms", "topic"])
     rows = {row["keys"]: row for row in table.to_pylist()}
-    assert set(rows) == {f"k{i}" for i in range(ROWS) if i not in BAD}
+    assert set(rows) == {f"k{i}" for i in range(ROWS) if i not in INVALID}
     assert rows["k7"] == {
         "keys": "k7",
         "body": b"dear 7",
@@ -143,7 +148,7 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     repeated = run(spark, node, frame)
     assert (repeated.repeated, repeated.rows, repeated.files) == (True, 998, report.files)
     assert len(attached_seqs(broker)) == 998
-    attached = Campaign(broker, "spring").decided()
+    attached = Campaign(broker, "spring").read_state()
     assert (attached.state, attached.rows) == ("running", 998) and len(attached.ranges) > 2
     run(spark, node, frame, campaign="summer", rejects_uri=str(Path(before.table.uri).parent / "bad"))
     assert len(set(attached_seqs(broker))) == 2 * 998
@@ -151,11 +156,11 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
 
 
 @pytest.mark.spark
-def test_job_killed_before_its_answer_continues(
+def test_a_job_that_was_killed_after_its_rejects_or_its_attach_continues(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rejects and the messages were written, nobody had been told: after the next call all is there once."""
-    frame = people(spark, broker.status().now_ms)
+    """After the third call, all rejects and all messages are there once."""
+    frame = make_rows(spark, broker.status().now_ms)
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
@@ -166,7 +171,7 @@ def test_job_killed_before_its_answer_continues(
             run(spark, node, frame)
     assert attached_seqs(broker) == []
     with monkeypatch.context() as patch:
-        patch.setattr(Campaign, "decided", die)
+        patch.setattr(Campaign, "read_state", die)
         patch.setattr(Campaign, "find_state", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             run(spark, node, frame)
@@ -177,10 +182,10 @@ def test_job_killed_before_its_answer_continues(
 
 
 @pytest.mark.spark
-def test_input_of_rejects_only_gives_an_empty_campaign(
+def test_an_input_without_valid_rows_makes_an_empty_campaign(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    frame = people(spark, broker.status().now_ms, rows=1)
+    frame = make_rows(spark, broker.status().now_ms, rows=1)
     report = run(spark, node, frame)
     assert (report.rows, report.rejected, report.files) == (0, 1, 0)
     assert run(spark, node, frame).repeated
@@ -191,7 +196,7 @@ def test_input_of_rejects_only_gives_an_empty_campaign(
 def test_unusable_input_is_refused_before_anything_is_written(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    frame = people(spark, broker.status().now_ms)
+    frame = make_rows(spark, broker.status().now_ms)
     with pytest.raises(InvalidMessage, match="column when: there is none"):
         run(spark, node, frame, columns=Columns(due="when", topic_name="t"))
     with pytest.raises(InvalidMessage, match="campaign 'a b'"):

@@ -105,7 +105,7 @@ COLUMNS = Columns(
 
 def reasons_in_the_sink(rows: pa.Table) -> list[str | None]:
     """Find for each row the text of the rule by which the sink refuses it."""
-    broken = scheduled_writer.first_broken(rows, scheduled_writer.to_table_columns(rows, NOW_MS), NOW_MS)
+    broken = scheduled_writer.find_broken_rules(rows, scheduled_writer.to_table_columns(rows, NOW_MS), NOW_MS)
     return [None if index < 0 else rules.RULES[index].text for index in broken]
 
 

@@ -35,58 +35,57 @@ def test_progress_counts_messages_until_all_are_released(node: RunningNode, brok
         campaign.progress()
     attach(campaign, 30, after_ms=HOUR_MS)
     result = campaign.progress()
-    assert (result.state, result.rows, result.waiting, result.percent, result.whole) == (
-        "running",
-        30,
-        30,
-        0.0,
-        True,
-    )
+    assert (result.state, result.rows, result.waiting) == ("running", 30, 30)
+    assert (result.percent, result.whole) == (0.0, True)
     due = sorted(waiting(broker).values())
     assert (result.next_due_ms, result.last_due_ms) == (due[0], due[-1])
     with node.client() as ball:
         ball.cancel(key="k0")
         assert campaign.progress().next_due_ms == due[1]
         assert counts(campaign) == ("running", 0, 1, 29, 0)
-        # What others have in the table is none of its business.
+        # Messages of another campaign do not count.
         attach(campaign_of(node, "other"), 5, after_ms=0, step_ms=0)
-        eventually(lambda: sum(released(broker).values()) == 5, "the other campaign is out")
+        eventually(lambda: sum(released(broker).values()) == 5, "the other campaign is released")
     assert counts(campaign) == ("running", 0, 1, 29, 0)
     assert counts(campaign_of(node, "other")) == ("finished", 5, 0, 0, 0)
 
 
-def test_cancel_is_final_and_repeatable(node: RunningNode, broker: Endpoint) -> None:
+def test_a_cancel_ends_all_pending_messages_and_a_repeated_one_changes_nothing(
+    node: RunningNode, broker: Endpoint
+) -> None:
     campaign = campaign_of(node)
-    attach(campaign, 100, after_ms=-20_500, step_ms=1_000)  # some twenty are due already
-    eventually(lambda: sum(released(broker).values()) >= 20, "some are released")
-    done = campaign.cancel()
-    assert done.rows == 100 and done.cancelled == done.newly
-    assert done.cancelled + done.released == 100 and done.released >= 20
+    attach(campaign, 100, after_ms=-20_500, step_ms=1_000)  # about twenty are due already
+    eventually(lambda: sum(released(broker).values()) >= 20, "the due messages are released")
+    first = campaign.cancel()
+    assert first.rows == 100 and first.cancelled == first.newly
+    assert first.cancelled + first.released == 100 and first.released >= 20
     assert waiting(broker) == {}
-    assert sum(released(broker).values()) == done.released
+    assert sum(released(broker).values()) == first.released
     repeated = campaign.cancel()
-    assert (repeated.newly, repeated.cancelled, repeated.released) == (0, done.cancelled, done.released)
-    assert counts(campaign) == ("cancelled", done.released, done.cancelled, 0, 0)
+    assert (repeated.newly, repeated.cancelled, repeated.released) == (0, first.cancelled, first.released)
+    assert counts(campaign) == ("cancelled", first.released, first.cancelled, 0, 0)
     assert campaign.progress().percent == 100.0
 
 
-def test_campaign_without_attach_is_planned_with_no_messages(node: RunningNode) -> None:
+def test_a_campaign_without_an_attach_is_planned_and_can_only_be_cancelled(node: RunningNode) -> None:
     campaign = campaign_of(node)
     campaign.plan(10, 1_000)
     result = campaign.progress()
     assert (result.state, result.rows, result.waiting, result.percent) == ("planned", 10, 0, 0.0)
     with pytest.raises(OutOfRange, match="nothing of it is attached yet"):
         campaign.pause()
-    done = campaign.cancel()
-    assert (done.rows, done.newly, done.cancelled) == (0, 0, 0)
-    for act in (campaign.pause, campaign.resume):
+    result = campaign.cancel()
+    assert (result.rows, result.newly, result.cancelled) == (0, 0, 0)
+    for change in (campaign.pause, campaign.resume):
         with pytest.raises(InvalidMessage, match="was cancelled"):
-            act()
+            change()
     with pytest.raises(InvalidMessage, match="was cancelled"):
         attach(campaign, 10)
 
 
-def test_pause_holds_pending_messages_and_resume_frees_them(node: RunningNode, broker: Endpoint) -> None:
+def test_pause_holds_pending_messages_and_resume_makes_them_wait_again(
+    node: RunningNode, broker: Endpoint
+) -> None:
     campaign = campaign_of(node)
     attach(campaign, ROWS)
     before = waiting(broker)
@@ -106,36 +105,37 @@ def test_pause_holds_pending_messages_and_resume_frees_them(node: RunningNode, b
 
 
 def test_resume_releases_overdue_messages_or_shifts_all(node: RunningNode, broker: Endpoint) -> None:
-    for name, shift in (("at-once", False), ("moved", True)):
+    for name, shift in (("at-once", False), ("shifted", True)):
         campaign = campaign_of(node, name)
-        attach(campaign, 40, after_ms=100, step_ms=0)  # all due in a moment
+        attach(campaign, 40, after_ms=100, step_ms=0)  # all due in 100 ms
         paused = campaign.pause()
-        out_before = sum(released(broker).values())
-        threading.Event().wait(0.2)  # so that the held ones are overdue
-        assert sum(released(broker).values()) == out_before
-        back = campaign.resume(shift=shift)
-        assert back.rows == paused.held
-        assert (back.shift_ms > 0) == shift
-        eventually(lambda: sum(released(broker).values()) == out_before + paused.held, "all are released")  # noqa: B023
-        eventually(lambda: counts(campaign)[0] == "finished", "nothing waits")  # noqa: B023
-    assert set(released(broker).values()) == {2}  # each key once a campaign
+        released_before = sum(released(broker).values())
+        threading.Event().wait(0.2)  # the held messages are then overdue
+        assert sum(released(broker).values()) == released_before
+        resumed = campaign.resume(shift=shift)
+        assert resumed.rows == paused.held
+        assert (resumed.shift_ms > 0) == shift
+        expected = released_before + paused.held
+        eventually(lambda: sum(released(broker).values()) == expected, "all are released")  # noqa: B023
+        eventually(lambda: counts(campaign)[0] == "finished", "no message is pending")  # noqa: B023
+    assert set(released(broker).values()) == {2}, "each key once in each campaign"
 
 
 def test_pause_during_releases_loses_and_repeats_no_message(node: RunningNode, broker: Endpoint) -> None:
-    """The race itself: scheduled messages fall due every millisecond while the pause comes."""
+    """The messages are due one per millisecond, before, during and after the pause."""
     campaign = campaign_of(node)
     attach(campaign, 3_000, after_ms=-500, step_ms=1)
     paused = campaign.pause()
-    state, out, cancelled, remaining, held = counts(campaign)
-    assert (state, cancelled, remaining, held) == ("paused", 0, 0, paused.held)
-    assert out == sum(released(broker).values()) and out + held == 3_000
+    state, released_rows, cancelled_rows, waiting_rows, held_rows = counts(campaign)
+    assert (state, cancelled_rows, waiting_rows, held_rows) == ("paused", 0, 0, paused.held)
+    assert released_rows == sum(released(broker).values()) and released_rows + held_rows == 3_000
     campaign.resume()
-    eventually(lambda: len(released(broker)) == 3_000, "the others follow")
+    eventually(lambda: len(released(broker)) == 3_000, "the held messages are released")
     assert set(released(broker).values()) == {1}
 
 
 def test_pause_resume_and_cancel_work_with_the_timer_wheel(tmp_path: Path) -> None:
-    """Those of a bulk write lie in the table, whatever the strategy is."""
+    """With any strategy, messages of a bulk write are in the pending table."""
     with running_node(tmp_path / "wheel", strategy="timer_wheel") as node:
         campaign = campaign_of(node)
         attach(campaign, ROWS)
@@ -144,11 +144,11 @@ def test_pause_resume_and_cancel_work_with_the_timer_wheel(tmp_path: Path) -> No
         assert campaign.cancel().cancelled == ROWS
 
 
-def test_concurrent_changes_apply_once(node: RunningNode, broker: Endpoint) -> None:
+def test_two_concurrent_pauses_or_resumes_have_the_effect_of_one(node: RunningNode, broker: Endpoint) -> None:
     attach(campaign_of(node), ROWS)
     before = waiting(broker)
-    for act in (Campaign.pause, Campaign.resume):
-        threads = [threading.Thread(target=act, args=(campaign_of(node),)) for _ in range(2)]
+    for change in (Campaign.pause, Campaign.resume):
+        threads = [threading.Thread(target=change, args=(campaign_of(node),)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -157,7 +157,7 @@ def test_concurrent_changes_apply_once(node: RunningNode, broker: Endpoint) -> N
     assert waiting(broker) == before
 
 
-def test_an_attach_is_found_by_its_own_name_only(node: RunningNode, broker: Endpoint) -> None:
+def test_find_attach_finds_the_attach_with_exactly_this_name(node: RunningNode, broker: Endpoint) -> None:
     attach(campaign_of(node, "spring"), 3)
     attach(campaign_of(node, "spring-2"), 4)
     result = find_attach(broker, "spring", 0)
@@ -166,15 +166,15 @@ def test_an_attach_is_found_by_its_own_name_only(node: RunningNode, broker: Endp
     assert find_attach(broker, "sprin", 0) is None
 
 
-def test_progress_is_right_after_retention_removed_log_rows(tmp_path: Path) -> None:
-    """What was decided of all stays counted; what happened to one and is told nowhere counts as released."""
+def test_progress_is_the_same_after_retention_has_removed_log_rows(tmp_path: Path) -> None:
+    """The broker keeps the count of a cancel. Messages without a row in the log or the table count as released."""
     with running_node(tmp_path / "data", segment_bytes=MIB, compact_rows=0) as node:
         names = ("plain", "paused", "resumed", "cancelled")
         plain, paused, resumed, cancelled = (campaign_of(node, name) for name in names)
         with Endpoint(node.endpoint) as broker:
             for campaign in (plain, paused, resumed, cancelled):
-                attach(campaign, 10, after_ms=-300, step_ms=100 * HOUR_MS)  # the first of each is due
-            eventually(lambda: released(broker)["k0"] == len(names), "the first of each is released")
+                attach(campaign, 10, after_ms=-300, step_ms=100 * HOUR_MS)  # only its first message is due
+            eventually(lambda: released(broker)["k0"] == len(names), "the first messages are released")
         paused.pause()
         resumed.pause()
         resumed.resume()
@@ -187,7 +187,7 @@ def test_progress_is_right_after_retention_removed_log_rows(tmp_path: Path) -> N
             ("cancelled", 1, 9, 0, 0),
         ]
         fill_segment(node)
-        assert let_go(node) > plain.decided().planned_seq
+        assert let_go(node) > plain.read_state().planned_seq
         assert [counts(campaign) for campaign in (plain, paused, resumed, cancelled)] == before
         assert not plain.progress().whole and not paused.progress().whole
         assert paused.resume().rows == 9
@@ -199,20 +199,25 @@ def test_progress_is_right_after_retention_removed_log_rows(tmp_path: Path) -> N
 NUMBERS = st.sets(st.integers(0, 60), max_size=40)
 
 
+@given(NUMBERS)
+def test_sorted_distinct_merges_arrays_in_any_order(numbers: set[int]) -> None:
+    expected = np.array(sorted(numbers), np.int64)
+    parts = [expected[::2], expected[::-1], expected[:0]]
+    assert sorted_distinct(parts).tolist() == expected.tolist()
+
+
 @given(NUMBERS, st.lists(st.integers(0, 70), max_size=20))
-def test_numbers_are_sorted_distinct_and_found(numbers: set[int], asked: list[int]) -> None:
-    known = np.array(sorted(numbers), np.int64)
-    assert sorted_distinct([known[::2], known[::-1], known[:0]]).tolist() == known.tolist()
-    seq = np.array(asked, np.int64)
-    assert is_in(seq, known).tolist() == [n in numbers for n in asked]
+def test_is_in_marks_the_values_that_are_among_the_numbers(numbers: set[int], values: list[int]) -> None:
+    result = is_in(np.array(values, np.int64), np.array(sorted(numbers), np.int64))
+    assert result.tolist() == [value in numbers for value in values]
 
 
-def test_rows_of_the_table_by_number_and_by_instant(node: RunningNode, broker: Endpoint) -> None:
+def test_table_rows_selects_rows_by_number_and_due_time(node: RunningNode, broker: Endpoint) -> None:
     one, other = campaign_of(node, "one"), campaign_of(node, "other")
     attach(one, 20)
     attach(other, 7)
     status = broker.status()
-    ranges = one.decided().ranges
+    ranges = one.read_state().ranges
 
     def rows(ranges: list[tuple[int, int]], due_from_ms: int = 0) -> list[dict[str, object]]:
         result = table_rows(

@@ -19,17 +19,24 @@ from timeball.spark.run.session import SparkEngine
 from timeball.table import layout
 
 
-def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+def run_once(engine: Engine, node: RunningNode, **options: str) -> None:
+    """Run the job until the watermark is at the end of the log."""
     compact.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
 
 
-def test_settled_scheduled_messages_are_left_out() -> None:
+def test_messages_due_before_settled_before_ms_are_left_out() -> None:
     batch = log_rows(Kind.SCHEDULED, 4, due_ms=[5, 9, 10, 11], store_ms=[1, 2, 3, 4])
-    rows = compact.select_pending(batch, 10)
+    rows = compact.select_pending(batch, settled_before_ms=10)
     assert rows.schema == TABLE_SCHEMA
     assert rows.column("due_ms").to_pylist() == [10, 11]
-    assert rows.column("accepted_ms").to_pylist() == [3, 4]
-    assert compact.select_pending(batch, 0).num_rows == 4
+    assert compact.select_pending(batch, settled_before_ms=0).num_rows == 4
+
+
+def test_a_row_was_accepted_when_it_was_stored_and_a_moved_row_when_its_message_was() -> None:
+    scheduled = log_rows(Kind.SCHEDULED, 1, due_ms=10, store_ms=3)
+    moved = log_rows(Kind.MOVED, 1, due_ms=10, store_ms=3, accepted_ms=2, source_seq=7, from_due_ms=9)
+    rows = [compact.select_pending(batch, 0).to_pylist()[0] for batch in (scheduled, moved)]
+    assert [(row["accepted_ms"], row["number"]) for row in rows] == [(3, None), (2, 7)]
 
 
 @pytest.mark.smoke
@@ -39,27 +46,28 @@ def test_pending_messages_move_from_the_tail_to_the_table(
 ) -> None:
     send(node.endpoint, 1000)
     version = broker.status().table.version
-    drain(engine, node, max_rows_per_batch="400", rows_per_partition="150")
+    run_once(engine, node, max_rows_per_batch="400", rows_per_partition="150")
     assert attached_seqs(broker) == list(range(2, 1002))
     assert broker.status().watermark == 1002
     assert broker.status().table.version == version + 3, "an epoch of several tasks is one attach"
     send(node.endpoint, 100)
-    drain(engine, node)
+    run_once(engine, node)
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 1100
 
 
-def test_attach_is_refused_when_another_compactor_was_faster(node: RunningNode, broker: Endpoint) -> None:
-    """The job goes on where the watermark stands then; also without Spark."""
+def test_the_job_continues_at_the_watermark_that_the_broker_has_moved(
+    node: RunningNode, broker: Endpoint
+) -> None:
     send(node.endpoint, 100)
-    drain(InProcessEngine(), node)
+    run_once(InProcessEngine(), node)
     send(node.endpoint, 100)
     node.run(node.broker.compact())
     send(node.endpoint, 100)
-    drain(InProcessEngine(), node)
+    run_once(InProcessEngine(), node)
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 300
 
 
-class Overtaken(InProcessEngine):
+class OvertakenEngine(InProcessEngine):
     """Runs tasks. Before their files are attached, another compactor moves the watermark to `to_seq`."""
 
     def __init__(self, node: RunningNode, uri: str, to_seq: int) -> None:
@@ -68,29 +76,29 @@ class Overtaken(InProcessEngine):
     def run(
         self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
     ) -> list[Result]:
-        done = super().run(job, work, task, pieces)
+        results = super().run(job, work, task, pieces)
         compact.extend(InProcessEngine(), self.node.endpoint, self.uri, self.to_seq, 1_000)
-        return done
+        return results
 
 
 def test_attach_that_would_repeat_rows_is_refused(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
     uri, end = broker.status().table.uri, broker.status().log.durable_seq
     with pytest.raises(OutOfRange):
-        compact.extend(Overtaken(node, uri, 51), node.endpoint, uri, end, 40)
+        compact.extend(OvertakenEngine(node, uri, 51), node.endpoint, uri, end, 40)
     assert broker.status().watermark == 51
     assert attached_seqs(broker) == list(range(2, 51))
-    compact.extend(Overtaken(node, uri, end), node.endpoint, uri, end, 40)
-    assert attached_seqs(broker) == list(range(2, 102)), "what the other has attached whole changes nothing"
+    compact.extend(OvertakenEngine(node, uri, end), node.endpoint, uri, end, 40)
+    assert attached_seqs(broker) == list(range(2, 102)), "a repeat of the other compactor's attach is ignored"
     assert compact.extend(InProcessEngine(), node.endpoint, uri, end, 50) == 0
 
 
 def test_an_epoch_without_scheduled_messages_moves_the_watermark(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 10)
-    drain(InProcessEngine(), node)
+    run_once(InProcessEngine(), node)
     begin, end = broker.status().watermark, broker.status().log.durable_seq
     assert begin < end  # the TABLE row itself
-    drain(InProcessEngine(), node)
+    run_once(InProcessEngine(), node)
     assert broker.status().watermark == end
     assert len(attached_seqs(broker)) == 10
 
@@ -99,14 +107,14 @@ def test_a_failed_task_leaves_no_files(
     node: RunningNode, broker: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "FILE_ROWS", 1)
-    send(node.endpoint, 50)  # due on three days or more: as many buckets
-    whole = compact.write_piece(node.endpoint, str(tmp_path / "whole"), (1, 51))
+    send(node.endpoint, 50)  # their due times are in three buckets or more
+    whole = compact.compact_piece(node.endpoint, str(tmp_path / "whole"), (1, 51))
     buckets = [entry.bucket for entry in whole]
     assert len(buckets) >= 3
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / f"bucket={buckets[-1]}").write_text("a file where a folder should be")
     with pytest.raises(StorageError):
-        compact.write_piece(node.endpoint, str(tmp_path / "broken"), (1, 51))
+        compact.compact_piece(node.endpoint, str(tmp_path / "broken"), (1, 51))
     assert list((tmp_path / "broken").glob("*/*.parquet")) == []
 
 
@@ -122,7 +130,7 @@ def test_the_lease_keeps_the_broker_from_compacting(tmp_path: Path) -> None:
         needed = threading.Event()
         needed.set()
         with Endpoint(node.endpoint) as broker, compact.lease(node.endpoint, needed.is_set):
-            eventually(lambda: node.broker.mover.external_compactor_until_ms > 0, "the lease is known")
+            eventually(lambda: node.broker.mover.external_compactor_until_ms > 0, "the broker has the lease")
             assert broker.status().watermark == 1
 
 
@@ -132,6 +140,6 @@ def test_an_unreachable_broker_does_not_end_the_lease(
     node.stop()
     try:
         with compact.lease(node.endpoint, lambda: True):
-            eventually(lambda: "lease not renewed" in caplog.text, "the failure is told")
+            eventually(lambda: "lease not renewed" in caplog.text, "the failure is logged")
     finally:
         node.start()

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.joining: small files of the archive and the ledger become one, and no row two."""
+"""Tests of timeball.spark.jobs.joining: small files of the archive and the ledger are joined, and no row changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fill_archive(uri: str) -> None:
         seq = list(range(low, low + EPOCH_ROWS))
         batch = log_rows(Kind.MESSAGE, EPOCH_ROWS, topic=["t"] * EPOCH_ROWS, store_ms=seq)
         rows = pa.Table.from_batches([batch.set_column(0, "seq", pa.array(seq))])
-        files = list(archive.write_files(Store(uri), rows))
+        files = list(archive.write_archive_files(Store(uri), rows))
         archive.commit_epoch(uri, low, low + EPOCH_ROWS, files)
 
 
@@ -71,21 +71,22 @@ TABLES = pytest.mark.parametrize(
 
 
 def values(uri: str, column: str) -> list[int]:
+    """Read the values of a column, sorted."""
     return sorted(open_table(uri).to_pyarrow_table().column(column).to_pylist())
 
 
 @TABLES
-def test_two_jobs_that_tidy_one_version_double_no_row(
+def test_a_second_join_of_the_same_version_is_refused(
     tmp_path: Path, fill: Fill, write: Write, column: str
 ) -> None:
-    """delta-rs finds no conflict by itself: both remove the same files without a change of data."""
+    """By itself, delta-rs would accept it, and all rows would be there twice (test_delta_rs.py)."""
     uri = str(tmp_path / "table")
     fill(uri)
     before = open_table(uri).to_pyarrow_table().sort_by(column)
-    mine, other = open_table(uri), open_table(uri)
-    assert joining.join_small_files(mine, write) == EPOCHS
+    first, second = open_table(uri), open_table(uri)
+    assert joining.join_small_files(first, write) == EPOCHS
     with pytest.raises(CommitFailedError, match=r"(?i)concurrent"):
-        joining.join_small_files(other, write)
+        joining.join_small_files(second, write)
     table = open_table(uri)
     assert len(table.file_uris()) == 1 and table.to_pyarrow_table().sort_by(column) == before
     assert joining.join_small_files(table, write) == 0, "nothing is left to join"
@@ -107,7 +108,7 @@ def test_an_epoch_may_be_added_while_files_are_joined(
 
 
 @TABLES
-def test_a_row_that_was_deleted_meanwhile_does_not_come_back(
+def test_a_join_is_refused_if_a_row_was_deleted_meanwhile(
     tmp_path: Path, fill: Fill, write: Write, column: str
 ) -> None:
     uri = str(tmp_path / "table")
@@ -119,8 +120,8 @@ def test_a_row_that_was_deleted_meanwhile_does_not_come_back(
     assert values(uri, column) == [seq for seq in range(1, EPOCHS * EPOCH_ROWS + 1) if seq != 5]
 
 
-def test_rows_of_files_that_lack_a_column_keep_null_in_it(tmp_path: Path) -> None:
-    """An older ledger has such files."""
+def test_a_column_that_a_file_lacks_is_null_in_the_joined_file(tmp_path: Path) -> None:
+    """Files of an older ledger lack columns."""
     uri, older = str(tmp_path / "ledger"), EVENT_SCHEMA.remove(len(EVENT_SCHEMA) - 1)
     ledger.open_ledger(uri, 1)
     for low, schema in ((1, older), (2, EVENT_SCHEMA)):
@@ -132,7 +133,9 @@ def test_rows_of_files_that_lack_a_column_keep_null_in_it(tmp_path: Path) -> Non
     assert rows.column("reason").to_pylist() == [None, "replaced"]
 
 
-def test_only_every_hundredth_version_is_tidied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_joined_only_every_tidy_every_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = str(tmp_path / "archive")
     fill_archive(uri)
     assert open_table(uri).version() == EPOCHS
@@ -145,24 +148,24 @@ def test_only_every_hundredth_version_is_tidied(tmp_path: Path, monkeypatch: pyt
 
 
 @TABLES
-def test_rows_that_compress_well_are_joined_within_memory(
+def test_files_are_joined_up_to_the_limit_of_uncompressed_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Fill, write: Write, column: str
 ) -> None:
-    """Few bytes of Parquet may be many in memory: two of these files fit, three do not."""
+    """The limit admits two of the four files, so there are two joined files."""
     uri = str(tmp_path / "table")
     fill(uri)
-    sizes = [pq.read_metadata(path) for path in map(str, open_table(uri).file_uris())]
-    raw = max(metadata.row_group(0).total_byte_size for metadata in sizes)
-    monkeypatch.setattr(joining, "JOINED_RAW_BYTES", 2 * raw)
+    footers = [pq.read_metadata(path) for path in map(str, open_table(uri).file_uris())]
+    raw_bytes = max(footer.row_group(0).total_byte_size for footer in footers)
+    monkeypatch.setattr(joining, "JOINED_RAW_BYTES", 2 * raw_bytes)
     assert joining.join_small_files(open_table(uri), write) == EPOCHS
     assert len(open_table(uri).file_uris()) == 2
     assert values(uri, column) == list(range(1, EPOCHS * EPOCH_ROWS + 1))
 
 
-def test_a_join_that_fails_keeps_nothing_from_being_deleted(
+def test_after_a_failed_join_the_checkpoint_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A data file was damaged. The Delta log still gets its checkpoints."""
+    """The join fails because a data file is damaged. Unused files are deleted in the same step as the checkpoint."""
     uri = str(tmp_path / "archive")
     fill_archive(uri)
     Path(open_table(uri).file_uris()[0]).write_bytes(b"PAR1 no footer PAR1")
@@ -183,22 +186,29 @@ def test_a_join_that_fails_keeps_nothing_from_being_deleted(
         )
     )
 )
-def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int, int, int, int]]) -> None:
+def test_adjacent_files_are_of_one_day_and_as_many_as_the_limits_admit(
+    drawn: list[tuple[int, int, int, int]],
+) -> None:
+    """`drawn`: (day, rows, bytes, uncompressed bytes) of each file."""
     drawn.sort()
-    small = [SmallFile(str(i), {"day": str(d)}, rows, size, i) for i, (d, rows, size, _) in enumerate(drawn)]
-    raw_bytes = {str(i): raw for i, (*_, raw) in enumerate(drawn)}
+    small = [
+        SmallFile(str(index), {"day": str(day)}, rows, size_bytes, index)
+        for index, (day, rows, size_bytes, _) in enumerate(drawn)
+    ]
+    raw_bytes = {str(index): raw for index, (*_, raw) in enumerate(drawn)}
+
+    def is_allowed(files: list[SmallFile]) -> bool:
+        return (
+            len({file.partition["day"] for file in files}) == 1
+            and sum(file.rows for file in files) <= JOINED_ROWS
+            and sum(file.size_bytes for file in files) <= JOINED_BYTES
+            and sum(raw_bytes[file.path] for file in files) <= JOINED_RAW_BYTES
+        )
+
     groups = list(adjacent_files(small, raw_bytes.__getitem__))
-    assert all(len(group) > 1 and len({each.partition["day"] for each in group}) == 1 for group in groups)
-    assert all(sum(each.rows for each in group) <= JOINED_ROWS for group in groups)
-    assert all(sum(each.size_bytes for each in group) <= JOINED_BYTES for group in groups)
-    assert all(sum(raw_bytes[each.path] for each in group) <= JOINED_RAW_BYTES for group in groups)
-    joined = [each.first_seq for group in groups for each in group]
+    assert all(len(group) > 1 and is_allowed(group) for group in groups)
+    joined = [file.first_seq for group in groups for file in group]
     assert joined == sorted(set(joined))
-    # Nothing is left lying that would still have gone into the group before it.
     for group in groups:
-        last = group[-1].first_seq
-        for after in small[last + 1 : last + 2]:
-            too_many = sum(each.rows for each in group) + after.rows > JOINED_ROWS
-            too_large = sum(each.size_bytes for each in group) + after.size_bytes > JOINED_BYTES
-            is_raw = sum(raw_bytes[each.path] for each in [*group, after]) > JOINED_RAW_BYTES
-            assert after.partition != group[0].partition or too_many or too_large or is_raw
+        next_files = small[group[-1].first_seq + 1 :]
+        assert not next_files or not is_allowed([*group, next_files[0]]), "the next file would fit, too"

@@ -37,14 +37,14 @@ from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.table_store import sibling
 
 WINDOW = Window(from_ms=1_000, until_ms=2_000, start_ms=50_000)
-KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)
+SOURCES = Sources(table=None, since_ms=0, mark=1, end=9, now_ms=10_000, settled_before_ms=9_000)
 
 
 # ---- the window -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"until_ms": 1_000}, "the window is empty"),
         ({"stretch": -0.5}, "stretch -0.5"),
@@ -53,9 +53,9 @@ KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)
         ({"start_ms": -1}, "before 1970"),
     ],
 )
-def test_invalid_window_is_refused(changes: dict[str, float], said: str) -> None:
+def test_invalid_window_is_refused(changes: dict[str, float], message: str) -> None:
     WINDOW.check()
-    with pytest.raises(InvalidDelay, match=said):
+    with pytest.raises(InvalidDelay, match=message):
         msgspec.structs.replace(WINDOW, **changes).check()
 
 
@@ -78,7 +78,7 @@ def test_other_arguments_give_another_job_id(changes: dict[str, object]) -> None
 
 
 @pytest.mark.parametrize(
-    ("window", "sources", "said"),
+    ("window", "sources", "message"),
     [
         (WINDOW, {"since_ms": 1_001}, "is known from 1001 on"),
         (WINDOW, {"now_ms": 1_999}, "only over when .* now up to 1999"),
@@ -86,22 +86,27 @@ def test_other_arguments_give_another_job_id(changes: dict[str, object]) -> None
         (msgspec.structs.replace(WINDOW, start_ms=limits.DELAY_MS_MAX + 9_001), {}, "days from now"),
     ],
 )
-def test_window_with_unknown_messages_is_refused(window: Window, sources: dict[str, int], said: str) -> None:
-    replay.check_covered(WINDOW, dataclasses.replace(KNOWN, since_ms=1_000, now_ms=2_000))
-    with pytest.raises((OutOfRange, InvalidDelay), match=said):
-        replay.check_covered(window, dataclasses.replace(KNOWN, **sources))
+def test_a_window_that_the_sources_do_not_cover_or_that_is_too_far_ahead_is_refused(
+    window: Window, sources: dict[str, int], message: str
+) -> None:
+    replay.check_covered(WINDOW, dataclasses.replace(SOURCES, since_ms=1_000, now_ms=2_000))
+    with pytest.raises((OutOfRange, InvalidDelay), match=message):
+        replay.check_covered(window, dataclasses.replace(SOURCES, **sources))
 
 
 @given(st.integers(1, 10**12))
-def test_a_span_is_shown_in_few_bars(span_ms: int) -> None:
+def test_a_window_is_shown_in_at_most_bars_max_bars(span_ms: int) -> None:
     width = replay.width_ms(span_ms)
     assert -(-span_ms // width) <= replay.BARS_MAX
 
 
-# ---- what passes again ------------------------------------------------------------------------------------
+# ---- the new messages -------------------------------------------------------------------------------------
 
 
-def again(spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int | None = None) -> list[Row]:
+def replay_rows(
+    spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int | None = None
+) -> list[Row]:
+    """Convert the rows of the log that are in the window to new messages, sorted by due time and topic."""
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows, spark_schema(batch.schema))
     result = replay.scheduled_rows(replay.select_window(log, window), window, count).collect()
@@ -109,19 +114,18 @@ def again(spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int
 
 
 @pytest.mark.spark
-def test_time_is_moved_and_stretched_and_never_early(spark: SparkSession) -> None:
-    at = [999, 1_000, 1_001, 1_500, 1_999, 2_000]
-    batch = log_rows(Kind.MESSAGE, 6, topic="t", store_ms=at, unique_key="u", body=b"x")
-
-    expected = {
+def test_due_times_are_moved_stretched_and_rounded_up(spark: SparkSession) -> None:
+    passed_ms = [999, 1_000, 1_001, 1_500, 1_999, 2_000]
+    batch = log_rows(Kind.MESSAGE, 6, topic="t", store_ms=passed_ms, unique_key="u", body=b"x")
+    due_ms_by_stretch = {
         1.0: [50_000, 50_001, 50_500, 50_999],
         2.5: [50_000, 50_003, 51_250, 52_498],
         0.3: [50_000, 50_001, 50_150, 50_300],
         0.0: [50_000] * 4,
     }
-    for stretch, due_ms in expected.items():
+    for stretch, due_ms in due_ms_by_stretch.items():
         window = msgspec.structs.replace(WINDOW, stretch=stretch)
-        assert [row.due_ms for row in again(spark, window, batch)] == due_ms
+        assert [row.due_ms for row in replay_rows(spark, window, batch)] == due_ms
         assert due_ms[-1] <= window.end_ms
 
 
@@ -135,20 +139,21 @@ def test_window_by_due_time_selects_late_messages_by_due_time(spark: SparkSessio
         due_ms=[1_100, 900, None],
     )
     by_due = msgspec.structs.replace(WINDOW, by="due")
-    assert [(row.topic, row.due_ms) for row in again(spark, by_due, batch)] == [
+    assert [(row.topic, row.due_ms) for row in replay_rows(spark, by_due, batch)] == [
         ("late", 50_100),
         ("at once", 50_600),
     ]
-    assert [row.topic for row in again(spark, WINDOW, batch)] == ["early", "at once"]
+    assert [row.topic for row in replay_rows(spark, WINDOW, batch)] == ["early", "at once"]
 
 
 @pytest.mark.spark
-def test_topics_are_chosen_and_renamed(spark: SparkSession) -> None:
+def test_messages_of_these_topics_are_selected_and_get_the_new_topic(spark: SparkSession) -> None:
+    """By default, topics of retries and dead letters are left out."""
     names = ["a", "b", "%RETRY%g", "%DLQ%g"]
     batch = log_rows(Kind.MESSAGE, 4, topic=names, store_ms=[1_000, 1_001, 1_002, 1_003])
 
     def topics(**changes: object) -> list[str]:
-        return [row.topic for row in again(spark, msgspec.structs.replace(WINDOW, **changes), batch)]
+        return [row.topic for row in replay_rows(spark, msgspec.structs.replace(WINDOW, **changes), batch)]
 
     assert topics() == ["a", "b"]
     assert topics(topics=("b", "%DLQ%g")) == ["b", "%DLQ%g"]
@@ -157,7 +162,7 @@ def test_topics_are_chosen_and_renamed(spark: SparkSession) -> None:
 
 @pytest.mark.spark
 def test_replayed_message_keeps_its_fields_and_names_the_old_id(spark: SparkSession) -> None:
-    """A full property text is left alone; an entry that was not closed is not run into."""
+    """REPLAY_OF is left out if the properties would be too long. An unterminated property is terminated before it."""
     full = encode_properties({"a": "x" * (limits.PROPERTIES_BYTES_MAX - 3)})
     batch = log_rows(
         Kind.MESSAGE,
@@ -174,7 +179,7 @@ def test_replayed_message_keeps_its_fields_and_names_the_old_id(spark: SparkSess
         sys_flag=1 | 0x4 | 0x8,
         reconsume_times=2,
     )
-    rows = again(spark, WINDOW, batch)
+    rows = replay_rows(spark, WINDOW, batch)
     assert {(row.tag, row.keys, row.queue_id, row.flag, bytes(row.body)) for row in rows} == {
         ("red", "k1 k2", 3, 7, b"packed")
     }
@@ -204,8 +209,10 @@ def test_many_rows_are_written_by_several_tasks_in_due_order(spark: SparkSession
 
 @pytest.mark.spark
 @pytest.mark.parametrize("stretch", [1.0, 0.0])
-def test_messages_of_one_time_are_replayed_in_order(spark: SparkSession, stretch: float) -> None:
-    """However many tasks have read it: numbers are given in the order of the rows, task by task."""
+def test_messages_with_the_same_due_time_are_in_one_task_in_the_order_of_the_log(
+    spark: SparkSession, stretch: float
+) -> None:
+    """Even if several tasks have read them. The task then numbers them in this order."""
     bodies = [b"%d" % i for i in range(90)]
     batch = log_rows(Kind.MESSAGE, 90, topic="t", store_ms=[1_000 + i // 30 for i in range(90)], body=bodies)
     rows = [tuple(row.values()) for row in batch.to_pylist()]
@@ -221,7 +228,7 @@ def test_messages_of_one_time_are_replayed_in_order(spark: SparkSession, stretch
 
 
 def window_of(node: RunningNode, topic: str, **changes: object) -> Window:
-    """Make a window of all messages that have passed until now, to be replayed in a day."""
+    """Make a window of all messages of a topic that have passed until now, to be replayed in a day."""
     with node.client() as ball:
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "a moment later")
@@ -235,13 +242,14 @@ def window_of(node: RunningNode, topic: str, **changes: object) -> Window:
 
 
 def scheduled(broker: Endpoint) -> list[dict[str, object]]:
+    """Read all rows of the pending table, sorted by number."""
     table = DeltaTable(broker.status().table.uri).to_pyarrow_table()
     return sorted(table.to_pylist(), key=lambda row: row["seq"])
 
 
 @pytest.mark.spark
 def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
-    """Half of it from the archive, half from the log behind its mark; what waits or was cancelled has not passed."""
+    """Some messages are in the archive, others only in the log. Pending and cancelled messages have not passed."""
     send(node.endpoint, 7)
     send_due_now(node.endpoint, 3)
     uri = sibling(broker.status().table.uri, "archive")
@@ -257,13 +265,12 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
         report = replay.run(spark, node.endpoint, window, planned=plan)
         assert (report.rows, report.repeated, report.job_id) == (4, False, window.job_id)
         rows = scheduled(broker)
-        passed = ball.read_log(1, broker.status().log.durable_seq).read_all().to_pylist()
-        before = [
-            row for row in passed if row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and row["topic"] == "orders"
-        ]
-        moved = window.start_ms - window.from_ms
-        assert [(r["due_ms"], r["body"], r["tag"]) for r in rows] == [
-            (r["store_ms"] + moved, r["body"], r["tag"]) for r in sorted(before, key=lambda r: r["store_ms"])
+        log = ball.read_log(1, broker.status().log.durable_seq).read_all().to_pylist()
+        is_passed = [row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and row["topic"] == "orders" for row in log]
+        passed = sorted(itertools.compress(log, is_passed), key=lambda row: row["store_ms"])
+        shift_ms = window.start_ms - window.from_ms
+        assert [(row["due_ms"], row["body"], row["tag"]) for row in rows] == [
+            (row["store_ms"] + shift_ms, row["body"], row["tag"]) for row in passed
         ]
         assert (plan.first_due_ms, plan.last_due_ms) == (rows[0]["due_ms"], rows[-1]["due_ms"])
         assert [seq for first, count in report.ranges for seq in range(first, first + count)] == [
@@ -279,18 +286,18 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
 
 
 @pytest.mark.spark
-def test_replay_killed_after_its_attach_is_complete_and_cancelled_replay_is_refused(
+def test_after_a_kill_behind_the_attach_the_replay_is_complete_and_after_a_cancel_it_is_refused(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send_due_now(node.endpoint, 3)
     window = window_of(node, "orders")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Campaign, "decided", interrupt)
+        patch.setattr(Campaign, "read_state", interrupt)
         patch.setattr(Campaign, "find_state", lambda _: None)
         replay.run(spark, node.endpoint, window)
     assert len(scheduled(broker)) == 3
-    again = replay.run(spark, node.endpoint, window)
-    assert (again.rows, again.repeated) == (3, True) and len(scheduled(broker)) == 3
+    repeated = replay.run(spark, node.endpoint, window)
+    assert (repeated.rows, repeated.repeated) == (3, True) and len(scheduled(broker)) == 3
     assert Campaign(broker, window.job_id).cancel().cancelled == 3
     with pytest.raises(InvalidMessage, match="was cancelled"):
         replay.run(spark, node.endpoint, window)
@@ -312,17 +319,19 @@ def test_replayed_messages_become_visible_with_replay_of(
         eventually(lambda: visible(ball, "again") == 5, "replayed messages are visible")
         first, second = (ball.browse(topic, wait="10s") for topic in ("orders", "again"))
         assert sorted(message.body for message in second) == sorted(message.body for message in first)
-        assert {m.properties[REPLAY_OF] for m in second} == {m.id for m in first}
-        assert not {m.id for m in second} & {m.id for m in first}
-        assert all(m.due_ms == window.start_ms and m.store_ms >= m.due_ms for m in second)
+        first_ids = {message.id for message in first}
+        assert {message.properties[REPLAY_OF] for message in second} == first_ids
+        assert not {message.id for message in second} & first_ids
+        assert {message.due_ms for message in second} == {window.start_ms}
+        assert all(message.store_ms >= message.due_ms for message in second)
     assert report.rows == 5
 
 
 @pytest.mark.spark
-def test_keys_that_stand_side_by_side_are_replayed(
+def test_keys_and_tags_with_white_space_are_replayed(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    """Keys and tags that RocketMQ's clients may send, which a column of texts of a user's own may not have."""
+    """RocketMQ's clients may send them, although a user's DataFrame may not have them."""
     sent = {"topic": ["orders"], "body": [b"b"], "keys": ["k1 k\t2"], "tag": ["red "]}
     with node.client() as ball:
         node.run(node.broker.send(pa.record_batch(sent)))
@@ -341,13 +350,14 @@ def test_empty_window_schedules_nothing(spark: SparkSession, node: RunningNode, 
     assert (report.rows, report.repeated, report.ranges) == (0, False, [])
 
 
-def test_an_archive_that_is_named_must_be_there(node: RunningNode, broker: Endpoint) -> None:
+def test_a_missing_archive_is_an_error_only_if_its_uri_is_given(node: RunningNode, broker: Endpoint) -> None:
     with pytest.raises(NotFound, match="/nowhere"):
         replay.open_sources(node.endpoint, "/nowhere")
     assert replay.open_sources(node.endpoint).table is None
 
 
 def plan(rows: int, due_ms: int | None, **topics: int) -> ReplayPlan:
+    """Make a plan of one group, with all its rows due at `due_ms`."""
     return ReplayPlan(
         job_id="replay-1", rows=rows, body_bytes=10 * rows, first_due_ms=due_ms, last_due_ms=due_ms, overdue=rows,
         now_ms=rows, width_ms=1_000, curve={} if due_ms is None else {due_ms: rows}, topics=topics,
@@ -355,10 +365,11 @@ def plan(rows: int, due_ms: int | None, **topics: int) -> ReplayPlan:
 
 
 def report(rows: int, *, repeated: bool) -> ReplayReport:
+    """Make the report of one group."""
     return ReplayReport(job_id="replay-1", rows=rows, at_ms=5, repeated=repeated, ranges=[(1, rows)])
 
 
-def test_a_plan_of_all_groups() -> None:
+def test_a_plan_of_several_groups_has_the_sums_of_their_plans() -> None:
     result = sum_plans({"g1": plan(5, 2_000, a=5), "g2": plan(7, 1_000, a=1, b=6), "g3": plan(0, None)})
     assert (result.rows, result.body_bytes, result.overdue, result.now_ms) == (12, 120, 12, 0)
     assert (result.first_due_ms, result.last_due_ms) == (1_000, 2_000)
@@ -367,9 +378,9 @@ def test_a_plan_of_all_groups() -> None:
     assert result.groups and [each.rows for each in result.groups.values()] == [5, 7, 0]
 
 
-def test_a_replay_is_repeated_when_no_group_schedules_a_row() -> None:
-    done, fresh = report(5, repeated=True), report(7, repeated=False)
-    both = sum_reports({"g1": done, "g2": fresh})
+def test_a_replay_of_several_groups_is_repeated_if_no_group_has_scheduled_a_row_now() -> None:
+    repeated, new, empty = report(5, repeated=True), report(7, repeated=False), report(0, repeated=False)
+    both = sum_reports({"g1": repeated, "g2": new})
     assert (both.rows, both.repeated, both.ranges) == (12, False, [])
-    assert sum_reports({"g1": done, "g2": report(0, repeated=False)}).repeated, "nothing passed in the other"
-    assert not sum_reports({"g1": fresh, "g2": report(0, repeated=False)}).repeated
+    assert sum_reports({"g1": repeated, "g2": empty}).repeated
+    assert not sum_reports({"g1": new, "g2": empty}).repeated

@@ -45,15 +45,15 @@ def columns_of(role: str, zone: str | None) -> Columns:
 
 
 def converted(spark: SparkSession, cells: list[Cell], zone: str | None) -> dict[Cell, str]:
-    """Convert each example in each role, in one query. Returns the cells of the page."""
-    found: dict[Cell, str] = {}
+    """Convert each example in each role, in one query. Returns the texts that the page's cells should have."""
+    results: dict[Cell, str] = {}
     parts: list[DataFrame] = []
     for example, role in cells:
         frame = spark.sql(f"select {example} as example, {NOW_MS}L as at, 'text' as text")
         try:
             screened = screen(frame, columns_of(role, zone), NOW_MS)
         except InvalidMessage:
-            found[example, role] = REFUSED
+            results[example, role] = REFUSED
             continue
         value = f.col("due_ms" if role == "due" else role).cast("string")
         parts.append(
@@ -65,8 +65,8 @@ def converted(spark: SparkSession, cells: list[Cell], zone: str | None) -> dict[
         text = NULL if row["value"] is None else row["value"]
         if row["role"] == "due" and row["value"] is not None:
             text = dt.datetime.fromtimestamp(int(text) / 1_000, dt.UTC).isoformat(timespec="milliseconds")
-        found[row["example"], row["role"]] = REJECTED if row["reason"] else f"`{readable(text)}`"
-    return found
+        results[row["example"], row["role"]] = REJECTED if row["reason"] else f"`{readable(text)}`"
+    return results
 
 
 def readable(text: str) -> str:
@@ -80,18 +80,18 @@ def test_each_type_is_converted_as_the_page_says(spark: SparkSession) -> None:
     spark.conf.set("spark.sql.session.timeZone", "Asia/Tokyo")
     try:
         cells = [(example, role) for example in table() for role in ROLES.values()]
-        found = converted(spark, cells, None)
+        results = converted(spark, cells, None)
         due = [(example, "due") for example in table()]
         with_zone = converted(spark, due, ZONE)
     finally:
         spark.conf.set("spark.sql.session.timeZone", before or "UTC")
     for cell, text in with_zone.items():
-        if text != found[cell]:
-            found[cell] = text + NEEDS_ZONE
+        if text != results[cell]:
+            results[cell] = text + NEEDS_ZONE
     expected = {
         (example, role): row[name] for example, row in table().items() for name, role in ROLES.items()
     }
-    assert {cell: text for cell, text in found.items() if text != expected[cell]} == {}
+    assert {cell: text for cell, text in results.items() if text != expected[cell]} == {}
 
 
 @pytest.mark.spark

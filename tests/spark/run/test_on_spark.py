@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from tests.node_fixture import RunningNode
@@ -17,12 +18,13 @@ from timeball.spark.run.session import SparkEngine
 
 pytestmark = pytest.mark.spark
 
-# Written by both: of the ledger each event, of the archive each message that passed.
+# The columns that identify a row: an event in the ledger, a message in the archive.
 KEYS = {"ledger": ("event", "event_seq", "first_seq"), "archive": ("kind", "seq", "topic")}
 JOBS = (ledger.JOB, archive.JOB)
 
 
-def drain(engine: Engine, node: RunningNode) -> None:
+def run_jobs_once(engine: Engine, node: RunningNode) -> None:
+    """Run both jobs until they have processed all rows of the log."""
     for job in JOBS:
         options = {"max_rows_per_batch": "20", "rows_per_partition": "7"}
         job.start(engine, node.endpoint, once=True, options=options).awaitTermination()
@@ -42,46 +44,42 @@ def rows(broker: Endpoint) -> dict[str, list[tuple[object, ...]]]:
 def test_another_engine_continues_at_the_mark(
     engine: SparkEngine, node: RunningNode, broker: Endpoint, spark_first: bool
 ) -> None:
-    """Nothing is missing and nothing is there twice, whichever was first, and if both find the same work."""
+    """Each event and each message is recorded once. A run without new rows adds nothing."""
     first, second = (engine, InProcessEngine()) if spark_first else (InProcessEngine(), engine)
-    for number, each in enumerate((first, second, first)):
+    for number, job_engine in enumerate((first, second, first)):
         send(node.endpoint, 20)
         send_due_now(node.endpoint, 3, f"topic-{number}")
-        drain(each, node)
+        run_jobs_once(job_engine, node)
     before = rows(broker)
-    drain(second, node)
+    run_jobs_once(second, node)
     assert rows(broker) == before
     assert [len(before[name]) for name in KEYS] == [3 * (20 + 3 + 3), 3 * 3]
     assert all(len(set(result)) == len(result) for result in before.values())
 
 
 def test_all_engines_write_the_same_table(engine: SparkEngine, node: RunningNode, broker: Endpoint) -> None:
-    """Columns, properties, partitions, statistics and marks; names of files and instants are each one's own."""
+    """The same columns, properties, row counts of files, and marks. Names of files and times of commits differ."""
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 3)
     data = Path(broker.status().table.uri).parent
-    for name, each in (("a", engine), ("b", InProcessEngine())):
+    engines = {"spark": engine, "in-process": InProcessEngine()}
+    for name, job_engine in engines.items():
         for job in JOBS:
-            job.start(each, node.endpoint, once=True, uri=str(data / name / job.name)).awaitTermination()
+            uri = str(data / name / job.name)
+            job.start(job_engine, node.endpoint, once=True, uri=uri).awaitTermination()
     for job in JOBS:
-        one, other = (DeltaTable(str(data / name / job.name)) for name in ("a", "b"))
-        assert one.schema() == other.schema() and one.version() == other.version()
-        assert one.metadata().configuration == other.metadata().configuration
-        counts = [sorted(file["num_records"] for file in adds(table)) for table in (one, other)]
-        assert counts[0] == counts[1] != []
-    assert ledger.bounds(DeltaTable(str(data / "a/ledger"))) == ledger.bounds(
-        DeltaTable(str(data / "b/ledger"))
-    )
-    assert archive.read_range(DeltaTable(str(data / "a/archive"))) == archive.read_range(
-        DeltaTable(str(data / "b/archive"))
-    )
+        on_spark, in_process = (DeltaTable(str(data / name / job.name)) for name in engines)
+        assert on_spark.schema() == in_process.schema() and on_spark.version() == in_process.version()
+        assert on_spark.metadata().configuration == in_process.metadata().configuration
+        assert row_counts(on_spark) == row_counts(in_process) != []
+    ledgers = [ledger.bounds(DeltaTable(str(data / name / "ledger"))) for name in engines]
+    archives = [archive.read_range(DeltaTable(str(data / name / "archive"))) for name in engines]
+    assert ledgers[0] == ledgers[1] and archives[0] == archives[1]
 
 
-def adds(table: DeltaTable) -> list[dict[str, object]]:
-    import pyarrow as pa
-
-    result: list[dict[str, object]] = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    return result
+def row_counts(table: DeltaTable) -> list[int]:
+    """Read the number of rows of each file, sorted."""
+    return sorted(pa.table(table.get_add_actions(flatten=True)).column("num_records").to_pylist())
 
 
 def refuse(piece: Piece) -> None:

@@ -16,40 +16,40 @@ from timeball.spark.run.session import LOCAL, LOCAL_MASTER, continuous, settings
 from timeball.spark.source.spark_api import spark_errors
 
 
-def test_local_settings_stay_local() -> None:
+def test_a_session_on_a_cluster_has_no_local_settings() -> None:
     local, cluster = settings("local[2]"), settings("spark://host:7077")
     assert local["spark.driver.host"] == "127.0.0.1"
     assert not set(cluster) & (set(LOCAL) - {"spark.driver.extraJavaOptions"})
     assert "SerialGC" not in cluster["spark.driver.extraJavaOptions"]
 
 
-def test_a_session_of_continuous_jobs_gives_its_heap_back() -> None:
+def test_only_a_local_session_of_continuous_jobs_has_a_heap_that_shrinks() -> None:
     option = "spark.driver.extraJavaOptions"
     assert "MaxHeapFreeRatio" in settings("local[2]", continuous("local[2]"))[option]
-    assert "MaxHeapFreeRatio" not in settings("local[2]")[option], "a batch does not"
+    assert "MaxHeapFreeRatio" not in settings("local[2]")[option], "a session for batch jobs"
     assert continuous("spark://host:7077") == {}
     assert continuous("local[2]", {option: "-Dmine=1"})[option] == "-Dmine=1"
 
 
 def test_conf_of_the_caller_overrides_settings() -> None:
-    chosen = settings("local[2]", {"spark.driver.memory": "3g", "spark.driver.extraJavaOptions": "-Dmine=1"})
-    assert chosen["spark.driver.memory"] == "3g"
-    assert "-Dmine=1" in chosen["spark.driver.extraJavaOptions"]
-    assert "log4j2.configurationFile" in chosen["spark.driver.extraJavaOptions"]
+    result = settings("local[2]", {"spark.driver.memory": "3g", "spark.driver.extraJavaOptions": "-Dmine=1"})
+    assert result["spark.driver.memory"] == "3g"
+    assert "-Dmine=1" in result["spark.driver.extraJavaOptions"]
+    assert "log4j2.configurationFile" in result["spark.driver.extraJavaOptions"]
 
 
-def test_without_a_master_it_is_local() -> None:
+def test_without_a_master_the_session_is_local() -> None:
     assert settings(None) == settings(LOCAL_MASTER) and LOCAL_MASTER.startswith("local")
     assert settings("spark://host:7077")["spark.master"] == "spark://host:7077"
 
 
 @pytest.mark.spark
-def test_java_home_is_restored(spark: SparkSession) -> None:
+def test_java_home_is_restored_after_the_launch_of_the_jvm(spark: SparkSession) -> None:
     assert "timeball" not in os.environ.get("JAVA_HOME", "")
     assert spark.range(3).count() == 3
 
 
-# The process that forks Spark's workers. Its first run ends before it has told its port.
+# A daemon for Spark's workers. The first time it is started, it ends before it has reported its port.
 FAILS_ONCE = """
 import os, sys
 from pathlib import Path
@@ -83,7 +83,8 @@ except TimeballError as error:
 @pytest.mark.parametrize(
     ("master", "printed"), [("local[2]", Unavailable.__name__), (LOCAL_MASTER, "rows 4")]
 )
-def test_a_worker_that_does_not_start_is_tried_again(tmp_path: Path, master: str, printed: str) -> None:
+def test_a_task_is_repeated_if_its_worker_does_not_start(tmp_path: Path, master: str, printed: str) -> None:
+    """LOCAL_MASTER allows two attempts, `local[2]` only one."""
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
     search_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     counting = subprocess.run(
@@ -105,10 +106,11 @@ def test_a_bad_option_reaches_the_user_as_one_sentence(spark: SparkSession) -> N
     ):
         spark.read.format("timeball").option("colour", "red").load()
     assert caught.value.__cause__ is not None
-    assert len(str(caught.value.__cause__).splitlines()) <= 3, "without the calls in Spark's worker"
+    assert len(str(caught.value.__cause__).splitlines()) <= 3, "no stack trace of Spark's worker"
 
 
 def fake_java(home: Path, version: str) -> Path:
+    """Make a Java home whose command prints this version, and then its arguments."""
     command = home / "bin/java"
     command.parent.mkdir(parents=True)
     command.write_text(
@@ -127,25 +129,27 @@ def fake_java(home: Path, version: str) -> Path:
         ("command not found", None),
     ],
 )
-def test_version_is_read_from_what_java_prints(text: str, version: int | None) -> None:
+def test_the_major_version_is_parsed_from_the_output_of_java(text: str, version: int | None) -> None:
     assert module.parse_version(text) == version
 
 
-def test_java_home_wins_over_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_home_is_preferred_to_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     chosen, other = fake_java(tmp_path / "chosen", "21.0.1"), fake_java(tmp_path / "other", "17.0.1")
     result = module.java_home({"JAVA_HOME": str(chosen), "PATH": str(other / "bin")})
     assert str(chosen) in (result / "bin/java").read_text()
 
 
-def test_an_old_java_home_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_java_home_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     old, new = fake_java(tmp_path / "old", "1.8.0_402"), fake_java(tmp_path / "new", "17.0.1")
     result = module.java_home({"JAVA_HOME": str(old), "PATH": f"{new / 'bin'}"})
     assert str(new) in (result / "bin/java").read_text()
 
 
-def test_without_any_java_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_usable_java_the_error_names_the_version_and_the_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "bundled_home", lambda: None)
     old = fake_java(tmp_path / "old", "11.0.2")
     with pytest.raises(SetupError, match=r"Java 17 or later.*JAVA_HOME.*is Java 11"):
@@ -162,9 +166,10 @@ def test_missing_package_gives_no_java_home() -> None:
 def test_the_wrapper_drops_one_flag_and_nothing_else(tmp_path: Path) -> None:
     home = fake_java(tmp_path / "real java", "25.0.1")
     wrapper = module.wrap_java_home(home, cache=tmp_path / "cache")
-    given = ["-cp", "a b", module.DROPPED_FLAG, "--add-modules=jdk.other", "Main", ""]
-    shown = subprocess.run([wrapper / "bin/java", *given], capture_output=True, text=True, check=True)
-    assert shown.stdout.split("\n")[:-1] == ["-cp", "a b", "--add-modules=jdk.other", "Main", ""]
+    arguments = ["-cp", "a b", module.DROPPED_FLAG, "--add-modules=jdk.other", "Main", ""]
+    result = subprocess.run([wrapper / "bin/java", *arguments], capture_output=True, text=True, check=True)
+    passed = result.stdout.split("\n")[:-1]
+    assert passed == ["-cp", "a b", "--add-modules=jdk.other", "Main", ""]
 
 
 def test_wrapper_is_written_once_and_repaired(tmp_path: Path) -> None:
@@ -173,10 +178,10 @@ def test_wrapper_is_written_once_and_repaired(tmp_path: Path) -> None:
     before = script.stat().st_ino
     assert module.wrap_java_home(home, cache=tmp_path / "cache") / "bin/java" == script
     assert script.stat().st_ino == before
-    good = script.read_text()
+    text = script.read_text()
     script.write_text("damaged")
     module.wrap_java_home(home, cache=tmp_path / "cache")
-    assert script.read_text() == good
+    assert script.read_text() == text
     assert os.access(script, os.X_OK)
     assert script.stat().st_mode & 0o077 == 0
 

@@ -38,30 +38,31 @@ from timeball.spark.source.options import read_options
         ({"min_partitions": "5000"}, 1000),
     ],
 )
-def test_read_is_cut_into_the_requested_number_of_pieces(options: dict[str, str], parts: int) -> None:
+def test_a_read_of_1000_rows_is_cut_into_the_requested_number_of_pieces(
+    options: dict[str, str], parts: int
+) -> None:
     assert len(log_parts(1, 1001, read_options(options))) == parts
 
 
-def test_bodies_of_other_kinds_are_left_out() -> None:
+def test_body_kinds_leaves_out_bodies_of_other_kinds() -> None:
     batch = log_rows(Kind.SCHEDULED, 2, body=[b"a", b"b"])
-    assert apply_options(batch, read_options({"body_kinds": "table"})).column("body").null_count == 2
-    assert apply_options(batch, read_options({"body_kinds": "scheduled"})).column("body").to_pylist() == [
-        b"a",
-        b"b",
-    ]
-    assert apply_options(batch, read_options({"columns": "body,seq"})).schema.names == ["body", "seq"]
+    for kinds, bodies in (("table", [None, None]), ("scheduled", [b"a", b"b"])):
+        result = apply_options(batch, read_options({"body_kinds": kinds}))
+        assert result.column("body").to_pylist() == bodies
 
 
-def test_only_needed_columns_are_fetched() -> None:
+def test_columns_selects_and_orders_the_columns() -> None:
+    result = apply_options(log_rows(Kind.SCHEDULED, 2), read_options({"columns": "body,seq"}))
+    assert result.schema.names == ["body", "seq"]
+
+
+def test_the_requested_columns_and_those_that_options_need_are_fetched() -> None:
+    """Always `seq`: by it, the read continues after an interruption."""
     assert columns_to_fetch(read_options({"topic": "orders"})) is None
     assert columns_to_fetch(read_options({"columns": "body,seq"})) == ["seq", "body"]
     assert columns_to_fetch(read_options({"columns": "seq", "topic": "orders"})) == ["seq", "topic"]
     with_bodies = read_options({"columns": "body", "body_kinds": "table"})
-    assert columns_to_fetch(with_bodies) == [
-        "seq",
-        "kind",
-        "body",
-    ]  # the read continues by seq after an interruption
+    assert columns_to_fetch(with_bodies) == ["seq", "kind", "body"]
     assert columns_to_fetch(read_options({"columns": "seq", "body_kinds": "table"})) == ["seq"]
 
 
@@ -72,7 +73,7 @@ def rows_of(node: RunningNode, **options: str) -> pa.Table:
     return pa.Table.from_batches(batches, batches[0].schema if batches else READ_SCHEMA)
 
 
-def test_topics_are_filtered_before_the_jvm(node: RunningNode) -> None:
+def test_a_task_passes_only_rows_of_the_topic_to_spark(node: RunningNode) -> None:
     send(node.endpoint, 40, topic="orders")
     send(node.endpoint, 10, topic="cards")
     assert rows_of(node, topic="cards").num_rows == 10
@@ -81,26 +82,27 @@ def test_topics_are_filtered_before_the_jvm(node: RunningNode) -> None:
     assert rows_of(node, topic="others").num_rows == 0
 
 
-def test_read_of_ranges_yields_only_bounds(node: RunningNode) -> None:
+def test_a_read_of_ranges_yields_the_bounds_of_a_piece(node: RunningNode) -> None:
     options = read_options({"endpoint": node.endpoint, "read": "ranges", "columns": "to_seq"})
     (batch,) = read_part(options, LogPart(3, 9))
     assert batch.to_pydict() == {"to_seq": [9]}
 
 
 def restart(node: RunningNode) -> None:
+    """Restart the broker."""
     node.stop()
     node.start()
 
 
 def test_interrupted_log_read_resumes_at_the_last_row(node: RunningNode, broker: Endpoint) -> None:
     with node.client() as ball:
-        # More than the connection takes in ahead of the reader.
+        # More bytes than the connection buffers for the reader.
         ball.send_many([{"body": bytes(65_536), "after": "86400s"}] * 400, topic="orders", batch_rows=20)
     end = broker.status().log.durable_seq
-    begun: list[int] = []
+    begins: list[int] = []
 
     def read(begin: int) -> Iterator[pa.RecordBatch]:
-        begun.append(begin)
+        begins.append(begin)
         return broker.read_log(begin, end, coalesce_rows=20)
 
     rows = retrying_read(broker, read, 1, after_last_seq)
@@ -108,7 +110,7 @@ def test_interrupted_log_read_resumes_at_the_last_row(node: RunningNode, broker:
     restart(node)
     seqs += [seq for batch in rows for seq in batch.column("seq").to_pylist()]
     assert seqs == list(range(1, end))
-    assert len(begun) == 2 and begun[1] > 1  # it did break off, and did not begin again
+    assert len(begins) == 2 and begins[1] > 1, "it was interrupted, and did not begin again at row 1"
 
 
 def test_interrupted_queue_read_resumes_at_the_last_row(node: RunningNode, broker: Endpoint) -> None:
@@ -127,16 +129,16 @@ def test_interrupted_queue_read_resumes_at_the_last_row(node: RunningNode, broke
 
 
 def test_repeated_interruptions_without_progress_raise_unavailable(broker: Endpoint) -> None:
-    tries: list[int] = []
+    begins: list[int] = []
 
     def read(begin: int) -> Iterator[pa.RecordBatch]:
-        tries.append(begin)
-        raise Unavailable("broke off")
+        begins.append(begin)
+        raise Unavailable("interrupted")
         yield
 
-    with pytest.raises(Unavailable, match="broke off"):
+    with pytest.raises(Unavailable, match="interrupted"):
         list(retrying_read(broker, read, 7, after_rows))
-    assert tries == [7] * (READ_TRIES + 1)
+    assert begins == [7] * (READ_TRIES + 1)
 
 
 def test_other_errors_are_not_retried(broker: Endpoint) -> None:
@@ -144,10 +146,10 @@ def test_other_errors_are_not_retried(broker: Endpoint) -> None:
         list(retrying_read(broker, lambda begin: broker.read_log(begin, 1), 0, after_last_seq))
 
 
-def test_a_broker_that_stays_away_is_unavailable(node: RunningNode) -> None:
+def test_a_read_of_a_broker_that_does_not_come_back_raises_unavailable(node: RunningNode) -> None:
     send(node.endpoint, 10)
-    with Endpoint(node.endpoint, patience_s=0) as hasty:
-        rows = retrying_read(hasty, lambda begin: hasty.read_log(begin, 11), 1, after_last_seq)
+    with Endpoint(node.endpoint, patience_s=0) as impatient:
+        rows = retrying_read(impatient, lambda begin: impatient.read_log(begin, 11), 1, after_last_seq)
         node.stop()
         with pytest.raises(Unavailable):
             list(rows)
@@ -155,11 +157,12 @@ def test_a_broker_that_stays_away_is_unavailable(node: RunningNode) -> None:
 
 
 def stream(node: RunningNode, clock: ManualClock | None = None, **options: object) -> LogStream:
-    given = {name: str(value) for name, value in options.items()}
-    return LogStream(read_options({"endpoint": node.endpoint, **given}), clock)
+    """Make a stream of the log with these options."""
+    texts = {name: str(value) for name, value in options.items()}
+    return LogStream(read_options({"endpoint": node.endpoint, **texts}), clock)
 
 
-def test_idle_log_returns_the_start_offset(node: RunningNode) -> None:
+def test_without_new_rows_latest_offset_returns_the_start_offset(node: RunningNode) -> None:
     source = stream(node)
     start = source.initialOffset()
     assert source.latestOffset(start, source.getDefaultReadLimit()) is start
@@ -170,34 +173,33 @@ def test_batch_is_limited_unless_everything_is_requested(node: RunningNode) -> N
     source = stream(node, max_rows_per_batch=40)
     send(node.endpoint, 100)
     start = source.initialOffset()
+    end = {"seq": start["seq"] + 101}  # the messages, and the row of their topic
     assert source.getDefaultReadLimit() == ReadMaxRows(40)
     assert source.latestOffset(start, ReadMaxRows(40)) == {"seq": start["seq"] + 40}
-    assert source.latestOffset(start, ReadAllAvailable()) == {
-        "seq": start["seq"] + 101
-    }  # the topic stands before the rows
-    assert source.reportLatestOffset() == {"seq": start["seq"] + 101}  # and the topic
+    assert source.latestOffset(start, ReadAllAvailable()) == end
+    assert source.reportLatestOffset() == end
     source.stop()
 
 
-def test_a_small_batch_waits_for_its_time(node: RunningNode) -> None:
+def test_few_rows_start_a_batch_after_the_delay_and_many_rows_at_once(node: RunningNode) -> None:
     clock = ManualClock()
     source = stream(node, clock, min_rows_per_batch=50, max_trigger_delay_ms=1000, few_rows=10)
     start = source.initialOffset()
     limit = source.getDefaultReadLimit()
-    send(node.endpoint, 8)  # and the row of their topic
+    send(node.endpoint, 8)  # with the row of their topic, 9 rows
     clock.advance(5000)
-    assert source.latestOffset(start, limit) is start  # too few, however long
+    assert source.latestOffset(start, limit) is start, "fewer than few_rows never start a batch"
     send(node.endpoint, 1)
-    assert source.latestOffset(start, limit) == {"seq": start["seq"] + 10}
-    source.latestOffset({"seq": start["seq"] + 10}, limit)
+    first = {"seq": start["seq"] + 10}
+    assert source.latestOffset(start, limit) == first, "few_rows, and the delay is over"
     send(node.endpoint, 20)
-    assert source.latestOffset({"seq": start["seq"] + 10}, limit) == {"seq": start["seq"] + 10}  # not yet
+    assert source.latestOffset(first, limit) == first, "few_rows, but the delay has begun again"
     send(node.endpoint, 30)
-    assert source.latestOffset({"seq": start["seq"] + 10}, limit) == {"seq": start["seq"] + 60}  # enough
+    assert source.latestOffset(first, limit) == {"seq": first["seq"] + 50}, "min_rows_per_batch"
     source.stop()
 
 
-def test_available_now_ends_where_the_log_ended(node: RunningNode) -> None:
+def test_available_now_ends_at_the_end_of_the_log_when_it_was_prepared(node: RunningNode) -> None:
     source = stream(node, min_rows_per_batch=1000)
     send(node.endpoint, 30)
     start = source.initialOffset()
@@ -209,7 +211,7 @@ def test_available_now_ends_where_the_log_ended(node: RunningNode) -> None:
     source.stop()
 
 
-def test_named_starts(node: RunningNode, broker: Endpoint) -> None:
+def test_a_stream_starts_at_a_named_position_or_a_row_number(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 10)
     node.run(node.broker.compact())
     status = broker.status()
@@ -240,7 +242,7 @@ def test_a_checkpoint_of_another_log_is_refused(node: RunningNode) -> None:
     source.stop()
 
 
-def test_options_of_batches_are_refused() -> None:
+def test_a_stream_refuses_reads_and_options_of_batches() -> None:
     with pytest.raises(SetupError, match="read=pending"):
         LogStream(read_options({"read": "pending"}))
     with pytest.raises(SetupError, match="to_seq"):
@@ -249,36 +251,29 @@ def test_options_of_batches_are_refused() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_a_query_sees_every_row_once_over_a_restart(
+def test_a_query_that_is_started_again_reads_every_row_once(
     spark: SparkSession, node: RunningNode, tmp_path: Path
 ) -> None:
-    def drain() -> list[int]:
+    def run_query() -> int:
+        """Run the query until it has read all rows. Returns the number of micro-batches."""
         reader = spark.readStream.format("timeball").option("endpoint", node.endpoint)
-        rows = (
-            reader.option("max_rows_per_batch", "30")
-            .option("kinds", "scheduled")
-            .load()
-            .select("seq", "body")
-        )
-        writer = rows.writeStream.format("parquet").option("path", str(tmp_path / "out"))
-        query = (
-            writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
-            .trigger(availableNow=True)
-            .start()
-        )
+        reader = reader.option("max_rows_per_batch", "30").option("kinds", "scheduled")
+        writer = reader.load().select("seq", "body").writeStream.format("parquet")
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        query = writer.option("path", str(tmp_path / "out")).trigger(availableNow=True).start()
         query.awaitTermination()
-        return [p["batchId"] for p in query.recentProgress]
+        return len(query.recentProgress)
 
     send(node.endpoint, 100)
-    assert len(drain()) >= 4
+    assert run_query() >= 4
     send(node.endpoint, 50)
-    drain()
+    run_query()
     result = [row.seq for row in spark.read.parquet(str(tmp_path / "out")).collect()]
     assert len(result) == len(set(result)) == 150
 
 
-def groups_of_rows(parts: list[LogPart], reader: LogReader | LogStream) -> dict[str | None, int]:
-    """Count the rows of each group by the column `group` that the tasks fill."""
+def rows_by_group(parts: list[LogPart], reader: LogReader | LogStream) -> dict[str | None, int]:
+    """Read these parts, and count the rows of each group by their column `group`."""
     result: dict[str | None, int] = {}
     for part in parts:
         for batch in reader.read(part):
@@ -287,18 +282,18 @@ def groups_of_rows(parts: list[LogPart], reader: LogReader | LogStream) -> dict[
     return result
 
 
-def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
+def test_a_batch_reads_all_groups_or_the_group_of_the_option(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send(groups.one.endpoint, 30)
         send(groups.other.endpoint, 20)
 
         def reader(**options: str) -> LogReader:
-            given = {"endpoint": groups.endpoint, "kinds": "scheduled", "columns": "group,seq"}
-            return LogReader(read_options({**given, **options}))
+            defaults = {"endpoint": groups.endpoint, "kinds": "scheduled", "columns": "group,seq"}
+            return LogReader(read_options({**defaults, **options}))
 
         def read(**options: str) -> dict[str | None, int]:
-            chosen = reader(**options)
-            return groups_of_rows(list(chosen.partitions()), chosen)
+            log_reader = reader(**options)
+            return rows_by_group(list(log_reader.partitions()), log_reader)
 
         assert read() == {"g1": 30}
         groups.add()
@@ -312,7 +307,7 @@ def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
         assert read() == {None: 30}, "a broker that is in no cluster"
 
 
-def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
+def test_a_stream_reads_a_group_that_is_added_from_its_first_row(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send(groups.one.endpoint, 30)
         options = {"endpoint": groups.endpoint, "kinds": "scheduled", "columns": "seq,group"}
@@ -324,15 +319,16 @@ def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
         groups.add()
         second = source.latestOffset(first, ReadAllAvailable())
         assert second["g1"] == first["g1"] and second["g2"] > 20
-        assert groups_of_rows(list(source.partitions(first, second)), source) == {"g2": 20}
-        assert groups_of_rows(list(source.partitions(start, second)), source) == {"g1": 30, "g2": 20}
+        assert rows_by_group(list(source.partitions(first, second)), source) == {"g2": 20}
+        assert rows_by_group(list(source.partitions(start, second)), source) == {"g1": 30, "g2": 20}
         assert source.latestOffset(second, ReadAllAvailable()) is second
 
-        half = source.latestOffset(start, ReadMaxRows(25))
-        assert sum(half.values()) == sum(start.values()) + 1 + 25, "of both, in proportion"
-        old = {"seq": start["g1"]}
-        assert source.latestOffset(old, ReadAllAvailable()) == second, "an offset of a time without groups"
-        assert groups_of_rows(list(source.partitions({"seq": first["g1"]}, second)), source) == {"g2": 20}
+        limited = source.latestOffset(start, ReadMaxRows(25))
+        # The offset of a group that is not in `start` counts from its first row, 1.
+        assert sum(limited.values()) == sum(start.values()) + 1 + 25
+        before_cluster = {"seq": start["g1"]}
+        assert source.latestOffset(before_cluster, ReadAllAvailable()) == second
+        assert rows_by_group(list(source.partitions({"seq": first["g1"]}, second)), source) == {"g2": 20}
         with pytest.raises(SetupError, match="'g3', which is not there"):
             source.latestOffset({"g1": 1, "g3": 1}, ReadAllAvailable())
         with pytest.raises(SetupError, match="row 900 but the log of group g2 ends at"):
@@ -340,7 +336,7 @@ def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
         source.stop()
 
 
-def test_available_now_reads_the_groups_of_its_start(tmp_path: Path) -> None:
+def test_available_now_reads_only_groups_and_rows_that_existed_when_it_was_prepared(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send(groups.one.endpoint, 5)
         source = LogStream(read_options({"endpoint": groups.endpoint}))
@@ -349,17 +345,17 @@ def test_available_now_reads_the_groups_of_its_start(tmp_path: Path) -> None:
         groups.add()
         send(groups.one.endpoint, 5)
         end = source.latestOffset(start, ReadAllAvailable())
-        assert end["g1"] < groups.one.broker.log.writer.next_seq and end["g2"] == 1, "the group came later"
+        assert end["g1"] < groups.one.broker.log.writer.next_seq, "the second five messages are not read"
+        assert end["g2"] == 1, "no row of the group that was added is read"
         source.stop()
 
 
-def test_a_stream_may_be_of_one_group(tmp_path: Path) -> None:
+def test_a_stream_with_the_option_group_reads_only_this_group(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         groups.add()
         send(groups.other.endpoint, 20)
-        given = {"endpoint": groups.endpoint, "read": "ranges"}
-        one = LogStream(read_options({**given, "group": "g2"}))
-        start = one.initialOffset()
-        end = one.latestOffset(start, ReadAllAvailable())
-        assert [part.group.name for part in one.partitions(start, end)] == ["g2"]
-        one.stop()
+        source = LogStream(read_options({"endpoint": groups.endpoint, "read": "ranges", "group": "g2"}))
+        start = source.initialOffset()
+        end = source.latestOffset(start, ReadAllAvailable())
+        assert [part.group.name for part in source.partitions(start, end)] == ["g2"]
+        source.stop()

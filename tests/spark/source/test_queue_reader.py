@@ -21,17 +21,17 @@ from timeball.spark.source.queue_reader import (
     QueueReader,
     QueueStream,
     check_offsets,
-    from_json,
+    decode_offsets,
+    encode_offsets,
     offsets_at,
     queue_parts,
-    to_json,
 )
 
-SINGLE_GROUP_KEY = Group("", "grpc://a:1")
-KEPT = {0: (5, 20), 1: (0, 8)}
+ONLY_GROUP = Group("", "grpc://a:1")
+KEPT = {0: (5, 20), 1: (0, 8)}  # queue -> (first kept offset, next offset)
 
 
-def test_positions_by_name_by_number_and_by_queue() -> None:
+def test_a_position_is_a_name_an_offset_or_an_offset_for_some_queues() -> None:
     assert offsets_at("from_offset", "first", KEPT) == {0: 5, 1: 0}
     assert offsets_at("to_offset", "latest", KEPT) == {0: 20, 1: 8}
     assert offsets_at("to_offset", 7, KEPT) == {0: 7, 1: 7}
@@ -39,7 +39,7 @@ def test_positions_by_name_by_number_and_by_queue() -> None:
     assert offsets_at("to_offset", {1: 0}, KEPT) == {0: 20, 1: 0}
 
 
-def test_positions_that_are_not_kept_are_refused_by_name() -> None:
+def test_offsets_and_queues_that_are_not_kept_are_refused_with_the_name_of_the_option() -> None:
     with pytest.raises(
         OutOfRange, match=r"option to_offset: offset 9 of queue 1, which keeps 0 to 8; .*0=100"
     ):
@@ -55,29 +55,23 @@ def test_positions_that_are_not_kept_are_refused_by_name() -> None:
     check_offsets("t", {0: 5, 1: 8}, KEPT)
 
 
-def test_each_queue_is_cut_into_pieces_of_its_own() -> None:
+def test_each_queue_is_cut_into_even_pieces() -> None:
     options = read_options({"read": "queue", "topic": "t", "rows_per_partition": "10"})
-    parts = [
-        (p.queue_id, p.from_offset, p.to_offset)
-        for p in queue_parts({("", 0): 5}, {("", 0): 20, ("", 1): 8, ("", 2): 0}, options, [SINGLE_GROUP_KEY])
-    ]
-    assert parts == [(0, 5, 12), (0, 12, 20), (1, 0, 8)]
+    begin, end = {("", 0): 5}, {("", 0): 20, ("", 1): 8, ("", 2): 0}
+    parts = queue_parts(begin, end, options, [ONLY_GROUP])
+    bounds = [(part.queue_id, part.from_offset, part.to_offset) for part in parts]
+    assert bounds == [(0, 5, 12), (0, 12, 20), (1, 0, 8)]
 
 
 def rows_of(node: RunningNode, **options: str) -> list[tuple[int, int]]:
     """Read (queue, offset) of the rows that the tasks of a batch read pass to Spark."""
-    given = {
-        "endpoint": node.endpoint,
-        "read": "queue",
-        "topic": "orders",
-        "columns": "queue_id,queue_offset",
-    }
-    reader = QueueReader(read_options({**given, **options}))
+    defaults = {"endpoint": node.endpoint, "read": "queue", "topic": "orders"}
+    reader = QueueReader(read_options({**defaults, "columns": "queue_id,queue_offset", **options}))
     batches = [batch for part in reader.partitions() for batch in reader.read(part)]
     return [(row["queue_id"], row["queue_offset"]) for batch in batches for row in batch.to_pylist()]
 
 
-def test_queues_and_offsets_by_option(node: RunningNode) -> None:
+def test_options_select_a_queue_and_offsets(node: RunningNode) -> None:
     send_due_now(node.endpoint, 40)
     everything = rows_of(node)
     assert len(everything) == len(set(everything)) == 40
@@ -88,7 +82,7 @@ def test_queues_and_offsets_by_option(node: RunningNode) -> None:
     assert rows_of(node, rows_per_partition="3") == everything
 
 
-def test_a_queue_that_is_not_there(node: RunningNode) -> None:
+def test_a_queue_or_offset_that_does_not_exist_is_refused(node: RunningNode) -> None:
     send_due_now(node.endpoint, 1)
     with pytest.raises(NotFound, match="option queue_id=900: the topic 'orders' has the queues 0 to"):
         rows_of(node, queue_id="900")
@@ -97,32 +91,35 @@ def test_a_queue_that_is_not_there(node: RunningNode) -> None:
         list(reader.read(QueuePart(0, 0, 1_000)))
 
 
-def test_equal_offsets_are_equal_texts() -> None:
-    assert list(to_json({("", 10): 1, ("", 2): 5})) == ["2", "10"]
-    assert from_json(to_json({("", 10): 1, ("", 2): 5}), [SINGLE_GROUP_KEY]) == {("", 2): 5, ("", 10): 1}
+def test_offsets_are_encoded_in_the_order_of_queues() -> None:
+    offsets = {("", 10): 1, ("", 2): 5}
+    assert list(encode_offsets(offsets)) == ["2", "10"]
+    assert decode_offsets(encode_offsets(offsets), [ONLY_GROUP]) == offsets
 
 
 def test_offsets_with_and_without_groups_are_decoded() -> None:
     groups = [Group("g1", "grpc://a:1"), Group("g2", "grpc://b:1")]
     offsets = {("g1", 0): 5, ("g2", 0): 7, ("g2", 3): 1}
-    assert to_json(offsets) == {"g1": {"0": 5}, "g2": {"0": 7, "3": 1}}
-    assert from_json(to_json(offsets), groups) == offsets
-    assert from_json({"0": 5}, groups) == {("g1", 0): 5}, "of the group whose node is named"
+    assert encode_offsets(offsets) == {"g1": {"0": 5}, "g2": {"0": 7, "3": 1}}
+    assert decode_offsets(encode_offsets(offsets), groups) == offsets
+    assert decode_offsets({"0": 5}, groups) == {("g1", 0): 5}, "it counts for the group of the named node"
     with pytest.raises(SetupError, match="'g2', which is not there"):
-        from_json({"g2": {"0": 7}}, groups[:1])
+        decode_offsets({"g2": {"0": 7}}, groups[:1])
 
 
 def stream(node: RunningNode, clock: ManualClock | None = None, **options: object) -> QueueStream:
-    given = {name: str(value) for name, value in options.items()}
-    base = {"endpoint": node.endpoint, "read": "queue", "topic": "orders"}
-    return QueueStream(read_options({**base, **given}), clock)
+    """Make a stream of the topic `orders` with these options."""
+    texts = {name: str(value) for name, value in options.items()}
+    defaults = {"endpoint": node.endpoint, "read": "queue", "topic": "orders"}
+    return QueueStream(read_options({**defaults, **texts}), clock)
 
 
 def total(offset: dict[str, int]) -> int:
+    """Add the offsets of all queues."""
     return sum(offset.values())
 
 
-def test_a_batch_is_bounded_and_an_idle_topic_gives_the_start_back(node: RunningNode) -> None:
+def test_a_batch_is_limited_and_without_new_rows_the_start_offset_is_returned(node: RunningNode) -> None:
     send_due_now(node.endpoint, 50)
     source = stream(node, max_rows_per_batch=20)
     start = source.initialOffset()
@@ -137,7 +134,7 @@ def test_a_batch_is_bounded_and_an_idle_topic_gives_the_start_back(node: Running
     source.stop()
 
 
-def test_a_small_batch_waits_for_its_time(node: RunningNode) -> None:
+def test_few_rows_start_a_batch_after_the_delay(node: RunningNode) -> None:
     clock = ManualClock()
     send_due_now(node.endpoint, 5)
     source = stream(node, clock, min_rows_per_batch=50, max_trigger_delay_ms=1000, few_rows=3)
@@ -148,7 +145,7 @@ def test_a_small_batch_waits_for_its_time(node: RunningNode) -> None:
     source.stop()
 
 
-def test_available_now_ends_where_the_queues_ended(node: RunningNode) -> None:
+def test_available_now_ends_at_the_ends_of_the_queues_when_it_was_prepared(node: RunningNode) -> None:
     send_due_now(node.endpoint, 10)
     source = stream(node, min_rows_per_batch=1000)
     start = source.initialOffset()
@@ -160,19 +157,19 @@ def test_available_now_ends_where_the_queues_ended(node: RunningNode) -> None:
     source.stop()
 
 
-def test_a_queue_that_comes_later_is_read_from_its_first_row(node: RunningNode) -> None:
+def test_a_queue_that_is_not_in_the_offset_is_read_from_its_first_row(node: RunningNode) -> None:
     send_due_now(node.endpoint, 10)
     source = stream(node)
     everything = source.latestOffset(source.initialOffset(), ReadAllAvailable())
-    grown = {queue: offset for queue, offset in everything.items() if queue != "0"}
-    end = source.latestOffset(grown, ReadAllAvailable())
+    without_queue_0 = {queue: offset for queue, offset in everything.items() if queue != "0"}
+    end = source.latestOffset(without_queue_0, ReadAllAvailable())
     assert end == everything
-    parts = source.partitions(grown, end)
+    parts = source.partitions(without_queue_0, end)
     assert sum(batch.num_rows for part in parts for batch in source.read(part)) == everything["0"]
     source.stop()
 
 
-def test_one_queue_and_named_starts(node: RunningNode) -> None:
+def test_a_stream_starts_at_a_named_position_or_an_offset_of_one_queue(node: RunningNode) -> None:
     send_due_now(node.endpoint, 20)
     ends = stream(node, from_offset="latest").initialOffset()
     assert total(ends) == 20
@@ -180,7 +177,7 @@ def test_one_queue_and_named_starts(node: RunningNode) -> None:
     assert stream(node, queue_id=1).latestOffset({"1": 0}, ReadAllAvailable()) == {"1": ends["1"]}
 
 
-def test_checkpoint_of_another_topic_is_refused(node: RunningNode) -> None:
+def test_an_offset_beyond_the_queue_and_a_missing_topic_are_refused(node: RunningNode) -> None:
     send_due_now(node.endpoint, 10)
     source = stream(node)
     with pytest.raises(SetupError, match=r"stands at offset 10000 of queue 0 .* remove the checkpoint"):
@@ -196,55 +193,56 @@ def test_checkpoint_of_another_topic_is_refused(node: RunningNode) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_a_query_sees_every_row_once_over_a_restart(
+def test_a_query_that_is_started_again_reads_every_row_once(
     spark: SparkSession, node: RunningNode, tmp_path: Path
 ) -> None:
-    def drain() -> list[int]:
+    def run_query() -> int:
+        """Run the query until it has read all rows. Returns the number of micro-batches."""
         reader = spark.readStream.format("timeball").option("endpoint", node.endpoint)
         reader = reader.option("read", "queue").option("topic", "orders").option("max_rows_per_batch", "15")
         writer = reader.load().select("queue_id", "queue_offset", "body").writeStream.format("parquet")
         writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
         query = writer.option("path", str(tmp_path / "out")).trigger(availableNow=True).start()
         query.awaitTermination()
-        return [p["batchId"] for p in query.recentProgress]
+        return len(query.recentProgress)
 
     with node.client() as ball:
-        ball.create_topic("orders", 2)  # each batch has a task for each queue
+        ball.create_topic("orders", 2)  # a task for each queue
     send_due_now(node.endpoint, 40)
-    assert len(drain()) >= 3
+    assert run_query() >= 3
     with node.client() as ball:
         ball.create_topic("orders", 3)
-    send_due_now(node.endpoint, 70)  # those of before among them
-    drain()
+    send_due_now(node.endpoint, 70)  # waits until 70 rows are visible, among them the first 40
+    run_query()
     rows = spark.read.parquet(str(tmp_path / "out")).collect()
-    places = [(row.queue_id, row.queue_offset) for row in rows]
-    assert len(places) == len(set(places)) >= 70
+    positions = [(row.queue_id, row.queue_offset) for row in rows]
+    assert len(positions) == len(set(positions)) >= 70
     assert {row.queue_id for row in rows} == {0, 1, 2}
     assert {bytes(row.body).decode() for row in rows} >= {f"now {i}" for i in range(70)}
 
 
-def test_a_topic_over_groups_and_one_that_is_added(tmp_path: Path) -> None:
+def test_a_topic_is_read_in_all_groups_also_in_a_group_that_is_added(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send_due_now(groups.one.endpoint, 10)
         send_due_now(groups.other.endpoint, 4)
         send_due_now(groups.other.endpoint, 3, topic="elsewhere")
         clock = ManualClock()
         source = stream(groups.one, clock)
-        old = dict.fromkeys(source.initialOffset()["g1"], 0)
-        first = source.latestOffset({"g1": old}, ReadAllAvailable())
+        before_cluster = dict.fromkeys(source.initialOffset()["g1"], 0)
+        first = source.latestOffset({"g1": before_cluster}, ReadAllAvailable())
         assert set(first) == {"g1"} and sum(first["g1"].values()) == 10
         groups.add()
-        assert source.latestOffset(first, ReadAllAvailable()) is first, "it is looked for once a second"
+        assert source.latestOffset(first, ReadAllAvailable()) is first, "groups are read once a second"
         clock.advance(1_000)
         second = source.latestOffset(first, ReadAllAvailable())
         assert second["g1"] == first["g1"] and sum(second["g2"].values()) == 4
         parts = source.partitions(first, second)
         rows = pa.concat_tables(pa.Table.from_batches(source.read(part)) for part in parts)
         assert rows.num_rows == 4 and {part.group.name for part in parts} == {"g2"}
-        assert source.latestOffset(old, ReadAllAvailable()) == second, "an offset of a time without groups"
+        assert source.latestOffset(before_cluster, ReadAllAvailable()) == second
         both = rows_of(groups.one, columns="queue_id,queue_offset,group")
         assert len(both) == 14
-        assert len(rows_of(groups.one, topic="elsewhere")) == 3, "one group alone has it"
+        assert len(rows_of(groups.one, topic="elsewhere")) == 3, "only one group has this topic"
         assert len(rows_of(groups.one, group="g2")) == 4
         with pytest.raises(SetupError, match="option from_offset: each of the 2 groups has its own queues"):
             rows_of(groups.one, from_offset="0=1")

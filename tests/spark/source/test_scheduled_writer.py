@@ -20,16 +20,18 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.source import scheduled_writer as sink
 from timeball.spark.source.data_source import TimeballDataSource
 from timeball.spark.source.options import write_options
-from timeball.spark.source.scheduled_writer import ScheduledTask, ScheduledWriter, Written
+from timeball.spark.source.scheduled_writer import ScheduledTask, ScheduledWriter, TaskResult
 from timeball.spark.source.spark_api import spark_errors, spark_schema
 from timeball.table import layout
 
 
 def later(broker: Endpoint) -> int:
+    """Compute a due time (ms) three days from now."""
     return broker.status().now_ms + 3 * DAY_MS
 
 
-def task(node: RunningNode, rows: dict[str, object], **options: str) -> Written:
+def task(node: RunningNode, rows: dict[str, object], **options: str) -> TaskResult:
+    """Write rows as a task does, without an attach."""
     table = pa.table({name: pa.array(values) for name, values in rows.items()})
     return ScheduledTask(write_options({"endpoint": node.endpoint, **options})).write(
         iter(table.to_batches())
@@ -37,20 +39,23 @@ def task(node: RunningNode, rows: dict[str, object], **options: str) -> Written:
 
 
 def data_files(broker: Endpoint) -> list[Path]:
+    """List the data files on disk, in the table or not."""
     return sorted(Path(broker.status().table.uri).glob("bucket=*/*.parquet"))
 
 
 def test_a_task_writes_sorted_numbered_rows_and_attaches_nothing(node: RunningNode, broker: Endpoint) -> None:
     due = later(broker)
-    done = task(node, {"topic": ["t"] * 3, "body": ["b"] * 3, "due_ms": [due + 2, due, due + 1]})
-    assert (done.rows, done.dropped, len(done.ranges)) == (3, 0, 1)
+    result = task(node, {"topic": ["t"] * 3, "body": ["b"] * 3, "due_ms": [due + 2, due, due + 1]})
+    assert (result.rows, result.dropped, len(result.ranges)) == (3, 0, 1)
     assert attached_seqs(broker) == []
-    sink.attach_all([done], write_options({"endpoint": node.endpoint}), "job", 0)
-    first, count = done.ranges[0]
+    sink.attach_all([result], write_options({"endpoint": node.endpoint}), "job", 0)
+    first, count = result.ranges[0]
     assert attached_seqs(broker) == list(range(first, first + count))
 
 
-def test_repeated_job_schedules_its_rows_once(node: RunningNode, broker: Endpoint) -> None:
+def test_a_repeated_epoch_schedules_its_rows_once_and_a_new_epoch_again(
+    node: RunningNode, broker: Endpoint
+) -> None:
     options = write_options({"endpoint": node.endpoint})
     rows = {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]}
     first = task(node, rows)
@@ -63,7 +68,7 @@ def test_repeated_job_schedules_its_rows_once(node: RunningNode, broker: Endpoin
 
 
 def test_other_rows_under_a_known_name_are_refused(node: RunningNode, broker: Endpoint) -> None:
-    """In whatever order and tasks the rows come again they are the same; one other row makes another write of them."""
+    """The same rows in another order, or in other tasks, are a repeat. Due times may differ."""
     due, options = later(broker), write_options({"endpoint": node.endpoint})
     rows = {"topic": ["t"] * 4, "body": ["a", "b", "c", "d"], "due_ms": [due] * 4}
     sink.attach_all([task(node, rows)], options, "job", 3)
@@ -92,8 +97,8 @@ def test_repeat_is_recognised_after_many_jobs_and_a_restart(
     sink.attach_all([task(node, rows)], options, "stream-1", 0)
     for number in range(4):
         sink.attach_all([task(node, rows)], options, f"once{number}", 0, with_checksum=False)
-    node.stop()  # with a checkpoint, which is all that a start reads here
-    node.start()
+    node.stop()  # writes a checkpoint
+    node.start()  # reads only the checkpoint
     sink.attach_all([task(node, rows)], options, "stream-1", 0)
     assert len(attached_seqs(broker)) == 5
 
@@ -105,11 +110,13 @@ def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, br
         match=r"2 of 3 rows .*first \(row 1 of its task, topic 'not fine'\): topic: .*on_invalid=drop",
     ):
         task(node, rows)
-    done = task(node, rows, on_invalid="drop")
-    assert (done.rows, done.dropped) == (1, 2)
+    result = task(node, rows, on_invalid="drop")
+    assert (result.rows, result.dropped) == (1, 2)
 
 
-def test_text_is_one_key_and_the_error_quotes_it(node: RunningNode, broker: Endpoint) -> None:
+def test_a_text_with_a_blank_is_no_key_and_is_quoted_in_the_error(
+    node: RunningNode, broker: Endpoint
+) -> None:
     rows = {
         "topic": ["t"] * 2,
         "body": ["b"] * 2,
@@ -128,11 +135,12 @@ def test_failed_task_removes_its_files(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_store, "CHUNK_ROWS", 1)
-    before, reserved = broker.reserve(1), broker.reserve(1)
+    numbers = [broker.reserve(1), broker.reserve(1)]
     with pytest.raises(InvalidMessage, match=r"^1 of 1 rows"):
         task(node, {"topic": ["fine", "not fine"], "body": ["b"] * 2, "due_ms": [later(broker)] * 2})
-    # The first run was numbered, so it came as far as being written.
-    assert broker.reserve(1) - reserved == 2 * (reserved - before)
+    numbers.append(broker.reserve(1))
+    # The task has reserved a number for its first row, so it has written this row before it failed.
+    assert numbers[2] - numbers[1] == 2 * (numbers[1] - numbers[0])
     assert data_files(broker) == []
 
 
@@ -142,33 +150,39 @@ def test_too_many_files_are_refused_and_removed(
     monkeypatch.setattr(sink.limits, "ATTACH_FILES_MAX", 1)
     monkeypatch.setattr(layout, "FILE_ROWS", 1)
     due = later(broker)
-    done = task(node, {"topic": ["t"] * 2, "body": ["b"] * 2, "due_ms": [due, due + 9 * DAY_MS]})
+    result = task(node, {"topic": ["t"] * 2, "body": ["b"] * 2, "due_ms": [due, due + 9 * DAY_MS]})
     with pytest.raises(OverLimit, match="2 files in one write"):
-        sink.attach_all([done], write_options({"endpoint": node.endpoint}), "job", 0)
+        sink.attach_all([result], write_options({"endpoint": node.endpoint}), "job", 0)
     assert data_files(broker) == []
 
 
 def test_files_of_other_tasks_are_removed_after_a_failed_task(node: RunningNode, broker: Endpoint) -> None:
     options = write_options({"endpoint": node.endpoint})
-    done = task(node, {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]})
-    sink.remove_written([done], options)  # all tasks came through: a commit was tried
+    result = task(node, {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]})
+    sink.remove_written([result], options)  # no task has failed, so a commit was tried
     assert len(data_files(broker)) == 1
-    sink.remove_written([done, None], options)
+    sink.remove_written([result, None], options)
     assert data_files(broker) == []
 
 
-def test_sink_refuses_epoch_overwrite_and_missing_query_id() -> None:
-    messages = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
+MESSAGES = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
+
+
+def test_a_stream_with_an_epoch_or_without_a_query_id_is_refused() -> None:
     with pytest.raises(SetupError, match="option epoch: not for a stream"):
-        sink.ScheduledStreamWriter(messages, write_options({"job_id": "import", "epoch": "1"}))
+        sink.ScheduledStreamWriter(MESSAGES, write_options({"job_id": "import", "epoch": "1"}))
     with pytest.raises(SetupError, match=r"no sql\.streaming\.queryId: .*foreachBatch"):
-        sink.ScheduledStreamWriter(messages, write_options({})).write(iter([]))
+        sink.ScheduledStreamWriter(MESSAGES, write_options({})).write(iter([]))
+
+
+def test_a_write_in_the_mode_overwrite_is_refused() -> None:
     with pytest.raises(SetupError, match="mode overwrite"):
-        TimeballDataSource({}).writer(messages, True)
-    assert (
-        ScheduledWriter(messages, write_options({})).job_id
-        != ScheduledWriter(messages, write_options({})).job_id
-    )
+        TimeballDataSource({}).writer(MESSAGES, True)
+
+
+def test_each_write_without_a_job_id_has_another_name() -> None:
+    names = {ScheduledWriter(MESSAGES, write_options({})).job_id for _ in range(2)}
+    assert len(names) == 2
 
 
 # ---- with Spark -------------------------------------------------------------------------------------------
@@ -219,7 +233,7 @@ def test_due_rows_are_released_with_all_their_fields(spark: SparkSession, node: 
 def test_a_cancel_by_key_ends_the_messages_of_this_key_alone(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    """A key "customer 4" was two keys, so a cancel of "4" ended messages of others."""
+    """A key "customer 4" would be two keys, and a cancel of "4" would end messages of other customers."""
     rows = spark.range(4).selectExpr("'t' as topic", "'b' as body", f"{later(broker)} as due_ms", "id")
     with pytest.raises(InvalidMessage, match=r"'customer [0-3]' keys: a key has no blanks"):
         save(rows.selectExpr("topic", "body", "due_ms", "concat('customer ', id) as keys"), node)
@@ -243,7 +257,7 @@ def test_one_bad_row_fails_the_whole_write(spark: SparkSession, node: RunningNod
     )
     with pytest.raises(InvalidMessage, match=r"^1 of 25 rows are invalid"):
         save(frame, node)
-    # A task that Spark kills half-way may leave a file in the folder. The table has none of them.
+    # Spark may kill other tasks, which then leave files in the folder. The table has none of these files.
     assert attached_seqs(broker) == []
     assert broker.status().table.version == version
     save(frame, node, on_invalid="drop")
@@ -251,19 +265,21 @@ def test_one_bad_row_fails_the_whole_write(spark: SparkSession, node: RunningNod
 
 
 @pytest.mark.spark
-def test_bad_column_is_reported_before_anything_is_written(spark: SparkSession, node: RunningNode) -> None:
+def test_an_unknown_column_is_refused_before_anything_is_written(
+    spark: SparkSession, node: RunningNode
+) -> None:
     with pytest.raises(InvalidMessage, match=r"^column colour: unknown"):
         save(spark.range(1).selectExpr("'t' as topic", "'b' as body", "id as colour"), node)
 
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_stream_schedules_each_message_once_over_a_restart(
+def test_a_restarted_stream_schedules_each_message_once(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     due = later(broker)
 
-    def drain() -> None:
+    def run_once() -> None:
         rows = spark.readStream.schema("id long").json(str(tmp_path / "in"))
         rows = rows.selectExpr("'orders' as topic", "cast(id as string) as body", f"{due} + id as due_ms")
         writer = (
@@ -274,9 +290,9 @@ def test_stream_schedules_each_message_once_over_a_restart(
 
     with caplog.at_level(logging.WARNING):
         spark.range(0, 50).write.json(str(tmp_path / "in"), mode="append")
-        drain()
+        run_once()
         spark.range(50, 80).write.json(str(tmp_path / "in"), mode="append")
-        drain()
+        run_once()
     assert len(set(attached_seqs(broker))) == 80
 
 
@@ -284,10 +300,10 @@ def test_stream_schedules_each_message_once_over_a_restart(
 def test_new_checkpoint_is_a_new_stream_under_an_old_job_id(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
-    """Its batch ids begin at 0 again; they were taken for repeated once, and their rows dropped in silence."""
+    """Its batch ids begin at 0 again, and must not be taken for repeats of the first stream."""
     due = later(broker)
 
-    def drain(checkpoint: str) -> None:
+    def run_once(checkpoint: str) -> None:
         rows = spark.readStream.schema("id long").json(str(tmp_path / checkpoint))
         rows = rows.selectExpr("'orders' as topic", "cast(id as string) as body", f"{due} + id as due_ms")
         writer = rows.writeStream.format("timeball").option("endpoint", node.endpoint)
@@ -299,18 +315,18 @@ def test_new_checkpoint_is_a_new_stream_under_an_old_job_id(
 
     for begin, checkpoint in ((0, "first"), (30, "second")):
         spark.range(begin, begin + 30, numPartitions=1).write.json(str(tmp_path / checkpoint))
-        drain(checkpoint)
+        run_once(checkpoint)
     assert len(set(attached_seqs(broker))) == 60
-    # Spark forgets that it came through: the same batch again, with the same rows, then with others.
+    # Without this file, Spark runs the batch again: first with the same rows, then with other rows.
     [commit] = [path for path in (tmp_path / "second-ck/commits").iterdir() if path.name == "0"]
     commit.unlink()
-    drain("second")
+    run_once("second")
     assert len(set(attached_seqs(broker))) == 60
     commit.unlink()
     [data] = (tmp_path / "second").glob("*.json")
     data.write_text(data.read_text().replace("31", "131"))
     with pytest.raises(RequestError, match="epoch 0 was written before, with other rows"):
-        drain("second")
+        run_once("second")
     assert len(set(attached_seqs(broker))) == 60
 
 
@@ -320,7 +336,7 @@ def test_failed_epoch_leaves_no_files_and_is_written_once_when_repeated(
 ) -> None:
     due = later(broker)
 
-    def drain(**options: str) -> None:
+    def run_once(**options: str) -> None:
         rows = spark.readStream.schema("id long").option("maxFilesPerTrigger", 1).json(str(tmp_path / "in"))
         topic = "if(id = 77, 'no good', 'fine') as topic"
         rows = rows.selectExpr(topic, "cast(id as string) as body", f"{due} + id as due_ms")
@@ -334,12 +350,12 @@ def test_failed_epoch_leaves_no_files_and_is_written_once_when_repeated(
     for begin in (0, 50):
         spark.range(begin, begin + 50, numPartitions=1).write.json(str(tmp_path / "in"), mode="append")
         if begin == 0:
-            drain()
+            run_once()
     version, files = broker.status().table.version, data_files(broker)
     with pytest.raises(InvalidMessage, match=r"^1 of 50 rows are invalid"):
-        drain()
+        run_once()
     assert (broker.status().table.version, len(attached_seqs(broker))) == (version, 50)
     assert data_files(broker) == files
-    drain(on_invalid="drop")
+    run_once(on_invalid="drop")
     assert len(set(attached_seqs(broker))) == 99
     assert broker.status().table.version == version + 1

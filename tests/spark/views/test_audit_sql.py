@@ -32,8 +32,9 @@ def test_the_bits_of_a_range_are_those_of_its_numbers(first: int, rows: int) -> 
 
 
 def sums(positions: list[int]) -> dict[str, int]:
-    prime = audit_sql.PRIME
-    sum_1, sum_2 = sum(p % prime for p in positions), sum((p % prime) ** 2 % prime for p in positions)
+    """What `AuditTexts.queues` computes of the positions of one queue."""
+    residues = [position % audit_sql.PRIME for position in positions]
+    sum_1, sum_2 = sum(residues), sum(residue**2 % audit_sql.PRIME for residue in residues)
     return {
         "first": min(positions), "last": max(positions), "uses": len(positions), "sum_1": sum_1, "sum_2": sum_2,
     }  # fmt: skip
@@ -45,8 +46,8 @@ def test_sums_tell_consecutive_positions_from_others(first: int) -> None:
     assert audit_sql.are_consecutive(**sums(whole))
     random = np.random.default_rng(first)
     for _ in range(200):
-        gone, twice = random.choice(np.arange(1, 49), 2, replace=False)
-        kept = whole[:gone] + whole[gone + 1 :]
-        assert not audit_sql.are_consecutive(**sums(kept))
+        missing, twice = random.choice(np.arange(1, 49), 2, replace=False)
+        others = whole[:missing] + whole[missing + 1 :]
+        assert not audit_sql.are_consecutive(**sums(others))
         assert not audit_sql.are_consecutive(**sums([*whole, whole[twice]]))
-        assert not audit_sql.are_consecutive(**sums([*kept, whole[twice]]))
+        assert not audit_sql.are_consecutive(**sums([*others, whole[twice]]))

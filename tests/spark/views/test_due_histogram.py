@@ -26,11 +26,13 @@ DUE = st.lists(st.tuples(st.integers(0, 400_000), st.sampled_from("abc")), max_s
 
 
 def load_of(rows: list[tuple[int, str]]) -> Load:
+    """Build the load of rows (due time in ms, topic)."""
     due_ms = np.array([due for due, _ in rows], np.int64)
     return from_due_ms(due_ms, pa.array([topic for _, topic in rows], pa.string()))
 
 
 def cells_of(load: Load) -> dict[tuple[str, int], int]:
+    """Get {(topic, second): rows}."""
     names = [load.topics[code] for code in load.topic.tolist()]
     return dict(zip(zip(names, load.second.tolist()), load.rows.tolist(), strict=True))
 
@@ -44,7 +46,9 @@ def test_each_row_is_counted_in_its_second_and_topic(rows: list[tuple[int, str]]
 
 
 @given(DUE, st.integers(1, 9))
-def test_counted_in_parts_or_at_once_is_the_same(rows: list[tuple[int, str]], step: int) -> None:
+def test_a_load_that_is_added_in_parts_equals_the_load_of_all_rows(
+    rows: list[tuple[int, str]], step: int
+) -> None:
     counting = LoadSum()
     for begin in range(0, len(rows), step):
         counting.add(load_of(rows[begin : begin + step]))
@@ -55,7 +59,7 @@ def test_counted_in_parts_or_at_once_is_the_same(rows: list[tuple[int, str]], st
 
 
 @given(DUE, st.sampled_from([Unit.SECOND, Unit.MINUTE, Unit.HOUR, Unit.DAY]))
-def test_a_curve_of_any_width_holds_every_row(rows: list[tuple[int, str]], unit: Unit) -> None:
+def test_a_curve_counts_the_rows_of_each_bar(rows: list[tuple[int, str]], unit: Unit) -> None:
     curve = load_of(rows).curve(unit)
     width_ms = due_histogram.UNIT_S[unit] * 1_000
     expected = Counter(due // width_ms * width_ms // 1_000 for due, _ in rows)
@@ -80,35 +84,36 @@ def test_a_bar_is_named_by_its_beginning_in_utc(unit: Unit, name: str) -> None:
     ("seconds", "unit"),
     [(48, Unit.SECOND), (49, Unit.MINUTE), (3_000, Unit.HOUR), (60 * 3_600, Unit.DAY)],
 )
-def test_auto_takes_the_finest_unit_that_fits(seconds: int, unit: Unit) -> None:
+def test_auto_chooses_the_finest_unit_with_at_most_48_bars(seconds: int, unit: Unit) -> None:
     assert from_due_ms(np.arange(seconds) * 1_000).curve().unit is unit
     assert from_due_ms(np.array([], np.int64)).curve().unit is Unit.SECOND
 
 
 @given(DUE, st.integers(1, 5))
-def test_peaks_are_the_fullest_seconds_of_different_minutes(rows: list[tuple[int, str]], count: int) -> None:
-    seconds = Counter(due // 1_000 for due, _ in rows)
-    minutes = Counter(due // 60_000 for due, _ in rows)
-    best = {}
-    for second in sorted(seconds):
-        held = best.get(second // 60)
-        if held is None or seconds[second] > seconds[held]:
-            best[second // 60] = second
-    expected = sorted(best.values(), key=lambda second: (-seconds[second], second))[:count]
+def test_peaks_are_the_largest_seconds_of_different_minutes(rows: list[tuple[int, str]], count: int) -> None:
+    rows_of_second = Counter(due // 1_000 for due, _ in rows)
+    rows_of_minute = Counter(due // 60_000 for due, _ in rows)
+    largest_of_minute: dict[int, int] = {}
+    for second in sorted(rows_of_second):
+        largest = largest_of_minute.get(second // 60)
+        if largest is None or rows_of_second[second] > rows_of_second[largest]:
+            largest_of_minute[second // 60] = second
+    expected = sorted(largest_of_minute.values(), key=lambda second: (-rows_of_second[second], second))
     assert load_of(rows).peaks(count) == [
-        Peak(second * 1_000, seconds[second], minutes[second // 60]) for second in expected
+        Peak(second * 1_000, rows_of_second[second], rows_of_minute[second // 60])
+        for second in expected[:count]
     ]
 
 
-def test_topics_apart_and_some_of_them() -> None:
+def test_a_load_is_split_by_topic_the_largest_first() -> None:
     load = load_of([(1_000, "a"), (1_500, "b"), (2_000, "b")])
     assert {name: part.total for name, part in load.by_topic().items()} == {"b": 2, "a": 1}
-    assert list(load.by_topic()) == ["b", "a"]  # the largest first
+    assert list(load.by_topic()) == ["b", "a"]
     assert cells_of(load.select_topics(["a", "nobody"])) == {("a", 1): 1}
     assert load.select_topics([]).total == 0
 
 
-def test_a_hundred_thousand_topics_are_told_apart() -> None:
+def test_a_load_of_a_hundred_thousand_topics_is_split_by_topic() -> None:
     names = [f"t{number}" for number in range(100_000)]
     load = from_due_ms(np.tile(np.arange(5) * 1_000, 100_000), pa.array(np.repeat(names, 5)))
     parts = load.by_topic()
@@ -116,7 +121,7 @@ def test_a_hundred_thousand_topics_are_told_apart() -> None:
     assert all(part.second.tolist() == [0, 1, 2, 3, 4] for part in list(parts.values())[::9_999])
 
 
-def test_a_part_of_the_time_begins_with_its_first_second_and_ends_before_its_last() -> None:
+def test_between_includes_its_first_second_and_excludes_its_last() -> None:
     load = from_due_ms(np.arange(10) * 1_000)
     assert load.between(3, 7).second.tolist() == [3, 4, 5, 6]
     assert load.between(from_s=8).total == 2
@@ -130,15 +135,15 @@ def test_too_many_seconds_become_minutes_and_no_row_is_lost(monkeypatch: pytest.
         counting.add(from_due_ms(np.arange(begin, begin + 50) * 1_000))
     load = counting.result()
     assert (load.width_s, load.total, load.cells) == (60, 5_000, 84)
-    assert load.curve(Unit.SECOND).unit is Unit.MINUTE  # not finer than what is known
+    assert load.curve(Unit.SECOND).unit is Unit.MINUTE, "not finer than the cells"
     assert from_due_ms(np.arange(200) * 60_000).width_s == 3_600
 
 
-def test_a_forecast_is_held_against_what_came() -> None:
-    said = from_due_ms(np.array([0, 1_000, 1_000, 60_000]))
-    assert share_of_difference(said, said, Unit.SECOND) == 0
-    came = from_due_ms(np.array([0, 1_000, 2_000, 61_000]))
-    assert share_of_difference(said, came, Unit.SECOND) == 0.5
-    assert share_of_difference(said, came, Unit.MINUTE) == 0
-    assert share_of_difference(said, Load(), Unit.DAY) == 1
+def test_the_share_of_difference_is_0_for_equal_curves_and_1_for_disjoint_ones() -> None:
+    forecast = from_due_ms(np.array([0, 1_000, 1_000, 60_000]))
+    assert share_of_difference(forecast, forecast, Unit.SECOND) == 0
+    actual = from_due_ms(np.array([0, 1_000, 2_000, 61_000]))
+    assert share_of_difference(forecast, actual, Unit.SECOND) == 0.5
+    assert share_of_difference(forecast, actual, Unit.MINUTE) == 0
+    assert share_of_difference(forecast, Load(), Unit.DAY) == 1
     assert share_of_difference(Load(), Load(), Unit.DAY) == 0

@@ -39,11 +39,13 @@ NINE_MS = 1_896_080_400_000  # 2030-01-31T09:00:00Z
 def forecast(
     broker: Endpoint, *, by_topic: bool = False, version: int | None = None, due: Due = ANY_DUE_TIME
 ) -> Load:
+    """Count the upcoming messages, now or at a version of the table."""
     with SqlSession(broker.uri, upcoming=True, version=version, bodies=False, due=due) as session:
         return session.due_load(by_topic=by_topic)
 
 
 def totals(load: Load) -> dict[str, int]:
+    """Count the rows of each topic."""
     return {name: part.total for name, part in load.by_topic().items()}
 
 
@@ -58,16 +60,21 @@ def test_forecast_counts_each_pending_message(node: RunningNode, broker: Endpoin
     assert forecast(broker, due=(None, now_ms + 2 * DAY_MS)).total == 5
 
 
-def test_older_version_gives_its_old_forecast(node: RunningNode, broker: Endpoint) -> None:
+def test_an_older_version_gives_the_forecast_of_its_time(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 20)
     node.run(node.broker.compact())
     version = broker.status().table.version
-    then = forecast(broker, version=version)
+    before = forecast(broker, version=version)
     node.run(node.broker.cancel(seqs=list(range(2, 12))))
     send(node.endpoint, 3)
     node.run(node.broker.compact())
     assert (forecast(broker).total, forecast(broker, version=version).total) == (13, 20)
-    assert share_of_difference(then, forecast(broker, version=version), Unit.SECOND) == 0
+    assert share_of_difference(before, forecast(broker, version=version), Unit.SECOND) == 0
+
+
+def test_version_at_finds_the_version_of_a_time(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 20)
+    node.run(node.broker.compact())
     uri = broker.status().table.uri
     assert version_at(uri, broker.status().now_ms + HOUR_MS) == broker.status().table.version
     with pytest.raises(NotFound, match="no version so old: the first is of"):
@@ -76,47 +83,45 @@ def test_older_version_gives_its_old_forecast(node: RunningNode, broker: Endpoin
         version_at(uri + "/elsewhere", 1_000)
 
 
-def replay(clock: ManualClock, node: RunningNode, due_ms: Int64Array) -> None:
-    """Advance the time through these due times, one after the other."""
-    for instant in np.unique(due_ms).tolist():
-        clock.advance(instant - clock.wall)
-        node.run(all_sent(node, instant))
+def advance_through(clock: ManualClock, node: RunningNode, times_ms: Int64Array) -> None:
+    """Advance the clock to each of these times, and wait until all messages due by then are released."""
+    for time_ms in np.unique(times_ms).tolist():
+        clock.advance(time_ms - clock.wall)
+        node.run(released(node, time_ms))
 
 
-async def all_sent(node: RunningNode, instant_ms: int) -> None:
+async def released(node: RunningNode, due_ms: int) -> None:
+    """Wait until all messages due at `due_ms` or earlier are settled."""
     node.broker.ticker.wake()
     async with asyncio.timeout(BOUND_S):
-        while node.broker.scheduling.scheduler.settled_before_ms <= instant_ms:
+        while node.broker.scheduling.scheduler.settled_before_ms <= due_ms:
             await asyncio.sleep(0.005)
 
 
 def test_forecast_equals_the_releases(tmp_path: Path) -> None:
-    """A load of bursts and gaps on a manual clock. The controls: a cancelled and a late message."""
+    """The load has bursts and gaps, on a manual clock. The controls: forecasts without one message, and 1 s late."""
     clock = ManualClock(wall=NINE_MS)
-    rng = np.random.default_rng(7)
-    due_ms = NINE_MS + SECOND_MS * np.sort(rng.integers(60, 3_600, 25).repeat(rng.integers(1, 40, 25)))
+    generator = np.random.default_rng(7)
+    burst_s, burst_rows = generator.integers(60, 3_600, 25), generator.integers(1, 40, 25)
+    due_ms = NINE_MS + SECOND_MS * np.sort(burst_s.repeat(burst_rows))
     with running_node(tmp_path / "d", clock, compact_rows=0) as node, Endpoint(node.endpoint) as broker:
         with node.client() as ball:
             half = len(due_ms) // 2
             for part in (due_ms[:half], due_ms[half:]):
                 rows = {"topic": ["t"] * len(part), "body": pa.array([b"x"] * len(part), pa.binary())}
                 ball.send_many(pa.table({**rows, "due_ms": pa.array(part)}))
-                ball.compact()  # some in two files, none in the tail
-            said = forecast(broker)
-            assert report(said).peaks[0].rows == int(np.unique(due_ms, return_counts=True)[1].max())
-        replay(clock, node, due_ms)
-        came = gathered_since(broker, version=0)
-        assert (came.total, share_of_difference(said, came, Unit.SECOND)) == (len(due_ms), 0)
-        assert share_of_difference(said, from_due_ms(due_ms[1:]), Unit.SECOND) > 0
-        assert share_of_difference(said, from_due_ms(due_ms + SECOND_MS), Unit.SECOND) > 0.1
+                ball.compact()  # the messages are in two files
+            expected = forecast(broker)
+            assert report(expected).peaks[0].rows == int(np.unique(due_ms, return_counts=True)[1].max())
+        advance_through(clock, node, due_ms)
+        actual, _ = released_since(broker, Snapshot.pin(broker, version=0))
+        assert (actual.total, share_of_difference(expected, actual, Unit.SECOND)) == (len(due_ms), 0)
+        assert share_of_difference(expected, from_due_ms(due_ms[1:]), Unit.SECOND) > 0
+        assert share_of_difference(expected, from_due_ms(due_ms + SECOND_MS), Unit.SECOND) > 0.1
 
 
-def gathered_since(broker: Endpoint, version: int) -> Load:
-    return released_since(broker, Snapshot.pin(broker, version=version))[0]
-
-
-def test_forecast_is_checked_until_now(tmp_path: Path) -> None:
-    """Ten a minute for an hour were forecast. After half an hour one was cancelled, and three were added."""
+def test_a_check_compares_the_forecast_with_the_releases_until_now(tmp_path: Path) -> None:
+    """The forecast has ten messages per minute for an hour. Then one is cancelled, and three are added."""
     clock = ManualClock(wall=NINE_MS)
     due_ms = NINE_MS + 6_000 * np.arange(1, 601)
     with running_node(tmp_path / "d", clock, compact_rows=0) as node, Endpoint(node.endpoint) as broker:
@@ -125,17 +130,18 @@ def test_forecast_is_checked_until_now(tmp_path: Path) -> None:
             ball.compact()
             node.run(node.broker.cancel(seqs=[5]))
             ball.send_many([{"topic": "mail", "body": b"x", "due_ms": NINE_MS + 60_000} for _ in range(3)])
-        replay(clock, node, np.array([NINE_MS + 60_000, NINE_MS + 30 * 60_000]))
+        advance_through(clock, node, np.array([NINE_MS + 60_000, NINE_MS + 30 * 60_000]))
         snapshot = Snapshot.pin(broker, version=1)
-        said = forecast(broker, version=1)
-        came, now_ms = released_since(broker, snapshot, by_topic=True)
-        assert (said.total, totals(came)) == (600, {"t": 299, "mail": 3})
-        result = check(said, came, (None, None), now_ms + 1_000)
+        expected = forecast(broker, version=1)
+        actual, now_ms = released_since(broker, snapshot, by_topic=True)
+        assert (expected.total, totals(actual)) == (600, {"t": 299, "mail": 3})
+        result = check(expected, actual, (None, None), now_ms + 1_000)
         assert (result.until_ms, result.said, result.came) == (now_ms + 1_000, 300, 302)
-        # The clock went on in two steps, so what was spread over half an hour came in two seconds.
+        # The clock was advanced in two steps, so all messages were released in two seconds.
         assert result.same_second < result.same_minute < result.same_hour == pytest.approx(1 - 2 / 602)
-        early = check(said, came, (None, NINE_MS + 60_000), now_ms)
-        assert (early.until_ms, early.said, early.came) == (NINE_MS + 60_000, 9, 0)
+        first_minute = check(expected, actual, (None, NINE_MS + 60_000), now_ms)
+        assert first_minute.until_ms == NINE_MS + 60_000
+        assert (first_minute.said, first_minute.came) == (9, 0)
 
 
 def test_check_is_refused_after_retention_removed_rows(tmp_path: Path) -> None:
@@ -183,7 +189,7 @@ def test_load_of_a_csv_file(tmp_path: Path) -> None:
     ],
 )
 def test_load_of_a_parquet_file_in_each_time_unit(tmp_path: Path, column: pa.Array) -> None:
-    """Up to the next millisecond, as a write would have it."""
+    """Times are rounded up to the next millisecond, as in a write."""
     pq.write_table(pa.table({"when": column}), tmp_path / "extra.parquet")
     load = load_of_file(tmp_path / "extra.parquet", column="when")
     assert (load.second.tolist(), load.rows.tolist()) == ([NINE_MS // 1_000], [2])
@@ -208,7 +214,7 @@ def test_file_without_due_times_is_refused(
         load_of_file(tmp_path / "extra.csv")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"extra\.txt: a file of Parquet or CSV"):
         load_of_file(tmp_path / "extra.txt")
     with pytest.raises(SetupError, match=r"cannot read .*nowhere\.csv"):

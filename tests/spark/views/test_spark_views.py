@@ -51,7 +51,7 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+def busy_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """Messages in all places and states: compacted, bulk, tail, level, released, cancelled, written again."""
     data = tmp_path_factory.mktemp("views") / "data"
     with running_node(data, compact_rows=0, segment_bytes=MIB) as node:
@@ -73,7 +73,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield node
 
 
-def by_duckdb(node: RunningNode, questions: list[str]) -> list[list[tuple[Any, ...]]]:
+def ask_duckdb(node: RunningNode, questions: list[str]) -> list[list[tuple[Any, ...]]]:
+    """The rows of the answers to `questions`, from a DuckDB session."""
     with SqlSession(node.endpoint) as session:
         result = [session.run(text).rows.read_all() for text in questions]
     return [
@@ -82,7 +83,7 @@ def by_duckdb(node: RunningNode, questions: list[str]) -> list[list[tuple[Any, .
     ]
 
 
-def same(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert values that the two engines return in different types."""
     if isinstance(value, bytearray):
         return bytes(value)
@@ -91,56 +92,61 @@ def same(value: Any) -> Any:
     return value.astimezone(UTC) if isinstance(value, datetime) else value
 
 
-def test_the_same_questions_have_the_same_answers(spark: SparkSession, story: RunningNode) -> None:
-    shown = spark_views.register(spark, story.endpoint, keep=True)
-    with SqlSession(story.endpoint) as session:
-        assert msgspec.structs.replace(shown, now_ms=0) == msgspec.structs.replace(session.version, now_ms=0)
-    for text, expected in zip(QUESTIONS, by_duckdb(story, QUESTIONS), strict=True):
-        result = [tuple(same(value) for value in row) for row in spark.sql(text).collect()]
-        assert result == [tuple(same(value) for value in row) for row in expected], text
+def test_the_same_questions_have_the_same_answers(spark: SparkSession, busy_node: RunningNode) -> None:
+    version = spark_views.register(spark, busy_node.endpoint, keep=True)
+    with SqlSession(busy_node.endpoint) as session:
+        assert msgspec.structs.replace(version, now_ms=0) == msgspec.structs.replace(
+            session.version, now_ms=0
+        )
+    for text, expected in zip(QUESTIONS, ask_duckdb(busy_node, QUESTIONS), strict=True):
+        result = [tuple(to_plain(value) for value in row) for row in spark.sql(text).collect()]
+        assert result == [tuple(to_plain(value) for value in row) for row in expected], text
         assert result, f"a question without an answer says nothing: {text}"
     spark.catalog.clearCache()
 
 
-def test_older_version_is_registered_under_a_prefix(spark: SparkSession, story: RunningNode) -> None:
-    spark_views.register(spark, story.endpoint)
-    then = spark_views.register(spark, story.endpoint, version=1, prefix="then_")
+def test_older_version_is_registered_under_a_prefix(spark: SparkSession, busy_node: RunningNode) -> None:
+    spark_views.register(spark, busy_node.endpoint)
+    then = spark_views.register(spark, busy_node.endpoint, version=1, prefix="then_")
     assert then.table == 1
     count = "select count(*) as n from {}pending"
-    with SqlSession(story.endpoint, version=1) as session:
+    with SqlSession(busy_node.endpoint, version=1) as session:
         before = session.run(count.format("")).rows.read_all().to_pylist()
     assert [row.asDict() for row in spark.sql(count.format("then_")).collect()] == before
     # The control: the views of now are others, and were not replaced.
     assert [row.asDict() for row in spark.sql(count.format("")).collect()] != before
 
 
-def test_bodies_are_left_out_where_none_are_wanted(spark: SparkSession, story: RunningNode) -> None:
-    assert "body" not in spark_views.waiting_frame(spark, story.endpoint, bodies=False).columns
+def test_bodies_are_left_out_where_none_are_wanted(spark: SparkSession, busy_node: RunningNode) -> None:
+    assert "body" not in spark_views.waiting_frame(spark, busy_node.endpoint, bodies=False).columns
 
 
-def answers(spark: SparkSession, questions: list[str]) -> list[list[tuple[Any, ...]]]:
-    return [[tuple(map(same, row)) for row in spark.sql(text).collect()] for text in questions]
+def ask_spark(spark: SparkSession, questions: list[str]) -> list[list[tuple[Any, ...]]]:
+    """The rows of the answers to `questions`, from the views that are registered in Spark."""
+    return [[tuple(map(to_plain, row)) for row in spark.sql(text).collect()] for text in questions]
 
 
 @pytest.mark.slow
 def test_views_with_lagging_ledger_have_each_row_once_and_the_archive(
-    spark: SparkSession, story: RunningNode
+    spark: SparkSession, busy_node: RunningNode
 ) -> None:
-    happened = [text for text in QUESTIONS if "from ledger" in text or "select * from scheduled" in text]
+    about_events = [text for text in QUESTIONS if "from ledger" in text or "select * from scheduled" in text]
     passed = ["select seq, topic, kind, body, stored, day from archive order by seq"]
-    before = by_duckdb(story, happened)
-    with Endpoint(story.endpoint) as broker:
+    before = ask_duckdb(busy_node, about_events)
+    with Endpoint(busy_node.endpoint) as broker:
         status = broker.status()
     places = sibling(status.table.uri, "ledger"), sibling(status.table.uri, "archive")
     try:
-        ledger.extend(SparkEngine(spark), story.endpoint, places[0], status.log.durable_seq - 4)
-        archive.extend(SparkEngine(spark), story.endpoint, places[1], status.log.durable_seq)
-        shown = spark_views.register(spark, story.endpoint)
-        assert shown.ledger is not None and shown.archive is not None
-        assert by_duckdb(story, happened) == before
-        assert answers(spark, happened) == [[tuple(map(same, row)) for row in rows] for rows in before]
-        (kept,) = by_duckdb(story, passed)
-        assert answers(spark, passed) == [kept]
+        ledger.extend(SparkEngine(spark), busy_node.endpoint, places[0], status.log.durable_seq - 4)
+        archive.extend(SparkEngine(spark), busy_node.endpoint, places[1], status.log.durable_seq)
+        version = spark_views.register(spark, busy_node.endpoint)
+        assert version.ledger is not None and version.archive is not None
+        assert ask_duckdb(busy_node, about_events) == before
+        assert ask_spark(spark, about_events) == [
+            [tuple(map(to_plain, row)) for row in rows] for rows in before
+        ]
+        (kept,) = ask_duckdb(busy_node, passed)
+        assert ask_spark(spark, passed) == [kept]
         assert [row[1] for row in kept] == ["orders"] * 3 + ["plain"]
         assert view_columns()["archive"] == spark.table("archive").columns
     finally:
@@ -152,6 +158,7 @@ def test_views_with_lagging_ledger_have_each_row_once_and_the_archive(
 
 
 def cells(load: Load) -> Counter[tuple[str, int]]:
+    """The rows of each topic and second."""
     names = [load.topics[code] for code in load.topic.tolist()]
     return Counter(dict(zip(zip(names, load.second.tolist()), load.rows.tolist(), strict=True)))
 
@@ -160,7 +167,7 @@ def cells(load: Load) -> Counter[tuple[str, int]]:
 def test_spark_and_duckdb_count_the_same_load(
     spark: SparkSession, node: RunningNode, broker: Endpoint, by_topic: bool
 ) -> None:
-    """In the table, in the tail, cancelled in either, written again, and within bounds."""
+    """Messages are in the table, in the tail, cancelled in either, and written again. Due times may be bounded."""
     send(node.endpoint, 400)
     write_again(node, 7, 8)
     node.run(node.broker.compact())
@@ -174,9 +181,9 @@ def test_spark_and_duckdb_count_the_same_load(
     bounds: list[Due] = [(None, None), (begin_ms + 10 * HOUR_MS, begin_ms + 20 * HOUR_MS)]
     for due in bounds:
         with SqlSession(node.endpoint, snapshot=shot, bodies=False, due=due) as session:
-            here = session.due_load(by_topic=by_topic)
-        there = spark_views.due_load(spark, node.endpoint, shot, by_topic=by_topic, due=due)
-        assert cells(there) == cells(here) and here.total
+            by_duckdb = session.due_load(by_topic=by_topic)
+        by_spark = spark_views.due_load(spark, node.endpoint, shot, by_topic=by_topic, due=due)
+        assert cells(by_spark) == cells(by_duckdb) and by_duckdb.total
     whole = spark_views.due_load(spark, node.endpoint, shot)
     assert whole.total == 446
     # The control: with one more gone, the two differ.

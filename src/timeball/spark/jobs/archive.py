@@ -1,7 +1,7 @@
 """The job `archive` stores every visible message in a Delta table, for longer than the log's retention.
 
 The table is beside the pending table by default. It has one row for each message that became visible in a queue: the
-MESSAGE and RELEASE rows of the log with all their columns. A message has *passed* when it became visible, at its
+MESSAGE and RELEASE rows of the log with all their columns. A message *passes* when it becomes visible, at its
 `store_ms`. A cancelled message never becomes visible, so it is only in the ledger.
 
     day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one range of the log, by (topic, seq)
@@ -80,16 +80,20 @@ class ArchiveFile:
 # ---- rows -> files --------------------------------------------------------------------------------------------
 
 
-def by_topic(rows: pa.Table) -> pa.Table:
-    """Sort rows by (topic, seq). Sorts the distinct topic names instead of comparing names row by row."""
+def sort_by_topic(rows: pa.Table) -> pa.Table:
+    """Sort rows by (topic, seq)."""
+    # Sorts the distinct topic names instead of comparing names row by row.
     topics = rows.column("topic").combine_chunks().dictionary_encode()
     rank = np.argsort(np.argsort(np.array(topics.dictionary.to_pylist(), dtype=object)))
     order = np.lexsort((int64(rows.column("seq").combine_chunks()), rank[topics.indices.to_numpy()]))
     return rows.take(pa.array(order))
 
 
-def by_day(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """Split rows by the day (UTC) on which they passed, nearly always a single one. Keeps the order within a day."""
+def split_by_day(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (day, its rows): splits rows by the day (UTC) on which they passed. Keeps the order within a day.
+
+    The day is in ISO 8601. Nearly always there is only one.
+    """
     days = int64(rows.column("store_ms").combine_chunks()) // DAY_MS
     for day in np.unique(days).tolist():
         is_of_day = days == day
@@ -97,8 +101,8 @@ def by_day(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         yield (_EPOCH_DAY + timedelta(days=day)).isoformat(), rows_of_day.combine_chunks()
 
 
-def encode_file(rows: pa.Table) -> bytes:
-    """Encode sorted rows as a Parquet file, in the columns of FILE_SCHEMA."""
+def encode_archive_file(rows: pa.Table) -> bytes:
+    """Encode sorted rows as a Parquet file with the columns of FILE_SCHEMA."""
     sink = io.BytesIO()
     pq.write_table(
         rows.select(FILE_SCHEMA.names).cast(FILE_SCHEMA),
@@ -113,29 +117,33 @@ def encode_file(rows: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def write_files(store: Store, rows: pa.Table) -> Iterator[ArchiveFile]:
-    """Write rows of FILE_SCHEMA to one file per day, and yield the entries. Each call makes new file names."""
-    for day, rows_of_day in by_day(by_topic(rows)):
-        data = encode_file(rows_of_day)
+def write_archive_files(store: Store, rows: pa.Table) -> Iterator[ArchiveFile]:
+    """Write rows of FILE_SCHEMA to one file per day, sorted by (topic, seq), and yield the files.
+
+    Each call makes new file names. Raises StorageError.
+    """
+    for day, rows_of_day in split_by_day(sort_by_topic(rows)):
+        data = encode_archive_file(rows_of_day)
         path = f"{PARTITION}={day}/{uuid.uuid4().hex}.parquet"
         store.put(path, data)
-        yield ArchiveFile(path, day, rows_of_day.num_rows, len(data), statistics(rows_of_day))
+        yield ArchiveFile(path, day, rows_of_day.num_rows, len(data), delta_statistics(rows_of_day))
 
 
 def write_joined(store: Store, rows: pa.Table, now_ms: int) -> Iterator[AddAction]:
     """Write the rows of joined files (`joining.Write`)."""
-    return (entry.add(now_ms, data_change=False) for entry in write_files(store, rows))
+    return (entry.add(now_ms, data_change=False) for entry in write_archive_files(store, rows))
 
 
-def statistics(rows: pa.Table) -> str:
+def delta_statistics(rows: pa.Table) -> str:
     """Encode Delta's statistics of a file: number of rows, and minimum, maximum and nulls of the columns _BOUNDED."""
-    ranges = {name: pc.min_max(rows.column(name)) for name in _BOUNDED}
-    known = {name: bounds for name, bounds in ranges.items() if bounds["min"].is_valid}
+    all_bounds = {name: pc.min_max(rows.column(name)) for name in _BOUNDED}
+    # A column of nulls has no bounds.
+    bounds_by_name = {name: bounds for name, bounds in all_bounds.items() if bounds["min"].is_valid}
     return json.dumps(
         {
             "numRecords": rows.num_rows,
-            "minValues": {name: bounds["min"].as_py() for name, bounds in known.items()},
-            "maxValues": {name: bounds["max"].as_py() for name, bounds in known.items()},
+            "minValues": {name: bounds["min"].as_py() for name, bounds in bounds_by_name.items()},
+            "maxValues": {name: bounds["max"].as_py() for name, bounds in bounds_by_name.items()},
             "nullCount": {name: rows.column(name).null_count for name in _BOUNDED},
         }
     )
@@ -149,14 +157,17 @@ def statistics(rows: pa.Table) -> str:
 #     else                OutOfRange: another job has extended the archive, and the loop plans again from the mark
 
 
-def write_piece(endpoint: str, uri: str, piece: tuple[int, int]) -> list[ArchiveFile]:
-    """Write the messages that passed in one range of the log. On failure the files are removed again."""
+def archive_piece(endpoint: str, uri: str, piece: tuple[int, int]) -> list[ArchiveFile]:
+    """Write the messages that passed in the rows of one piece of the log. On failure, deletes the files.
+
+    This is the job's task. `uri`: of the archive. Returns the files, which are in no version of the table yet.
+    """
     written: list[ArchiveFile] = []
     store = Store(uri)
     try:
         with Endpoint(endpoint) as broker:
             for rows in chunks(broker.read_log(*piece, PASSED)):
-                written.extend(write_files(store, rows))
+                written.extend(write_archive_files(store, rows))
     except BaseException:  # also for an interrupt, which would leave unused files
         store.remove(entry.path for entry in written)
         raise
@@ -166,7 +177,7 @@ def write_piece(endpoint: str, uri: str, piece: tuple[int, int]) -> list[Archive
 def commit_epoch(uri: str, from_seq: int, to_seq: int, files: list[ArchiveFile]) -> None:
     """Add the files of the rows from_seq <= seq < to_seq once, and move the mark. An epoch without files moves it too.
 
-    Raises OutOfRange if another job has extended the archive. The files are then removed.
+    If another job has extended the archive, deletes the files and raises OutOfRange.
     """
     table = open_table(uri)
     mark = app_version(table, APP_ID) or 0
@@ -180,18 +191,18 @@ def commit_epoch(uri: str, from_seq: int, to_seq: int, files: list[ArchiveFile])
     except (OutOfRange, CommitFailedError) as error:
         # If the answer of an object store was lost, a commit that succeeded is reported as failed. Then the files
         # belong to the table and must not be removed.
-        if files and files[0].path in _paths(open_table(uri)):
+        if files and files[0].path in _list_paths(open_table(uri)):
             return
         Store(uri).remove(entry.path for entry in files)
         raise OutOfRange(f"another archive job was at work: {error}; planned again") from error
 
 
-def _paths(table: DeltaTable) -> set[str]:
+def _list_paths(table: DeltaTable) -> set[str]:
     return set(pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist())
 
 
 def add(table: DeltaTable, files: list[ArchiveFile], mark: int) -> None:
-    """Add files to the archive, and set its mark, in one commit."""
+    """Add files to the archive, and set its mark, in one commit. Raises CommitFailedError."""
     now_ms = SystemClock().wall_ms()
     table.create_write_transaction(
         [entry.add(now_ms) for entry in files],
@@ -230,7 +241,7 @@ OPTIONS = {
 
 
 def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
-    """Open the archive at `uri`. If there is none, create one that begins at the first row of the log."""
+    """Open the archive at `uri`. If there is none, create one that begins at the first row of the kept log."""
     try:
         return open_table(uri)
     except NotFound:
@@ -249,7 +260,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
 
 
 def beginning(endpoint: Endpoint) -> tuple[int, int]:
-    """Read (first row of the log, its time in ms). The time is 0 if retention has never removed rows."""
+    """Read (first row of the kept log, its time in ms). The time is 0 if retention has never removed rows."""
     status = endpoint.status()
     if status.log.first_seq <= 1:
         return status.log.first_seq, 0
@@ -257,12 +268,12 @@ def beginning(endpoint: Endpoint) -> tuple[int, int]:
         times_ms = batch.column("store_ms").drop_null()
         if len(times_ms):
             return status.log.first_seq, times_ms[0].as_py()
-    return status.log.first_seq, status.now_ms
+    return status.log.first_seq, status.now_ms  # the kept log has no row with a time
 
 
 @dataclass(frozen=True)
 class ArchiveRange:
-    """The range of an archive: it has the messages that passed in rows since <= seq < mark of the log."""
+    """The range of an archive: it has the messages of the rows since <= seq < mark of the log."""
 
     since: int
     since_ms: int  # time of row `since`: the archive has no message that passed before
@@ -280,13 +291,13 @@ def read_range(table: DeltaTable) -> ArchiveRange:
     return ArchiveRange(int(properties[SINCE]), int(properties[SINCE_MS]), mark)
 
 
-def files(
+def select_files(
     table: DeltaTable,
     passed_ms: Bounds | None = None,
     due_ms: Bounds | None = None,
     topics: Sequence[str] = (),
 ) -> list[str]:
-    """Select the files that may contain matching rows by their statistics. Returns URIs.
+    """List the URIs of the files that may contain matching rows, by their statistics.
 
     `passed_ms`, `due_ms`: bounds of the time at which a message passed, and of its due time. `topics`: empty for all.
     """
@@ -325,18 +336,18 @@ def messages(
 ) -> DataFrame:
     """Read the messages that became visible at from_ms <= store_ms < until_ms. Without `topics`, of all topics.
 
-    Only the files that can have such messages are read. If there are several groups, the result has the additional
-    column `group`.
+    `uri`: one archive, or with `{group}` the archive of each group; by default the archives beside the pending tables.
+    Only the files that may have matching messages are read. If there are several groups, the result has the additional
+    column `group`. Raises NotFound if there is no archive.
     """
     from timeball.spark.source.spark_api import union_groups
 
     if uri is not None and PLACEHOLDER not in uri:
         return _messages(spark, uri, from_ms, until_ms, topics)
     archives = JOB.sinks_by_group(group_statuses(endpoint), uri)
-    messages_by_group = {
-        group: _messages(spark, uri, from_ms, until_ms, topics) for group, (_, uri) in archives.items()
-    }
-    return union_groups(messages_by_group)
+    return union_groups(
+        {group: _messages(spark, sink.uri, from_ms, until_ms, topics) for group, sink in archives.items()}
+    )
 
 
 def _messages(
@@ -347,7 +358,9 @@ def _messages(
 
     table = open_table(uri)
     rows = read_archive(
-        spark, table, files(table, Bounds(from_ms, None if until_ms is None else until_ms - 1), topics=topics)
+        spark,
+        table,
+        select_files(table, Bounds(from_ms, None if until_ms is None else until_ms - 1), topics=topics),
     )
     if from_ms is not None:
         rows = rows.where(rows["store_ms"] >= from_ms)
@@ -360,7 +373,7 @@ def _messages(
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = PIECE_ROWS) -> int:
-    """Extend the archive up to row `to_seq`, in steps of EPOCH_ROWS. Returns the number of log rows processed."""
+    """Extend the archive up to row `to_seq` of the log, in steps of EPOCH_ROWS, as marked.Extend requires."""
     with Endpoint(endpoint) as broker:
         begin = read_range(open_archive(uri, broker)).mark
         marked.check_mark(NAME, uri, begin, broker.status().log, to_seq)
@@ -370,7 +383,7 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         entries_by_task = engine.run(
             NAME,
             work,
-            partial(write_piece, endpoint, uri),
+            partial(archive_piece, endpoint, uri),
             split_range(low, high, piece_rows),
         )
         commit_epoch(uri, low, high, [entry for entries in entries_by_task for entry in entries])

@@ -3,24 +3,24 @@
     accepted = released + cancelled + expired + replaced + selected + missed + pending
 
 It compares three independent sources: the ledger (past events), the log after the ledger's end (newer events), and the
-rows that are stored for pending messages, in the pending table, in the log's tail, and for delay levels. Let E be the
-end of the log. The audit counts events of the rows since <= seq < E, and reads one version of the table, that of E.
+rows that are stored for pending messages, in the pending table, in the log's tail, and for delay levels. A message has
+*ended* when it is released or cancelled. Let E be the end of the log. The audit counts events of the rows
+since <= seq < E, and reads one version of the table, that of E.
 
-    lost        accepted, not ended, and not stored, in its first row or in one that moved it
+    lost        accepted, not ended, and not stored: neither its first row nor a row that moved it
     early       released before its due time. A message whose delay follows elapsed time gets a new due time when the
-                clock is set. Its release row contains that shifted due time, which counts here, and the original
-                one
+                clock is set. Its release row contains both this due time, which counts here, and the original one
     duplicate   accepted, ended or stored more than once
     unknown     ended or stored, but never accepted
     changed     stored or released with another due time than the log gave it. The log does not have the due times of
-                a bulk write, so of these messages only those that were rescheduled are compared
+                a bulk write. So messages of a bulk write are compared only if they were rescheduled
     queue_gaps  positions of a queue that are missing or used twice, in the kept part of the log
     overdue     pending although due more than `overdue_ms` ago. Not a breach, because the broker may have been down
 
-An audit begins where the last balanced one ended (audit_snapshot.py): it reads newer events, and all stored rows. A
-full audit reads all events. Both first compare sets of messages, by group of numbers (views/audit_sql.py). Groups that
-differ, or have overdue messages, are then judged message by message, from all events. So the report names each message
-with a difference. The same SQL runs on DuckDB and on Spark (audit_engines.py).
+An audit begins where the last balanced audit ended (audit_snapshot.py): it reads newer events, and all stored rows. A
+full audit reads all events. Both first compare sets of messages, by group of message numbers (views/audit_sql.py).
+Groups that differ, or have overdue messages, are *suspect*. They are then judged message by message, from all events,
+so the report names each message with a difference. The same SQL runs on DuckDB and on Spark (audit_engines.py).
 
 In a cluster, each group is audited separately, because a message never leaves its group. Then the counts are added.
 
@@ -49,7 +49,7 @@ from timeball.spark.endpoint import GROUP, Endpoint, group_table_uri, read_group
 from timeball.spark.jobs import ledger
 from timeball.spark.jobs.audit_engines import AuditEngine, DuckDbEngine, Reads, SparkAuditEngine
 from timeball.spark.jobs.audit_snapshot import (
-    Balanced,
+    AuditSnapshot,
     Facts,
     read_snapshot,
     snapshot_uri,
@@ -79,10 +79,10 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds of an audit. All but `version` and `now_ms` are rows of the log."""
 
     since: int  # the first row whose events count
-    first: int  # the first row of the log at the time when it ended at `end`
-    end: int  # rows before it count
-    ledger_end: int  # the ledger has the events of earlier rows, the log those of later ones
-    watermark: int  # the tail of the log begins here
+    first: int  # the first kept row of the log, when its end was `end`
+    end: int  # the end of the log: rows before it count
+    ledger_end: int  # the events of rows before it are read from the ledger, all others from the log
+    watermark: int  # the tail of the log begins at this row
     version: int  # of the pending table
     now_ms: int
     begin: int = 0  # earlier events were counted by the last balanced audit
@@ -184,8 +184,8 @@ def _repeat_while_retention_runs(audit: Audit) -> AuditReport:
 # ---- one group ------------------------------------------------------------------------------------------------
 
 
-class _MisfitError(Exception):
-    """The snapshot does not fit to the log. The text is the reason of a full audit."""
+class _UnusableSnapshotError(Exception):
+    """The snapshot of the last balanced audit does not fit to the log. The text is the reason of a full audit."""
 
 
 class Audit:
@@ -194,12 +194,15 @@ class Audit:
     def __init__(
         self, engine: AuditEngine, endpoint: str, ledger_uri: str | None, overdue_ms: int, *, full: bool
     ) -> None:
-        """`full`: do not begin with the last balanced audit."""
+        """`overdue_ms`: from this lateness on, a pending message is overdue. `full`: ignore the last balanced audit."""
         self.endpoint = endpoint
         self._engine, self._ledger_uri, self._overdue_ms, self._is_full = engine, ledger_uri, overdue_ms, full
 
     def run(self) -> AuditReport:
-        """Read the bounds of the audit, and audit once: from the last balanced audit on, or else in full."""
+        """Read the bounds of the audit, and audit once: from the last balanced audit on, or else in full.
+
+        Raises OutOfRange if retention has removed rows that the audit needs, and StorageError.
+        """
         with Endpoint(self.endpoint) as broker:
             # One status has the version of the table and the end of the log that belong together.
             self._status = status_with_all_attaches(broker)
@@ -208,12 +211,12 @@ class Audit:
         if self._is_full:
             return self._audit(uri, None)
         try:
-            balanced = self._fitting(read_snapshot(uri))
-        except (NotFound, Corrupt, StorageError, _MisfitError) as error:
+            last_audit = self._check_fit(read_snapshot(uri))
+        except (NotFound, Corrupt, StorageError, _UnusableSnapshotError) as error:
             return self._audit(uri, None, str(error))
         try:
-            return self._audit(uri, balanced)
-        except _MisfitError as error:
+            return self._audit(uri, last_audit)
+        except _UnusableSnapshotError as error:
             return self._audit(uri, None, str(error))
 
     def has_retention_removed_rows(self) -> bool:
@@ -221,17 +224,20 @@ class Audit:
         with Endpoint(self.endpoint) as broker:
             return broker.status().log.first_seq > self._scope.first
 
-    def _fitting(self, balanced: Balanced) -> Balanced:
-        """Check that the snapshot is of this log, and that the events since then are kept. Raises _MisfitError."""
-        facts = balanced.facts
+    def _check_fit(self, last_audit: AuditSnapshot) -> AuditSnapshot:
+        """Check that the snapshot is of this log, and that all events after it are kept. Returns the snapshot.
+
+        Raises _UnusableSnapshotError.
+        """
+        facts = last_audit.facts
         if facts.end > self._scope.end or self._stored_at(facts.end - 1) not in (None, facts.end_ms):
-            raise _MisfitError("the snapshot of the last balanced audit is of another log")
+            raise _UnusableSnapshotError("the snapshot of the last balanced audit is of another log")
         if facts.end < self._scope.since:
-            raise _MisfitError("events since the last balanced audit are no longer kept")
-        return balanced
+            raise _UnusableSnapshotError("events since the last balanced audit are no longer kept")
+        return last_audit
 
     def _stored_at(self, seq: int) -> int | None:
-        """Read the time at which a row of the log was stored. None if the log does not have the row any more."""
+        """Read the time (ms) at which a row of the log was stored. None if the log does not have the row any more."""
         if seq < self._scope.first:
             return None
         with Endpoint(self.endpoint) as broker:
@@ -239,13 +245,16 @@ class Audit:
                 return int(batch.column(0)[0].as_py())
         return None
 
-    def _audit(self, uri: str, balanced: Balanced | None, full_because: str = "") -> AuditReport:
+    def _audit(self, uri: str, last_audit: AuditSnapshot | None, full_because: str = "") -> AuditReport:
+        """Compare events and stored rows, judge the messages of suspect groups, and write the snapshot if all balance.
+
+        `uri`: of the snapshot. `last_audit`: the snapshot from which the audit continues, None for a full audit.
+        `full_because`: see AuditReport. Raises _UnusableSnapshotError if the snapshot contradicts the log.
+        """
         status, engine = self._status, self._engine
-        scope = self._scope
-        if balanced is not None:
-            scope = msgspec.structs.replace(scope, since=balanced.facts.since, begin=balanced.facts.end)
-        else:
-            scope = msgspec.structs.replace(scope, begin=scope.since)
+        scope = msgspec.structs.replace(self._scope, begin=self._scope.since)
+        if last_audit is not None:
+            scope = msgspec.structs.replace(scope, since=last_audit.facts.since, begin=last_audit.facts.end)
         texts = AuditTexts(
             engine.dialect,
             engine.relation,
@@ -253,24 +262,26 @@ class Audit:
             settled_ms=status.settled_before_ms,
             overdue_before_ms=status.now_ms - self._overdue_ms,
         )
-        engine.read(self._reads(scope, balanced))
-        engine.register("kept", ENDED_SCHEMA.empty_table() if balanced is None else balanced.ended)
+        engine.read(self._build_reads(scope, last_audit))
+        engine.register("kept", ENDED_SCHEMA.empty_table() if last_audit is None else last_audit.ended)
         bulk, undone = self._read_spans(scope.begin)
-        sums = compare(engine.query(texts.events()), engine.query(texts.rows()), bulk, scope.since, balanced)
+        sums = compare(
+            engine.query(texts.events()), engine.query(texts.rows()), bulk, scope.since, last_audit
+        )
         counts = sums.counts
         counts["undone"] += undone
-        queues, gaps = self._check_queues(texts, scope, balanced)
-        offenders, breaches = self._judge(texts, scope, sums, balanced)
+        queues, gaps = self._check_queues(texts, scope, last_audit)
+        offenders, breaches = self._judge(texts, scope, sums, last_audit)
         if gaps:
             offenders["queue_gaps"] = gaps
         counts["pending"] = sums.pending
-        is_even = counts["accepted"] == sum(counts[name] for name in OUTCOMES)
-        is_even = is_even and not gaps and not any(breaches[name] for name in BREACHES)
+        is_balanced = counts["accepted"] == sum(counts[name] for name in OUTCOMES)
+        is_balanced = is_balanced and not gaps and not any(breaches[name] for name in BREACHES)
         numbers: dict[str, Any] = {name: counts[name] for name in COUNTS if name in counts}
-        if is_even:
+        if is_balanced:
             self._write_snapshot(uri, texts, scope, sums, queues)
         return AuditReport(
-            ok=is_even,
+            ok=is_balanced,
             scope=scope,
             offenders=offenders,
             full_because=full_because,
@@ -281,6 +292,7 @@ class Audit:
     def _write_snapshot(
         self, uri: str, texts: AuditTexts, scope: Scope, sums: Sums, queues: dict[str, dict[int, int]]
     ) -> None:
+        """Write the snapshot of this audit. `queues`: topic -> queue -> the position after the last one."""
         facts = Facts(
             since=scope.since,
             end=scope.end,
@@ -289,17 +301,16 @@ class Audit:
             queues=queues,
             level_begin=self._level_begin(texts, scope),
         )
-        write_snapshot(uri, sums.balanced(facts, self._engine.query(texts.ended()).cast(ENDED_SCHEMA)))
+        write_snapshot(uri, sums.to_snapshot(facts, self._engine.query(texts.ended()).cast(ENDED_SCHEMA)))
 
     # ---- the sources ----
 
-    def _reads(self, scope: Scope, balanced: Balanced | None, begin: int | None = None) -> Reads:
-        """Choose the parts of log and table to read. `begin`: the first row whose events are read."""
+    def _build_reads(self, scope: Scope, last_audit: AuditSnapshot | None, begin: int | None = None) -> Reads:
+        """Choose the parts of log and tables to read. `begin`: the first row whose events are read (scope.begin)."""
         begin = scope.begin if begin is None else begin
         first, end = scope.first, scope.end
-        # If nothing is compacted, the tail is the whole log. Messages of delay levels have a position in a queue and
-        # may be anywhere in the log.
-        level_begin = first if balanced is None else max(first, balanced.facts.level_begin)
+        # Messages of delay levels may be anywhere in the log. The last audit has found out where the oldest one is.
+        level_begin = first if last_audit is None else max(first, last_audit.facts.level_begin)
         fresh_begin = max(begin, min(scope.ledger_end, end))
         return Reads(
             endpoint=self.endpoint,
@@ -319,11 +330,14 @@ class Audit:
         return scope.end if row["seq"] is None else int(row["seq"])
 
     def _read_spans(self, begin: int) -> tuple[pa.Table, int]:
-        """Read the ranges of bulk writes from row `begin` on: first_seq, rows, event_seq. And the messages undone."""
+        """Read the ranges of bulk writes that were attached from row `begin` on, as (first_seq, rows, event_seq).
+
+        Also returns the number of messages of selections that were undone from row `begin` on.
+        """
         scope, columns = self._scope, ["first_seq", "rows", "event_seq"]
         tables = [EVENT_SCHEMA.empty_table().select(columns)]
         if self._ledger is not None:
-            # Only bulk writes have events of several messages. A range of one is among the events of single messages.
+            # A range of one message is among the events of single messages (`Reads.events`).
             is_range = ds.field("rows") > 1
             is_inside = (ds.field("event_seq") >= begin) & (ds.field("event_seq") < scope.end)
             tables.append(
@@ -338,7 +352,7 @@ class Audit:
                     kind, seq = (np.asarray(batch.column(name)) for name in ("kind", "seq"))
                     ranges = batch.filter(pa.array((kind == int(Kind.TABLE)) & (seq >= fresh_begin)))
                     events = pa.Table.from_pylist(list(attach_events(ranges)), EVENT_SCHEMA)
-                    # All ranges: the fresh events are those of rows that concern one message each.
+                    # With ranges of one message: `Reads.fresh_events` has no event of a bulk write.
                     tables.append(events.select(columns))
                     _find_undone(batch, low, undone)
         return pa.concat_tables(tables), sum(undone.values())
@@ -346,27 +360,36 @@ class Audit:
     # ---- the judgement ----
 
     def _judge(
-        self, texts: AuditTexts, scope: Scope, sums: Sums, balanced: Balanced | None
+        self, texts: AuditTexts, scope: Scope, sums: Sums, last_audit: AuditSnapshot | None
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, int]]:
-        """Judge the messages of suspect groups one by one. Returns examples and the number of each breach."""
+        """Judge the messages of suspect groups one by one.
+
+        Returns {breach: up to OFFENDERS_MAX messages} and {breach: number of messages}, both also for `overdue`.
+        Replaces the sums of suspect groups by exact ones. Raises _UnusableSnapshotError if the events before the
+        snapshot are needed but no longer kept, or if only the snapshot was wrong.
+        """
         names = (*BREACHES, "overdue")
         suspects = sums.groups[sums.is_suspect]
         if not len(suspects):
             return {}, dict.fromkeys(names, 0)
         engine = self._engine
-        if balanced is not None and self._scope.since > scope.since:
-            raise _MisfitError("events before the last balanced audit are no longer kept")
-        if balanced is not None:  # a full audit has read all events
-            none = (scope.end, scope.end)
-            engine.read(replace(self._reads(scope, None, scope.since), placed=none))
+        if last_audit is not None:  # a full audit has read all events
+            if self._scope.since > scope.since:
+                raise _UnusableSnapshotError("events before the last balanced audit are no longer kept")
+            no_rows = (scope.end, scope.end)
+            engine.read(replace(self._build_reads(scope, None, scope.since), placed=no_rows))
         engine.register("suspects", pa.table({"grp": suspects}))
         bulk, _ = self._read_spans(scope.since)
-        engine.register("bulk", _numbers_of(bulk, suspects, scope.since))
-        engine.keep("judged", texts.judged())
+        engine.register("bulk", _bulk_messages_in(suspects, bulk, scope.since))
+        engine.materialize("judged", texts.judged())
         [counts] = engine.query(texts.count(names)).to_pylist()
         sums.replace_suspects(engine.query(texts.open()))
-        if balanced is not None and not any(counts[name] for name in BREACHES) and sums.is_misfit:
-            raise _MisfitError("the snapshot of the last balanced audit does not fit to the log")
+        if (
+            last_audit is not None
+            and not any(counts[name] for name in BREACHES)
+            and sums.contradicts_snapshot
+        ):
+            raise _UnusableSnapshotError("the snapshot of the last balanced audit does not fit to the log")
         offenders = {
             name: engine.query(texts.offenders(name, OFFENDERS_MAX)).to_pylist()
             for name in names
@@ -375,28 +398,28 @@ class Audit:
         return offenders, counts
 
     def _check_queues(
-        self, texts: AuditTexts, scope: Scope, balanced: Balanced | None
+        self, texts: AuditTexts, scope: Scope, last_audit: AuditSnapshot | None
     ) -> tuple[dict[str, dict[int, int]], list[dict[str, Any]]]:
-        """Check the positions of all queues. Returns the next position of each queue, and queues with gaps."""
-        queues = {} if balanced is None else balanced.facts.queues
-        ends, is_even = {topic: dict(offsets) for topic, offsets in queues.items()}, True
+        """Check the positions of all queues. Returns (topic -> queue -> next position, up to OFFENDERS_MAX gaps)."""
+        last_ends = {} if last_audit is None else last_audit.facts.queues
+        ends, has_gaps = {topic: dict(offsets) for topic, offsets in last_ends.items()}, False
         for row in self._engine.query(texts.queues()).to_pylist():
             topic, queue = row.pop("topic"), row.pop("queue_id")
-            begin = queues.get(topic, {}).get(queue, row["first"])
-            is_even &= begin == row["first"] and audit_sql.are_consecutive(**row)
+            begin = last_ends.get(topic, {}).get(queue, row["first"])
+            has_gaps |= begin != row["first"] or not audit_sql.are_consecutive(**row)
             ends.setdefault(topic, {})[queue] = row["last"] + 1
-        if is_even:
+        if not has_gaps:
             return ends, []
-        if balanced is not None:
-            self._engine.read(self._reads(scope, None, scope.since))
+        if last_audit is not None:  # the gaps are counted in the whole kept log
+            self._engine.read(self._build_reads(scope, None, scope.since))
         gaps = self._engine.query(f"{texts.gaps()} LIMIT {OFFENDERS_MAX}").to_pylist()
         return ends, gaps
 
 
 def read_scope(status: Status, ledger_uri: str | None) -> tuple[DeltaTable | None, Scope]:
-    """Open the ledger, and compute the bounds of a full audit.
+    """Open the ledger, and compute the bounds of a full audit. Returns None for a ledger that does not exist.
 
-    Raises OutOfRange if neither ledger nor log has some events.
+    Raises OutOfRange if retention has removed rows of the log whose events the ledger does not have.
     """
     log = status.log
     scope = Scope(
@@ -422,7 +445,10 @@ def read_scope(status: Status, ledger_uri: str | None) -> tuple[DeltaTable | Non
 
 
 def _find_undone(batch: pa.RecordBatch, begin: int, undone: dict[str, int]) -> None:
-    """Add the selections among these META rows that were undone at row `begin` or later, with their messages."""
+    """Find the selections among these META rows that were undone at row `begin` or later.
+
+    Adds them to `undone`: key of the selection -> number of its messages.
+    """
     rows = batch.filter(pc.fill_null(pc.starts_with(batch.column("unique_key"), SELECTION_KEY), False))
     for key, body in zip(rows.column("unique_key").to_pylist(), rows.column("body").to_pylist(), strict=True):
         facts = msgspec.json.decode(body) if body else {}
@@ -430,10 +456,14 @@ def _find_undone(batch: pa.RecordBatch, begin: int, undone: dict[str, int]) -> N
             undone[key] = facts.get("count") or 0
 
 
-def _numbers_of(ranges: pa.Table, groups: Int64Array, since: int) -> pa.Table:
-    """List the numbers of these ranges that are in the groups, in BULK_SCHEMA."""
+def _bulk_messages_in(groups: Int64Array, bulk: pa.Table, since: int) -> pa.Table:
+    """List the messages of these groups that bulk writes have accepted, in BULK_SCHEMA.
+
+    `bulk`: the ranges of the bulk writes. Numbers below `since` are left out.
+    """
     parts = [BULK_SCHEMA.empty_table()]
-    for first, rows, event_seq in zip(*(column.to_pylist() for column in ranges.columns), strict=True):
+    for first, rows, event_seq in zip(*(column.to_pylist() for column in bulk.columns), strict=True):
+        # The groups that the range touches, and all numbers of these groups.
         low, high = np.searchsorted(groups, [first - audit_sql.GROUP_NUMBERS + 1, first + rows])
         numbers = (groups[low:high, None] + np.arange(audit_sql.GROUP_NUMBERS)).ravel()
         numbers = numbers[(numbers >= max(first, since)) & (numbers < first + rows)]
@@ -448,15 +478,15 @@ def _numbers_of(ranges: pa.Table, groups: Int64Array, since: int) -> pa.Table:
 class Sums:
     """The pending messages by group of numbers: as a set, and the sum of the hashes of their due times.
 
-    All arrays have one entry for each group. Those of suspect groups are exact only after `replace_suspects`.
+    All arrays have one entry for each group. Entries of suspect groups are exact only after `replace_suspects`.
     """
 
-    groups: Int64Array
-    open_bits: Int64Array
+    groups: Int64Array  # the first number of each group, ascending
+    open_bits: Int64Array  # the set of its pending messages, one bit each
     due_sums: Int64Array
     is_suspect: npt.NDArray[np.bool_]
-    counts: dict[str, int] = field(default_factory=dict)
-    is_misfit: bool = False
+    counts: dict[str, int] = field(default_factory=dict)  # count of a report -> its value
+    contradicts_snapshot: bool = False  # True if `replace_suspects` has changed the set of a suspect group
 
     @property
     def pending(self) -> int:
@@ -464,88 +494,97 @@ class Sums:
         return int(np.bitwise_count(self.open_bits).sum())
 
     def replace_suspects(self, rows: pa.Table) -> None:
-        """Replace the sums of suspect groups by those of their pending messages, one by one."""
+        """Replace the entries of suspect groups by `rows`, the result of `AuditTexts.open`."""
         expected = self.open_bits[self.is_suspect].copy()
         self.open_bits[self.is_suspect] = self.due_sums[self.is_suspect] = 0
-        at = np.searchsorted(self.groups, _values(rows, "grp"))
-        self.open_bits[at], self.due_sums[at] = _values(rows, "stored_bits"), _values(rows, "stored_due_sum")
-        self.is_misfit = bool((expected != self.open_bits[self.is_suspect]).any())
+        indexes = np.searchsorted(self.groups, _values(rows, "grp"))
+        self.open_bits[indexes] = _values(rows, "stored_bits")
+        self.due_sums[indexes] = _values(rows, "stored_due_sum")
+        self.contradicts_snapshot = bool((expected != self.open_bits[self.is_suspect]).any())
 
-    def balanced(self, facts: Facts, ended: pa.Table) -> Balanced:
-        """Build the snapshot of these sums."""
-        some = self.open_bits != 0
-        return Balanced(facts, self.groups[some], self.open_bits[some], self.due_sums[some], ended)
+    def to_snapshot(self, facts: Facts, ended: pa.Table) -> AuditSnapshot:
+        """Build the snapshot of these sums. `ended`: the result of `AuditTexts.ended`."""
+        has_open = self.open_bits != 0
+        return AuditSnapshot(
+            facts, self.groups[has_open], self.open_bits[has_open], self.due_sums[has_open], ended
+        )
 
 
-def compare(events: pa.Table, rows: pa.Table, bulk: pa.Table, since: int, balanced: Balanced | None) -> Sums:
-    """Compare the messages that events say are pending with those that are stored.
+def compare(
+    events: pa.Table, rows: pa.Table, bulk: pa.Table, since: int, last_audit: AuditSnapshot | None
+) -> Sums:
+    """Compare the messages that should be pending, according to events, with the stored ones. Finds suspect groups.
 
-    `events` and `rows` are the results of AuditTexts. `bulk`: ranges of numbers (first_seq, rows) that bulk writes have
-    accepted, in addition to `events`.
+    `events`, `rows`: the results of AuditTexts.events and .rows. `bulk`: ranges of numbers (first_seq, rows) that bulk
+    writes have accepted, in addition to `events`. Numbers below `since` do not count. `last_audit`: its pending
+    messages were accepted before `events`.
     """
-    ranges = [
+    bulk_bits = [  # (groups, bits) of each range
         audit_sql.bits_of_range(max(first, since), rows - max(0, since - first))
         for first, rows in zip(
             bulk.column("first_seq").to_pylist(), bulk.column("rows").to_pylist(), strict=True
         )
         if first + rows > since
     ]
-    none = np.zeros(0, np.int64)
-    old = (none, none, none) if balanced is None else (balanced.groups, balanced.open_bits, balanced.due_sums)
+    if last_audit is None:
+        last_groups = last_bits = last_due_sums = np.zeros(0, np.int64)
+    else:
+        last_groups, last_bits = last_audit.groups, last_audit.open_bits
+        last_due_sums = last_audit.due_sums
+    range_groups = [groups for groups, _ in bulk_bits]
     groups = np.unique(
-        np.concatenate(
-            (_values(events, "grp"), _values(rows, "grp"), old[0], *(touched for touched, _ in ranges))
-        )
+        np.concatenate((_values(events, "grp"), _values(rows, "grp"), last_groups, *range_groups))
     )
-    spread = _Spread(groups)
-    accepted, told = spread.of(events, "accepted_bits"), spread.of(events, "due_sum")
-    stored, stored_due = spread.of(rows, "stored_bits"), spread.of(rows, "stored_due_sum")
-    ended, before = spread.of(events, "ended_bits"), spread.put(old[0], old[1])
+    aligner = _Aligner(groups)
+    accepted, ended = aligner.column(events, "accepted_bits"), aligner.column(events, "ended_bits")
+    stored, stored_due_sums = aligner.column(rows, "stored_bits"), aligner.column(rows, "stored_due_sum")
+    pending_before = aligner.align(last_groups, last_bits)
     # A message that occurs twice makes the sum of bits differ from the set.
-    is_suspect = spread.of(events, "accepted_sum") != accepted
-    is_suspect |= (spread.of(events, "ended_sum") != ended) | (spread.of(rows, "stored_sum") != stored)
-    is_suspect |= (spread.of(events, "early_count") > 0) | ((accepted & before) != 0)
+    is_suspect = aligner.column(events, "accepted_sum") != accepted
+    is_suspect |= aligner.column(events, "ended_sum") != ended
+    is_suspect |= aligner.column(rows, "stored_sum") != stored
+    is_suspect |= aligner.column(events, "early_count") > 0
+    is_suspect |= (accepted & pending_before) != 0
     all_bulk = np.zeros(len(groups), np.int64)
-    for touched, bits in ranges:
-        at = np.searchsorted(groups, touched)
-        is_suspect[at] |= (all_bulk[at] & bits) != 0
-        all_bulk[at] |= bits
-    is_suspect |= (all_bulk & (accepted | before)) != 0
-    known = accepted | before | all_bulk
-    open_bits = known & ~ended
-    is_suspect |= ((ended & ~known) != 0) | (open_bits != stored)
-    # The log does not have the due times of a bulk write.
-    is_suspect |= (spread.put(old[0], old[2]) + told != stored_due) & (known != all_bulk)
-    # But it has those of messages that were moved since.
-    is_suspect |= (all_bulk & spread.of(events, "moved_bits")) != 0
+    for bit_groups, bits in bulk_bits:
+        indexes = np.searchsorted(groups, bit_groups)
+        is_suspect[indexes] |= (all_bulk[indexes] & bits) != 0
+        all_bulk[indexes] |= bits
+    is_suspect |= (all_bulk & (accepted | pending_before)) != 0
+    ever_accepted = accepted | pending_before | all_bulk
+    open_bits = ever_accepted & ~ended
+    is_suspect |= ((ended & ~ever_accepted) != 0) | (open_bits != stored)
+    # The log does not have the due times of a bulk write, so groups of a bulk write only are not compared.
+    due_sums = aligner.align(last_groups, last_due_sums) + aligner.column(events, "due_sum")
+    is_suspect |= (due_sums != stored_due_sums) & (ever_accepted != all_bulk)
+    # But it has the due times of their messages that were moved since.
+    is_suspect |= (all_bulk & aligner.column(events, "moved_bits")) != 0
     totals = {name: int(_values(events, f"{name}_count").sum()) for name in EVENT_COUNTS}
-    return Sums(groups, open_bits, stored_due, is_suspect, _counts(totals, ranges, balanced))
+    totals["accepted"] += sum(int(np.bitwise_count(bits).sum()) for _, bits in bulk_bits)
+    return Sums(groups, open_bits, stored_due_sums, is_suspect, _counts(totals, last_audit))
 
 
-def _counts(
-    totals: dict[str, int], ranges: list[tuple[Int64Array, Int64Array]], balanced: Balanced | None
-) -> dict[str, int]:
-    """Add the counts of new events to those of the last balanced audit."""
+def _counts(totals: dict[str, int], last_audit: AuditSnapshot | None) -> dict[str, int]:
+    """Compute the counts of a report from EVENT_COUNTS of new events, and add those of the last balanced audit."""
     ended, _ = totals.pop("ended"), totals.pop("early")
-    totals["accepted"] += sum(int(np.bitwise_count(bits).sum()) for _, bits in ranges)
     totals["cancelled"] = ended - sum(totals[name] for name in OUTCOMES if name in totals)
     counts = totals | {"undone": 0}
-    before = {} if balanced is None else balanced.facts.counts
-    return {name: value + before.get(name, 0) for name, value in counts.items()}
+    last_counts = {} if last_audit is None else last_audit.facts.counts
+    return {name: value + last_counts.get(name, 0) for name, value in counts.items()}
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """Puts the values of some groups at the indexes of these groups among all. Other groups have 0."""
+class _Aligner:
+    """Makes arrays with one entry for each of `groups` (ascending). Groups without a value have 0."""
 
     groups: Int64Array
 
-    def of(self, table: pa.Table, name: str) -> Int64Array:
-        """Spread a column of a table with the column `grp`."""
-        return self.put(_values(table, "grp"), _values(table, name))
+    def column(self, table: pa.Table, name: str) -> Int64Array:
+        """Align a column of a table. The table's column `grp` has the group of each row."""
+        return self.align(_values(table, "grp"), _values(table, name))
 
-    def put(self, groups: Int64Array, values: Int64Array) -> Int64Array:
-        """Spread the values of these distinct groups."""
+    def align(self, groups: Int64Array, values: Int64Array) -> Int64Array:
+        """Put the values of these distinct groups at the indexes of the groups."""
         result = np.zeros(len(self.groups), np.int64)
         result[np.searchsorted(self.groups, groups)] = values
         return result

@@ -1,9 +1,9 @@
 """The two engines that run the SQL of the audit (views/audit_sql.py): DuckDB in this process, and Spark.
 
-An engine makes the relations of the texts from the ledger, the pending table and rows of the log (`Reads`). No body is
-read. DuckDB reads the tables through Arrow, writes rows of the log to a temporary folder, and uses that folder when a
-query needs more than `memory_bytes`. Spark reads Parquet files itself. Rows of the log come from its tasks, or from the
-driver if there are few.
+An engine makes the relations that the SQL texts name from the ledger, the pending table and rows of the log (`Reads`).
+No body is read. DuckDB reads the tables through Arrow, writes rows of the log to a temporary folder, and uses that
+folder when a query needs more than `memory_bytes`. Spark reads Parquet files itself. Its tasks read rows of the log, or
+the driver does if there are at most DRIVER_ROWS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from timeball.spark.views.view_sql import SPARK_RELATION, Engine, Relation
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
-MEMORY_BYTES = 512 << 20  # of DuckDB. Arrow needs some memory beside it
+MEMORY_BYTES = 512 << 20  # the limit of DuckDB's own memory; Arrow needs some more
 # Rows of the log that the driver reads itself, because Spark's processes for a Python data source cost more.
 DRIVER_ROWS = 500_000
 Span = tuple[int, int]  # rows begin <= seq < end of the log
@@ -50,11 +50,11 @@ class Reads:
     table_uri: str
     table_version: int
     ledger: DeltaTable | None
-    events: Span  # of the ledger
-    fresh_events: Span  # of the log
-    tail: Span
-    levels: Span
-    placed: Span  # rows with queue positions
+    events: Span  # events of these rows are read from the ledger
+    fresh_events: Span  # events of these rows are read from the log
+    tail: Span  # for rows of pending messages without a queue position
+    levels: Span  # for rows of pending messages with a queue position, which wait for a delay level
+    placed: Span  # for the queue positions of all rows
 
 
 class AuditEngine(Protocol):
@@ -76,16 +76,19 @@ class AuditEngine(Protocol):
         """Make a relation of rows in memory."""
 
     def query(self, text: str) -> pa.Table:
-        """Run a query."""
+        """Run a query. Raises OutOfRange for a deleted file, StorageError and other errors of Timeball."""
 
-    def keep(self, name: str, text: str) -> None:
-        """Make a relation of the result of a query, which other queries read several times."""
+    def materialize(self, name: str, text: str) -> None:
+        """Run a query and make a relation of its result, which other queries read several times."""
 
 
 def read_log_rows(
     broker: Endpoint, span: Span, kinds: Sequence[Kind] | None, schema: pa.Schema, placed: bool
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows of the log with these columns. Resumes after a restart of the broker."""
+    """Yield rows of the log with the columns of `schema`. Resumes after a restart of the broker.
+
+    `placed`: rows with a queue position, or rows without one. `kinds`: None for all.
+    """
     columns = [name for name in READ_SCHEMA.names if name in {"seq", *schema.names}]
 
     def read(begin: int) -> Iterator[pa.RecordBatch]:
@@ -97,14 +100,14 @@ def read_log_rows(
 
 
 def read_logged_rows(broker: Endpoint, reads: Reads) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of the log that pending messages may have: those of the tail, and those of delay levels."""
+    """Yield the rows of the log that may be stored for pending messages, in LOGGED: of the tail and of delay levels."""
     kinds = (Kind.SCHEDULED, Kind.MOVED)
     yield from read_log_rows(broker, reads.tail, kinds, LOGGED, placed=False)
     yield from read_log_rows(broker, reads.levels, kinds, LOGGED, placed=True)
 
 
 def read_fresh_events(broker: Endpoint, span: Span) -> Iterator[pa.RecordBatch]:
-    """Yield events of single messages from rows of the log, with the columns of the audit."""
+    """Yield the events of rows of the log that concern one message each, with EVENT_COLUMNS."""
     for batch in read_row_events(broker, *span):
         yield batch.select(EVENT_COLUMNS)
 
@@ -113,14 +116,14 @@ def read_fresh_events(broker: Endpoint, span: Span) -> Iterator[pa.RecordBatch]:
 
 
 class DuckDbEngine:
-    """DuckDB in this process."""
+    """Runs the audit on DuckDB, in this process."""
 
     dialect: Engine = "duckdb"
     relation: Relation = str
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._memory_bytes = memory_bytes
-        self._spooled = 0
+        self._files_written = 0
 
     def __enter__(self) -> Self:
         from timeball.spark.views.duckdb_session import open_database
@@ -139,17 +142,18 @@ class DuckDbEngine:
         """See AuditEngine."""
         with Endpoint(reads.endpoint) as broker:
             fresh = read_fresh_events(broker, reads.fresh_events)
-            self._database.register("fresh_events", self._spool(EVENTS, fresh))
-            logged = self._spool(LOGGED, read_logged_rows(broker, reads))
+            self._database.register("fresh_events", self._write_relation(EVENTS, fresh))
+            logged = self._write_relation(LOGGED, read_logged_rows(broker, reads))
             self._database.register("logged", logged)
             placed = read_log_rows(broker, reads.placed, None, PLACED, placed=True)
-            self._database.register("placed", self._spool(PLACED, placed))
+            self._database.register("placed", self._write_relation(PLACED, placed))
         self._table_uri = reads.table_uri
         paths = [file.path for file in table_files(reads.table_uri, reads.table_version)]
         self._database.register("filed", files_dataset(reads.table_uri, paths))
         self._make_events(reads)
 
     def _make_events(self, reads: Reads) -> None:
+        """Make the relation `events` from events in the ledger and `fresh_events`."""
         recorded = (
             EVENT_SCHEMA.empty_table() if reads.ledger is None else as_dataset(reads.ledger, EVENT_SCHEMA)
         )
@@ -163,10 +167,10 @@ class DuckDbEngine:
             f"union all select {columns} from fresh_events"
         )
 
-    def _spool(self, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ds.Dataset:
-        """Write batches to a file, so that memory holds one of them, and queries may read them more than once."""
-        self._spooled += 1
-        path = str(self._scratch / f"{self._spooled}.arrow")
+    def _write_relation(self, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ds.Dataset:
+        """Write batches to a file as a relation, which queries may read more than once. Memory holds only one batch."""
+        self._files_written += 1
+        path = str(self._scratch / f"{self._files_written}.arrow")
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
@@ -174,11 +178,13 @@ class DuckDbEngine:
 
     def register(self, name: str, rows: pa.Table) -> None:
         """See AuditEngine."""
-        self._database.execute(f"drop view if exists {name}")  # `events` is a view of two relations
+        self._database.execute(
+            f"drop view if exists {name}"
+        )  # DuckDB does not replace a view of SQL, like `events`
         self._database.register(name, rows)
 
     def query(self, text: str) -> pa.Table:
-        """See AuditEngine. Raises OverLimit if the memory is not enough."""
+        """See AuditEngine. Also raises OverLimit if `memory_bytes` are not enough."""
         import duckdb
 
         try:
@@ -192,7 +198,7 @@ class DuckDbEngine:
                 raise deleted_file_error(self._table_uri, error) from error
             raise StorageError(f"the audit cannot read its tables: {error}") from error
 
-    def keep(self, name: str, text: str) -> None:
+    def materialize(self, name: str, text: str) -> None:
         """See AuditEngine."""
         self.register(name, self.query(text))
 
@@ -201,7 +207,7 @@ class DuckDbEngine:
 
 
 class SparkAuditEngine:
-    """A Spark session."""
+    """Runs the audit on a Spark session."""
 
     dialect: Engine = "spark"
     relation: Relation = SPARK_RELATION
@@ -211,7 +217,7 @@ class SparkAuditEngine:
         self._session, self._description = session, description
         self._resources = ExitStack()
         self._frames: dict[str, DataFrame] = {}
-        self._kept: list[DataFrame] = []
+        self._persisted: list[DataFrame] = []
 
     def __enter__(self) -> Self:
         from timeball.spark.source.spark_api import described
@@ -220,7 +226,7 @@ class SparkAuditEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for frame in self._kept:
+        for frame in self._persisted:
             frame.unpersist()
         self._resources.close()
 
@@ -241,6 +247,7 @@ class SparkAuditEngine:
         self._frames |= {"events": events, "filed": filed, "logged": logged, "placed": placed}
 
     def _events(self) -> DataFrame:
+        """Unite the events in the ledger with newer events from the log."""
         fresh, table = self._fresh_events(), self._reads.ledger
         if table is None:
             return fresh
@@ -250,38 +257,42 @@ class SparkAuditEngine:
         return recorded.select(*EVENT_COLUMNS).unionByName(fresh)
 
     def _fresh_events(self) -> DataFrame:
+        """Read the events of single messages from the log."""
         span = self._reads.fresh_events
         with Endpoint(self._reads.endpoint) as broker:
-            if (few := self._few(read_fresh_events(broker, span), EVENTS)) is not None:
-                return few
+            if (frame := self._frame_if_few(read_fresh_events(broker, span), EVENTS)) is not None:
+                return frame
         source = (
             self._source(span).option("read", "events").option("columns", ",".join([*EVENT_COLUMNS, "rows"]))
         )
-        # Only the ranges of bulk writes and starts have no due time. The driver reads the ranges (`read_fresh_events`).
-        return self._stored(source.load().where("rows = 1 and due_ms is not null").select(*EVENT_COLUMNS))
+        # This read also has the events of bulk writes and starts, which have no due time. Audit._read_spans reads them.
+        return self._read_once(source.load().where("rows = 1 and due_ms is not null").select(*EVENT_COLUMNS))
 
     def _logged(self) -> DataFrame:
+        """Read the rows of the log that may be stored for pending messages, as `read_logged_rows` does."""
         reads = self._reads
         with Endpoint(reads.endpoint) as broker:
-            if (few := self._few(read_logged_rows(broker, reads), LOGGED)) is not None:
-                return few
+            if (frame := self._frame_if_few(read_logged_rows(broker, reads), LOGGED)) is not None:
+                return frame
         kinds = ",".join(str(int(kind)) for kind in (Kind.SCHEDULED, Kind.MOVED))
         tail, levels = (
             self._source(span).option("kinds", kinds).option("placed", str(placed).lower())
             .option("columns", ",".join(LOGGED.names)).load()
             for span, placed in ((reads.tail, False), (reads.levels, True))
         )  # fmt: skip
-        return self._stored(tail.unionByName(levels))
+        return self._read_once(tail.unionByName(levels))
 
     def _placed(self) -> DataFrame:
+        """Read the queue positions of rows of the log."""
         span = self._reads.placed
         with Endpoint(self._reads.endpoint) as broker:
             rows = read_log_rows(broker, span, None, PLACED, placed=True)
-            if (few := self._few(rows, PLACED)) is not None:
-                return few
+            if (frame := self._frame_if_few(rows, PLACED)) is not None:
+                return frame
         return self._source(span).option("placed", "true").option("columns", ",".join(PLACED.names)).load()
 
     def _source(self, span: Span) -> DataFrameReader:
+        """Configure a read of these rows of the log."""
         source = self._session.read.format("timeball").option("endpoint", self._reads.endpoint)
         return source.option("from_seq", str(span[0])).option("to_seq", str(span[1]))
 
@@ -290,19 +301,20 @@ class SparkAuditEngine:
 
         return read_delta(self._session, table, schema)
 
-    def _few(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> DataFrame | None:
-        """Make a frame of rows that the driver reads. None if there are more than DRIVER_ROWS."""
-        gathered: list[pa.RecordBatch] = []
+    def _frame_if_few(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> DataFrame | None:
+        """Read rows on the driver and make a frame of them. Returns None if there are more than DRIVER_ROWS."""
+        read_batches: list[pa.RecordBatch] = []
         for batch in batches:
-            gathered.append(batch)
-            if sum(each.num_rows for each in gathered) > DRIVER_ROWS:
+            read_batches.append(batch)
+            if sum(each.num_rows for each in read_batches) > DRIVER_ROWS:
                 return None
-        return self._frame(pa.Table.from_batches(gathered, schema))
+        return self._frame(pa.Table.from_batches(read_batches, schema))
 
     def _frame(self, rows: pa.Table) -> DataFrame:
+        """Make a frame of rows in memory."""
         from timeball.spark.source.spark_api import spark_schema
 
-        if not rows.num_rows:  # Spark leaves this relation out of its plans
+        if not rows.num_rows:  # Spark leaves a relation with `where false` out of its plans
             types = {each.name: each.dataType.simpleString() for each in spark_schema(rows.schema)}
             columns = ", ".join(f"cast(null as {kind}) as {name}" for name, kind in types.items())
             return self._session.sql(f"select {columns} where false")
@@ -310,8 +322,8 @@ class SparkAuditEngine:
         whole = rows.combine_chunks()
         return self._session.createDataFrame(whole).coalesce(1)  # few rows: more tasks would cost more
 
-    def _stored(self, frame: DataFrame) -> DataFrame:
-        """Read rows of the log once, and keep them on the executors, because several queries use them."""
+    def _read_once(self, frame: DataFrame) -> DataFrame:
+        """Read rows of the log now, and store them on the executors, because several queries use them."""
         return frame.localCheckpoint(eager=True)
 
     def register(self, name: str, rows: pa.Table) -> None:
@@ -325,15 +337,16 @@ class SparkAuditEngine:
         with spark_errors():
             return self._sql(text).toArrow()
 
-    def keep(self, name: str, text: str) -> None:
+    def materialize(self, name: str, text: str) -> None:
         """See AuditEngine."""
         from pyspark import StorageLevel
 
         frame = self._sql(text).persist(StorageLevel.MEMORY_AND_DISK)
-        self._kept.append(frame)
+        self._persisted.append(frame)
         self._frames[name] = frame
 
     def _sql(self, text: str) -> DataFrame:
+        """Plan a query on the relations that its text names."""
         named: dict[str, Any] = {
             name: frame for name, frame in self._frames.items() if self.relation(name) in text
         }

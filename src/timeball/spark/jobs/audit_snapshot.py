@@ -1,8 +1,8 @@
 """The snapshot of a balanced audit, from which the next audit continues: a small file beside the pending table.
 
-It has the position in the log up to which the audit counted, its counts, and for each group of numbers
-(views/audit_sql.py) the set of pending messages and the sum of the hashes of their due times. It also has the rows that
-may still be stored although their messages were ended or moved. A million pending messages take about 200 KB.
+It has the row of the log up to which the audit counted events, and its counts. For each group of message numbers
+(views/audit_sql.py) it has the set of pending messages and the sum of the hashes of their due times. It also has the
+rows that may still be stored although their messages were ended or moved. A million pending messages take about 200 KB.
 
     … Parquet (_SCHEMA, with the facts as JSON in the metadata of the schema) … | "TBBALAN1" | crc32c, uint32 |
 
@@ -35,31 +35,32 @@ VERSION = 1
 _MAGIC = b"TBBALAN1"
 _END = struct.Struct("<8sI")
 _FACTS = b"timeball.audit"
-# part 0: a row of ENDED_SCHEMA. part 1: a group, with the set of its pending messages and the sum of their due times.
+# Rows of two kinds have these columns: rows of ENDED_SCHEMA, and groups (number, set of pending messages, due sum).
+_ENDED_PART, _GROUPS_PART = 0, 1
 _SCHEMA = pa.schema([("part", pa.int8()), *((name, pa.int64()) for name in ("key", "first", "second"))])
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a snapshot. `counts` begin with the row `since` of the log."""
+    """The numbers of a snapshot."""
 
     since: int
-    end: int  # rows of the log before it are counted
-    end_ms: int | None  # when the last of them was stored, by which another log is noticed
-    counts: dict[str, int]
+    end: int  # the events of the rows since <= seq < end of the log are counted
+    end_ms: int | None  # the time of the last of these rows: in another log, this row has another time
+    counts: dict[str, int]  # count of a report (audit.COUNTS) -> its value
     level_begin: int  # no older row of the log waits for a delay level
     queues: dict[str, dict[int, int]]  # topic -> queue -> the position after the last one
     version: int = VERSION
 
 
 @dataclass(frozen=True)
-class Balanced:
+class AuditSnapshot:
     """A snapshot. The three arrays have one entry for each group with pending messages, sorted by group."""
 
     facts: Facts
-    groups: Int64Array
-    open_bits: Int64Array
-    due_sums: Int64Array
-    ended: pa.Table  # ENDED_SCHEMA
+    groups: Int64Array  # the first number of each group
+    open_bits: Int64Array  # the set of its pending messages, one bit each
+    due_sums: Int64Array  # the sum of the hashes of their due times
+    ended: pa.Table  # ENDED_SCHEMA: rows that may still be stored
 
 
 def snapshot_uri(table_uri: str) -> str:
@@ -67,7 +68,7 @@ def snapshot_uri(table_uri: str) -> str:
     return sibling(table_uri, "pipeline") + f"/{NAME}"
 
 
-def read_snapshot(uri: str) -> Balanced:
+def read_snapshot(uri: str) -> AuditSnapshot:
     """Read a snapshot. Raises NotFound if there is none, Corrupt if it is damaged, and StorageError."""
     files, path = storage_uris.arrow(uri)
     try:
@@ -89,21 +90,24 @@ def read_snapshot(uri: str) -> Balanced:
         raise Corrupt("the snapshot of the last balanced audit is of another version")
     columns = {name: rows.column(name).to_numpy() for name in _SCHEMA.names}
     parts = columns.pop("part")
-    ended, groups = ([column[parts == part] for column in columns.values()] for part in (0, 1))
-    return Balanced(facts, groups[0], groups[1], groups[2], pa.table(ended, schema=ENDED_SCHEMA))
+    ended, groups = (
+        [column[parts == part] for column in columns.values()] for part in (_ENDED_PART, _GROUPS_PART)
+    )
+    return AuditSnapshot(facts, groups[0], groups[1], groups[2], pa.table(ended, schema=ENDED_SCHEMA))
 
 
-def write_snapshot(uri: str, balanced: Balanced) -> None:
+def write_snapshot(uri: str, snapshot: AuditSnapshot) -> None:
     """Replace the snapshot. A failure is only logged: then the next audit is a full one, or begins earlier."""
-    parts = (balanced.ended.num_rows, len(balanced.groups))
-    groups = (balanced.groups, balanced.open_bits, balanced.due_sums)
+    counts = (snapshot.ended.num_rows, len(snapshot.groups))
+    parts = np.repeat(np.array([_ENDED_PART, _GROUPS_PART], np.int8), counts)
+    groups = (snapshot.groups, snapshot.open_bits, snapshot.due_sums)
     columns = [
         np.concatenate((ended.to_numpy(), group))
-        for ended, group in zip(balanced.ended.columns, groups, strict=True)
+        for ended, group in zip(snapshot.ended.columns, groups, strict=True)
     ]
-    schema = _SCHEMA.with_metadata({_FACTS: msgspec.json.encode(balanced.facts)})
+    schema = _SCHEMA.with_metadata({_FACTS: msgspec.json.encode(snapshot.facts)})
     sink = io.BytesIO()
-    rows = pa.table([np.repeat(np.array([0, 1], np.int8), parts), *columns], schema=schema)
+    rows = pa.table([parts, *columns], schema=schema)
     pq.write_table(rows, sink, compression="zstd")
     body = sink.getvalue()
     try:
@@ -113,7 +117,7 @@ def write_snapshot(uri: str, balanced: Balanced) -> None:
 
 
 def _replace(uri: str, data: bytes) -> None:
-    """Write a file in one step, as far as the file system allows."""
+    """Write a file so that readers see either the old or the new one."""
     files, path = storage_uris.arrow(uri)
     is_folder = not storage_uris.in_object_store(uri)
     if is_folder:

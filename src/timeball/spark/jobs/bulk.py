@@ -1,11 +1,11 @@
 """The job `bulk` checks the rows of any DataFrame with a column of due times, and schedules them as one campaign.
 
     preflight check that tasks can use the pending table, before the rows are read
-    screen    convert the rows to the columns of scheduled messages, and mark the rows that break a rule
+    screen    convert the rows to the columns of scheduled messages, and mark the invalid rows: they break a rule
     survey    count, in one pass, the invalid rows by the rule that they break, and the valid rows by the minute of
               their due time
     plan      create the campaign at the broker; all later tries use the time of this plan as the current time
-    reject    write rows that break a rule to a separate Delta table, with the rule and the row as JSON
+    reject    write the invalid rows to a separate Delta table, with the rule and the row as JSON
     write     distribute the rows to tasks by due time; the tasks sort and write files (source/scheduled_writer.py)
     attach    append one record with the campaign's id to the broker's log, which schedules all rows at once
 
@@ -27,8 +27,8 @@ id, so all messages of a part are scheduled, or none. A later try continues with
 part names all groups, so a group that is added between two tries changes nothing.
 
 A task gets a contiguous range of due times, so it writes few files. Arrow sorts the rows of a task. If a minute has too
-many rows for a task, a hash splits it. Sorting or sampling the rows in Spark would cost more than all other steps, and
-the survey has already counted the rows.
+many rows for a task, a hash splits it. The counts of the survey decide the ranges: sorting or sampling the rows in
+Spark would cost more than all other steps.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def run(
 ) -> BulkReport:
     """Schedule the rows of `frame`. A dry run writes nothing.
 
-    `campaign`: the id of the campaign, with which a repeated call changes nothing; by default a random one.
+    `campaign`: the id of the campaign, by default a random one. A repeated call with the same id changes nothing.
     `rejects_uri`: a Delta table, by default `rejects` beside the pending table. `table_uri`: the URI of the pending
     table for the driver and the executors, if it is not the broker's. `tell` is called with the name of each step.
 
@@ -145,8 +145,8 @@ def run(
     name = check_campaign(campaign or f"bulk-{uuid.uuid4().hex}")
     with spark_errors(), open_parts(endpoint, name, table_uri) as parts:
         job = Job(spark, parts, rejects_uri, tell)
-        repeated = job.attached_before()
-        surveys = [NOTHING] * len(parts)
+        repeated = job.is_attached()
+        surveys = [EMPTY_SURVEY] * len(parts)
         if not repeated:
             if not dry_run:
                 job.check_tables()
@@ -154,7 +154,7 @@ def run(
             if not dry_run:
                 job.write(frame, columns, surveys)
         attached = {} if dry_run and not repeated else job.find_attachments()
-    reasons = surveys[0].reasons
+    reasons = surveys[0].reasons  # of all groups (`count_surveys`)
     files = [entry for attachment in attached.values() for entry in attachment.files]
     rows = {group: int(survey.rows.sum()) for group, survey in zip(parts, surveys, strict=True)}
     rows |= {group: attachment.rows for group, attachment in attached.items()}
@@ -176,7 +176,7 @@ def run(
 
 
 class Job:
-    """The steps of one bulk write. `parts`: the campaign in each group that gets a part of the rows."""
+    """The steps of one bulk write."""
 
     def __init__(
         self,
@@ -185,25 +185,23 @@ class Job:
         rejects_uri: str | None,
         tell: Callable[[str], None],
     ) -> None:
+        """`parts`: name of a group -> its part of the campaign, for all groups that get rows. The rest: see `run`."""
         self._spark = spark
         self._parts = dict(parts)
-        self._groups = list(parts) if len(parts) > 1 else []
+        self._groups = list(parts) if len(parts) > 1 else []  # empty if all rows go to one group
         self._tell = tell
         first = next(iter(self._parts.values()))
         self._id = first.id
         self.rejects_uri = rejects_uri or sibling(first.table_uri, REJECTS)
-        self._known = {name: campaign_part.find_state() for name, campaign_part in self._parts.items()}
+        self._first_states = [part.find_state() for part in self._parts.values()]
         # Each try checks the rows against the time of the first plan. Otherwise a row could be valid in one try and
         # rejected in another, and be both scheduled and rejected, or neither.
-        existing_plan = next((state for state in self._known.values() if state is not None), None)
+        existing_plan = next((state for state in self._first_states if state is not None), None)
         self.now_ms = first.broker.status().now_ms if existing_plan is None else existing_plan.planned_ms
 
-    def attached_before(self) -> bool:
-        """Check whether all parts were attached by earlier calls.
-
-        Raises InvalidMessage if the campaign was cancelled.
-        """
-        states = self._known.values()
+    def is_attached(self) -> bool:
+        """Check whether earlier calls have attached all parts. Raises InvalidMessage if the campaign was cancelled."""
+        states = self._first_states
         if any(state is not None and state.state == "cancelled" for state in states):
             raise InvalidMessage(f"campaign {self._id} was cancelled: schedule these rows under another id")
         return not any(state is None or state.state == "planned" for state in states)
@@ -221,7 +219,8 @@ class Job:
     def write(self, frame: DataFrame, columns: Columns, surveys: Sequence[Survey]) -> None:
         """Plan the campaign, write the rejected rows, and write and attach the parts. May be killed after any step.
 
-        The plan in the first group fixes the groups, and the time against which all later tries check rows.
+        `surveys`: the survey of each part. The plan in the first group fixes the groups, and the time against which all
+        later tries check rows. Raises OutOfRange if the broker has forgotten that a part was attached.
         """
         now_ms, states = self.now_ms, []
         for part, survey in zip(self._parts.values(), surveys, strict=True):
@@ -232,23 +231,24 @@ class Job:
             with self._step("rejects"):
                 self._put_rejects(screened.where(f.col(REASON).isNotNull()))
         for number, (part, survey) in enumerate(zip(self._parts.values(), surveys, strict=True)):
-            if states[number].state != "planned":
+            if states[number].state != "planned":  # an earlier call has attached this part
                 continue
             with self._step("write"):
                 self._write_part(screened, number, part, survey)
-            if part.decided().state == "planned":
+            if part.read_state().state == "planned":
                 raise OutOfRange(
                     f"campaign {self._id} was attached so long ago that the broker has forgotten it: use another id"
                 )
 
     @contextmanager
     def _step(self, step: str) -> Iterator[None]:
+        """Report a step, and describe the Spark jobs within the block by it."""
         self._tell(step)
         with described(self._spark, f"bulk {self._id}: {step}"):
             yield
 
     def _write_part(self, screened: DataFrame, number: int, part: Campaign, survey: Survey) -> None:
-        """Write and attach the valid rows of one group."""
+        """Write and attach the valid rows of one group. `number`: the index of the group."""
         valid = screened.where(f.col(REASON).isNull())
         if self._groups:
             valid = valid.where(group_number(valid, len(self._groups)) == number)
@@ -275,7 +275,7 @@ class Job:
         writer.mode("append").save()
 
     def find_attachments(self) -> dict[str, Attachment]:
-        """Find the attach of each part in the log of its group. The result lacks parts without an attach."""
+        """Find the attach of each part in the log of its group: {group: attach}. Leaves out parts without an attach."""
         attachments = {}
         for name, part in self._parts.items():
             state = part.find_state()
@@ -292,11 +292,11 @@ def _no_values() -> Int64Array:
     return np.empty(0, np.int64)
 
 
-NOTHING = Survey(_no_values(), _no_values(), _no_values(), {})
+EMPTY_SURVEY = Survey(_no_values(), _no_values(), _no_values(), {})
 
 
 def group_number(screened: DataFrame, group_count: int) -> Column:
-    """Make the column with the number of the group that gets a row. It depends only on the row, so tries agree."""
+    """Make the column with the index of the group that gets a row. It depends only on the row, so all tries agree."""
     hash_columns = [f.col(name) for name in _GROUP_HASH_COLUMNS if name in screened.columns]
     # The hash has a salt, because `partition_by_task` splits large minutes by a hash too. Without the salt, all rows of
     # a group could get the same hash there.
@@ -307,8 +307,8 @@ def count_surveys(screened: DataFrame, group_count: int) -> list[Survey]:
     """Count the rows of `screen` for each group. The first survey also counts the invalid rows of all groups."""
     if group_count == 1:
         return [count_survey(screened)]
-    row_group_number = f.when(f.col(REASON).isNull(), group_number(screened, group_count)).otherwise(0)
-    counts = _count(screened, row_group_number.alias("part"))
+    part = f.when(f.col(REASON).isNull(), group_number(screened, group_count)).otherwise(0)
+    counts = _count(screened, part.alias("part"))
     return [
         _build_survey(counts.filter(pc.equal(counts.column("part"), group))) for group in range(group_count)
     ]
@@ -320,7 +320,11 @@ def count_survey(screened: DataFrame) -> Survey:
 
 
 def _count(screened: DataFrame, *extra_columns: Column) -> pa.Table:
-    """Count rows and payload bytes by reason, minute and the extra columns."""
+    """Count rows and payload bytes by reason, minute and the extra columns.
+
+    `screened`: the result of `screen`. Returns a table with the columns reason, minute, those extra columns, rows and
+    bytes.
+    """
     payload_sizes = [
         f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns
     ]
@@ -332,14 +336,14 @@ def _count(screened: DataFrame, *extra_columns: Column) -> pa.Table:
 
 
 def _build_survey(counts: pa.Table) -> Survey:
-    """Build the survey of one group from the counts."""
+    """Build the survey of one group from its rows of `_count`."""
     valid = counts.filter(counts.column(REASON).is_null()).sort_by("minute")
     rejected = counts.filter(counts.column(REASON).is_valid()).sort_by([("rows", "descending")])
-    minute_, rows, size_ = (
+    minutes, rows, sizes = (
         valid.column(name).to_numpy().astype(np.int64) for name in ("minute", "rows", "bytes")
     )
     reasons = zip(rejected.column(REASON).to_pylist(), rejected.column("rows").to_pylist(), strict=True)
-    return Survey(minute_, rows, size_, dict(reasons))
+    return Survey(minutes, rows, sizes, dict(reasons))
 
 
 # ---- dividing rows among tasks --------------------------------------------------------------------------------
@@ -349,8 +353,8 @@ class TaskPlan(msgspec.Struct, frozen=True):
     """The distribution of rows among tasks: spans of time, each with one or more tasks."""
 
     minute: Int64Array  # first minute of each span, since 1970
-    first: Int64Array  # number of the first task of each span
-    tasks: Int64Array  # number of tasks of each span
+    first: Int64Array  # index of the first task of each span
+    tasks: Int64Array  # how many tasks each span has
 
     @property
     def total(self) -> int:
@@ -361,8 +365,8 @@ class TaskPlan(msgspec.Struct, frozen=True):
 def plan_tasks(survey: Survey, task_rows: int, task_bytes: int) -> TaskPlan:
     """Cut the time into spans, each with the rows of about one task. A larger minute is a span with several tasks.
 
-    If there would be more than TASKS_MAX tasks, each task gets more rows. Fractions of tasks are rounded up, so there
-    may be up to twice as many tasks.
+    `task_rows`, `task_bytes`: the limits of a task. If there would be more than TASKS_MAX tasks, each task gets more
+    rows. Fractions of tasks are rounded up, so there may be up to twice TASKS_MAX tasks.
     """
     # The work of each minute, as a number of tasks.
     tasks_per_minute = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
@@ -382,7 +386,7 @@ def plan_tasks(survey: Survey, task_rows: int, task_bytes: int) -> TaskPlan:
 
 
 def partition_by_task(valid: DataFrame, survey: Survey) -> DataFrame:
-    """Partition the rows by task, as `plan_tasks` divides them. There is no shuffle if one task is enough."""
+    """Partition the valid rows of `screen` by task, as `plan_tasks` divides them. No shuffle if one task is enough."""
     task_plan = plan_tasks(survey, TASK_ROWS, TASK_BYTES)
     if task_plan.total == 1:
         return valid.coalesce(1)
@@ -390,7 +394,7 @@ def partition_by_task(valid: DataFrame, survey: Survey) -> DataFrame:
     names = [f.col(name) for name in valid.columns]
 
     def task_of_span(low: int, high: int) -> Column:
-        """Make the column with a row's task among the spans low <= i < high, by binary search."""
+        """Make the column with the index of a row's task, if it is in the spans low <= i < high. A binary search."""
         if high - low == 1:
             first = f.lit(int(task_plan.first[low]))
             if task_plan.tasks[low] == 1:
@@ -441,6 +445,7 @@ def find_table_problem(uri: str, version: int) -> str | None:
 
 
 def _find_problem_in_task(spark: SparkSession, uri: str, version: int) -> str | None:
+    """Call `find_table_problem` in a task of Spark. With a local master, call it in this process."""
     context = spark.sparkContext
     if (context.master or "").startswith("local["):
         return find_table_problem(uri, version)
@@ -507,7 +512,7 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
         _no_zone(frame, columns).alias("_no_zone"),
         *[
             convert(frame, column).alias(name)
-            for name, convert in _STORED.items()
+            for name, convert in _CONVERTERS.items()
             if (column := getattr(columns, name)) is not None
         ],
         *[
@@ -564,6 +569,7 @@ def check(schema: StructType, columns: Columns) -> None:
 
 
 def _kind(schema: StructType, name: str) -> str:
+    """Get the type of a column as Spark's text, such as `array<string>`. All kinds of text are `string`."""
     kind = schema[name].dataType.simpleString()
     return "string" if kind.startswith(("string ", "varchar", "char")) else kind
 
@@ -622,19 +628,23 @@ def _properties(frame: DataFrame, name: str) -> Column:
     entries = f.map_entries(_column(name).cast("map<string,string>"))
     texts = f.transform(
         entries,
-        lambda e: f.concat(
-            e["key"], f.lit(PROPERTY_NAME_END), f.coalesce(e["value"], f.lit("")), f.lit(PROPERTY_END)
+        lambda entry: f.concat(
+            entry["key"], f.lit(PROPERTY_NAME_END), f.coalesce(entry["value"], f.lit("")), f.lit(PROPERTY_END)
         ),
     )
     # For a null, `concat_ws` alone would make an empty text.
     return f.when(_column(name).isNotNull(), f.concat_ws("", texts))
 
 
-_STORED = {"keys": _keys, "tag": _text, "unique_key": _text, "properties": _properties}
+# Column of a scheduled message -> the function that makes it from the DataFrame and the name of its column.
+_CONVERTERS = {"keys": _keys, "tag": _text, "unique_key": _text, "properties": _properties}
 
 
 def _bad_form(frame: DataFrame, name: str, column: str) -> Column:
-    """Make the column that marks values which break the rule of shape "form" of `name`, as rules.form_faults does."""
+    """Make the column that marks values which break the rule of shape "form" of the message column `name`.
+
+    `column`: the column of the DataFrame. The rule is that of rules.form_faults.
+    """
     kind = _kind(frame.schema, column)
     if name == "properties":
         is_bad = f.lit(False) if kind == "string" else _bad_pairs(column)
@@ -652,10 +662,10 @@ def _bad_pairs(column: str) -> Column:
     """Make the column that marks maps with a pair that cannot be a property. It is null for a null."""
     return f.exists(
         f.map_entries(_column(column).cast("map<string,string>")),
-        lambda e: (
-            (e["key"] == "")
-            | e["key"].rlike(rules.MARKS)
-            | f.coalesce(e["value"].rlike(rules.MARKS), f.lit(False))
+        lambda entry: (
+            (entry["key"] == "")
+            | entry["key"].rlike(rules.MARKS)
+            | f.coalesce(entry["value"].rlike(rules.MARKS), f.lit(False))
         ),
     )
 
@@ -673,6 +683,7 @@ def _due_ms(frame: DataFrame, columns: Columns) -> Column:
     if kind in ("timestamp_ntz", "date"):
         return _in_zone(column.cast("timestamp_ntz"), columns.zone)
     text = f.trim(column)
+    # Spark ignores digits below microseconds. One microsecond more makes `_up_to_ms` and `_in_zone` round them up.
     has_finer_digits = text.rlike(_DIGITS_BELOW_MICROS).cast("int")
     wall_clock = f.when(text.rlike(_LOCAL), text.try_cast("timestamp_ntz"))
     wall_clock = wall_clock + f.make_dt_interval(secs=has_finer_digits / 1_000_000)
@@ -692,7 +703,7 @@ def _no_zone(frame: DataFrame, columns: Columns) -> Column:
 
 
 def _in_zone(wall_clock: Column, zone: str | None) -> Column:
-    """Convert a wall-clock time in a zone to milliseconds since 1970, rounded up. Null without a zone."""
+    """Convert a wall-clock time (timestamp_ntz) in a zone to ms since 1970, rounded up. Null without a zone."""
     if zone is None:
         return f.lit(None).cast("bigint")
     time_zone = load_zone(zone)
@@ -706,7 +717,7 @@ def _in_zone(wall_clock: Column, zone: str | None) -> Column:
 
 
 def _up_to_ms(timestamp: Column) -> Column:
-    """Convert to milliseconds since 1970. Rounded up, because a message may never be early."""
+    """Convert a timestamp to milliseconds since 1970. Rounded up, because a message may never be early."""
     has_microseconds = f.pmod(f.unix_micros(timestamp), f.lit(1000)) > 0
     return f.unix_millis(timestamp) + has_microseconds.cast("bigint")
 
@@ -715,7 +726,7 @@ def _up_to_ms(timestamp: Column) -> Column:
 
 
 def reason(screened: DataFrame, now_ms: int) -> Column:
-    """Make the column with the text of the first rule that a row breaks. It is null for valid rows."""
+    """Make the column with the text of the first rule that a row breaks at the time `now_ms`. Null for valid rows."""
     conditions: list[tuple[Column, str]] = [
         (f.col("_no_zone"), NO_ZONE),
         (f.col("due_ms").isNull(), NO_DUE_TIME),
@@ -724,13 +735,16 @@ def reason(screened: DataFrame, now_ms: int) -> Column:
         (breaks(rule, now_ms), rule.text) for rule in rules.RULES if rule.column in screened.columns
     ]
     first_reason = f.lit(None).cast("string")
-    for condition, text in reversed(conditions):
+    for condition, text in reversed(conditions):  # the first condition is the outermost one
         first_reason = f.when(condition, f.lit(text)).otherwise(first_reason)
     return first_reason
 
 
 def breaks(rule: rules.Rule, now_ms: int) -> Column:
-    """Make the column that marks rows which break a rule, as an expression that Spark evaluates without Python."""
+    """Make the column that marks rows which break a rule, as an expression that Spark evaluates without Python.
+
+    Has the same result as `rule.in_column`, which explains the shapes.
+    """
     column = f.col(rule.column)
     match rule.shape:
         case "name":

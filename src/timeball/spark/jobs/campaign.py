@@ -100,42 +100,48 @@ class Campaign:
 
     # ---- the state at the broker ----------------------------------------------------------------------------
 
-    def decided(self) -> CampaignState:
-        """Fetch the state of the campaign from the broker. Raises NotFound."""
+    def read_state(self) -> CampaignState:
+        """Read the state of the campaign from the broker. Raises NotFound for an unknown campaign."""
         return self.broker.campaigns(self.id)[0]
 
     def find_state(self) -> CampaignState | None:
-        """Fetch the state of the campaign from the broker. Returns None for an unknown campaign."""
+        """Read the state of the campaign from the broker. Returns None for an unknown campaign."""
         try:
-            return self.decided()
+            return self.read_state()
         except NotFound:
             return None
 
     def plan(self, rows: int, at_ms: int, groups: Sequence[str] = ()) -> CampaignState:
-        """Create the campaign at the broker, before any file is written. Returns an existing plan unchanged.
+        """Create the campaign at the broker, before any file is written. Returns its state.
 
-        `rows`: the number of its messages. `at_ms`: the time of the plan. `groups`: if there are several groups, all
-        groups with a part of the campaign.
+        If it exists, it stays as it is, and its state is returned. `rows`: the number of its messages. `at_ms`: the
+        time of the plan. `groups`: if there are several groups, all groups with a part of the campaign.
         """
         return self.broker.change_campaign(self.id, "plan", rows=rows, at_ms=at_ms, groups=groups)
 
     def pause(self) -> Paused:
-        """Hold all waiting messages."""
-        done = self.broker.change_campaign(self.id, "pause")
-        return Paused(campaign=self.id, held=self.progress().held, repeated=done.repeated)
+        """Hold all waiting messages. Raises NotFound for an unknown campaign."""
+        state = self.broker.change_campaign(self.id, "pause")
+        return Paused(campaign=self.id, held=self.progress().held, repeated=state.repeated)
 
     def resume(self, *, shift: bool = False) -> Resumed:
-        """Make all held messages wait again. With `shift`, their due times move by the length of the pause."""
-        done = self.broker.change_campaign(self.id, "resume", shift=shift)
-        return Resumed(campaign=self.id, rows=done.count, shift_ms=done.shift_ms, repeated=done.repeated)
+        """Make all held messages wait again. With `shift`, they are later by the length of the pause.
+
+        Raises NotFound for an unknown campaign.
+        """
+        state = self.broker.change_campaign(self.id, "resume", shift=shift)
+        return Resumed(campaign=self.id, rows=state.count, shift_ms=state.shift_ms, repeated=state.repeated)
 
     def cancel(self) -> Cancelled:
-        """Cancel all waiting and held messages. Those that are not cancelled have been or will be released."""
-        done, progress = self.broker.change_campaign(self.id, "cancel"), self.progress()
+        """Cancel all waiting and held messages. All other messages were released, or are being released.
+
+        Raises NotFound for an unknown campaign.
+        """
+        state, progress = self.broker.change_campaign(self.id, "cancel"), self.progress()
         return Cancelled(
             campaign=self.id,
             rows=progress.rows,
-            newly=done.count,
+            newly=state.count,
             cancelled=progress.cancelled,
             released=progress.rows - progress.cancelled,
         )
@@ -143,40 +149,44 @@ class Campaign:
     # ---- the outcomes of its messages -----------------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """Count the messages: each is released, cancelled, waiting or held."""
+        """Count the messages: each is released, cancelled, waiting or held. Raises NotFound for an unknown campaign."""
         status = status_with_all_attaches(self.broker, self.table_uri)
-        decided = self.decided()
-        if not decided.ranges:
-            return _progress_without_rows(decided)
-        released, cancelled = self._read_settled(decided, status)
-        due_ms = self._read_pending_due_ms(decided, status, sorted_distinct([released, cancelled]))
-        is_held, is_whole = decided.held_from_ms is not None, status.log.first_seq <= decided.planned_seq
-        if decided.state == "cancelled" and not is_whole:
+        state = self.read_state()
+        if not state.ranges:
+            return _progress_without_rows(state)
+        released, cancelled = self._read_settled(state, status)
+        due_ms = self._read_pending_due_ms(state, status, sorted_distinct([released, cancelled]))
+        is_held, is_whole = state.held_from_ms is not None, status.log.first_seq <= state.planned_seq
+        if state.state == "cancelled" and not is_whole:
             # Cancelled messages may still be in the table although retention has removed their CANCEL rows.
             due_ms = due_ms[:0]
-        cancelled_count = max(len(cancelled), decided.cancelled)
-        released_count = len(released) if is_whole else decided.rows - cancelled_count - len(due_ms)
+        cancelled_count = max(len(cancelled), state.cancelled)
+        released_count = len(released) if is_whole else state.rows - cancelled_count - len(due_ms)
         has_next = len(due_ms) > 0 and not is_held
         return Progress(
             campaign=self.id,
-            state=decided.state,
-            rows=decided.rows,
+            state=state.state,
+            rows=state.rows,
             released=released_count,
             cancelled=cancelled_count,
             waiting=0 if is_held else len(due_ms),
             held=len(due_ms) if is_held else 0,
             next_due_ms=int(due_ms.min()) if has_next else None,
             last_due_ms=int(due_ms.max()) if has_next else None,
-            planned_ms=decided.planned_ms,
-            percent=round(100 * (released_count + cancelled_count) / decided.rows, 1),
+            planned_ms=state.planned_ms,
+            percent=round(100 * (released_count + cancelled_count) / state.rows, 1),
             whole=is_whole,
         )
 
     def _read_settled(self, state: CampaignState, status: Status) -> tuple[Int64Array, Int64Array]:
-        """Read the sorted numbers of the messages that the log up to `status` records as (released, cancelled)."""
+        """Read the numbers of the messages that were released and cancelled, according to the log up to `status`.
+
+        Returns (released, cancelled), both sorted.
+        """
         begin = min(max(state.planned_seq, status.log.first_seq), status.log.durable_seq)
 
         def read_sources(kind: Kind) -> Int64Array:
+            """Read the sorted numbers of the messages that rows of this kind have settled."""
             by_batch: list[Int64Array] = []
             for batch in self.broker.read_log(begin, status.log.durable_seq, [kind], columns=["source_seq"]):
                 seq = int64(batch.column("source_seq"))
@@ -208,11 +218,12 @@ class Campaign:
         return np.concatenate(due_by_batch)
 
 
-def _progress_without_rows(decided: CampaignState) -> Progress:
-    is_planned = decided.state == "planned"
+def _progress_without_rows(state: CampaignState) -> Progress:
+    """Build the progress of a campaign without messages: planned, or ended without a valid row."""
+    is_planned = state.state == "planned"
     return Progress(
-        campaign=decided.campaign, state=decided.state, rows=decided.rows if is_planned else 0,
-        released=0, cancelled=0, waiting=0, held=0, planned_ms=decided.planned_ms,
+        campaign=state.campaign, state=state.state, rows=state.rows if is_planned else 0,
+        released=0, cancelled=0, waiting=0, held=0, planned_ms=state.planned_ms,
         percent=0.0 if is_planned else 100.0,
     )  # fmt: skip
 
@@ -224,7 +235,7 @@ def held(broker: Endpoint, table_uri: str | None = None) -> dict[str, int]:
 
 
 def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment | None:
-    """Find the bulk attach of a job in the log from row `from_seq` on. Returns None if the log does not contain it."""
+    """Find the attach of a job in the log from row `from_seq` on. Returns None if the kept log does not contain it."""
     log = broker.status().log
     begin = min(max(from_seq, log.first_seq), log.durable_seq)
     for batch in broker.read_log(begin, log.durable_seq, [Kind.TABLE], columns=["body"]):
@@ -257,9 +268,9 @@ def is_in(seq: Int64Array, numbers: Int64Array) -> npt.NDArray[np.bool_]:
 def table_rows(
     uri: str, version: int, ranges: Ranges, columns: Sequence[str], due_from_ms: int
 ) -> Iterator[pa.RecordBatch]:
-    """Read rows of one version of the pending table with numbers in `ranges` that are due at `due_from_ms` or later.
+    """Yield rows of one version of the pending table with numbers in `ranges` that are due at `due_from_ms` or later.
 
-    `columns` must contain seq and due_ms. Files with earlier due times come first.
+    `columns` must contain seq and due_ms. Files with earlier due times come first. Raises the errors of `read_files`.
     """
     if not ranges:
         return
@@ -278,6 +289,7 @@ def table_rows(
 
 
 def _may_hold(file: TableFile, ranges: Ranges) -> bool:
+    """Check whether a file may contain numbers in `ranges`, by its bounds."""
     if file.min_seq is None or file.max_seq is None:
         return True
     return any(first <= file.max_seq and file.min_seq < first + rows for first, rows in ranges)
@@ -285,7 +297,7 @@ def _may_hold(file: TableFile, ranges: Ranges) -> bool:
 
 # ---- campaigns with parts in several groups -------------------------------------------------------------------
 # The plan of each part names all groups of the campaign. So a group that no longer exists raises an error, and its part
-# is not silently left out. A part that is not planned, because the job died before, has no messages yet.
+# is not silently left out. If the job died before it planned a part, this part has no messages yet.
 
 T = TypeVar("T")
 
@@ -295,10 +307,11 @@ STATE_PRECEDENCE = ("planned", "cancelled", "paused", "running", "finished")
 
 @contextmanager
 def open_parts(endpoint: str, campaign: str, table_uri: str | None = None) -> Iterator[dict[str, Campaign]]:
-    """Open the parts of a campaign by group, in the groups that its plan names. Without a plan, in all groups.
+    """Open the parts of a campaign, by the name of the group: in the groups that its plan names, or else in all groups.
 
     `table_uri`: the URI of the pending tables for this process, if it is not the brokers'. It contains `{group}` if
-    there are several groups. The connections are closed after the block.
+    there are several groups. The connections are closed after the block. Raises NotFound for a group in the plan that
+    does not exist, and SetupError for a bad `table_uri`.
     """
     groups = read_groups(endpoint)
     with ExitStack() as opened:
@@ -307,10 +320,10 @@ def open_parts(endpoint: str, campaign: str, table_uri: str | None = None) -> It
             uri = group_table_uri("--table-uri", table_uri, group.name, len(groups))
             return Campaign(opened.enter_context(Endpoint(group.endpoint)), campaign, uri)
 
-        yield choose({group.name: open_in(group) for group in sorted(groups)})
+        yield _select_planned({group.name: open_in(group) for group in sorted(groups)})
 
 
-def choose(campaigns: dict[str, Campaign]) -> dict[str, Campaign]:
+def _select_planned(campaigns: dict[str, Campaign]) -> dict[str, Campaign]:
     """Select the groups that the campaign's plan names, or all if it is not planned.
 
     `campaigns`: the campaign in each group of the cluster, planned there or not. Raises NotFound if the plan names a
@@ -338,7 +351,7 @@ class CampaignParts:
 
     def progress(self) -> Progress:
         """Count the messages of all parts."""
-        return add_progress(self._call_parts(Campaign.progress))
+        return sum_progress(self._call_parts(Campaign.progress))
 
     def pause(self) -> Paused:
         """Hold all waiting messages."""
@@ -374,15 +387,15 @@ class CampaignParts:
         )
 
     def _call_parts(self, call: Callable[[Campaign], T]) -> list[T]:
-        """Call a function for each planned part. Returns the results."""
-        # If no part is planned, all parts are called, which raises NotFound.
+        """Call a function for each planned part. Returns the results. Raises NotFound if no part is planned."""
         if len(self._parts) == 1:
             return [call(part) for part in self._parts.values()]
         planned = [part for part in self._parts.values() if part.find_state() is not None]
+        # If no part is planned, `call` raises NotFound.
         return [call(part) for part in planned or self._parts.values()]
 
 
-def add_progress(parts: list[Progress]) -> Progress:
+def sum_progress(parts: list[Progress]) -> Progress:
     """Add the progress of the parts."""
     if len(parts) == 1:
         return parts[0]

@@ -2,8 +2,8 @@
 
 A task gets a range of the log, fetches its pending messages over Flight, sorts them and writes files, with the same
 functions as the broker. Then one attach adds all files to the table and moves the watermark: the row of the log before
-which the table has all pending messages. No shuffle is needed, because each file is sorted and the broker merges files
-when it reads. A range without pending messages moves the watermark too.
+which the table has all pending messages. It moves the watermark even if the range has no pending messages. No shuffle
+is needed, because each file is sorted and the broker merges files when it reads.
 
 The watermark is the mark of this job. An attach names the range of rows that it covers. The broker refuses an attach
 that does not begin at the watermark, because another compactor has then attached in the meantime. It recognizes a
@@ -64,32 +64,36 @@ OPTIONS = {
 def select_pending(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
     """Select the messages of a batch of the log that may still be pending, in TABLE_SCHEMA.
 
-    `batch`: SCHEDULED and MOVED rows. `settled_before_ms`: all messages that were due before are settled (released or
+    `batch`: SCHEDULED and MOVED rows, in READ_SCHEMA. A MOVED row that keeps the due time is left out, because the row
+    that set the due time has the message. `settled_before_ms`: all messages due earlier are settled (released or
     cancelled).
     """
     sets_due_time = pc.or_(
         pc.equal(batch.column("kind"), int(Kind.SCHEDULED)), batch.column("from_due_ms").is_valid()
     )
     is_pending = pc.and_(pc.greater_equal(batch.column("due_ms"), settled_before_ms), sets_due_time)
-    # Most batches are returned whole, because a filter would copy the rows. `is_pending` is null for a half message,
-    # which has no due time.
+    # A filter would copy the rows, and in most batches all rows are pending. `is_pending` is null for a half message,
+    # which has no due time. The filter leaves it out.
     rows = batch if not is_pending.null_count and pc.all(is_pending).as_py() else batch.filter(is_pending)
-    moved, null = pc.equal(rows.column("kind"), int(Kind.MOVED)), pa.scalar(None, pa.int64())
+    is_moved, null = pc.equal(rows.column("kind"), int(Kind.MOVED)), pa.scalar(None, pa.int64())
     computed = {
-        "accepted_ms": pc.if_else(moved, rows.column("accepted_ms"), rows.column("store_ms")),
-        "number": pc.if_else(moved, rows.column("source_seq"), null),
+        "accepted_ms": pc.if_else(is_moved, rows.column("accepted_ms"), rows.column("store_ms")),
+        "number": pc.if_else(is_moved, rows.column("source_seq"), null),
     }
     columns = [computed[name] if name in computed else rows.column(name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 
 
-def write_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
-    """Write the pending messages of one range to sorted files. On failure the files are removed again."""
+def compact_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
+    """Write the pending messages of one piece of the log to sorted files. On failure, deletes the files.
+
+    This is the job's task. Returns the files' entries for the attach.
+    """
     written: list[FileEntry] = []
     store = Store(table_uri)
     with Endpoint(endpoint) as broker:
-        # Read before the rows: messages settled by then may be left out. Messages settled later are written too, which
-        # does no harm.
+        # The status is read before the rows. Messages that are settled by then may be left out. Messages that are
+        # settled later are written too, which does no harm.
         status = broker.status()
         batches = (
             select_pending(batch, status.settled_before_ms)
@@ -105,10 +109,10 @@ def write_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int) -> int:
-    """Move the watermark to `to_seq`. Returns the number of rows of the log that were processed.
+    """Move the watermark to `to_seq`, as marked.Extend requires. `uri`: of the pending table, for the tasks.
 
-    If an attach is refused, its files stay and the broker deletes them later. They must not be deleted here, because a
-    repeated attach may have made them part of the table.
+    If an attach is refused, its files stay and the broker deletes them later. They must not be deleted here: an attach
+    whose answer was lost may have made them part of the table.
     """
     with Endpoint(endpoint) as broker:
         begin = broker.status().watermark
@@ -116,15 +120,16 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
             return 0
         pieces = split_range(begin, to_seq, piece_rows)
         work = f"rows {begin:,} to {to_seq:,} of the log's tail into the pending table"
-        entries_by_task = engine.run(NAME, work, partial(write_piece, endpoint, uri), pieces)
+        entries_by_task = engine.run(NAME, work, partial(compact_piece, endpoint, uri), pieces)
         files = [entry for entries in entries_by_task for entry in entries]
         attached = broker.attach(
             Attachment(job="compact", job_id=JOB_ID, epoch=to_seq, files=files, from_seq=begin, to_seq=to_seq)
         )
+    rows = sum(entry.rows for entry in files)
     LOG.info(
         "rows attached job=compact from_seq=%d to_seq=%d scheduled=%d files=%d version=%d",
-        *(begin, to_seq, sum(entry.rows for entry in files), len(files), attached.version),
-    )
+        begin, to_seq, rows, len(files), attached.version,
+    )  # fmt: skip
     return to_seq - begin
 
 

@@ -1,11 +1,13 @@
 """Join the small files of the ledger and the archive, to which each epoch adds one or two files.
 
-Every TIDY_EVERY versions, a job joins neighbouring small files of one day into one file. A week later it deletes the
-replaced files and the files of dead tasks. The delay protects readers that still use an older version.
+Every TIDY_EVERY versions, a job joins small files of one partition (a day of the archive, or the whole ledger) that
+follow each other in the log. A week later it deletes the replaced files and the files of dead tasks. The delay protects
+readers that still use an older version.
 
-Two jobs may tidy one table at the same time, and may choose the same files. delta-rs reports no conflict if two commits
-remove the same files without a change of data. Both new files would stay, with each row twice. So each commit of a join
-carries the same application id, APP_ID. Delta refuses the second of two such commits that began at one version.
+Two jobs may join files of one table at the same time, and may choose the same files. delta-rs reports no conflict if
+two commits remove the same files without a change of data. Both new files would stay, with each row twice. So each
+commit of a join has the same application id, APP_ID. If two of these commits begin at one version, Delta refuses the
+second one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ JOINED_BYTES = 64 * 1024 * 1024  # of Parquet
 # Parquet.
 JOINED_RAW_BYTES = CHUNK_BYTES
 
-# Writes rows to new files of the table, at the time `now_ms`, and returns their entries without a change of data.
+# (table, rows, now_ms) -> entries of the Delta log for new files with these rows, without a change of data.
 Write = Callable[[Store, pa.Table, int], Iterable[AddAction]]
 
 
@@ -50,7 +52,10 @@ class SmallFile:
 
 
 def maintain(job: str, uri: str, write: Write) -> None:
-    """Every TIDY_EVERY versions, join small files, and delete files that no version has used for a week."""
+    """Every TIDY_EVERY versions, join small files, and delete files that no version has used for a week.
+
+    `job`: its name, for log lines. Errors are only logged, because the next call may succeed.
+    """
     table = open_table(uri)
     if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
         return
@@ -71,17 +76,17 @@ def _delete_unused(uri: str) -> None:
 
 
 def join_small_files(table: DeltaTable, write: Write) -> int:
-    """Join neighbouring small files. Returns the number of replaced files, which stay on disk for older versions.
+    """Join adjacent small files. Returns the number of replaced files, which stay on disk for older versions.
 
     Raises CommitFailedError if another job joins files of the same version.
     """
     store, replaced = Store(table.table_uri), 0
-    sizes = cache(partial(raw_bytes, table.table_uri))
-    for group in adjacent_files(small_files(table), sizes):
+    raw_bytes_of = cache(partial(raw_bytes, table.table_uri))
+    for files in adjacent_files(small_files(table), raw_bytes_of):
         now_ms = SystemClock().wall_ms()
-        added = list(write(store, _rows(table, group), now_ms))
-        _replace(table, group, added, now_ms)
-        replaced += len(group)
+        added = list(write(store, _read_rows(table, files), now_ms))
+        _replace(table, files, added, now_ms)
+        replaced += len(files)
     return replaced
 
 
@@ -98,14 +103,17 @@ def _replace(
         "append",
         table.schema(),
         partition_by=table.metadata().partition_columns,
-        # The id is the mark. Its version is of no use, but must be there.
+        # Only the application id matters (see the module docstring). Delta requires a version with it.
         commit_properties=CommitProperties(app_transactions=[Transaction(APP_ID, table.version())]),
     )
     table.update_incremental()
 
 
 def small_files(table: DeltaTable) -> list[SmallFile]:
-    """List the files with less than half the size limits of a joined file, ordered by partition and age."""
+    """List the files with less than half the size limits of a joined file, ordered by partition and age.
+
+    The age is the first row of the log in a file, or the time of its commit if it has no statistics.
+    """
     columns = table.metadata().partition_columns
     actions = pa.table(table.get_add_actions(flatten=True)).sort_by("modification_time").to_pylist()
     files = [
@@ -119,6 +127,7 @@ def small_files(table: DeltaTable) -> list[SmallFile]:
         for action in actions
     ]
     small = [file for file in files if file.rows < JOINED_ROWS // 2 and file.size_bytes < JOINED_BYTES // 2]
+    # The sort is stable, so files without statistics (the ledger's) stay in the order of their times.
     return sorted(small, key=lambda file: (*map(str, file.partition.values()), file.first_seq))
 
 
@@ -146,7 +155,7 @@ def adjacent_files(
         yield group
 
 
-def _rows(table: DeltaTable, files: Sequence[SmallFile]) -> pa.Table:
+def _read_rows(table: DeltaTable, files: Sequence[SmallFile]) -> pa.Table:
     """Read the rows of some files, without the partition columns. Older files may lack columns, which are then null."""
     partition_columns = table.metadata().partition_columns
     schema = pa.schema([field for field in table_schema(table) if field.name not in partition_columns])

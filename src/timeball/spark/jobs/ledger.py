@@ -1,11 +1,8 @@
 """The job `ledger` writes the events of scheduled messages (log_events.py) to an append-only Delta table.
 
-The table is beside the pending table by default. Moving a scheduled message to another due time is an event `moved`.
-Writing its row again without a new due time is no event.
-
-The number of a scheduled message is its sequence number in the log. A bulk attach is one row of the log for all its
-messages. So the ledger has the topics and due times of these messages only after their release. Until then they are in
-the pending table.
+The table is beside the pending table by default. The number of a scheduled message is its sequence number in the log. A
+bulk attach is one row of the log for all its messages. So the ledger has the topics and due times of these messages
+only after their release. Until then they are only in the pending table.
 
 Each epoch extends the ledger from its mark, which is the application version of the Delta table, to the end of the log.
 So no state outside the table decides where it continues. A repeated epoch adds nothing, and a lost table cannot leave
@@ -58,7 +55,8 @@ OPTIONS = {"max_rows_per_batch": str(EPOCH_ROWS), "rows_per_partition": str(EPOC
 def open_ledger(uri: str, since: int) -> DeltaTable:
     """Open the ledger at `uri`. If there is none, create one that begins at row `since` of the log.
 
-    Adds the columns that an older ledger does not have, because Delta drops unknown columns when it joins files.
+    Adds the columns that an older ledger does not have, because Delta drops unknown columns when it joins files. Raises
+    StorageError if the table is not a ledger.
     """
     try:
         table = open_table(uri)
@@ -93,13 +91,13 @@ def bounds(table: DeltaTable) -> tuple[int, int]:
 
 
 def write_events(endpoint: str, uri: str, piece: Piece) -> DeltaFile:
-    """Write the events of a range of the log as one file of the ledger. This is the job's task."""
+    """Write the events of one piece of the log as one file of the ledger. This is the job's task."""
     with Endpoint(endpoint) as broker:
         return write_file(uri, EVENT_SCHEMA, read_events(broker, *piece))
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = EPOCH_ROWS) -> int:
-    """Extend the ledger up to row `to_seq`, in steps of EPOCH_ROWS. Returns the number of log rows processed."""
+    """Extend the ledger up to row `to_seq` of the log, in steps of EPOCH_ROWS, as marked.Extend requires."""
     with Endpoint(endpoint) as broker:
         log = broker.status().log
     _, begin = bounds(open_ledger(uri, log.first_seq))
@@ -157,18 +155,19 @@ def scheduled_rows(spark: SparkSession, endpoint: str, uri: str | None = None) -
 
     ledgers = JOB.sinks_by_group(group_statuses(endpoint), uri)
     return union_groups(
-        {group: _scheduled_rows(spark, *endpoint_and_uri) for group, endpoint_and_uri in ledgers.items()}
+        {group: _scheduled_rows(spark, sink.endpoint, sink.uri) for group, sink in ledgers.items()}
     )
 
 
 def _scheduled_rows(spark: SparkSession, endpoint: str, uri: str) -> DataFrame:
+    """Build the view of one group. `uri`: of its ledger."""
     history = read_ledger(spark, open_table(uri))
     table = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
     return one_row_each(spark, history, table.option("columns", "seq,due_ms,topic,unique_key").load())
 
 
 def one_row_each(spark: SparkSession, history: DataFrame, waiting: DataFrame) -> DataFrame:
-    """Combine events into one row per scheduled message.
+    """Combine events into one row per scheduled message, with the columns view_sql.COLUMNS.
 
     `history`: events in EVENT_SCHEMA. `waiting`: rows (seq, due_ms, topic, unique_key) of pending messages, for values
     that the events do not have.

@@ -23,13 +23,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from timeball.io.clock import Clock, SystemClock
 from timeball.model.answers import LogStatus, Status
 from timeball.model.errors import OutOfRange, SetupError, TimeballError, Unavailable
 from timeball.spark.endpoint import Connections, Endpoint, Group, group_statuses, group_table_uri, query_name
-from timeball.spark.source.options import Pace, ReadOptions, divide_rows, read_options
+from timeball.spark.source.options import Pace, ReadOptions, divide_rows, encode_offset, read_options
 
 LOG = logging.getLogger("timeball.spark")
 
@@ -37,17 +37,22 @@ TRIGGER_S = 5.0
 STOP_S = 20.0
 PROGRESS_KEPT = 100  # progress reports of epochs; the runner reads them several times per second
 
-# Name of a group -> (its endpoint, the URI of its sink). The name is None for a broker that is in no cluster.
-Sinks = dict[str | None, tuple[str, str]]
+
+class Sink(NamedTuple):
+    """The sink of one group: the group's endpoint, and the URI of its table."""
+
+    endpoint: str
+    uri: str
 
 
 # ---- the definition of a job ----------------------------------------------------------------------------------
 
 
 class Extend(Protocol):
-    """Extend the sink at `uri` up to row `to_seq` (exclusive), in tasks of `piece_rows` rows.
+    """Extend the sink at `uri` up to row `to_seq` (exclusive) of the log, in tasks of `piece_rows` rows.
 
-    Returns the number of rows of the log that were processed.
+    Returns the number of rows of the log that were processed. Raises OutOfRange if another process has extended the
+    sink meanwhile, or if retention has removed rows that are missing in it.
     """
 
     def __call__(self, engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int) -> int: ...
@@ -58,11 +63,11 @@ class MarkedJob:
     """The definition of a job: functions that extend its sink and read the sink's mark."""
 
     name: str
-    options: Mapping[str, str]
+    options: Mapping[str, str]  # defaults of ReadOptions
     extend: Extend
-    mark: Callable[[Endpoint, Status, str], int]  # (broker, its status, uri) -> row
+    mark: Callable[[Endpoint, Status, str], int]  # (broker, its status, URI of the sink) -> mark
     default_uri: Callable[[Status], str]  # status of a broker -> default URI of the sink
-    is_shared: bool = False  # the broker moves the mark too, so it is read from each status
+    is_shared: bool = False  # True if the broker moves the mark too. Then it is read again before each epoch
     trigger_s: float = TRIGGER_S  # interval between two reads of the broker's status
 
     def start(
@@ -76,7 +81,7 @@ class MarkedJob:
     ) -> Loop:
         """Start the loop. With `once` it ends when the sink has all rows that are durable at the start.
 
-        `uri`, or the option `uri`: the URI of the sink if it is not the default. Raises SetupError.
+        `uri`, or the option `uri`: the URI of the sink if it is not the default. Raises SetupError for a bad option.
         """
         all_options = {**self.options, **(options or {}), "endpoint": endpoint, "read": "ranges"}
         sink_uri = all_options.pop("uri", uri)
@@ -84,10 +89,15 @@ class MarkedJob:
         self.sinks_by_group(group_statuses(endpoint), sink_uri)
         return Loop(self, engine, read_options(all_options), sink_uri, once)
 
-    def sinks_by_group(self, statuses: Sequence[tuple[Group, Status]], uri: str | None) -> Sinks:
-        """List the endpoint and the sink's URI of each group. `uri`: given by the user, or None for the default."""
+    def sinks_by_group(
+        self, statuses: Sequence[tuple[Group, Status]], uri: str | None
+    ) -> dict[str | None, Sink]:
+        """List the sink of each group, by name. The name is None for a broker that is in no cluster.
+
+        `uri`: of the sinks, with `{group}` in it if there are several groups. None for the default. Raises SetupError.
+        """
         return {
-            group.name or None: (
+            group.name or None: Sink(
                 group.endpoint,
                 group_table_uri(f"--{self.name}", uri, group.name, len(statuses)) or self.default_uri(status),
             )
@@ -133,7 +143,7 @@ class Loop:
         self._label = query_name(job.name, options.endpoint)
         self._brokers = Connections(options.endpoint)
         self._pace = Pace(options, self._clock)
-        self._marks: dict[str, int] = {}  # group -> mark, as last seen
+        self._marks: dict[str, int] = {}  # group -> mark, as last read or written
         self._final_seqs: dict[str, int] | None = None  # with `once`: group -> end of its log at the start
         self._epochs = 0
         self._is_epoch_running = False  # read by other threads
@@ -160,7 +170,7 @@ class Loop:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Report if an epoch is running, in the format of a Spark query."""
+        """Report whether an epoch is running, in the format of a Spark query."""
         return {"isTriggerActive": self._is_epoch_running}
 
     def exception(self) -> TimeballError | None:
@@ -202,31 +212,35 @@ class Loop:
                     self._stopping.wait(max(0.0, self._job.trigger_s - elapsed_s))
         except TimeballError as error:
             self._error = error
-        except Exception as error:  # of a library: the runner reports it and restarts the loop
+        except Exception as error:  # of any type, by a library: the runner reports it and restarts the loop
             self._error = Unavailable(f"{self._label} failed: {type(error).__name__}: {error}")
             LOG.debug("loop failed job=%s", self._label, exc_info=True)
         finally:
             self._brokers.close()
 
     def _count_new_rows(self, statuses: Sequence[tuple[Group, Status]]) -> dict[str, int]:
-        """Count the rows of each group's log after the mark. With `once`, only those that existed at the start."""
+        """Count the rows after the mark in the log of each group. With `once`, only rows that existed at the start."""
         if self._once and self._final_seqs is None:
             self._final_seqs = {group.name: status.log.durable_seq for group, status in statuses}
         new_rows = {}
         sinks = self._job.sinks_by_group(statuses, self._uri)
         for group, status in statuses:
             if group.name not in self._marks or self._job.is_shared:
-                self._marks[group.name] = self._read_mark(group, status, sinks[group.name or None][1])
+                self._marks[group.name] = self._read_mark(group, status, sinks[group.name or None].uri)
             end = status.log.durable_seq if self._final_seqs is None else self._final_seqs.get(group.name, 0)
             new_rows[group.name] = max(0, end - self._marks[group.name])
         return new_rows
 
     def _read_mark(self, group: Group, status: Status, uri: str) -> int:
-        """Read the mark of a group's sink, and check that it is within the log."""
+        """Read the mark of a group's sink.
+
+        Raises SetupError if it is after the end of the log: the sink then belongs to another log.
+        """
         broker = self._brokers.broker(group.endpoint)
         mark = self._job.mark(broker, status, uri)
         if mark > status.log.durable_seq:  # `status` may be older than the mark, so read it again
-            check_mark(self._job.name, uri, mark, broker.status().log, mark)
+            # With to_seq=mark, `check_mark` checks only the end of the log. `extend` checks the whole range.
+            check_mark(self._job.name, uri, mark, broker.status().log, to_seq=mark)
         return mark
 
     def _run_epoch(
@@ -252,9 +266,9 @@ class Loop:
                 "batchId": self._epochs,
                 "sources": [
                     {
-                        "startOffset": offset(old_marks),
-                        "endOffset": offset(self._marks),
-                        "latestOffset": offset(latest),
+                        "startOffset": encode_offset(old_marks),
+                        "endOffset": encode_offset(self._marks),
+                        "latestOffset": encode_offset(latest),
                     }
                 ],
                 "durationMs": {"triggerExecution": max(1, took_ms)},
@@ -263,16 +277,11 @@ class Loop:
         self._epochs += 1
 
 
-def offset(seqs: Mapping[str, int]) -> dict[str, int]:
-    """Format {group: row} as an offset of a stream of the log. The key is `seq` for a broker that is in no cluster."""
-    return {name or "seq": seq for name, seq in sorted(seqs.items())}
-
-
 def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> None:
-    """Check that a table with this mark can be extended from this log up to row `to_seq`.
+    """Check that the table of a job with this mark can be extended from this log up to row `to_seq`.
 
-    Raises OutOfRange if retention has removed rows after the mark. Raises SetupError if the mark is after the log's
-    end.
+    `name`: of the job. Raises OutOfRange if retention has removed rows after the mark. Raises SetupError if the mark is
+    after the end of the log.
     """
     if mark < log.first_seq < to_seq:
         raise OutOfRange(
@@ -287,9 +296,10 @@ def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> N
 
 
 # ---- engines: Spark (run/session.py), or this process ---------------------------------------------------------
-# A job has one function that processes a piece: its task. A job does not depend on where its tasks run, and it writes
-# the same files and marks with every engine. If a task fails, the job plans the epoch again from the mark of its sink.
-# The files that other tasks of the failed epoch have written are not in any version of a table, and are deleted later.
+# A job has one function that processes a piece of the log: its task. A job does not depend on where its tasks run, and
+# it writes the same files and marks with every engine. If a task fails, the job plans the epoch again from the mark of
+# its sink. The files that other tasks of the failed epoch have written are in no version of a table, and are deleted
+# later.
 
 Piece = tuple[int, int]  # (begin, end): the rows begin <= seq < end of the log
 Result = TypeVar("Result")

@@ -2,14 +2,15 @@
 
     a message that passed at t in [from, until)  ->  a scheduled message due at  start + (t - from) * stretch
 
-A message *passes* when it becomes visible in a queue. `t` is that time, or the message's due time (`by`). The messages
-come from the archive up to its mark, and from the log after that. So a replay is complete even if the job `archive`
-lags. A window is refused if it begins before the archive (without an archive: before the log), or if it has not ended
-yet. Otherwise a replay of some of its messages would look complete.
+A message *passes* when it becomes visible in a queue. `t` is the time at which it passed, or its due time (`by`). The
+messages come from the archive up to its mark, and from the log after that. So a replay is complete even if the job
+`archive` lags. A window is refused if it begins before the archive (without an archive: before the log), or if it has
+not ended yet. Otherwise a replay of some of its messages would look complete.
 
 All messages are written in one attach. Its name follows from the arguments, and the broker accepts each name only once.
 So a second run with the same arguments changes nothing. A replay is a campaign (jobs/campaign.py) of that name, so its
-pending messages can be counted, paused and cancelled together. If a run dies, the next run completes it.
+pending messages can be counted, paused and cancelled together. If a run dies, another run with the same arguments
+completes the replay.
 
 A replayed message is a new message. It has its own id, and its property REPLAY_OF contains the old id. Queue, tag,
 keys, properties, flags and body are the same. The topics for retries and dead letters (%RETRY%…, %DLQ%…) are replayed
@@ -58,8 +59,11 @@ _WIDTHS_MS = [
     *(n * limits.DAY_MS for n in (1, 7, 30, 365)),
 ]
 _TRANSACTION_BITS = 0x4 | 0x8  # of RocketMQ's sys_flag: cleared, because a replay is no transaction
-_KEPT = ("topic", "queue_id", "tag", "keys", "unique_key", "body", "properties", "flag", "sys_flag")
-_READ = (*_KEPT, "kind", "seq", "store_ms", "due_ms")
+# The columns of the messages that a replay reads.
+_COLUMNS = (
+    "topic", "queue_id", "tag", "keys", "unique_key", "body", "properties", "flag", "sys_flag", "kind", "seq",
+    "store_ms", "due_ms",
+)  # fmt: skip
 _DURABLE_TRIES = 100
 _DURABLE_PAUSE_S = 0.05
 
@@ -133,17 +137,18 @@ class Sources:
 
     table: DeltaTable | None
     since_ms: int  # the sources have all messages that passed at this time or later
-    mark: int
-    end: int  # exclusive
+    mark: int  # the log is read from this row on
+    end: int  # up to this row, exclusive
     now_ms: int
-    settled_before_ms: int  # all messages that were due before are settled (released or cancelled)
+    settled_before_ms: int  # all messages that were due earlier are settled (released or cancelled)
 
 
 def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
     """Find the bounds of archive and log. All messages that passed before `now_ms` are in rows before `end`.
 
-    Raises NotFound if there is no archive at a given `archive_uri`. Raises OutOfRange if rows between the archive and
-    the log are missing.
+    `archive_uri`: by default the archive beside the pending table, if it exists. `table_uri`: the URI of the pending
+    table for this process, if it is not the broker's. Raises NotFound if there is no archive at a given `archive_uri`.
+    Raises OutOfRange if rows between the archive and the log are missing. Raises Unavailable if the broker's disk lags.
     """
     with Endpoint(endpoint) as broker:
         status = _wait_until_durable(broker)
@@ -203,24 +208,24 @@ def check_covered(window: Window, sources: Sources) -> None:
 
 
 def deciding_time(by: By) -> Column:
-    """Make the column of the time that decides (Window.by).
+    """Make the column of the time that decides whether a message is in the window (Window.by).
 
-    Without a due time it is when the message became visible.
+    For a message without a due time, it is always the time at which it became visible.
     """
     return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
 
 
 def read_window(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
-    """Read the messages of a window, with the columns that a replay needs and `at_ms`, the time that decides."""
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
+    """Read the messages of a window: _COLUMNS, and `at_ms`, the time that decides (`deciding_time`)."""
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_COLUMNS))
     source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
     source = source.option("from_seq", str(sources.mark)).option("to_seq", str(sources.end))
     rows = source.load()
     if sources.table is not None:
         # Messages that were due in the window became visible in it or after it, but never before.
         span = Bounds(window.from_ms, window.until_ms - 1 if window.by == "visible" else None)
-        uris = archive.files(sources.table, span, topics=window.topics)
-        rows = archive.read_archive(spark, sources.table, uris).select(*_READ).unionByName(rows)
+        uris = archive.select_files(sources.table, span, topics=window.topics)
+        rows = archive.read_archive(spark, sources.table, uris).select(*_COLUMNS).unionByName(rows)
     return select_window(rows, window)
 
 
@@ -237,26 +242,27 @@ def select_window(rows: DataFrame, window: Window) -> DataFrame:
 
 
 def new_due_time(window: Window) -> Column:
-    """Make the column of new due times. Rounded up, because a message may be slightly late but never early."""
+    """Make the column of new due times (ms) from `at_ms`. Rounded up, because a message may never be early."""
     return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
         "bigint"
     )
 
 
 def scheduled_rows(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
-    """Convert messages that passed to rows for the data source's writer, partitioned and sorted by due time.
+    """Convert the messages of `read_window` to rows for the data source's writer, partitioned and sorted by due time.
 
     `count`: the number of rows, for partitions of about ROWS_PER_TASK rows. None: one partition. Messages with the same
-    due time are in the same partition, in the order in which they passed.
+    new due time are in the same partition, sorted by `at_ms`, then by their row in the log.
     """
     properties = f.coalesce(f.col("properties"), f.lit(""))
     has_end = (properties == "") | properties.endswith(PROPERTY_END)
     properties = f.when(has_end, properties).otherwise(f.concat(properties, f.lit(PROPERTY_END)))
-    marked = f.concat(
+    with_replay_of = f.concat(
         properties, f.lit(REPLAY_OF + PROPERTY_NAME_END), f.col("unique_key"), f.lit(PROPERTY_END)
     )
     # If the properties would become too long, the row keeps its properties, without REPLAY_OF.
-    fits = f.col("unique_key").isNotNull() & (f.octet_length(marked) <= limits.PROPERTIES_BYTES_MAX)
+    has_id = f.col("unique_key").isNotNull()
+    fits = has_id & (f.octet_length(with_replay_of) <= limits.PROPERTIES_BYTES_MAX)
     topic = f.col("topic") if window.to_topic is None else f.lit(window.to_topic)
     flags = f.coalesce(f.col("sys_flag"), f.lit(0)).bitwiseAND(f.lit(~_TRANSACTION_BITS))
     scheduled = rows.select(
@@ -265,7 +271,7 @@ def scheduled_rows(rows: DataFrame, window: Window, count: int | None = None) ->
         new_due_time(window).alias("due_ms"),
         "tag",
         "keys",
-        f.when(fits, marked).otherwise(f.col("properties")).alias("properties"),
+        f.when(fits, with_replay_of).otherwise(f.col("properties")).alias("properties"),
         "queue_id",
         "flag",
         flags.cast("int").alias("sys_flag"),
@@ -273,8 +279,8 @@ def scheduled_rows(rows: DataFrame, window: Window, count: int | None = None) ->
         "seq",
     )
     partitions = 1 if count is None else -(-count // ROWS_PER_TASK)
-    # Messages with the same due time are released in the order of their numbers, and each task numbers its own rows. So
-    # all messages with the same due time must be in one task.
+    # Messages with the same due time are released in the order of their numbers, and each task numbers only its own
+    # rows. So all messages with the same due time must be in one task.
     in_order = scheduled.repartitionByRange(partitions, "due_ms").sortWithinPartitions(
         "due_ms", "at_ms", "seq"
     )
@@ -308,7 +314,7 @@ def plan(
     new_due_ms = new_due_time(window)
     step = (f.floor(new_due_ms / width) * width).cast("bigint")
     with spark_errors(), described(spark, f"replay {window.job_id}: what passed"):
-        groups = (
+        counts = (
             read_window(spark, endpoint, window, sources)
             .groupBy("topic", step.alias("step"))
             .agg(
@@ -322,16 +328,16 @@ def plan(
         )
     curve: dict[int, int] = {}
     topics: dict[str, int] = {}
-    for group in groups:
-        curve[group["step"]] = curve.get(group["step"], 0) + group["rows"]
-        topics[group["topic"]] = topics.get(group["topic"], 0) + group["rows"]
+    for count in counts:  # one for each topic and step of the curve
+        curve[count["step"]] = curve.get(count["step"], 0) + count["rows"]
+        topics[count["topic"]] = topics.get(count["topic"], 0) + count["rows"]
     return ReplayPlan(
         job_id=window.job_id,
         rows=sum(topics.values()),
-        body_bytes=sum(group["bytes"] or 0 for group in groups),
-        first_due_ms=min((group["first"] for group in groups), default=None),
-        last_due_ms=max((group["last"] for group in groups), default=None),
-        overdue=sum(group["overdue"] for group in groups),
+        body_bytes=sum(count["bytes"] or 0 for count in counts),
+        first_due_ms=min((count["first"] for count in counts), default=None),
+        last_due_ms=max((count["last"] for count in counts), default=None),
+        overdue=sum(count["overdue"] for count in counts),
         now_ms=sources.now_ms,
         width_ms=width,
         curve=dict(sorted(curve.items())),
@@ -349,19 +355,20 @@ def run(
     job_id: str | None = None,
     planned: ReplayPlan | None = None,
 ) -> ReplayReport:
-    """Schedule the messages of the window again, in one attach. Does nothing if this name is attached already.
+    """Schedule the messages of the window again, in one attach. If this name is attached already, only reports it.
 
     `archive_uri`: the archive, by default beside the pending table. `table_uri`: the URI of the pending table for the
     driver and the executors, if it is not the broker's. `job_id`: a name other than the window's, to replay the same
     window again. `planned`: a recent result of `plan`, so that the messages are not counted again.
 
-    Raises InvalidMessage if the replay was cancelled. Raises OutOfRange if the broker has forgotten its campaign.
+    Raises InvalidMessage if the replay was cancelled, OutOfRange if the broker has forgotten its campaign, and the
+    errors of `plan`.
     """
     window.check()
     name = check_campaign(job_id or window.job_id)
-    done = done_before(endpoint, name, table_uri)
-    if done is not None:
-        return done
+    earlier_report = done_before(endpoint, name, table_uri)
+    if earlier_report is not None:
+        return earlier_report
     uris = {"archive_uri": archive_uri, "table_uri": table_uri}
     planned = planned or plan(spark, endpoint, window, **uris)
     sources = open_sources(endpoint, **uris)
@@ -378,7 +385,7 @@ def run(
             # one text, which the writer would refuse in a DataFrame.
             writer = writer.option("as_stored", "true")
             writer.option("table_uri", campaign.table_uri).mode("append").save()
-        attached = campaign.decided()
+        attached = campaign.read_state()
         if attached.state == "planned":
             raise OutOfRange(
                 f"replay {name} was done so long ago that the broker has forgotten it: use another name"
@@ -388,7 +395,7 @@ def run(
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """Report the result of an earlier replay of this name. Returns None if there is none.
+    """Report the result of an earlier replay of this name. Returns None if there is none, or if it was not completed.
 
     Raises InvalidMessage if it was cancelled.
     """
@@ -430,7 +437,10 @@ def plan_groups(
     archive_uri: str | None = None,
     table_uri: str | None = None,
 ) -> ReplayPlan:
-    """Count the messages that `run` would schedule. Writes nothing."""
+    """Count the messages that `run_groups` would schedule. Writes nothing. Raises the errors of `plan`.
+
+    `archive_uri`, `table_uri`: as in `run_groups`.
+    """
     groups = read_groups(endpoint)
     plans = {
         group.name: plan(
@@ -453,8 +463,8 @@ def run_groups(
 ) -> ReplayReport:
     """Schedule the messages of the window again, in one attach per group. Does nothing in groups that have done so.
 
-    `planned`: a recent result of `plan`, so that the messages are not counted again. URIs contain `{group}` if there
-    are several groups.
+    The arguments are those of `run`. `planned`: a recent result of `plan_groups`. URIs contain `{group}` if there are
+    several groups. Raises the errors of `run`.
     """
     groups, reports = read_groups(endpoint), {}
     for group in groups:
@@ -471,28 +481,28 @@ def groups_done_before(endpoint: str, job_id: str, table_uri: str | None = None)
     groups, reports = read_groups(endpoint), {}
     for group in groups:
         uri = group_table_uri("--table-uri", table_uri, group.name, len(groups))
-        done = done_before(group.endpoint, job_id, uri)
-        if done is None:
+        report = done_before(group.endpoint, job_id, uri)
+        if report is None:
             return None
-        reports[group.name] = done
+        reports[group.name] = report
     return reports[groups[0].name] if len(groups) == 1 else sum_reports(reports)
 
 
 def sum_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
     """Add the plans of all groups. They have the same `width_ms`, because it follows from the window."""
     plans = list(groups.values())
-    first_due_ms = [plan_groups.first_due_ms for plan_groups in plans if plan_groups.first_due_ms is not None]
-    last_due_ms = [plan_groups.last_due_ms for plan_groups in plans if plan_groups.last_due_ms is not None]
-    topics = _add(plan_groups.topics for plan_groups in plans)
+    first_due_ms = [each.first_due_ms for each in plans if each.first_due_ms is not None]
+    last_due_ms = [each.last_due_ms for each in plans if each.last_due_ms is not None]
+    topics = _add_counts(each.topics for each in plans)
     return msgspec.structs.replace(
         plans[0],
-        rows=sum(plan_groups.rows for plan_groups in plans),
-        body_bytes=sum(plan_groups.body_bytes for plan_groups in plans),
+        rows=sum(each.rows for each in plans),
+        body_bytes=sum(each.body_bytes for each in plans),
         first_due_ms=min(first_due_ms, default=None),
         last_due_ms=max(last_due_ms, default=None),
-        overdue=sum(plan_groups.overdue for plan_groups in plans),
-        now_ms=min(plan_groups.now_ms for plan_groups in plans),
-        curve=dict(sorted(_add(plan_groups.curve for plan_groups in plans).items())),
+        overdue=sum(each.overdue for each in plans),
+        now_ms=min(each.now_ms for each in plans),
+        curve=dict(sorted(_add_counts(each.curve for each in plans).items())),
         topics=dict(sorted(topics.items(), key=lambda item: (-item[1], item[0]))),
         groups=dict(groups),
     )
@@ -518,15 +528,17 @@ def sum_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
 def _group_uris(
     group: Group, groups: int, archive_uri: str | None, table_uri: str | None
 ) -> dict[str, str | None]:
+    """Replace `{group}` in the URIs by the name of the group. `groups`: the number of groups."""
     return {
         "archive_uri": group_table_uri("--archive", archive_uri, group.name, groups),
         "table_uri": group_table_uri("--table-uri", table_uri, group.name, groups),
     }
 
 
-def _add(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
+def _add_counts(counts_of_groups: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    """Add the counts of all groups, key by key."""
     total: dict[K, int] = {}
-    for group_counts in counts:
-        for name, rows in group_counts.items():
-            total[name] = total.get(name, 0) + rows
+    for counts in counts_of_groups:
+        for key, rows in counts.items():
+            total[key] = total.get(key, 0) + rows
     return total

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 # ---- the status of jobs, for other processes ------------------------------------------------------------------
-# An epoch is one micro-batch of a Spark query, or one step of a loop (jobs/marked.py). The file is `status/<job>.json`
-# in the folder of the jobs' checkpoints, so `timeball pipeline status` needs neither Spark nor its ports. The file is
-# replaced as a whole, at most once per second and at least every 5 s. So a running job whose file is older than
-# SILENT_MS has died. It is for people and monitoring only. No job reads it, and a job that cannot write it continues
-# without it.
+# An epoch is one micro-batch of a Spark query, or one step of a loop (jobs/marked.py). The status of a job is the file
+# `status/<job>.json` in the folder of the jobs' checkpoints, so `timeball pipeline status` needs neither Spark nor its
+# ports. The file is replaced as a whole, at most once per second and at least every 5 s. So a running job whose file is
+# older than SILENT_MS has died. The file is for people and monitoring only. No job reads it, and a job that cannot
+# write it continues without it.
 #
 #     position    the point that the job has reached: a row of the log (seq), or a due time (due_ms)
-#     lag         the distance to the end of the source, in the same unit, when the epoch was planned
+#     lag         the distance from the position to the end of the source, in the same unit, when the epoch was planned
 
 
 FOLDER = "status"
@@ -73,7 +73,7 @@ class Epoch(msgspec.Struct, frozen=True):
     """One epoch of a job."""
 
     epoch: int
-    unit: str  # a key of UNITS, for `position` and `lag`
+    unit: str  # a key of UNITS: the unit of `position` and `lag`
     position: int
     took_ms: int
     lag: int
@@ -94,7 +94,10 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 def parse_progress(progress: Mapping[str, Any]) -> Epoch | None:
-    """Convert a progress report of a query to an epoch. Returns None if it has no end, no progress or no duration."""
+    """Convert a progress report of a query, in Spark's format, to an epoch.
+
+    Returns None if the report has no end offset, or if it has a start offset but no new rows or no duration.
+    """
     source = progress["sources"][0]
     start, end, latest = (_parse_offset(source[key]) for key in ("startOffset", "endOffset", "latestOffset"))
     if end is None:
@@ -112,20 +115,21 @@ def parse_progress(progress: Mapping[str, Any]) -> Epoch | None:
 
 
 def _parse_offset(offset: object) -> tuple[str, int] | None:
-    """Read (unit, position) from an offset. Returns None if the offset has another form.
+    """Read (unit, position) from an offset of a query: of dispatch, or of the log. Returns None for any other offset.
 
     The positions of several groups are added: the difference of two sums is the number of rows of all groups.
     """
     if isinstance(offset, str):
         offset = json.loads(offset)
-    for unit in UNITS if isinstance(offset, dict) else ():
-        value = offset.get(unit) if isinstance(offset, dict) else None
-        if isinstance(value, int):
-            return unit, value
-    if isinstance(offset, dict) and not all(key.isdecimal() for key in offset):
-        rows = [value for value in offset.values() if isinstance(value, int)]
-        return ("seq", sum(rows)) if len(rows) == len(offset) else None
-    return None
+    if not isinstance(offset, dict):
+        return None
+    for unit in UNITS:
+        if isinstance(position := offset.get(unit), int):
+            return unit, position
+    # {group: row}. The keys of a topic's offset are numbers of queues.
+    if all(key.isdecimal() for key in offset) or not all(isinstance(row, int) for row in offset.values()):
+        return None
+    return "seq", sum(offset.values())
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +149,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # of the latest failure
 
     def shown(self, now_ms: int) -> str:
-        """Format the state for people. A running job without a report for SILENT_MS is 'silent for … s'."""
+        """Format the state for people. If a running job has written no status for SILENT_MS: 'silent for … s'."""
         silent_ms = now_ms - self.updated_ms
         should_report = self.state in ("starting", "running", "waiting")
         return f"silent for {silent_ms // 1000} s" if should_report and silent_ms > SILENT_MS else self.state
@@ -158,7 +162,10 @@ class Board:
     """
 
     def __init__(self, folder: str) -> None:
-        self._written: dict[str, tuple[int, JobStatus]] = {}
+        """`folder`: of the checkpoints."""
+        self._written: dict[
+            str, tuple[int, JobStatus]
+        ] = {}  # job -> (time of its last file in ns, status in it)
         self._files: fs.FileSystem | None = None
         try:
             self._files, root = storage_uris.arrow(folder)
@@ -169,41 +176,38 @@ class Board:
     def write_status(self, status: JobStatus, now_ns: int) -> None:
         """Write the status of a job, unless its last file is recent enough (CHANGED_EVERY_NS, ALIVE_EVERY_NS).
 
-        A new state is written at once.
+        A new state is written at once. `now_ns`: the time on the monotonic clock.
         """
         if self._files is None:
             return
-        last_ns, last_status = self._written.get(status.job, (-ALIVE_EVERY_NS, None))
-        is_same_state = last_status is not None and last_status.state == status.state
-        has_no_new_epoch = last_status is not None and last_status.epochs == status.epochs
-        if is_same_state and now_ns - last_ns < (ALIVE_EVERY_NS if has_no_new_epoch else CHANGED_EVERY_NS):
-            return
+        last_ns, last_status = self._written.get(status.job, (0, None))
+        if last_status is not None and last_status.state == status.state:
+            has_new_epoch = last_status.epochs != status.epochs
+            if now_ns - last_ns < (CHANGED_EVERY_NS if has_new_epoch else ALIVE_EVERY_NS):
+                return
         self._written[status.job] = (now_ns, status)
-        target = f"{self._root}/{status.job}.json"
-        try:
-            if last_status is None:
-                self._files.create_dir(self._root, recursive=True)
-            with self._files.open_output_stream(f"{target}.new") as stream:
-                stream.write(msgspec.json.encode(status))
-            self._files.move(f"{target}.new", target)
-        except (pa.ArrowException, OSError) as error:
-            self._stop_writing(error)
+        path = f"{self._root}/{status.job}.json"
+        self._replace_file(path, msgspec.json.encode(status), has_folder=last_status is not None)
 
     def write_audit(self, report: bytes) -> None:
         """Write the JSON report of an audit to `audit.json` beside the checkpoints, for `GET /v1/jobs`."""
+        self._replace_file(f"{self._root.removesuffix(FOLDER)}audit.json", report)
+
+    def _replace_file(self, path: str, content: bytes, *, has_folder: bool = False) -> None:
+        """Write a file in one step. Creates the folder of the status files, unless `has_folder`."""
         if self._files is None:
             return
-        target = f"{self._root.removesuffix(FOLDER)}audit.json"
         try:
-            self._files.create_dir(self._root, recursive=True)
-            with self._files.open_output_stream(f"{target}.new") as stream:
-                stream.write(report)
-            self._files.move(f"{target}.new", target)
+            if not has_folder:
+                self._files.create_dir(self._root, recursive=True)
+            with self._files.open_output_stream(f"{path}.new") as stream:
+                stream.write(content)
+            self._files.move(f"{path}.new", path)
         except (pa.ArrowException, OSError) as error:
             self._stop_writing(error)
 
     def _stop_writing(self, error: Exception) -> None:
-        self._files = None
+        self._files, self._root = None, ""
         LOG.warning("status files not written reason=%s", error)
 
 
@@ -225,12 +229,12 @@ def read_statuses(folder: str) -> Iterator[JobStatus]:
 
 LOG = logging.getLogger("timeball.spark")
 
-# Errors that a later try may not have: the broker or Spark is back, the epoch is planned from the new mark, or the disk
-# has more space.
+# After these errors a later try may succeed: the broker or Spark is back, the epoch is planned from the new mark, or
+# the disk has more space.
 TRANSIENT = (Unavailable, OutOfRange, OverLimit)
-PAUSE_S = (1.0, 30.0)  # before a restart: after the first failure, and the longest pause
+PAUSE_S = (1.0, 30.0)  # pause before a restart: after the first failure, and the longest one
 HEALTHY_S = 60.0  # a query that has run for longer is restarted after the shortest pause
-TRIES_ONCE = 5
+TRIES_ONCE = 5  # failures in succession after which a job gives up, with `once`
 WATCH_EVERY_S = 0.25
 STOP_PATIENCE_S = 20.0
 STOP_CHECK_S = 0.02
@@ -254,10 +258,13 @@ class Job:
     failures: int = 0  # in succession
     started_ns: int = 0
     wake_ns: int = 0  # the query is not started before this time
-    done: bool = False
+    done: bool = False  # True when the job has ended: no query is started any more
     report: Callable[[str], None] = field(default=LOG.info)
+    # Makes the lease of the job. The lease is held while the given function returns True.
     hold_lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None = None
-    no_work_reason: Callable[[], str | None] = lambda: None  # why the job has nothing to do, if so
+    no_work_reason: Callable[[], str | None] = lambda: (
+        None
+    )  # the reason why the job has nothing to do, or None
     engine_is_alive: Callable[[], bool] = lambda: True
     last: Epoch | None = None
     last_ms: int | None = None
@@ -297,6 +304,7 @@ class Job:
             self._handle_failure(Unavailable("the query ended by itself"), None, now_ns, once)
 
     def _start_query(self, now_ns: int, once: bool) -> None:
+        """Start the query, or end the job if it has nothing to do for this broker."""
         self.last_epoch, self.started_ns = -1, now_ns
         try:
             with _spark_errors():
@@ -306,7 +314,7 @@ class Job:
             self._handle_failure(error, error, now_ns, once)
 
     def _handle_failure(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
-        """Schedule a restart after a pause, end the job if it has nothing to do, or raise the error to give up."""
+        """Schedule a restart after a pause, end the job if it has nothing to do, or raise `error` to give up."""
         if now_ns - self.started_ns > HEALTHY_S * 1e9:
             self.failures = 0
         self.failures += 1
@@ -394,11 +402,12 @@ def run(
     with_spark: bool = True,
     clock: Clock | None = None,
 ) -> None:
-    """Run jobs, given by name, until SIGTERM, SIGINT or `stop`. With `once`, until all present rows are processed.
+    """Run jobs, by name, until SIGTERM, SIGINT or `stop`. With `once`, until they have processed all present rows.
 
-    `checkpoint`: folder for the status files and the checkpoint of dispatch, by default `pipeline` beside the pending
-    table. `options`: name of a job -> its options. `spark`: a session to use, which is left running. Without
-    `with_spark`, this process runs the tasks. Raises the error that made a job give up.
+    `master`, `conf`: of the Spark session. `checkpoint`: folder for the status files and the checkpoint of dispatch, by
+    default `pipeline` beside the pending table. `options`: name of a job -> its options. `spark`: a session to use,
+    which is left running. Without `with_spark`, this process runs the tasks. Raises the error that made a job give up,
+    and SetupError for bad arguments.
     """
     check_names(jobs, with_spark=with_spark)
     stop = stop or threading.Event()
@@ -488,7 +497,7 @@ def default_folder(endpoint: str) -> str:
 def _make_job(
     name: str, engine: Engine, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
 ) -> Job:
-    """Make the job `name` for the groups at `endpoint`, with its lease and its reason to end."""
+    """Make the job `name` for the groups at `endpoint`, with its lease and its check for work."""
     label = query_name(name, endpoint) if name in BY_GROUP else name
     no_work_reason = NO_WORK_REASONS.get(name, lambda _: None)
     start: Callable[[], Query]
@@ -533,11 +542,11 @@ def _to_timeball_error(failure: Exception) -> TimeballError:
     return to_timeball_error(failure)
 
 
-def _finish(job: Job, query: Query) -> None:
-    """Stop the query of a job. An error is only logged: if the JVM is lost, that has been reported."""
+def _stop_job(job: Job, query: Query) -> None:
+    """Stop the query of a job. An error is only logged: a lost JVM has been reported before."""
     try:
         with _spark_errors():
-            finish(query)
+            stop_query(query)
         LOG.info("job stopped job=%s", job.name)
     except TimeballError as error:
         LOG.warning("job not stopped job=%s reason=%s", job.name, error)
@@ -558,20 +567,21 @@ def _run_until_done(jobs: list[Job], stop: threading.Event, once: bool, clock: C
                     board.write_status(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
         except TimeballError as error:
+            # `job` has raised the error. A lost Spark is the failure of all jobs.
             is_spark_lost = not job.engine_is_alive()
-            reported = Unavailable(LOST) if is_spark_lost else error
+            failure = Unavailable(LOST) if is_spark_lost else error
             for failed_job in jobs if is_spark_lost else [job]:
-                failed_job.ended, failed_job.error = "failed", str(reported)
-            raise reported from error
+                failed_job.ended, failed_job.error = "failed", str(failure)
+            raise failure from error
         finally:
             for job in jobs:
                 if job.query is not None:
-                    _finish(job, job.query)
+                    _stop_job(job, job.query)
                 job.ended = job.ended or ("done" if job.done else "stopped")
                 board.write_status(job.status(started_ms), clock.monotonic_ns())
 
 
-def finish(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
+def stop_query(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
     """Stop a query between two epochs, or after `patience_s` seconds during one, which is safe but may log errors."""
     if not query.isActive:
         return

@@ -102,8 +102,8 @@ appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
 def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
     """Build the settings of a session on `master`. `conf` overrides all of them.
 
-    `master` None means LOCAL_MASTER, unless spark-submit has started this process. Then spark-submit has chosen the
-    master, its settings win over Timeball's, and its JVM runs already.
+    `master` None means LOCAL_MASTER, unless spark-submit has started this process. In that case spark-submit has chosen
+    the master, its JVM runs already, and its settings override Timeball's.
     """
     if master is None and SUBMITTED in os.environ:
         return {**COMMON, **storage_uris.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
@@ -162,15 +162,15 @@ def register(spark: SparkSession) -> None:
 def make_active(spark: SparkSession) -> None:
     """Make `spark` the active session of this thread, so that the thread can start streams to Timeball's sinks.
 
-    Spark searches a Python data source in the active session of the thread. A thread that did not build the session has
-    no active session. PySpark's only public function that sets it is `createDataFrame`, as a side effect.
+    Spark looks for a Python data source in the active session of the thread. A thread that did not build the session
+    has no active session. PySpark's only public function that sets it is `createDataFrame`, as a side effect.
     """
     spark.createDataFrame([], "nothing int")
 
 
 @contextmanager
 def _java_home_set() -> Iterator[None]:
-    """Set JAVA_HOME within the block, in which the JVM is launched. Other programs may need another Java."""
+    """Set JAVA_HOME within the block, which launches the JVM. Other child processes may need another Java."""
     old_home = os.environ.get("JAVA_HOME")
     if SparkContext._gateway is None and SUBMITTED not in os.environ:
         os.environ["JAVA_HOME"] = str(java_home())
@@ -226,6 +226,7 @@ def java_home(env: Mapping[str, str] | None = None) -> Path:
 
 
 def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """Yield (origin, Java home): JAVA_HOME, then the Java on PATH. The origin is for error messages."""
     if env.get("JAVA_HOME"):
         yield "JAVA_HOME", Path(env["JAVA_HOME"])
     on_path = shutil.which("java", path=env.get("PATH", ""))

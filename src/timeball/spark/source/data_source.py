@@ -122,15 +122,16 @@ class TimeballDataSource(DataSource):
 
 
 def pin_to_one_group(options: WriteOptions) -> WriteOptions:
-    """Pin a write to the group in its endpoint, by default to the group of the node at the endpoint."""
+    """Pin a write to one group, if there are several: that of the endpoint, or else that of its node."""
     groups = [] if split_endpoint(options.endpoint)[1] else read_groups(options.endpoint)
     return msgspec.structs.replace(options, endpoint=groups[0].endpoint) if len(groups) > 1 else options
 
 
 def options_for_schema(schema: StructType, given_options: Mapping[str, str]) -> ReadOptions:
-    """Parse the options, and restrict them to the columns of `schema`, which the user may give by `.schema(...)`.
+    """Parse the options, and restrict them to the columns of `schema`.
 
-    Raises SetupError for columns or types that the read cannot supply.
+    Spark passes the schema of `.schema(...)`, or else the one that `TimeballDataSource.schema` built. Raises SetupError
+    for columns or types that the read cannot supply, or that differ from the option `columns`.
     """
     options = read_options(given_options)
     given_fields = [(field.name, field.dataType) for field in schema.fields]
@@ -141,8 +142,8 @@ def options_for_schema(schema: StructType, given_options: Mapping[str, str]) -> 
     unsupported = [name for name, kind in given_fields if type_by_name.get(name) != kind]
     names = tuple(name for name, _ in given_fields)
     if not given_options and names != tuple(arrow_schema(options).names):
-        # A query of a table in Spark's catalog also arrives like this. Spark passes none of the table's options, so the
-        # query would read the default endpoint instead of the table's.
+        # A query of a table in Spark's catalog also has a schema and no options. Spark drops the table's options, so
+        # the query would read the default endpoint instead of the table's.
         raise SetupError(
             ".schema(...) without an option: name the endpoint; in SQL write CREATE TEMPORARY VIEW"
         )
@@ -168,8 +169,8 @@ OPTIONS = ("uri", "app_id", "app_version")
 
 
 @dataclass
-class Written(WriterCommitMessage):
-    """A task's message to the driver: the file that it has written."""
+class WrittenFile(WriterCommitMessage):
+    """A task's message to the driver: the file that the task has written."""
 
     file: DeltaFile
 
@@ -216,9 +217,9 @@ class DeltaWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task as one file."""
-        return Written(write_file(self.uri, self.schema, iterator))
+        return WrittenFile(write_file(self.uri, self.schema, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Commit the files of all tasks, unless the table already has this version of the application."""
-        files = [message.file for message in messages if isinstance(message, Written)]
+        files = [message.file for message in messages if isinstance(message, WrittenFile)]
         append_once(self.uri, self.app_id, self.app_since, self.app_version, files)

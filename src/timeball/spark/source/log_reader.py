@@ -19,7 +19,7 @@ itself appends to the log would trigger itself for ever. Compaction is an exampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -33,7 +33,14 @@ from timeball.model.errors import OutOfRange, SetupError
 from timeball.model.message import READ_SCHEMA
 from timeball.spark.endpoint import GROUP, Endpoint, Group, after_last_seq, group_statuses, retrying_read
 from timeball.spark.log_events import read_events
-from timeball.spark.source.options import GROUP_FIELD, ReadOptions, divide_rows, split_range
+from timeball.spark.source.options import (
+    GROUP_FIELD,
+    SINGLE_GROUP_KEY,
+    ReadOptions,
+    divide_rows,
+    encode_offset,
+    split_range,
+)
 from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist, select_topic
 
 
@@ -54,16 +61,16 @@ def piece_rows(rows: int, options: ReadOptions) -> int:
 def log_parts(
     begin: int, end: int, options: ReadOptions, group: Group | None = None, total: int | None = None
 ) -> list[LogPart]:
-    """Cut begin <= seq < end into the pieces that tasks read.
+    """Cut the rows begin <= seq < end into the pieces that tasks read.
 
-    `total`: rows of the whole read, if this range is only a part of it (one group of several).
+    `total`: the rows of the whole read, if this range is only a part of it (one group of several).
     """
     rows = piece_rows(end - begin if total is None else total, options)
     return [LogPart(*piece, group) for piece in split_range(begin, end, rows)]
 
 
 def start_seq(position: int | str | None, status: Status, default: str) -> int:
-    """Resolve a position (a number or a name, `default` for None) to a sequence number."""
+    """Resolve a position to a sequence number. `position`: a number, one of options.STARTS, or None for `default`."""
     seq_by_name = {
         "first": status.log.first_seq,
         "latest": status.log.durable_seq,
@@ -84,7 +91,7 @@ def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
 
 
 def read_part(options: ReadOptions, part: LogPart) -> Iterator[pa.RecordBatch]:
-    """Read one piece: the requested rows, with the requested columns."""
+    """Read one piece, in a task: the requested rows, with the requested columns."""
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
         yield select(row, options, part.group)
@@ -138,7 +145,10 @@ def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> 
 
 
 def check_one_log(options: ReadOptions, groups: int) -> None:
-    """Refuse row numbers in a read of several groups, because each group has its own numbers. Raises SetupError."""
+    """Raise SetupError for row numbers in a read of several groups, because each group has its own numbers.
+
+    `groups`: the number of groups.
+    """
     given_options = [
         name
         for name, value in (("from_seq", options.from_seq), ("to_seq", options.to_seq))
@@ -157,7 +167,10 @@ class LogReader(DataSourceReader):
         self.options = options
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Plan the read on the driver: check the range of each group and cut it into pieces."""
+        """Plan the read on the driver: check the range of each group and cut it into pieces.
+
+        Raises OutOfRange for a range that is not in the kept log, and SetupError.
+        """
         options = self.options
         statuses = group_statuses(options.endpoint)
         check_one_log(options, len(statuses))
@@ -178,7 +191,6 @@ class LogReader(DataSourceReader):
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
 
-SINGLE_GROUP_KEY = "seq"  # the only key in the offset of a broker that is in no cluster
 Seqs = dict[str, int]  # group -> row
 
 
@@ -194,21 +206,24 @@ class LogStream(PacedStream):
         """Choose the start of a new query: from_seq, by default the first row that retention has kept."""
         statuses = self.statuses()
         check_one_log(self.options, len(statuses))
-        return to_json(
+        return encode_offset(
             {group.name: start_seq(self.options.from_seq, status, "first") for group, status in statuses}
         )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Choose the end of the next micro-batch.
 
-        Returns `start`, which starts no micro-batch, if there are too few rows.
+        Returns `start` if there are too few rows: Spark then starts no micro-batch. Raises SetupError if `start` is
+        after the end of a log.
         """
         statuses = self.statuses()
-        begin = from_json(start, statuses)
+        begin = decode_offset(start, statuses)
         self._latest_seqs = durable_seqs(statuses)
         check_within_log(begin, self._latest_seqs)
         ends = self._latest_seqs
-        if self._final_seqs is not None:  # availableNow: the next run reads groups that were added since
+        if (
+            self._final_seqs is not None
+        ):  # with availableNow, groups that were added since then wait for the next run
             final = self._final_seqs
             ends = {name: max(begin[name], min(end, final.get(name, 0))) for name, end in ends.items()}
         lags = {name: end - begin[name] for name, end in ends.items()}
@@ -218,7 +233,7 @@ class LogStream(PacedStream):
             return start
         self.begin_batch()
         shares = divide_rows(lags, rows)
-        return to_json({name: begin[name] + shares[name] for name in begin})
+        return encode_offset({name: begin[name] + shares[name] for name in begin})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Make the query stop at the current durable end of each log."""
@@ -226,13 +241,13 @@ class LogStream(PacedStream):
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
         """Report the ends of the logs at the last check. Spark computes the query's lag from them."""
-        return None if self._latest_seqs is None else to_json(self._latest_seqs)
+        return None if self._latest_seqs is None else encode_offset(self._latest_seqs)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Cut a micro-batch into pieces for tasks. Raises OutOfRange when retention has removed some of its rows."""
         statuses = self.statuses()
-        begin = from_json(start, statuses)
-        ends = {name: seq for name, seq in from_json(end, statuses).items() if begin[name] < seq}
+        begin = decode_offset(start, statuses)
+        ends = {name: seq for name, seq in decode_offset(end, statuses).items() if begin[name] < seq}
         total = sum(seq - begin[name] for name, seq in ends.items())
         parts = []
         for group, status in statuses:
@@ -263,16 +278,11 @@ def durable_seqs(statuses: Sequence[tuple[Group, Status]]) -> Seqs:
     return {group.name: status.log.durable_seq for group, status in statuses}
 
 
-def to_json(seqs: Mapping[str, int]) -> Offset:
-    """Encode an offset, with the groups in order, so that equal offsets have equal texts."""
-    return {name or SINGLE_GROUP_KEY: seqs[name] for name in sorted(seqs)}
-
-
-def from_json(offset: Offset, statuses: Sequence[tuple[Group, Status]]) -> Seqs:
+def decode_offset(offset: Offset, statuses: Sequence[tuple[Group, Status]]) -> Seqs:
     """Decode an offset to a row number for each group. A group that is not in the offset starts at its first row.
 
-    An offset from before the broker joined a cluster is the offset of the named node's group, which is first in
-    `statuses`. Raises SetupError if the offset has a group that no longer exists.
+    If the broker was in no cluster when the offset was stored, it counts for the group of the named node, which is
+    first in `statuses`. Raises SetupError if the offset has a group that no longer exists.
     """
     status_by_group = {group.name: status for group, status in statuses}
     if set(offset) == {SINGLE_GROUP_KEY} and SINGLE_GROUP_KEY not in status_by_group:

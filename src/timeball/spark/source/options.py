@@ -46,8 +46,8 @@ def parse(
 ) -> T:
     """Parse options, whose names may be in any case, to a `record`.
 
-    `ignored` and the keys of `aliases` are names in lower case. Raises SetupError for the first bad option, with the
-    name that the user wrote.
+    `parsers`: option -> its parser. `ignored`: names of options that are skipped, in lower case. `aliases`: another
+    name, in lower case, -> option. Raises SetupError for the first bad option, with the name that the user wrote.
     """
     parsed: dict[str, Any] = {}
     for key, value in options.items():
@@ -119,7 +119,8 @@ def end_seq(text: str) -> int | None:
 def offsets(*names: str, default: str = "first") -> Callable[[str], int | str | Offsets]:
     """Build a parser for positions in queues: a name, one offset for all queues, or queue=offset,queue=offset.
 
-    It also parses Kafka's form, {"orders": {"0": 100}}. `default`: the position of the queues that are not listed.
+    It also parses Kafka's form, {"orders": {"0": 100}}. `names`: the names of positions. `default`: the position of the
+    queues that are not listed.
     """
     expected = ", ".join([*names, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
 
@@ -145,7 +146,10 @@ def offsets(*names: str, default: str = "first") -> Callable[[str], int | str | 
 
 
 def kafka_offsets(text: str, default: str) -> list[tuple[str, str]]:
-    """Read the (queue, offset) pairs of the topic from Kafka's JSON, without the queues at the position `default`."""
+    """Read the (queue, offset) pairs of the topic from Kafka's JSON, without the queues at the position `default`.
+
+    Raises ValueError.
+    """
     [queues] = kafka_topics(text).values()
     return [
         (queue, str(offset))
@@ -182,9 +186,9 @@ def endpoint(text: str) -> str:
 
 def kinds(text: str) -> tuple[int, ...]:
     """Parse a list of kinds of rows, by name or number, separated by commas."""
-    known = {kind.name.lower(): int(kind) for kind in Kind if kind}
-    known.update({str(value): value for value in known.values()})
-    numbers = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
+    number_by_word = {kind.name.lower(): int(kind) for kind in Kind if kind}
+    number_by_word.update({str(number): number for number in number_by_word.values()})
+    numbers = tuple(number_by_word.get(word.strip().lower(), 0) for word in text.split(","))
     if not all(numbers):
         raise ValueError("a list of " + ", ".join(kind.name.lower() for kind in Kind if kind))
     return numbers
@@ -422,7 +426,7 @@ def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> 
 
 
 def _expand_columns(options: ReadOptions) -> tuple[str, ...] | None:
-    """Replace `*` in the option `columns` by all columns of the read."""
+    """Replace `*` in the option `columns` by all columns of the read. Raises SetupError for a repeated column."""
     if options.columns is None or ALL_COLUMNS not in options.columns:
         return options.columns
     index = options.columns.index(ALL_COLUMNS)
@@ -444,16 +448,17 @@ def pin_to_option_group(endpoint: str, group: str | None) -> str:
 
 def arrow_schema(options: ReadOptions) -> pa.Schema:
     """Build the schema of a read with these options. Raises SetupError for an unknown column."""
-    known = SCHEMAS[options.read]
-    for name in options.columns or ():
-        if name not in (*known.names, GROUP):
+    schema = SCHEMAS[options.read]
+    if options.columns is None:
+        return schema
+    for name in options.columns:
+        if name not in (*schema.names, GROUP):
             raise SetupError(
-                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(known.names)}, "
+                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(schema.names)}, "
                 f"and {GROUP}"
             )
-    if options.columns is not None and GROUP in options.columns:
-        known = known.append(GROUP_FIELD)
-    return known if options.columns is None else pa.schema([known.field(name) for name in options.columns])
+    with_group = schema.append(GROUP_FIELD)
+    return pa.schema([with_group.field(name) for name in options.columns])
 
 
 def check_batch(options: ReadOptions) -> None:
@@ -540,8 +545,19 @@ class Pace:
         self._idle_since_ns = self._clock.monotonic_ns()
 
 
+SINGLE_GROUP_KEY = "seq"  # the only key in the offset of a broker that is in no cluster
+
+
+def encode_offset(seqs: Mapping[str, int]) -> dict[str, int]:
+    """Encode {group: row} as an offset of a stream of the log, in order, so that equal offsets have equal texts.
+
+    The key is SINGLE_GROUP_KEY for a broker that is in no cluster.
+    """
+    return {name or SINGLE_GROUP_KEY: seqs[name] for name in sorted(seqs)}
+
+
 def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
-    """Cut a half-open range into even pieces of at most `rows` each. An empty range has no pieces."""
+    """Cut the range begin <= i < end into even pieces (begin, end) of at most `rows`. An empty range has no pieces."""
     span = max(0, end - begin)
     pieces = -(-span // rows)
     cuts = [begin + span * i // pieces for i in range(pieces + 1)] if pieces else []
@@ -557,10 +573,10 @@ def divide_rows(lag: Mapping[Part, int], rows: int) -> dict[Part, int]:
     if total <= rows:
         return dict(lag)
     shares: dict[Part, int] = {}
-    divided_rows = seen_lag = 0
+    divided_rows = lag_so_far = 0
     # Rounding the running total instead of each share makes the shares add up to exactly `rows`.
     for part in sorted(lag):
-        seen_lag += lag[part]
-        shares[part] = rows * seen_lag // total - divided_rows
+        lag_so_far += lag[part]
+        shares[part] = rows * lag_so_far // total - divided_rows
         divided_rows += shares[part]
     return shares

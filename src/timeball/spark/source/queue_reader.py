@@ -85,9 +85,11 @@ def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> KeptOffsets:
 
 
 def offsets_at(name: str, position: int | str | Offsets, kept: KeptOffsets) -> Offsets:
-    """Resolve the option `name` to an offset in each queue.
+    """Resolve an option to an offset in each queue.
 
-    Raises NotFound for a queue that is not read, and OutOfRange for an offset that the queue does not have.
+    `name`: from_offset or to_offset. `position`: its value: a name, an offset, or an offset for some queues. `kept`:
+    the queues to read. Raises NotFound for a queue that is not read, and OutOfRange for an offset that the queue does
+    not have.
     """
     if isinstance(position, dict):
         for queue in position:
@@ -97,14 +99,9 @@ def offsets_at(name: str, position: int | str | Offsets, kept: KeptOffsets) -> O
                 )
     resolved: Offsets = {}
     for queue, (first, end) in kept.items():
-        queue_position = (
-            position.get(queue, default_position(name)) if isinstance(position, dict) else position
-        )
-        offset = (
-            {"first": first, "latest": end}[queue_position]
-            if isinstance(queue_position, str)
-            else queue_position
-        )
+        offset = position.get(queue, default_position(name)) if isinstance(position, dict) else position
+        if isinstance(offset, str):
+            offset = {"first": first, "latest": end}[offset]
         if not first <= offset <= end:
             raise OutOfRange(
                 f"option {name}: offset {offset} of queue {queue}, which keeps {first} to {end}; "
@@ -120,7 +117,10 @@ def default_position(name: str) -> str:
 
 
 def check_offsets(topic: str, begin: Mapping[int, int], kept: KeptOffsets) -> None:
-    """Raise OutOfRange if retention has removed rows of the micro-batch. Fewer rows would look complete."""
+    """Raise OutOfRange if retention has removed rows of the micro-batch. Fewer rows would look complete.
+
+    `begin`: queue -> first offset of the micro-batch.
+    """
     for queue, offset in begin.items():
         if queue in kept and offset < kept[queue][0]:
             raise OutOfRange(
@@ -130,7 +130,10 @@ def check_offsets(topic: str, begin: Mapping[int, int], kept: KeptOffsets) -> No
 
 
 def check_one_group(options: ReadOptions, groups: int) -> None:
-    """Refuse offsets in a read of several groups, because each group has its own queues. Raises SetupError."""
+    """Raise SetupError for offsets in a read of several groups, because each group has its own queues.
+
+    `groups`: the number of groups.
+    """
     for name in ("from_offset", "to_offset"):
         if groups > 1 and not isinstance(getattr(options, name), str):
             raise SetupError(
@@ -144,7 +147,10 @@ def queue_parts(
     options: ReadOptions,
     groups: Sequence[Group],
 ) -> list[QueuePart]:
-    """Cut all queues into the pieces that tasks read. A queue that is not in `begin` starts at offset 0."""
+    """Cut the offsets begin <= offset < end of each queue into the pieces that tasks read.
+
+    A queue that is not in `begin` starts at offset 0.
+    """
     total = sum(max(0, end[group_queue] - begin.get(group_queue, 0)) for group_queue in end)
     rows = piece_rows(total, options)
     return [
@@ -157,7 +163,7 @@ def queue_parts(
 
 
 def read_queue_part(options: ReadOptions, part: QueuePart) -> Iterator[pa.RecordBatch]:
-    """Read one piece: the requested rows, with the requested columns."""
+    """Read one piece, in a task: the requested rows, with the requested columns."""
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         topic = options.topic or ""
 
@@ -216,7 +222,7 @@ class QueueStream(PacedStream):
         groups, kept_by_group = self._read_kept_offsets()
         check_one_group(self.options, len(groups))
         position = self.options.from_offset
-        return to_json(
+        return encode_offsets(
             flatten_offsets(
                 {name: offsets_at("from_offset", position, kept) for name, kept in kept_by_group.items()}
             )
@@ -225,10 +231,11 @@ class QueueStream(PacedStream):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Choose the end of the next micro-batch.
 
-        Returns `start`, which starts no micro-batch, if there are too few rows.
+        Returns `start` if there are too few rows: Spark then starts no micro-batch. Raises SetupError if `start` is
+        after the end of a queue.
         """
         groups, kept_by_group = self._read_kept_offsets()
-        begin = from_json(start, groups)
+        begin = decode_offsets(start, groups)
         self._check_within_queues(begin, kept_by_group)
         self._latest_offsets = ends_of(kept_by_group)
         ends = self._latest_offsets if self._final_offsets is None else self._final_offsets
@@ -239,7 +246,7 @@ class QueueStream(PacedStream):
             return start
         self.begin_batch()
         shares = divide_rows(lags, rows)
-        return to_json(
+        return encode_offsets(
             {
                 group_queue: begin.get(group_queue, 0) + shares.get(group_queue, 0)
                 for group_queue in {*begin, *lags}
@@ -252,12 +259,12 @@ class QueueStream(PacedStream):
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
         """Report the ends of the queues at the last check. Spark computes the query's lag from them."""
-        return None if self._latest_offsets is None else to_json(self._latest_offsets)
+        return None if self._latest_offsets is None else encode_offsets(self._latest_offsets)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Cut a micro-batch into pieces for tasks. Raises OutOfRange when retention has removed some of its rows."""
         groups, kept_by_group = self._read_kept_offsets()
-        begin, stop = from_json(start, groups), from_json(end, groups)
+        begin, stop = decode_offsets(start, groups), decode_offsets(end, groups)
         ends = {
             group_queue: offset for group_queue, offset in stop.items() if offset > begin.get(group_queue, 0)
         }
@@ -307,19 +314,19 @@ def ends_of(kept_by_group: Mapping[str, KeptOffsets]) -> dict[GroupQueue, int]:
     )
 
 
-def to_json(offsets: Mapping[GroupQueue, int]) -> Offset:
-    """Encode an offset, with groups and queues in order, so that equal offsets have equal texts."""
+def encode_offsets(offsets: Mapping[GroupQueue, int]) -> Offset:
+    """Encode offsets as an offset of the stream, in order, so that equal offsets have equal texts."""
     by_group: dict[str, dict[str, int]] = {}
     for name, queue in sorted(offsets):
         by_group.setdefault(name, {})[str(queue)] = offsets[name, queue]
     return by_group.get("", {}) if set(by_group) <= {""} else by_group
 
 
-def from_json(offset: Offset, groups: Sequence[Group]) -> dict[GroupQueue, int]:
-    """Decode an offset to offsets by group and queue.
+def decode_offsets(offset: Offset, groups: Sequence[Group]) -> dict[GroupQueue, int]:
+    """Decode an offset of the stream to offsets by group and queue.
 
-    An offset from before the broker joined a cluster is that of the named node's group, which is first in `groups`.
-    Raises SetupError if the offset has a group that no longer exists.
+    If the broker was in no cluster when the offset was stored, it counts for the group of the named node, which is
+    first in `groups`. Raises SetupError if the offset has a group that no longer exists.
     """
     if all(isinstance(value, int) for value in offset.values()):
         offset = {groups[0].name: offset}

@@ -60,8 +60,8 @@ QUERY_ID = "sql.streaming.queryId"  # a property that Spark sets for each task o
 
 
 @dataclass
-class Written(WriterCommitMessage):
-    """A task's message to the driver: the files that it wrote, and the sequence numbers in them."""
+class TaskResult(WriterCommitMessage):
+    """A task's message to the driver: the files that the task wrote, and the sequence numbers in them."""
 
     files: list[FileEntry] = field(default_factory=list)
     ranges: list[tuple[int, int]] = field(default_factory=list)  # (first_seq, rows)
@@ -79,9 +79,13 @@ class ScheduledTask:
         self.options = options
         self.with_checksum = with_checksum  # true if the write may be repeated under its name
 
-    def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
-        """Write all rows of one partition. On failure, the task's files are deleted again."""
-        written = Written(query_id=query_id())
+    def write(self, batches: Iterator[pa.RecordBatch]) -> TaskResult:
+        """Write all rows of one partition. On failure, deletes the task's files.
+
+        `batches`: rows in the columns of the DataFrame. Raises InvalidMessage for an invalid row, unless invalid rows
+        are dropped.
+        """
+        written = TaskResult(query_id=query_id())
         with Endpoint(self.options.endpoint) as endpoint:
             store = Store(self.options.table_uri or endpoint.status().table.uri)
             try:
@@ -92,14 +96,14 @@ class ScheduledTask:
                 raise
         return written
 
-    def _write_chunk(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
-        """Check, sort and number the rows of a chunk, write them to files, and add these to `written`."""
+    def _write_chunk(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: TaskResult) -> None:
+        """Check, sort and number the rows of a chunk, write them to files, and add the files to `written`."""
         now_ms = endpoint.status().now_ms
         raw_rows, rows = rows, to_table_columns(rows, now_ms)
         written.input_rows += rows.num_rows
         if self.with_checksum:
             written.checksum += checksum(rows)
-        broken = first_broken(raw_rows, rows, now_ms, as_stored=self.options.as_stored)
+        broken = find_broken_rules(raw_rows, rows, now_ms, as_stored=self.options.as_stored)
         invalid_count = int(np.count_nonzero(broken >= 0))
         if invalid_count:
             if self.options.on_invalid == "fail":
@@ -124,7 +128,10 @@ def query_id() -> str | None:
 
 
 def invalid_rows_message(rows: pa.Table, broken: np.ndarray) -> str:
-    """Build the error message for rows that break a rule: how many there are, and the first of them."""
+    """Build the error message for rows that break a rule: how many there are, and the first one.
+
+    `broken`: the result of `find_broken_rules`.
+    """
     invalid = np.flatnonzero(broken >= 0)
     first = int(invalid[0])
     topic, rule = rows.column("topic")[first].as_py(), rules.RULES[broken[first]]
@@ -146,16 +153,15 @@ def attach_all(
     *,
     with_checksum: bool = True,
 ) -> None:
-    """Attach the files of all tasks to the pending table, in one step. `with_checksum`: send the digest of the rows.
+    """Attach the files of all tasks to the pending table, in one step.
 
-    Raises OverLimit for too many files, and deletes them, because no attach was tried.
+    `messages`: the results of the tasks. `job_id`, `epoch`: by them the broker recognises a repeat. `with_checksum`:
+    send the digest of the rows. For too many files, deletes them and raises OverLimit, because no attach was tried.
     """
-    task_results = [message for message in messages if isinstance(message, Written)]
+    task_results = [message for message in messages if isinstance(message, TaskResult)]
     files = [entry for result in task_results for entry in result.files]
-    rows, dropped = (
-        sum(result.rows for result in task_results),
-        sum(result.dropped for result in task_results),
-    )
+    rows = sum(result.rows for result in task_results)
+    dropped = sum(result.dropped for result in task_results)
     if not files:
         LOG.info("nothing to write job=bulk id=%s rows=0 dropped=%d", job_id, dropped)
         return
@@ -179,35 +185,28 @@ def attach_all(
         )
     LOG.info(
         "rows attached job=bulk id=%s name=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
-        *(
-            job_id,
-            options.job_id or "",
-            epoch,
-            rows,
-            dropped,
-            len(files),
-            attached.version,
-            str(attached.repeated).lower(),
-        ),
-    )
+        job_id, options.job_id or "", epoch, rows, dropped, len(files), attached.version,
+        str(attached.repeated).lower(),
+    )  # fmt: skip
 
 
-def digest(task_results: Sequence[Written], options: WriteOptions) -> str:
-    """Build the digest of a write: the number of rows and their checksum. With on_repeat=skip it matches any rows."""
+def digest(task_results: Sequence[TaskResult], options: WriteOptions) -> str:
+    """Build the digest of a write: the number of input rows and their checksum. With on_repeat=skip: any rows match."""
     if options.on_repeat == "skip":
         return ANY_ROWS
-    checksum = sum(result.checksum for result in task_results) & (1 << 64) - 1
-    return f"{sum(result.input_rows for result in task_results)} rows {checksum:016x}"
+    total = sum(result.checksum for result in task_results) & (1 << 64) - 1
+    return f"{sum(result.input_rows for result in task_results)} rows {total:016x}"
 
 
 def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
-    """Delete the files of the other tasks after one task has failed.
+    """Delete the files of the successful tasks after another task has failed, whose message is None.
 
-    If the messages of all tasks are present, a commit was tried, and the files must stay.
+    If the messages of all tasks are present, a commit was tried. Then the files must stay, because they may belong to
+    the table.
     """
     if all(message is not None for message in messages):
         return
-    files = [entry for message in messages if isinstance(message, Written) for entry in message.files]
+    files = [entry for message in messages if isinstance(message, TaskResult) for entry in message.files]
     if files:
         with Endpoint(options.endpoint) as endpoint:
             Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
@@ -258,7 +257,7 @@ class ScheduledStreamWriter(DataSourceStreamArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Attach the files of all tasks of a micro-batch."""
-        for query in {message.query_id for message in messages if isinstance(message, Written)}:
+        for query in {message.query_id for message in messages if isinstance(message, TaskResult)}:
             attach_all(messages, self.options, f"stream-{query}", batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
@@ -318,17 +317,15 @@ def to_table_columns(rows: pa.Table, now_ms: int) -> pa.Table:
     nor `due`.
     """
     count = rows.num_rows
-    columns_given = {name: rows.column(name).combine_chunks() for name in rows.column_names}
-    columns: dict[str, pa.Array] = {
-        name: columns_given[name] for name in _TEXT_COLUMNS if name in columns_given
-    }
-    columns["body"] = columns_given["body"].cast(pa.binary())
-    columns["due_ms"] = _due_ms(columns_given, count, now_ms)
-    if "properties" in columns_given:
-        columns["properties"] = _properties(columns_given["properties"])
-    if "keys" in columns_given:
-        columns["keys"] = _keys(columns_given["keys"])
-    queue = columns_given.get("queue_id", pa.nulls(count, pa.int32())).fill_null(rules.ANY_QUEUE)
+    given = {name: rows.column(name).combine_chunks() for name in rows.column_names}
+    columns: dict[str, pa.Array] = {name: given[name] for name in _TEXT_COLUMNS if name in given}
+    columns["body"] = given["body"].cast(pa.binary())
+    columns["due_ms"] = _due_ms(given, count, now_ms)
+    if "properties" in given:
+        columns["properties"] = _properties(given["properties"])
+    if "keys" in given:
+        columns["keys"] = _keys(given["keys"])
+    queue = given.get("queue_id", pa.nulls(count, pa.int32())).fill_null(rules.ANY_QUEUE)
     # The column may be bigint. Clamp it to -2..32,767, so that the cast cannot overflow. Both ends are invalid
     # queues, which the check finds later.
     columns["queue_id"] = pc.min_element_wise(pc.max_element_wise(queue, -2), _QUEUES_END).cast(pa.int32())
@@ -336,12 +333,11 @@ def to_table_columns(rows: pa.Table, now_ms: int) -> pa.Table:
         columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
     for name in ("flag", "sys_flag", "reconsume_times"):
         zeros = pa.repeat(pa.scalar(0, pa.int32()), count)
-        columns[name] = columns_given[name].fill_null(0) if name in columns_given else zeros
-    arrays = [columns.get(field.name) for field in TABLE_SCHEMA]
+        columns[name] = given[name].fill_null(0) if name in given else zeros
     return pa.Table.from_arrays(
         [
-            pa.nulls(count, f.type) if a is None else a.cast(f.type)
-            for f, a in zip(TABLE_SCHEMA, arrays, strict=True)
+            columns[field.name].cast(field.type) if field.name in columns else pa.nulls(count, field.type)
+            for field in TABLE_SCHEMA
         ],
         schema=TABLE_SCHEMA,
     )
@@ -403,7 +399,7 @@ def random_unique_keys(count: int) -> pa.Array:
 
 
 def checksum(rows: pa.Table) -> int:
-    """Compute the checksum of `to_table_columns`d rows: the sum of the rows' CRC-32C values, modulo 2**64.
+    """Compute the checksum of the result of `to_table_columns`: the sum of the rows' CRC-32C values, modulo 2**64.
 
     A sum depends neither on the order of the rows nor on their division among tasks. It does not include the due time,
     because `now() + interval 1 hour` has another value when the same write runs again.
@@ -421,14 +417,14 @@ def checksum(rows: pa.Table) -> int:
     return total & (1 << 64) - 1
 
 
-def first_broken(
+def find_broken_rules(
     raw_rows: pa.Table, rows: pa.Table, now_ms: int, *, as_stored: bool = False
 ) -> npt.NDArray[np.int8]:
     """Find for each row the index in rules.RULES of the first rule that it breaks, or -1. `send` has the same rules.
 
-    `raw_rows`: the columns of the DataFrame. `rows`: the same rows `to_table_columns`d, with keys and properties as one
-    text each. `as_stored`: texts in `raw_rows` have the form of the log (keys separated by blanks), so their form is
-    not checked.
+    `raw_rows`: the columns of the DataFrame. `rows`: the same rows as `to_table_columns` returns them, with keys and
+    properties as one text each. `as_stored`: texts in `raw_rows` have the form of the log (keys separated by blanks),
+    so their form is not checked.
     """
     columns = {name: rows.column(name).combine_chunks() for name in rows.column_names}
     broken = rules.first_broken(columns, rows.num_rows, now_ms)

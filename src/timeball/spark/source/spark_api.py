@@ -68,7 +68,7 @@ def spark_schema(schema: pa.Schema) -> StructType:
 
 @contextmanager
 def described(spark: SparkSession, text: str) -> Iterator[None]:
-    """Set the description of the Spark jobs that the body starts. Spark's web UI shows it."""
+    """Set the description of the Spark jobs that the block starts. Spark's web UI shows it."""
     context = spark.sparkContext
     old_description = context.getLocalProperty(DESCRIPTION)
     context.setLocalProperty(DESCRIPTION, text)
@@ -80,7 +80,7 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
 
 @contextmanager
 def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
-    """Limit shuffles in the body to one partition per PARTITION_ROWS of `rows`, and at most to Spark's setting."""
+    """Limit shuffles in the block to one partition per PARTITION_ROWS of `rows`, and at most to Spark's setting."""
     old_partitions = spark.conf.get(SHUFFLE_PARTITIONS, DEFAULT_PARTITIONS) or DEFAULT_PARTITIONS
     spark.conf.set(SHUFFLE_PARTITIONS, max(1, min(int(old_partitions), -(-rows // PARTITION_ROWS))))
     try:
@@ -90,7 +90,7 @@ def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
 
 
 def union_groups(frames: Mapping[str | None, DataFrame]) -> DataFrame:
-    """Unite the rows of all groups. With several groups, add a column `group`."""
+    """Unite the rows of all groups. With several groups, add a column `group`. `frames`: group -> its rows."""
     if len(frames) == 1:
         [only] = frames.values()
         return only
@@ -99,7 +99,11 @@ def union_groups(frames: Mapping[str | None, DataFrame]) -> DataFrame:
 
 
 def start_query(writer: DataStreamWriter, name: str, checkpoint: str, trigger: str | None) -> StreamingQuery:
-    """Start a streaming query. `trigger` is a processing time such as "10 seconds"; None stops after catching up."""
+    """Start a streaming query.
+
+    `trigger`: the interval between micro-batches, such as "10 seconds". None: the query ends when it has processed the
+    rows that existed at its start.
+    """
     writer = writer.queryName(name).option("checkpointLocation", checkpoint)
     writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
     return writer.start()
@@ -134,7 +138,7 @@ class PacedStream(BrokerStream, Pace):
         return ReadMaxRows(self.options.max_rows_per_batch)
 
     def rows_max(self, limit: ReadLimit) -> int | None:
-        """Read the maximum number of rows of a micro-batch from `limit`. None means no limit."""
+        """Get the maximum number of rows of a micro-batch from Spark's `limit`. None means no limit."""
         if isinstance(limit, ReadAllAvailable):
             return None
         return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
@@ -151,8 +155,8 @@ def check_groups_exist(names: Iterable[str], groups: Collection[str]) -> None:
 
 
 # ---- rows of a read -------------------------------------------------------------------------------------------
-# No reader has `pushFilters`. All scans of a DataFrame share one plan in Spark, and the filters of the scan that is
-# planned last are in it. So the other scans of a query, and later queries, would lack rows.
+# No reader has `pushFilters`. All scans of a DataFrame share one reader in Spark, which would have the filters of the
+# scan that was planned last. So the other scans of a query, and later queries, would lack rows.
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,8 @@ def select_topic(batch: pa.RecordBatch, topic: str | None) -> pa.RecordBatch:
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------
-# Spark reports a failure as a page of Java and Python stack traces. If the cause is an error of Timeball, it is
-# somewhere in that text. Spark's exception stays chained as the cause, for the log.
+# Spark reports a failure as a page of Java and Python stack traces. If the cause is an error of Timeball, its type and
+# text are somewhere in that page. Spark's exception stays chained as the cause, for the log.
 #
 # Failures that need the operator become SetupError or StorageError. All others become Unavailable, for example a killed
 # JVM or worker, or a broken connection. After an Unavailable the runner starts the job again.
@@ -189,6 +193,7 @@ def select_topic(batch: pa.RecordBatch, topic: str | None) -> pa.RecordBatch:
 _TIMEBALL_ERROR = re.compile(r"timeball\.model\.errors\.(\w+): (.+)")
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _TRACEBACK_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+# (pattern in Spark's text, type and text of Timeball's error). \1 is the first group of the pattern.
 _KNOWN_FAILURES: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
     (
         re.compile(r"JAVA_GATEWAY_EXITED|Java gateway process exited"),
@@ -237,13 +242,13 @@ _KNOWN_FAILURES: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
 
 
 def to_timeball_error(error: BaseException) -> TimeballError:
-    """Convert an exception of Spark to an error of Timeball. An error of Timeball stays as it is."""
+    """Convert an exception of Spark to an error of Timeball. An error of Timeball is returned as it is."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)
     timeball_errors = _TIMEBALL_ERROR.findall(text)
     if timeball_errors:
-        name, sentence = timeball_errors[-1]
+        name, sentence = timeball_errors[-1]  # the last one is the cause
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, TimeballError):
             return kind(sentence.strip())

@@ -41,9 +41,9 @@ NAMED_TASKS_MAX = 64  # tasks of a FilesReader
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of one file: the row groups whose first row is in [begin_row, end_row). They have about `rows` rows.
+    """A part of one file: the row groups that begin at begin_row <= row < end_row. They have about `rows` rows.
 
-    The last slice of a file has no end_row.
+    `end_row` is None for the last slice of a file.
     """
 
     uri: str
@@ -68,7 +68,7 @@ class TableReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: divide the files of each group's table among tasks."""
-        files_by_group = [(group, table_files(table)) for group, table in tables_of(self.options)]
+        files_by_group = [(group, list_files(table)) for group, table in tables_of(self.options)]
         rows = piece_rows(sum(rows for _, files in files_by_group for _, rows in files), self.options)
         return [
             TablePart(part.slices, group)
@@ -102,12 +102,13 @@ class HistoryReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: one partition for each group."""
+        # Only the URI of the slice is used.
         return [
             TablePart([Slice(table.table_uri, 0, None, 0)], group) for group, table in tables_of(self.options)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read the versions of one group's table, the oldest first."""
+        """Read the versions of one group's table in HISTORY_SCHEMA, the oldest first."""
         assert isinstance(partition, TablePart)
         for piece in partition.slices:
             rows = [
@@ -126,7 +127,7 @@ class HistoryReader(DataSourceReader):
 def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
     """Open the table to read, in the requested version, for each group.
 
-    Raises SetupError for a version number with several groups.
+    Raises SetupError for a version number with several groups, and NotFound for a missing table or version.
     """
     if options.ledger_uri is not None and PLACEHOLDER not in options.ledger_uri:
         return [(Group("", options.endpoint), _open_version(options, options.ledger_uri, options.version))]
@@ -137,7 +138,7 @@ def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
 
 
 def _table_of(options: ReadOptions, group: Group, status: Status, groups: int) -> DeltaTable:
-    """Open the pending table or the ledger of one group."""
+    """Open the pending table or the ledger of one group. `groups`: the number of groups."""
     version = options.version
     uri = group_table_uri("option ledger_uri", options.ledger_uri, group.name, groups)
     if uri is None:
@@ -145,6 +146,7 @@ def _table_of(options: ReadOptions, group: Group, status: Status, groups: int) -
         if options.read == "ledger":
             uri = default_table_uri("ledger", uri, status)
         elif version is None and options.timestamp is None:
+            # It is -1 while the table lacks rows of the log. Then `open_table` raises Unavailable.
             version = status.table.version
     return _open_version(options, uri, version)
 
@@ -222,7 +224,7 @@ class FilesReader(DataSourceReader):
                 raise StorageError(f"cannot read {uri}: {error}") from error
 
 
-def table_files(table: DeltaTable) -> list[tuple[str, int]]:
+def list_files(table: DeltaTable) -> list[tuple[str, int]]:
     """List (URI, number of rows) of the files."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if not actions.num_rows:
@@ -233,7 +235,7 @@ def table_files(table: DeltaTable) -> list[tuple[str, int]]:
 
 
 def divide_among_tasks(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
-    """Divide files into partitions of about `rows_per_part` rows each. Large files are cut between row groups.
+    """Divide files (URI, rows) into partitions of about `rows_per_part` rows. Large files are cut between row groups.
 
     The largest slices are assigned first, each to the partition with the fewest rows, so that tasks are even.
     """
@@ -242,16 +244,16 @@ def divide_among_tasks(files: list[tuple[str, int]], rows_per_part: int) -> list
     ]
     total = sum(piece.rows for piece in slices)
     parts = [TablePart([]) for _ in range(min(len(slices), max(1, -(-total // rows_per_part))))]
-    load = [0] * len(parts)
+    rows_of_parts = [0] * len(parts)
     for piece in sorted(slices, key=lambda each: -each.rows):
-        lightest = load.index(min(load))
-        parts[lightest].slices.append(piece)
-        load[lightest] += max(piece.rows, 1)
+        smallest = rows_of_parts.index(min(rows_of_parts))
+        parts[smallest].slices.append(piece)
+        rows_of_parts[smallest] += max(piece.rows, 1)
     return parts
 
 
 def cut_file(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
-    """Cut a file into even slices of whole row groups."""
+    """Cut a file into even slices of whole row groups, of at most `rows_per_slice` rows (at least one row group)."""
     groups, per_slice = -(-rows // ROW_GROUP_ROWS), max(1, rows_per_slice // ROW_GROUP_ROWS)
     slices = max(1, -(-groups // per_slice))
     cuts = [groups * i // slices * ROW_GROUP_ROWS for i in range(slices)]
@@ -275,7 +277,7 @@ def read_slice(file_slice: Slice, schema: pa.Schema, topic: str | None) -> Itera
 
 
 def row_groups_of(footer: Any, file_slice: Slice) -> list[int]:
-    """List the row groups that begin within the slice."""
+    """List the indexes of the row groups that begin within the slice. `footer`: the file's pq.FileMetaData."""
     groups, row = [], 0
     for group in range(footer.num_row_groups):
         if file_slice.begin_row <= row and (file_slice.end_row is None or row < file_slice.end_row):

@@ -1,20 +1,30 @@
 """The SQL texts of the audit. DuckDB and Spark run the same texts.
 
-A message is one bit: messages are gathered in groups of GROUP_NUMBERS consecutive numbers, and the bit of a message is
-its place in the group. For each group, `bit_or` of the bits is the set of the messages, and `sum` differs from it if a
+A *group* (column `grp`) is a range of GROUP_NUMBERS consecutive message numbers, named by its first number. A message
+is one bit of its group. For each group, `bit_or` of the bits is the set of the messages, and `sum` differs from it if a
 message occurs twice. So a few integers per group compare the events with the stored rows, message by message, and
 neither engine sorts or joins the messages themselves. Due times are compared by a sum of hashes per group.
 
-    events_text   the sets and counts that the events state, by group
-    rows_text     the sets of the rows that are stored for pending messages, by group
-    ended_text    the rows that may still be stored, although their message was ended or moved
-    judged_text   each message of the groups in {suspects}, with a flag for each difference
-    queues_text   the positions of each queue, as sums
-    gaps_text     the missing and repeated positions of each queue
+The methods of AuditTexts build these queries:
 
-Relations of the engine: {events} (EVENT_COLUMNS, one row for each event of a single message), {filed} (FILED_COLUMNS),
-{logged} (LOGGED_COLUMNS: SCHEDULED and MOVED rows of the tail and of delay levels), {placed} (PLACED_COLUMNS),
-{kept} (ENDED_SCHEMA, from the last balanced audit), {suspects} (grp), {bulk} (seq, event_seq).
+    events   the sets of messages and the counts according to the events, by group
+    rows     the set of messages with stored rows that count as pending, by group
+    ended    the rows that may still be stored, although their message was ended (released or cancelled) or moved
+    judged   each message of the groups in {suspects}, with a flag for each difference
+    open     the set of the pending messages in {judged}, by group
+    queues   the positions of each queue, as sums
+    gaps     the missing and repeated positions of each queue
+
+An engine supplies these relations (audit_engines.py):
+
+    {events}     EVENT_COLUMNS, one row for each event of a single message
+    {filed}      FILED_COLUMNS, the rows of the pending table
+    {logged}     LOGGED_COLUMNS, the SCHEDULED and MOVED rows of the log's tail and of delay levels
+    {placed}     PLACED_COLUMNS, the queue positions of rows of the log
+    {kept}       ENDED_SCHEMA, from the last balanced audit
+    {suspects}   grp
+    {bulk}       BULK_SCHEMA, the messages of bulk writes
+    {judged}     the result of `judged`
 """
 
 from __future__ import annotations
@@ -186,7 +196,7 @@ FROM (SELECT seq AS n, seq - seq % {group_numbers} AS grp, {bit} AS bit, due_ms 
 GROUP BY grp
 """
 
-# A queue with consecutive positions has these sums. Otherwise `gaps_text` counts.
+# From these sums, `are_consecutive` tells whether a queue has gaps. If so, `gaps` counts them.
 _QUEUES_TEXT = """
 SELECT topic, queue_id, min(queue_offset) AS first, max(queue_offset) AS last, count(*) AS uses,
        CAST(sum(queue_offset % {prime}) AS BIGINT) AS sum_1,
@@ -203,7 +213,7 @@ WHERE last - first + 1 <> positions OR uses <> positions
 
 
 class AuditTexts:
-    """The texts for one engine. Relations keep their names in the texts, in the form that the engine takes."""
+    """Builds the texts for one engine. `relation` converts a relation's name to its form in the engine's SQL."""
 
     def __init__(
         self, engine: Engine, relation: Relation, *, since: int, settled_ms: int, overdue_before_ms: int
@@ -261,7 +271,7 @@ class AuditTexts:
         return _GAPS_TEXT.format(**self._fields)
 
     def first_of_level(self) -> str:
-        """Build the query for the first row that waits for a delay level."""
+        """Build the query for the first row of a message that waits for a delay level."""
         condition = "topic = '{schedule_topic}' AND due_ms >= {settled_ms}"
         return f"SELECT min(seq) AS seq FROM {{logged}} WHERE {condition}".format(**self._fields)
 
@@ -278,13 +288,11 @@ class AuditTexts:
 # ---- sets of numbers, as the texts build them ------------------------------------------------------------------
 
 
-def group_of(numbers: Int64Array) -> Int64Array:
-    """Compute the first number of the group of each number."""
-    return numbers - numbers % GROUP_NUMBERS
-
-
 def bits_of_range(first: int, rows: int) -> tuple[Int64Array, Int64Array]:
-    """Compute the groups that a range of numbers touches, and its bits in each."""
+    """Compute the groups that the numbers first <= n < first + rows touch, and the bits of these numbers in each.
+
+    Returns (first numbers of the groups, bits).
+    """
     end = first + rows
     groups = np.arange(first - first % GROUP_NUMBERS, end, GROUP_NUMBERS, dtype=np.int64)
     low = np.maximum(first - groups, 0)
@@ -294,13 +302,17 @@ def bits_of_range(first: int, rows: int) -> tuple[Int64Array, Int64Array]:
 
 
 def are_consecutive(first: int, last: int, uses: int, sum_1: int, sum_2: int) -> bool:
-    """Check by the sums of `queues_text` whether each position from `first` to `last` is used once."""
+    """Check by the result of `AuditTexts.queues` whether each position from `first` to `last` is used once.
 
-    def power_sums(n: int) -> tuple[int, int]:  # of 0 to n
-        return n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6
+    `uses`: the number of positions. `sum_1`, `sum_2`: the sums of the positions and of their squares, modulo PRIME.
+    """
 
-    high, low = power_sums(last), power_sums(first - 1)
+    def power_sums(end: int) -> tuple[int, int]:
+        """Sum the numbers and the squares from 0 to `end`."""
+        return end * (end + 1) // 2, end * (end + 1) * (2 * end + 1) // 6
+
+    to_last, before_first = power_sums(last), power_sums(first - 1)
     return uses == last - first + 1 and all(
-        (given - (above - below)) % PRIME == 0
-        for given, above, below in zip((sum_1, sum_2), high, low, strict=True)
+        (actual - (upper - lower)) % PRIME == 0
+        for actual, upper, lower in zip((sum_1, sum_2), to_last, before_first, strict=True)
     )

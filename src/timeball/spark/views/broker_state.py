@@ -1,8 +1,8 @@
-"""State of the broker in the views: recurring schedules, bulk operations, and the effect of these on pending messages.
+"""State of the broker in the views: recurring schedules, and bulk operations with their effect on pending messages.
 
-No row names the messages of a bulk operation. So each reader evaluates its condition, and this module does so with the
-broker's own code: a query and a look-up must not differ. It is the only import of the broker in this package, and only
-of functions on columns (decision 0133).
+No row names the messages of a bulk operation (a *selection* in the code). So each reader evaluates its condition, and
+this module does so with the broker's own code: a query and a look-up must have the same result. This module has the
+only import of the broker in this package, and only of functions on columns (decision 0133).
 """
 
 from __future__ import annotations
@@ -55,28 +55,29 @@ SELECTION_SCHEMA = pa.schema(
 
 
 def schedule_rows(schedules: Iterable[RecurringSchedule]) -> Iterator[pa.RecordBatch]:
-    """Build the rows of the view `schedules`."""
-    rest = iter(schedules)
-    while part := list(islice(rest, BATCH_ROWS)):
+    """Build the rows of the view `schedules`, in SCHEDULE_SCHEMA."""
+    remaining = iter(schedules)
+    while part := list(islice(remaining, BATCH_ROWS)):
         yield pa.RecordBatch.from_pylist(list(map(msgspec.structs.asdict, part)), SCHEDULE_SCHEMA)
 
 
 def selection_rows(selections: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
-    """Build the rows of the view `selections`, from answers to the action of this name."""
+    """Build the rows of the view `selections`, in SELECTION_SCHEMA. `selections`: from Endpoint.selections."""
     rows = [_selection_row(each["id"], each["state"], _facts(each["facts"])) for each in selections]
     return pa.RecordBatch.from_pylist(rows, SELECTION_SCHEMA)
 
 
 def _selection_row(name: str, state: str, facts: SelectionFacts) -> dict[str, object]:
-    is_known = facts.last_due_ms >= 0
+    """Build one row of SELECTION_SCHEMA. `name`: the id of the bulk operation."""
+    has_due_times = facts.last_due_ms >= 0
     return {
         "id": name, "action": facts.action, "shift_ms": facts.shift_ms or None,
         "to_topic": facts.to_topic or None, "state": state, "condition": facts.where or None,
         "topics": facts.topics, "due_from_ms": None if facts.from_ms == FIRST_MS else facts.from_ms,
         "due_to_ms": None if facts.to_ms == LAST_MS else facts.to_ms, "accepted_ms": facts.at_ms,
         "account": facts.by or None, "messages": facts.count,
-        "first_due_ms": facts.first_due_ms if is_known else None,
-        "last_due_ms": facts.last_due_ms if is_known else None,
+        "first_due_ms": facts.first_due_ms if has_due_times else None,
+        "last_due_ms": facts.last_due_ms if has_due_times else None,
         "undone_ms": facts.undone_ms if facts.is_undone else None,
     }  # fmt: skip
 
@@ -101,27 +102,32 @@ def effective_selections(
 ) -> bytes:
     """Encode the selections that may cover pending messages, as of the row `end_seq` of the log. Empty for none.
 
-    `settled_before_ms`: all messages due earlier are settled. `is_now`: the row is the newest one.
+    `selections`: from Endpoint.selections. `settled_before_ms`: all messages due earlier are settled. `is_now`: the row
+    is the end of the log now, not of an older version.
     """
     effective = {}
     for each in selections:
         facts = _facts(each["facts"])
-        if not is_now:  # its messages may have been pending then
+        if not is_now:  # its messages may have been pending at that version
             facts = msgspec.structs.replace(facts, is_settled=False)
         if facts.seq >= end_seq or facts.is_over(settled_before_ms):
             continue
-        if facts.undone_seq >= end_seq:  # undone later
+        if facts.undone_seq >= end_seq:  # undone after that version
             facts = msgspec.structs.replace(facts, undone_seq=0)
         effective[each["id"]] = facts
     return msgspec.json.encode(effective) if effective else b""
 
 
 def reach_ms(encoded: bytes) -> int:
-    """Compute by how much the due times of pending messages and of their rows may differ, at most."""
+    """Compute by how many ms the due time of a pending message and that of its row may differ, at most.
+
+    `encoded`: the result of `effective_selections`.
+    """
     if not encoded:
         return 0
     facts = _decoded(encoded).values()
-    # A wake-up after one of these has any due time. Undone ones may have left wake-ups.
+    # These operations give messages any due time, by wake-ups (rows that move a message). An operation that was undone
+    # may have left wake-ups.
     if any(each.action in ("pause", "resume", "release") for each in facts):
         return LAST_MS
     return sum(abs(each.shift_ms) for each in facts)
@@ -137,7 +143,10 @@ def _selected(encoded: bytes) -> Selected:
 
 
 def effect_of(selections: bytes) -> Callable[..., pa.Array]:
-    """Build the function for the effect of encoded selections: columns of ARGUMENTS to a column of EFFECT."""
+    """Build the SQL function for the effect of selections: columns of ARGUMENTS to a column of EFFECT.
+
+    `selections`: the result of `effective_selections`.
+    """
 
     # Engines read the parameters and their types.
     def effect(
@@ -150,6 +159,7 @@ def effect_of(selections: bytes) -> Callable[..., pa.Array]:
 
 
 def _effect(encoded: bytes, arguments: Sequence[pa.Array | pa.ChunkedArray]) -> pa.Array:
+    """Compute the column of EFFECT for some messages. `arguments`: the columns ARGUMENTS."""
     columns = dict(zip(ARGUMENTS, map(_combined, arguments), strict=True))
     due_ms, version, number = (int64(columns[name]) for name in ("due_ms", "version", "seq"))
     topic, selected = columns["topic"].cast(pa.string()), copy.copy(_selected(encoded))
@@ -173,7 +183,10 @@ def _effect(encoded: bytes, arguments: Sequence[pa.Array | pa.ChunkedArray]) -> 
 
 
 def _woken(due_ms: Int64Array, version: Int64Array, number: Int64Array, properties: pa.Array) -> Woken:
-    """Find the wake-ups among some messages. Their rows have the due times and versions of their bases."""
+    """Find the wake-ups among some rows. The properties of a wake-up have the due time and version that it replaced.
+
+    All arrays have an entry for each row.
+    """
     woken = Woken()
     properties = properties.cast(pa.string())
     if pc.any(pc.match_substring(properties, BASE)).as_py():

@@ -82,9 +82,9 @@ def view_columns() -> dict[str, list[str]]:
 class SqlSession:
     """A session of queries on one version. Use it as a context manager.
 
-    The caller gives a snapshot, or chooses one by `version`, `upcoming` and `table_uri` (Snapshot.pin). The view
-    `pending` has only scheduled messages with a due time within `due`. Without `bodies` it has no column `body`, and no
-    bodies are fetched for it.
+    The version is that of `snapshot`, or else of a new one (`version`, `upcoming` and `table_uri`: see Snapshot.pin).
+    The view `pending` has only scheduled messages with a due time within `due`. Without `bodies` it has no column
+    `body`, and no bodies are fetched for it. `memory_bytes`: of DuckDB. `log_rows`: the rows of the view `log`.
 
     DuckDB runs in the session's own thread.
     """
@@ -150,7 +150,7 @@ class SqlSession:
         return Answer(self.version, pa.RecordBatchReader.from_batches(rows.schema, self._read(rows)))
 
     def due_load(self, *, by_topic: bool = False) -> Load:
-        """Count the pending messages by the second in which they are due."""
+        """Count the pending messages by the second in which they are due. Raises the errors of `run`."""
         return count_due(lambda text: self.run(text).rows.read_all(), by_topic=by_topic)
 
     def _read(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
@@ -162,10 +162,7 @@ class SqlSession:
             raise self._to_timeball_error(error) from error
 
     def _run_in_worker(self, call: Callable[[], T]) -> T:
-        """Run a call in DuckDB's thread.
-
-        Ctrl-C reaches the caller's thread at once, which then interrupts the query.
-        """
+        """Run a call in DuckDB's thread. Ctrl-C reaches the caller's thread, which interrupts the query."""
         future = self._worker.submit(call)
         try:
             return future.result()
@@ -258,7 +255,7 @@ class SessionOptions(msgspec.Struct, frozen=True):
 
 
 class Relations:
-    """The relations of one group. `number` is the suffix of their names, or None if there is only one group."""
+    """The relations of one group at one snapshot, each made when it is first needed."""
 
     def __init__(
         self,
@@ -270,6 +267,7 @@ class Relations:
         session_options: SessionOptions,
         number: int | None,
     ) -> None:
+        """`number`: the suffix of the relations' names, or None if there is only one group."""
         self.group, self.snapshot, self.version = group, snapshot, snapshot.describe_version()
         self.columns: dict[str, list[str]] = {}  # of the relations made so far
         self._database, self._scratch, self._broker = database, scratch, broker
@@ -307,16 +305,17 @@ class Relations:
         self._database.execute(f"create view {self.name(relation)} as {query}")
 
     def _make_pending_rows(self) -> None:
-        """Make the relation of pending messages from files of the table, the log, and cancels in the ledger."""
+        """Make the relation of pending messages from files of the table, the log, and events in the ledger."""
         shot, due = self.snapshot, self._options.due
+        # The whole log is kept if retention has never removed rows. Then the ledger has no other events.
         ledger = shot.open_ledger_or_archive("ledger") if shot.first_seq > 1 else None
-        cancels = EVENT_SCHEMA.empty_table() if ledger is None else as_dataset(ledger, EVENT_SCHEMA)
-        self._register("ledger_rows", cancels)
+        events = EVENT_SCHEMA.empty_table() if ledger is None else as_dataset(ledger, EVENT_SCHEMA)
+        self._register("ledger_rows", events)
         bounds = view_sql.clip_to_snapshot(shot, due)
         paths = [file.path for file in table_files(shot.uri, shot.version) if file.may_hold(bounds)]
         self._register("waiting_table_rows", files_dataset(shot.uri, paths))
-        for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows"):
-            self._fetch(name, shot.watermark)
+        for name in view_sql.LOG_RELATIONS:
+            self._fetch(name)
         columns = self._options.scheduled_columns
         text = view_sql.pending_sql(shot, columns, due, relation=self.name, effect=self._make_effect())
         self._make_view("waiting_rows", text)
@@ -333,11 +332,11 @@ class Relations:
         )  # fmt: skip
         return name
 
-    def _fetch(self, name: str, marked_seq: int) -> None:
-        """Make a relation of view_sql.LOG_RELATIONS, from the log's first row on, or else from `marked_seq` on."""
+    def _fetch(self, name: str) -> None:
+        """Make a relation of view_sql.LOG_RELATIONS, from the log's first row or the watermark on."""
         rows = view_sql.LOG_RELATIONS[name]
         columns = view_sql.log_columns(name, self._options.scheduled_columns)
-        begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
+        begin, end = self.snapshot.log_range(0 if rows.begin == "first" else self.snapshot.watermark)
         self._spool(name, begin, end, rows.kinds, columns, rows.placed)
 
     def _spool(
@@ -349,7 +348,10 @@ class Relations:
         columns: Sequence[str],
         placed: bool | None = None,
     ) -> None:
-        """Make a relation of the rows begin <= seq < end of the log."""
+        """Make a relation of the rows begin <= seq < end of the log, with these columns.
+
+        `kinds`: None for all. `placed`: as in Endpoint.read_log.
+        """
         schema = pa.schema([READ_SCHEMA.field(column) for column in columns])
         rows: Iterable[pa.RecordBatch] = ()
         if begin < end:
@@ -408,6 +410,6 @@ class Relations:
 
 
 def union_of_groups(queries: Mapping[str, str]) -> str:
-    """Combine {group: query} into one query for the rows of all groups, with a column for the group's name."""
+    """Combine {group: query} into one query for the rows of all groups, with the group's name in a column `group`."""
     named = (f"select *, '{group}' as \"{GROUP}\" from ({query})" for group, query in queries.items())
     return " union all by name ".join(named)

@@ -43,7 +43,10 @@ _NUMPY_UNIT = {Unit.SECOND: "s", Unit.MINUTE: "m", Unit.HOUR: "h", Unit.DAY: "D"
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest cell of a minute: the rows due in the second that begins at `at_ms`, and in its whole minute."""
+    """The second with the most rows of its minute, beginning at `at_ms`: its rows, and those of the whole minute.
+
+    In a coarser load it is a cell of `width_s` seconds.
+    """
 
     at_ms: int
     rows: int
@@ -96,7 +99,10 @@ class Load:
         return _sum_by_key(self.second, self.rows)
 
     def curve(self, unit: Unit = Unit.AUTO, bars_max: int = BARS_MAX) -> Curve:
-        """Compute the rows per `unit`, summed over topics. A unit cannot be finer than the load's own width."""
+        """Compute the rows per `unit`, summed over topics. The unit becomes coarser if the load's cells are wider.
+
+        AUTO: the finest unit with at most `bars_max` bars, or days.
+        """
         if unit is Unit.AUTO:
             curves = [self.curve(candidate) for candidate in UNIT_S if UNIT_S[candidate] >= self.width_s]
             return next((candidate for candidate in curves if len(candidate.rows) <= bars_max), curves[-1])
@@ -105,12 +111,15 @@ class Load:
         return Curve(unit, start_s, rows)
 
     def peaks(self, count: int) -> list[Peak]:
-        """Find the `count` fullest seconds, at most one per minute. Otherwise all could be neighbours of the first."""
+        """Find the `count` seconds with the most rows, at most one per minute, the largest first.
+
+        Without the limit, all of them could be next to the first one.
+        """
         second, rows = self.per_second()
         if not len(second):
             return []
         minute = second // 60
-        # Sort by minute, with each minute's fullest second last. Among equal seconds the earliest is last.
+        # Sort by minute, so that each minute's largest second is last. Among equal seconds the earliest is last.
         order = np.lexsort((-second, rows, minute))
         last = np.flatnonzero(np.append(np.diff(minute[order]), 1))
         best = order[last]
@@ -143,7 +152,7 @@ class Load:
         return self._select_cells(slice(low, high))
 
     def coarser(self, width_s: int) -> Load:
-        """Convert to cells of `width_s` seconds."""
+        """Convert to cells of `width_s` seconds, or of the present width if it is larger."""
         second = self.second // width_s * width_s
         return from_cells(self.topics, self.topic, second, self.rows, max(width_s, self.width_s))
 
@@ -156,9 +165,9 @@ class Load:
 def from_cells(
     topics: Sequence[str], topic: Int64Array, second: Int64Array, rows: Int64Array, width_s: int = 1
 ) -> Load:
-    """Build a load from cells in any order. Adds equal cells.
+    """Build a load from cells in any order. Adds equal cells. It becomes coarser if it has more than CELLS_MAX cells.
 
-    It becomes coarser if there are more than CELLS_MAX cells.
+    The arrays have one entry per cell: `topic` is an index in `topics`, `second` is in seconds since 1970.
     """
     names = tuple(topics) or (ALL_TOPICS,)
     # One key sorts faster than two. It fits into 64 bits: a second needs 38 bits, a topic 17.
@@ -182,10 +191,11 @@ def _cell_text(width_s: int) -> str:
 def count_due(
     run: Callable[[str], pa.Table], *, by_topic: bool = False, relation: Callable[[str], str] = str
 ) -> Load:
-    """Count the rows of the relation `pending` by SQL. `run` runs a query.
+    """Count the rows of the relation `pending`, with columns due_ms and topic, by SQL.
 
-    The SQL engine has all cells in memory while it counts. So a first query estimates their number for each width, and
-    the finest width with at most CELLS_MAX cells is used.
+    `run` runs a query. `relation` converts a relation's name to its form in the engine's SQL. The SQL engine has all
+    cells in memory while it counts. So a first query estimates their number for each width, and the finest width with
+    at most CELLS_MAX cells is used.
     """
     pending = relation("pending")
     texts = [_cell_text(width_s) for width_s in WIDTHS_S]
@@ -196,7 +206,7 @@ def count_due(
     width_s = next(fits, WIDTHS_S[-1])
     topic = "topic" if by_topic else "''"
     text = _COUNT_TEXT.format(topic=topic, cell=_cell_text(width_s), pending=pending)
-    # Engines return groups in any order. Sorting makes equal loads list their topics in the same order.
+    # Engines return the counts in any order. Sorting makes equal loads list their topics in the same order.
     cells_by_topic = run(text).sort_by("topic").combine_chunks()
     topics = cells_by_topic.column("topic").cast(pa.string()).combine_chunks().dictionary_encode()
     second, rows = (int64(cells_by_topic.column(name).combine_chunks()) for name in ("cell", "rows"))

@@ -62,7 +62,7 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 class TopicLoad(msgspec.Struct, frozen=True):
-    """The load of one topic: its rows, their first and last second, its fullest second, its curve."""
+    """The load of one topic: its rows, their first and last second, the second with the most rows, its curve."""
 
     rows: int
     first_ms: int
@@ -96,9 +96,10 @@ def version_at(uri: str, time_ms: int) -> int:
 def recurring_load(
     broker: Endpoint, from_ms: int, until_ms: int, *, width_s: int = 1, by_topic: bool = False
 ) -> tuple[Load, int]:
-    """Count the occurrences of recurring schedules that are no messages yet, in cells of `width_s`, by the broker.
+    """Count the occurrences of recurring schedules that are no messages yet and due from `from_ms` until `until_ms`.
 
-    Returns the load, and the time (ms) up to which they are counted: earlier than `until_ms` if there are too many.
+    The broker counts them, in cells of `width_s`. Returns the load, and the time (ms) up to which they are counted:
+    earlier than `until_ms` if there are too many.
     """
     width_ms = width_s * SECOND_MS
     counts = broker.occurrences(from_ms - from_ms % width_ms, until_ms + -until_ms % width_ms, width_ms)
@@ -129,10 +130,10 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = False) -> tuple[Load, int]:
-    """Count the releases after `snapshot` by the time at which each row was in its queue.
+    """Count the releases after `snapshot` by the time at which each message was in its queue.
 
-    Returns this load and the broker's current time (ms since 1970). Raises OutOfRange if retention has removed a part
-    of these rows: without them, the forecast would look wrong.
+    Returns this load and the broker's current time (ms since 1970). Raises OutOfRange if retention has removed some of
+    these RELEASE rows: without them, the forecast would look wrong.
     """
     status = broker.status()
     if status.log.first_seq > snapshot.end_seq:
@@ -150,7 +151,7 @@ def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = Fal
 
 
 def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
-    """Compare a forecast with the actual releases until now, or until the end of its window `due`."""
+    """Compare a forecast (`said`) with the actual releases (`came`) until now, or until the end of its window `due`."""
     until_ms = now_ms if due[1] is None else min(due[1], now_ms)
     begin_s = None if due[0] is None else due[0] // SECOND_MS
     said, came = (load.between(begin_s, until_ms // SECOND_MS) for load in (said, came))
@@ -186,6 +187,7 @@ def load_of_file(path: Path, column: str | None = None, topic: str | None = None
 
 
 def _due_column(names: Sequence[str], column: str | None, path: Path) -> str:
+    """Choose the column of due times among the columns `names` of a file. Raises InvalidMessage if there is none."""
     candidates = DUE_COLUMNS if column is None else (column,)
     name = next((name for name in candidates if name in names), None)
     if name is None:
@@ -196,6 +198,7 @@ def _due_column(names: Sequence[str], column: str | None, path: Path) -> str:
 
 
 def _topics(batch: pa.RecordBatch, has_topic: bool, topic: str | None) -> pa.Array | None:
+    """Get the topic of each row: from the column of the file, or else `topic` for all. None for no topics."""
     if has_topic:
         return batch.column(TOPIC_COLUMN).cast(pa.string()).fill_null(ALL_TOPICS)
     return None if topic is None else pa.repeat(pa.scalar(topic), batch.num_rows)
@@ -206,8 +209,8 @@ def _due_times_ms(column: pa.Array, label: str) -> Int64Array:
     if column.null_count:
         raise InvalidMessage(f"{label}: {column.null_count:,} rows have no instant")
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
-        micro_s = int64(pc.cast(column, pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()))
-        due_ms = -(-micro_s // 1_000)
+        due_us = int64(pc.cast(column, pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()))
+        due_ms = -(-due_us // 1_000)
     elif pa.types.is_integer(column.type):
         due_ms = int64(column.cast(pa.int64()))
     else:
@@ -227,7 +230,7 @@ def report(load: Load, by: Unit = Unit.AUTO, *, peaks: int = 5, by_topic: bool =
     """Build the report on a load: its curve in bars of `by`, its highest `peaks`, and the same for each topic."""
     curve = load.curve(by)
     topics = (
-        {name: _topic(topic_load, curve.unit) for name, topic_load in load.by_topic().items()}
+        {name: _topic_report(topic_load, curve.unit) for name, topic_load in load.by_topic().items()}
         if by_topic
         else {}
     )
@@ -241,7 +244,8 @@ def report(load: Load, by: Unit = Unit.AUTO, *, peaks: int = 5, by_topic: bool =
     )
 
 
-def _topic(load: Load, by: Unit) -> TopicLoad:
+def _topic_report(load: Load, by: Unit) -> TopicLoad:
+    """Build the report on the load of one topic, which has rows."""
     [peak] = load.peaks(1)
     first, last = int(load.second[0]), int(load.second[-1])
     return TopicLoad(load.total, first * SECOND_MS, last * SECOND_MS, peak, list(_bars(load.curve(by))))
@@ -266,8 +270,8 @@ OTHER_TOPICS = "*"  # stands for all topics without their own rate
 class Outcome(msgspec.Struct, frozen=True):
     """The figures of one queue, over all its rows. Lateness is in ms, points in time are ms since 1970.
 
-    `rate` is in rows per second. `caught_up_ms` is the time when the largest backlog has been processed. It is None if
-    no rows are due.
+    `rate` is in rows per second. `backlog_max` is the largest number of waiting rows. `caught_up_ms` is the time at
+    which the queue is empty for the first time after that. Times are None if no rows are due.
     """
 
     rate: float
@@ -313,7 +317,9 @@ class Queue:
         )
 
     def _caught_up_ms(self, worst: int) -> int:
+        """Compute the time at which the queue is empty after the entry `worst`, which has the largest backlog."""
         idle = np.flatnonzero(self.before[worst + 1 :] <= 0)
+        # The last entry before the queue is empty.
         last = worst + int(idle[0]) if len(idle) else len(self.second) - 1
         return int(self.second[last]) * SECOND_MS + _round_to_ms(float(self.after[last]) / self.rate)
 
@@ -369,9 +375,9 @@ def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
     The waits of the rows of a second are distributed evenly between before/rate and after/rate seconds. The result is
     exact, because it is computed from the sum of these spans.
     """
-    low = np.concatenate([q.before / q.rate for q in queues])
-    high = np.concatenate([q.after / q.rate for q in queues])
-    rates = np.concatenate([np.full(len(q.second), q.rate) for q in queues])
+    low = np.concatenate([queue.before / queue.rate for queue in queues])
+    high = np.concatenate([queue.after / queue.rate for queue in queues])
+    rates = np.concatenate([np.full(len(queue.second), queue.rate) for queue in queues])
     if len(low) == 0:
         return [0.0 for _ in shares]
     # The density of messages over lateness (messages per second of lateness) is a step function: each span adds its
@@ -400,9 +406,10 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None) -> WhatIf:
-    """Simulate consumers. `rates`: rows per second by topic. OTHER_TOPICS: one rate for all topics without their own.
+    """Model consumers. `rates`: topic -> rows per second. OTHER_TOPICS is one rate for all topics without their own.
 
-    `backlog` rows are unread at the start: in the queue of OTHER_TOPICS, or without that rate in the only queue.
+    `backlog` rows are unread at second `from_s`: in the queue of OTHER_TOPICS, or without that rate in the only queue.
+    Raises the errors of `queues`.
     """
     queue_by_name = queues(load, rates, backlog, from_s)
     half, nearly_all = quantiles(list(queue_by_name.values()), (0.5, 0.99)) if queue_by_name else (0.0, 0.0)
@@ -424,9 +431,10 @@ def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int 
 def queues(
     load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None
 ) -> dict[str, Queue]:
-    """Build one queue for each rate.
+    """Model one queue for each rate. Returns them by the name of the rate: a topic, or OTHER_TOPICS.
 
-    Raises RequestError for a rate that is not above 0, or for a backlog that could belong to several queues.
+    The arguments are those of `serve`. Raises RequestError for a rate that is not above 0 or infinite, or for a backlog
+    that could belong to several queues.
     """
     for name, rate in rates.items():
         if not rate > 0 or rate == float("inf"):
@@ -448,7 +456,10 @@ def queues(
 
 
 def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int | None = None) -> float:
-    """Find the lowest rate (rows per second, to 0.1 %) at which no row waits longer than `lateness_max_ms`."""
+    """Find the lowest rate (rows per second, to 0.1 %) at which no row waits longer than `lateness_max_ms`.
+
+    `load`, `backlog`, `from_s`: of one queue, as in `queue`. Raises RequestError unless `lateness_max_ms` is above 0.
+    """
     if not lateness_max_ms > 0:
         raise RequestError("the largest lateness must be above 0 ms")
     if load.total + backlog == 0:
@@ -471,18 +482,18 @@ def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int 
 
 
 def spread(rows: int, at_ms: int, over_ms: int = 0, topic: str = ALL_TOPICS) -> Load:
-    """Build the load of `rows` rows that fall due evenly during `over_ms` from `at_ms` on.
+    """Build the load of `rows` rows that fall due evenly during `over_ms` from `at_ms` on. With 0, all are due at once.
 
-    With 0, all are due at once.
+    Raises RequestError for negative `rows` or `over_ms`.
     """
     if rows < 0 or over_ms < 0:
         raise RequestError("an extra load has no negative number of rows, and no negative length")
     steps = max(1, min(-(-over_ms // SECOND_MS), rows, CELLS_MAX))
-    marks = np.arange(steps + 1, dtype=np.int64)
-    # Two terms, because the product marks * rows might not fit into 64 bits.
-    upto = (marks * (rows // steps)) + marks * (rows % steps) // steps
-    second = (at_ms + over_ms * marks[:-1] // steps) // SECOND_MS
-    return from_cells((topic,), np.zeros(steps, np.int64), second, np.diff(upto))
+    step = np.arange(steps + 1, dtype=np.int64)
+    # Two terms, because the product step * rows might not fit into 64 bits.
+    rows_before = (step * (rows // steps)) + step * (rows % steps) // steps
+    second = (at_ms + over_ms * step[:-1] // steps) // SECOND_MS
+    return from_cells((topic,), np.zeros(steps, np.int64), second, np.diff(rows_before))
 
 
 def _round_to_ms(seconds: float) -> int:

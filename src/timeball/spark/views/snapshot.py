@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from deltalake import DeltaTable
@@ -56,7 +56,8 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     archive: int | None = None  # None if the query did not read it
     # False for an older version if retention has removed some of the messages that were pending then.
     is_whole: bool = True
-    # With several groups: the version of each group, which has its own table and log. The four fields above are None.
+    # With several groups: the version of each group, which has its own table and log. Then `table`, `log_end`, `ledger`
+    # and `archive` of the whole are None.
     groups: dict[str, Version] | UnsetType = UNSET
 
 
@@ -73,12 +74,23 @@ def all_versions(groups: dict[str, Version]) -> Version:
 
 
 def check_version(version: int | None, groups: int) -> None:
-    """Refuse a version number in a read of several groups, because each has its own. Raises RequestError."""
+    """Raise RequestError for a version number in a read of several groups, because each group has its own.
+
+    `groups`: the number of groups.
+    """
     if version is not None and groups > 1:
         raise RequestError(
             f"version {version}: each of the {groups} groups has its own; pin the endpoint to one of them: "
             "grpc://host:port#g1"
         )
+
+
+class HeldRange(NamedTuple):
+    """A paused campaign holds back the rows first_seq <= seq < end_seq that are due at `due_from_ms` or later."""
+
+    first_seq: int
+    end_seq: int
+    due_from_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +109,7 @@ class Snapshot:
     only_cancels: bool = False  # no message of the snapshot can be released yet, so RELEASE rows are not read
     upcoming: bool = False  # only messages with a due time to come: not those that a bulk operation holds
     is_whole: bool = True
-    # Ranges that paused campaigns hold back now: (first_seq, end_seq, due from from_ms on). Empty for older versions.
-    held: tuple[tuple[int, int, int], ...] = ()
+    held: tuple[HeldRange, ...] = ()  # the rows that paused campaigns hold back now. Empty for older versions
     selections: bytes = b""  # the bulk operations that may cover pending messages (broker_state.py)
 
     @classmethod
@@ -112,6 +123,7 @@ class Snapshot:
     ) -> Snapshot:
         """Take a snapshot of the messages pending now, or of those pending when `version` of the table was made.
 
+        `upcoming`: only messages due after the broker's current time, without those that a bulk operation holds.
         `table_uri`: the table's URI for this process, if it differs from the broker's. Raises NotFound for a version
         that does not exist, and SetupError if this process cannot reach the table.
         """
@@ -125,7 +137,7 @@ class Snapshot:
             shot = replace(
                 cls.of(status, uri, due_from_ms, only_cancels=upcoming), held=paused_ranges(broker)
             )
-        # After the status, so that none of those before its end is missing.
+        # Read after the status, so that no selection before the end of the snapshot is missing.
         selections = effective_selections(
             broker.selections(), shot.end_seq, shot.due_from_ms, is_now=version is None
         )
@@ -135,7 +147,7 @@ class Snapshot:
     def of(
         cls, status: Status, uri: str, due_from_ms: int, *, only_cancels: bool = False, is_whole: bool = True
     ) -> Snapshot:
-        """Build the snapshot of one status."""
+        """Build the snapshot of one status. The arguments are fields of Snapshot."""
         return cls(
             uri=uri,
             ledger_uri=default_table_uri("ledger", uri, status),
@@ -185,13 +197,13 @@ class Snapshot:
         return self.log_range(mark)
 
 
-def paused_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
-    """Read the ranges that paused campaigns hold back, as in Snapshot.held."""
+def paused_ranges(broker: Endpoint) -> tuple[HeldRange, ...]:
+    """Read the ranges that paused campaigns hold back."""
     return tuple(
-        (first_seq, first_seq + rows, campaign.held_from_ms)
-        for known in broker.campaigns()
-        if known.held_from_ms is not None
-        for campaign in broker.campaigns(known.campaign)
+        HeldRange(first_seq, first_seq + rows, campaign.held_from_ms)
+        for listed in broker.campaigns()
+        if listed.held_from_ms is not None
+        for campaign in broker.campaigns(listed.campaign)  # the list has no ranges
         if campaign.held_from_ms is not None  # it may have been resumed meanwhile
         for first_seq, rows in campaign.ranges
     )
@@ -201,9 +213,10 @@ def paused_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
 
 
 def status_with_all_attaches(broker: Endpoint, table_uri: str | None = None) -> Status:
-    """Read the status again and again until its table version contains all attaches of its log.
+    """Read the broker's status repeatedly, until its table version contains all attaches of its log.
 
-    Raises Unavailable after _TRIES tries.
+    `table_uri`: the table's URI for this process, if it differs from the broker's. Raises Unavailable after _TRIES
+    tries.
     """
     for _ in range(_TRIES):
         status = broker.status()
@@ -229,9 +242,8 @@ def table_row_of_version(uri: str, version: int) -> int:
 def status_of_version(broker: Endpoint, current: Status, uri: str, version: int) -> tuple[Status, bool]:
     """Reconstruct the status at the time when an older version was made.
 
-    Also returns whether the kept log has its whole tail.
-
-    Raises NotFound for a version that does not exist.
+    `current`: the status now. Also returns whether the kept log has the whole tail of that version. Raises NotFound for
+    a version that does not exist.
     """
     if not 0 <= version <= current.table.version:
         raise NotFound(f"no version {version} of the pending table: there are 0 to {current.table.version}")

@@ -63,12 +63,9 @@ def pin_groups(endpoint: str, version: int | None = None) -> list[tuple[Group, S
 def pending_in_snapshot(
     spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ANY_DUE_TIME, bodies: bool = True
 ) -> DataFrame:
-    """Read the messages that are pending in a snapshot and due within `due`."""
+    """Read the messages that are pending in a snapshot and due within `due`: PENDING_COLUMNS and `place`."""
     columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
-    frames = {
-        name: _log(spark, endpoint, shot, name, columns)
-        for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows")
-    }
+    frames = {name: _log_relation(spark, endpoint, shot, name, columns) for name in view_sql.LOG_RELATIONS}
     frames["ledger_rows"] = _ledger(spark, shot)
     frames["waiting_table_rows"] = _table(spark, endpoint, shot, [*columns, "number"])
     is_small_log = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
@@ -87,7 +84,7 @@ def _register_effect(spark: SparkSession, selections: bytes) -> str:
     function = f.arrow_udf(  # type: ignore[attr-defined]  # the stubs lack it
         broker_state.effect_of(selections), broker_state.EFFECT_SQL["spark"]
     )
-    # A plan has the function itself, so another snapshot may use the name again.
+    # The plan of a query contains the function itself, so another snapshot may use the name again.
     spark.udf.register("timeball_effect", function)
     return "timeball_effect"
 
@@ -113,10 +110,11 @@ def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
 def register(
     spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
 ) -> Version:
-    """Make the temporary views: all of view_sql.VIEWS, `archive` only if there is one.
+    """Make the temporary views: all of view_sql.VIEWS, `archive` only if there is one in each group.
 
-    `prefix` is prepended to their names. `keep`: Spark reads pending messages and events only once, and caches them in
-    memory or on disk for many queries. `spark.catalog.clearCache()` frees this cache. Returns the version of the views.
+    `version`: of the pending table, by default the current one. `prefix` is prepended to the names of the views.
+    `keep`: Spark reads pending messages and events only once, and caches them in memory or on disk for many queries.
+    `spark.catalog.clearCache()` frees this cache. Returns the version of the views. Raises the errors of Snapshot.pin.
     """
     views: dict[str | None, dict[str, DataFrame]] = {}
     versions: dict[str, Version] = {}
@@ -134,7 +132,7 @@ def register(
 
 
 def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[str, DataFrame], Version]:
-    """Build the base relations of one group. Returns them and their version."""
+    """Build the base relations of one group at one snapshot. Returns ({relation: rows}, their version)."""
     events, ledger_version = _events(spark, endpoint, shot)
     frames = {
         "waiting_rows": pending_in_snapshot(spark, endpoint, shot),
@@ -154,6 +152,7 @@ def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[st
 
 
 def _state_of_broker(spark: SparkSession, endpoint: str) -> dict[str, DataFrame]:
+    """Read the relations of recurring schedules and bulk operations from the broker."""
     with Endpoint(endpoint) as broker:
         schedules = pa.Table.from_batches(
             broker_state.schedule_rows(broker.schedules()), broker_state.SCHEDULE_SCHEMA
@@ -167,7 +166,10 @@ def _state_of_broker(spark: SparkSession, endpoint: str) -> dict[str, DataFrame]
 
 
 def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> dict[str, DataFrame]:
-    """Build the views of one group from its relations, which are temporary views with the suffix `number` meanwhile."""
+    """Build {view: rows} of one group from its base relations.
+
+    Meanwhile the relations are temporary views, whose names end in the group's `number`.
+    """
     names = {base: f"{base}_{number}" for base in frames}
     for base, frame in frames.items():
         frame.createOrReplaceTempView(names[base])
@@ -191,7 +193,10 @@ def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) 
 
 
 def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
-    """Unite the events in the ledger's table with newer ones from the log. Also returns the ledger's version."""
+    """Unite the events in the ledger's table with newer ones from the log.
+
+    Also returns the ledger's version, None without a ledger.
+    """
     table = shot.open_ledger_or_archive("ledger")
     fresh = read_events(spark, endpoint, *shot.fresh_events_range(table))
     if table is None:
@@ -201,17 +206,17 @@ def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFra
 
 
 def _run(spark: SparkSession, text: str, frames: dict[str, DataFrame]) -> DataFrame:
+    """Plan a query on these relations, by the names in its text."""
     named: dict[str, Any] = frames
     return spark.sql(text, **named)
 
 
-def _log(spark: SparkSession, endpoint: str, shot: Snapshot, name: str, columns: Sequence[str]) -> DataFrame:
-    begin = 0 if view_sql.LOG_RELATIONS[name].begin == "first" else shot.watermark
-    return _columns(_source(spark, endpoint, shot, begin), name, columns)
-
-
-def _columns(source: DataFrameReader, name: str, columns: Sequence[str]) -> DataFrame:
+def _log_relation(
+    spark: SparkSession, endpoint: str, shot: Snapshot, name: str, columns: Sequence[str]
+) -> DataFrame:
+    """Read a relation of view_sql.LOG_RELATIONS. `columns`: the columns of messages that the query needs."""
     relation = view_sql.LOG_RELATIONS[name]
+    source = _source(spark, endpoint, shot, 0 if relation.begin == "first" else shot.watermark)
     source = source.option("kinds", ",".join(str(int(kind)) for kind in relation.kinds))
     if relation.placed is not None:
         source = source.option("placed", str(relation.placed).lower())
@@ -226,12 +231,14 @@ def _source(spark: SparkSession, endpoint: str, shot: Snapshot, from_seq: int) -
 
 
 def _table(spark: SparkSession, endpoint: str, shot: Snapshot, columns: Sequence[str]) -> DataFrame:
+    """Read these columns of the pending table, at the version of the snapshot."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
     source = source.option("version", str(shot.version)).option("columns", ",".join(columns))
     return source.option("table_uri", shot.uri).load()
 
 
 def _ledger(spark: SparkSession, shot: Snapshot) -> DataFrame:
+    """Read the events in the ledger. Without a ledger, or if retention has never removed rows, there are none."""
     table = shot.open_ledger_or_archive("ledger") if shot.first_seq > 1 else None
     if table is None:
         return spark.createDataFrame([], spark_schema(EVENT_SCHEMA))

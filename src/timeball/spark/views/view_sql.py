@@ -88,13 +88,13 @@ LOG_RELATIONS = {
 
 
 def log_columns(name: str, message_columns: Sequence[str]) -> list[str]:
-    """List the columns of a log relation. `body` is left out unless it is in `message_columns`."""
+    """List the columns of a relation in LOG_RELATIONS. `body` is left out unless it is in `message_columns`."""
     columns = {*LOG_RELATIONS[name].columns} - ({"body"} - {*message_columns})
     return [column for column in READ_SCHEMA.names if column in columns]
 
 
 # View -> its base relation.
-BASES = {
+BASES = {  # an engine supplies these, too
     "pending": "waiting_rows",
     "pending_table": "table_rows",
     "ledger": "ledger_events",
@@ -104,11 +104,12 @@ BASES = {
     "selections": "selection_rows",
 }
 VIEWS = (*BASES, "scheduled")
+# View -> all its base relations.
 NEEDS = {**{view: (base,) for view, base in BASES.items()}, "scheduled": ("ledger_events", "waiting_rows")}
 
 
 def views_in_query(text: str) -> list[str]:
-    """Find the views whose names occur in a query. A name in a comment or a string only costs time."""
+    """List the views whose names occur in a query. A name in a comment or a string only costs time."""
     words = set(re.findall(r"\w+", text.lower()))
     return [view for view in VIEWS if view in words]
 
@@ -121,8 +122,8 @@ def base_relations_of(names: Iterable[str]) -> list[str]:
 # ---- pending messages ---------------------------------------------------------------------------------------
 
 # If a scheduled message was written again, only its newest row counts, in the tail or in the table. `moves` leaves out
-# moves before the watermark that kept the due time, because the table has these messages under the row that set their
-# due time. `version` is the row that set the due time.
+# moves before the watermark that kept the due time, because in the table the `seq` of these messages is the row that
+# set their due time. `version` is the row that set the due time.
 #
 # Each subquery is referenced only once. DuckDB would materialise a subquery with two references, and then read all
 # columns, even bodies, for a query that only counts.
@@ -218,8 +219,9 @@ def pending_sql(
     """Build the query for the messages that are pending and due within `due`.
 
     The result has `columns`, a part of PENDING_COLUMNS, and `place`. The query reads the relations WAITING_RELATIONS.
-    `waiting_table_rows` needs only the files with due times within `clip_to_snapshot(shot, due)`. `effect`: the name
-    of the SQL function for the effect of bulk operations (broker_state.effect_of), if the snapshot has some.
+    `waiting_table_rows` needs only the files with due times within `clip_to_snapshot(shot, due)`. `hint`: a hint for
+    Spark's optimizer. `effect`: the name of the SQL function for the effect of bulk operations
+    (broker_state.effect_of), or "" if the snapshot has none.
     """
     low, high = clip_to_snapshot(shot, due)
     # A message of a delay level can be pending although its due time is before `due_from_ms`: after the clock was set
@@ -264,9 +266,10 @@ def _not_paused_condition(shot: Snapshot) -> str:
 
 
 def clip_to_snapshot(shot: Snapshot, due: Due) -> tuple[int, int | None]:
-    """Compute the due times of the rows of messages that may be pending in the snapshot and due within `due`.
+    """Compute the bounds of the due times of all rows that may be of messages pending in the snapshot and due in `due`.
 
-    Bulk operations may have given the messages other due times. None as upper end means no bound.
+    Bulk operations may have given these messages other due times than their rows have. Returns (low, high):
+    low <= due_ms < high. None as `high` means no bound.
     """
     (low, high), reach = due, reach_ms(shot.selections)
     low = shot.due_from_ms if low is None else max(low - reach, shot.due_from_ms)
@@ -361,8 +364,9 @@ FROM told
 def scheduled_sql(engine: Engine, *, events: str, waiting: str) -> str:
     """Build the query for COLUMNS, with one row per scheduled message.
 
-    `events` is a relation with EVENT_SCHEMA, `waiting` one with seq, topic, unique_key and due_ms. Both are inserted
-    into the text without quotes: they never come from a user.
+    `events`: a relation with columns of EVENT_SCHEMA: event, first_seq, rows, topic, unique_key, due_ms, at_ms,
+    lateness_ms, attempt and event_seq. `waiting`: a relation with seq, topic, unique_key and due_ms of pending
+    messages. Both are inserted into the text without quotes, so they must not come from a user.
     """
     return _SCHEDULED_TEXT.format(
         last_seq=(1 << 63) - 1,
@@ -375,6 +379,7 @@ def scheduled_sql(engine: Engine, *, events: str, waiting: str) -> str:
 
 # ---- the views ----------------------------------------------------------------------------------------------
 
+# Column of milliseconds since 1970 -> its twin of type timestamp.
 _TIMESTAMP_TWINS = {
     "due_ms": "due",
     "at_ms": "happened",
@@ -414,7 +419,10 @@ _STATE = """
 def definitions(
     engine: Engine, columns: Mapping[str, Sequence[str]], relation: Relation = str
 ) -> dict[str, str]:
-    """Build {view: query} for the views whose base relations are in `columns` (relation -> its columns)."""
+    """Build {view: query} for the views whose base relations are in `columns` (relation -> its columns).
+
+    `relation` converts a relation's name to its form in the engine's SQL.
+    """
     names = {base: relation(base) for base in columns}
     queries = {
         view: _with_timestamps(names[base], columns[base]) for view, base in BASES.items() if base in names
@@ -427,7 +435,10 @@ def definitions(
 
 
 def _with_timestamps(source: str, columns: Sequence[str]) -> str:
-    """Build the query for all columns of a relation, with a timestamp twin for each column of _INSTANTS."""
+    """Build the query for all columns of a relation, with a timestamp twin for each column in _TIMESTAMP_TWINS.
+
+    `source`: the relation in the SQL text. `columns`: its columns.
+    """
     twins = [
         f"timestamp_millis({name}) as {twin}"
         for name, twin in _TIMESTAMP_TWINS.items()
