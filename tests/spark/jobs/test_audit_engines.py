@@ -28,7 +28,10 @@ def test_both_engines_compute_the_same_sums(
     monkeypatch: pytest.MonkeyPatch,
     driver_rows: int,
 ) -> None:
-    """Part in the ledger and part in the log, part filed and part in the tail, moved, cancelled and in a level."""
+    """Events are in the ledger and in the log, rows in the table, in the tail and in delay levels.
+
+    Some messages were moved or cancelled. `driver_rows`: 0 makes the executors read the log, 10**6 the driver.
+    """
     monkeypatch.setattr(audit_engines, "DRIVER_ROWS", driver_rows)
     send(node.endpoint, 200)
     node.run(node.broker.send(batch(2, delay_level=[18, 17])))
@@ -51,11 +54,12 @@ def test_both_engines_compute_the_same_sums(
         for engine in (DuckDbEngine(), SparkAuditEngine(spark, "test"))
     )
     assert duckdb == on_spark
-    assert [len(rows) for rows in duckdb] > [4, 4, 2, 1]
+    for rows, least in zip(duckdb, (5, 4, 2, 1), strict=True):
+        assert len(rows) >= least, "a comparison of few rows says nothing"
 
 
 def results(engine: AuditEngine, reads: Reads, settled_ms: int) -> list[list[tuple[object, ...]]]:
-    """The rows of all queries, sorted."""
+    """The sorted rows of each query: sums of events, sums of stored rows, ended messages, and queues."""
     texts = AuditTexts(engine.dialect, engine.relation, since=1, settled_ms=settled_ms, overdue_before_ms=0)
     with engine:
         engine.read(reads)
