@@ -34,7 +34,9 @@ def run(spark: SparkSession, groups: TwoGroups, folder: Path, *jobs: str) -> Non
     runner.run(jobs, endpoint=groups.endpoint, once=True, checkpoint=str(folder / "checkpoints"), spark=spark)
 
 
-def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups, tmp_path: Path) -> None:
+def test_jobs_and_audit_have_the_messages_of_both_groups(
+    spark: SparkSession, groups: TwoGroups, tmp_path: Path
+) -> None:
     send(groups.one.endpoint, 50)
     send_due_now(groups.one.endpoint, 10)
     run(spark, groups, tmp_path, "compact", "ledger", "archive")
@@ -43,7 +45,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     )
     assert "group" not in archive.messages(spark, groups.endpoint).columns
 
-    # The second group comes while the jobs' checkpoints know of the first one alone.
+    # The second group is added when the jobs' checkpoints have only the first one.
     groups.add()
     send(groups.other.endpoint, 30)
     send_due_now(groups.other.endpoint, 7)
@@ -73,7 +75,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     one = audit.run(spark, f"{groups.endpoint}#g2")
     assert (one.accepted, one.groups) == (38, {}) and one.scope is not None
 
-    # Ledgers at a place that is named, of rows that are there still; whatever node is named, it is the same.
+    # Ledgers at a given place, from the kept log. The jobs find both groups from any node.
     elsewhere = f"{tmp_path}/shared/{{group}}/ledger"
     runner.run(
         ["ledger"], endpoint=groups.other.endpoint, once=True, checkpoint=str(tmp_path / "second"), spark=spark,
@@ -83,7 +85,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     assert repeated.ok and repeated.accepted == 103
     assert [each.scope.ledger_end > 1 for each in repeated.groups.values() if each.scope] == [True, True]
 
-    # A second run finds no event that is not there yet.
+    # A second run adds no event.
     before = events(groups)
     run(spark, groups, tmp_path / "third", "ledger")
     assert events(groups) == before
@@ -134,7 +136,7 @@ def test_bulk_divides_rows_among_groups_and_continues_after_a_kill(
         assert states == {"g1": "running", "g2": "planned"}, "one part is attached, the other is not"
         assert CampaignParts(parts).progress().state == "planned"
 
-    # A group that is added meanwhile has no part of it, and it makes no difference which node is named.
+    # A group that is added meanwhile gets no part of the campaign. The endpoint may be any node of the cluster.
     with running_node(tmp_path / "g0", group="g0", compact_rows=0, grpc_port=-1) as third:
         groups.set_groups(third, groups.one, groups.other)
         done = schedule(groups.other.endpoint)
@@ -143,7 +145,7 @@ def test_bulk_divides_rows_among_groups_and_continues_after_a_kill(
         repeated = schedule()
         assert repeated.repeated and (repeated.rows, repeated.groups) == (399, done.groups)
     groups.add()
-    assert DeltaTable(done.rejects_uri).to_pyarrow_table().num_rows == 1, "put aside once"
+    assert DeltaTable(done.rejects_uri).to_pyarrow_table().num_rows == 1, "the rejected row is stored once"
     waiting = spark.read.format("timeball").option("endpoint", groups.endpoint).option("read", "pending")
     rows = waiting.option("columns", "body,group").load().collect()
     assert sorted(bytes(row["body"]).decode() for row in rows) == sorted(
@@ -156,7 +158,7 @@ def test_bulk_divides_rows_among_groups_and_continues_after_a_kill(
         assert whole.cancel().newly == 399
 
 
-def test_views_and_a_replay(spark: SparkSession, groups: TwoGroups) -> None:
+def test_views_and_a_replay_have_the_messages_of_both_groups(spark: SparkSession, groups: TwoGroups) -> None:
     groups.add()
     for node, rows in ((groups.one, 5), (groups.other, 3)):
         send(node.endpoint, rows)

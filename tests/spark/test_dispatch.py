@@ -27,7 +27,7 @@ def stream(node: RunningNode) -> DueStream:
 
 
 def planned(stream: DueStream, start: dict[str, int], end: dict[str, int]) -> list[int]:
-    """Count the rows of each task."""
+    """Plan the rows between two offsets. Returns the number of rows of each task."""
     batches = [list(stream.read(part)) for part in stream.partitions(start, end)]
     return [sum(batch.column("rows").to_pylist()) for (batch,) in batches]
 
@@ -36,9 +36,11 @@ def test_without_rows_due_soon_no_epoch_starts(stream: DueStream, broker: Endpoi
     start = stream.initialOffset()
     assert stream.latestOffset(start, ALL) == start
     attach(broker, [broker.status().now_ms + LEAD_MS + HOUR_MS], job_id="far")
-    assert stream.latestOffset(start, ALL) == start, "it is not near yet"
+    assert stream.latestOffset(start, ALL) == start, "the row is not due within `lead_ms`"
     attach(broker, [broker.status().now_ms + LEAD_MS - 60_000], job_id="nearer")
-    assert stream.latestOffset(start, ALL) == start, "more will come with it"
+    assert stream.latestOffset(start, ALL) == start, (
+        "an epoch is planned half of `lead_ms` before its first row"
+    )
     assert stream.partitions(start, start) == []
     stream.stop()
 
@@ -50,7 +52,7 @@ def test_epochs_cover_rows_due_soon_one_after_the_other(stream: DueStream, broke
     assert end["due_ms"] >= now_ms + LEAD_MS
     assert sum(planned(stream, start, end)) == 100
     assert max(planned(stream, start, end)) <= 60
-    assert stream.latestOffset(end, ALL) == end, "planned is planned"
+    assert stream.latestOffset(end, ALL) == end, "planned rows are not planned again"
     attach(broker, [end["due_ms"] + HOUR_MS, end["due_ms"] + 5, now_ms], job_id="two")
     assert stream.latestOffset(end, ALL)["due_ms"] >= end["due_ms"]
     stream.stop()

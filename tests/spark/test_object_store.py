@@ -95,7 +95,7 @@ def test_each_row_is_stored_once_with_a_faulty_store(
     made = store.break_next(fault, method, part)
     try:
         rows.write(2)
-    except OutOfRange:  # what the job does: it asks the table how far it is, and goes on there
+    except OutOfRange:  # a job then reads the table's mark and continues there
         assert app_version(open_table(rows.uri), "app") == 2
     assert made.seen == 1
     rows.write(3)
@@ -107,7 +107,7 @@ def test_stale_listing_hides_and_repeats_no_row(rows: Rows, store: FaultyStore) 
     rows.write(2)
     made = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
     with pytest.raises(OutOfRange, match="planned again"):
-        rows.write(2)  # as a job does that was told of version 1
+        rows.write(2)  # as a job does that has read version 1
     assert made.seen > 0
     store.heal()
     rows.write(3)
@@ -128,11 +128,14 @@ def test_store_without_conditional_puts_is_detected(rows: Rows, store: FaultySto
 
 
 def _race(rows: Rows, store: FaultyStore) -> list[int]:
-    """Commit for two applications at once. The second does not know the commit of the first."""
+    """Commit for two applications at once. The second does not know the commit of the first.
+
+    Returns the rows of the first application, which are [1, 2] unless the second overwrote its commit.
+    """
     rows.write(2)
     written = write_file(rows.uri, SCHEMA, [pa.record_batch({"a": [7]})])
     stale = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
-    with suppress(OutOfRange, DeltaError):  # it may be refused, as long as the first one's row stays
+    with suppress(OutOfRange, DeltaError):  # it may be refused, but the row of the first commit must stay
         append_once(rows.uri, "other", None, 1, [written])
     assert stale.seen
     store.heal()

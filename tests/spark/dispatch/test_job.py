@@ -17,7 +17,7 @@ from tests.test_docs_shown import python_examples
 
 from timeball.model.limits import HOUR_MS
 from timeball.schedule.loaded import LoadBounds
-from timeball.spark import dispatch as dispatch
+from timeball.spark import dispatch
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.run import runner
 from timeball.spark.run.session import make_active
@@ -38,7 +38,9 @@ def example() -> Callable[[SparkSession, str, str, threading.Event], None]:
     """The example in the docs, with longer time limits for a slow machine."""
     (code,) = python_examples(page("docs/pipeline/dispatch.md"))
     scope: dict[str, Any] = {}
-    exec(compile(code.replace('{"lead_ms": "500"}', repr(BEHIND)), "dispatch.md", "exec"), scope)
+    options = '{"lead_ms": "500"}'
+    assert options in code
+    exec(compile(code.replace(options, repr(BEHIND)), "dispatch.md", "exec"), scope)
     run: Callable[[SparkSession, str, str, threading.Event], None] = scope["release_by_spark"]
     return run
 

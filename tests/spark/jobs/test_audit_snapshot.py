@@ -26,7 +26,8 @@ FACTS = Facts(
 ENDED = pa.table([[5, 7], [9, 1 << 60], [1_000, 2_000]], schema=ENDED_SCHEMA)
 
 
-def balanced(facts: Facts = FACTS, ended: pa.Table = ENDED) -> AuditSnapshot:
+def snapshot(facts: Facts = FACTS, ended: pa.Table = ENDED) -> AuditSnapshot:
+    """A snapshot with three groups of numbers."""
     groups = np.array([0, 48, 480])
     return AuditSnapshot(facts, groups, groups + 1, groups - 5, ended)
 
@@ -37,24 +38,24 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path, ended: pa.Table) -
     with pytest.raises(NotFound):
         read_snapshot(uri)
     for _ in range(2):  # the second replaces the first
-        write_snapshot(uri, balanced(ended=ended))
+        write_snapshot(uri, snapshot(ended=ended))
     found = read_snapshot(uri)
     assert found.facts == FACTS and found.ended.equals(ended)
     for name in ("groups", "open_bits", "due_sums"):
-        assert getattr(found, name).tolist() == getattr(balanced(), name).tolist()
+        assert getattr(found, name).tolist() == getattr(snapshot(), name).tolist()
     assert [file.name for file in (tmp_path / "pipeline").iterdir()] == ["audit.balance"]
 
 
 def test_a_snapshot_of_another_version_is_refused(tmp_path: Path) -> None:
     uri = snapshot_uri(str(tmp_path / "pending"))
-    write_snapshot(uri, balanced(msgspec.structs.replace(FACTS, version=2)))
+    write_snapshot(uri, snapshot(msgspec.structs.replace(FACTS, version=2)))
     with pytest.raises(Corrupt, match="another version"):
         read_snapshot(uri)
 
 
 def test_each_flipped_byte_is_noticed(tmp_path: Path) -> None:
     uri = snapshot_uri(str(tmp_path / "pending"))
-    write_snapshot(uri, balanced())
+    write_snapshot(uri, snapshot())
     data = Path(uri).read_bytes()
     for at in range(len(data)):
         Path(uri).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -67,5 +68,5 @@ def test_a_snapshot_that_cannot_be_written_is_logged(
 ) -> None:
     (tmp_path / "pipeline").write_text("a file in place of the folder")
     with caplog.at_level(logging.WARNING):
-        write_snapshot(snapshot_uri(str(tmp_path / "pending")), balanced())
+        write_snapshot(snapshot_uri(str(tmp_path / "pending")), snapshot())
     assert "snapshot of the audit not written" in caplog.text

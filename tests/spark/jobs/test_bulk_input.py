@@ -22,7 +22,7 @@ NOW_MS = 1_800_000_000_000
 MAX_DUE_MS = NOW_MS + limits.DELAY_MS_MAX
 KEYS, KEYS_BYTES = limits.KEYS_PER_MESSAGE_MAX, limits.KEYS_BYTES_MAX
 
-# Around the edge of every rule; the first of each is fine.
+# Values at the edges of every rule, for each column. The first value of each column breaks no rule.
 EDGES: dict[str, list[object]] = {
     "topic": [
         "t",
@@ -112,12 +112,12 @@ def reasons_in_the_sink(rows: pa.Table) -> list[str | None]:
 @pytest.mark.smoke
 @pytest.mark.spark
 def test_spark_expressions_and_sink_reject_the_same_rows(spark: SparkSession) -> None:
-    """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""
+    """Both name the same rule, too. If they differed, the sink could refuse rows that the check had accepted."""
     rows = edge_rows()
     expected = reasons_in_the_sink(rows)
     result = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
     assert result["reason"] == expected
-    # Each rule but that of the queue, of a missing time and of maps; and no fault.
+    # All rules but those of the queue, of a missing time and of maps, and None for rows that break none.
     assert len(set(expected)) == len(rules.RULES) - 3 + 1
 
 
@@ -140,7 +140,7 @@ def test_lists_of_keys_are_judged_as_in_the_sink(spark: SparkSession) -> None:
     assert [text is None for text in expected] == [*[True] * 4, *[False] * 5, True, False, True, False]
     result = screen(spark.createDataFrame(rows), Columns(due="due_ms", topic="topic", keys="keys"), NOW_MS)
     assert result.select("reason").toArrow().to_pydict()["reason"] == expected
-    # And the sink is given them in a form that says how many they are.
+    # The sink gets the keys as lists, so a key with a blank remains one key.
     written = bulk.with_lists_of_keys(result.where("reason is null")).select("keys").toArrow()
     assert written.column("keys").to_pylist() == [
         None,
@@ -185,7 +185,7 @@ def test_a_column_that_is_there_twice_is_named(spark: SparkSession) -> None:
 
 @pytest.mark.spark
 def test_differing_rule_is_detected(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
+    """A control of test_spark_expressions_and_sink_reject_the_same_rows."""
     real = bulk.breaks
 
     def off_by_one(rule: rules.Rule, now_ms: int) -> Column:
@@ -208,6 +208,7 @@ def due_of(
 
 
 def ms(text: str) -> int:
+    """The milliseconds of an ISO time."""
     return round(dt.datetime.fromisoformat(text).timestamp() * 1000)
 
 
@@ -345,6 +346,7 @@ def test_due_times_of_rare_types(spark: SparkSession) -> None:
 
 
 def rules_text(part: str) -> str:
+    """The text of the only rule of due times that contains `part`."""
     (result,) = [rule.text for rule in rules.RULES if rule.column == "due_ms" and part in rule.text]
     return result
 
@@ -363,7 +365,8 @@ def test_bodies_and_properties_from_columns(spark: SparkSession) -> None:
     assert screen(frame, Columns(topic="k", body="n"), NOW_MS).select("topic", "row.s").collect()[0][0] == "a"
 
 
-def schema(frame: DataFrame, **columns: str | None) -> None:
+def check_columns(frame: DataFrame, **columns: str | None) -> None:
+    """Check that the frame can be written with these `Columns`. They have a topic if no other is given."""
     bulk.check(frame.schema, Columns(**{"topic_name": "t", **columns}))
 
 
@@ -383,8 +386,8 @@ def test_unusable_column_is_named_in_the_error(spark: SparkSession) -> None:
     ]
     for columns, said in wrong:
         with pytest.raises(InvalidMessage, match=said):
-            schema(frame, **columns)
-    schema(frame, due="at", zone="Europe/Paris")
+            check_columns(frame, **columns)
+    check_columns(frame, due="at", zone="Europe/Paris")
 
 
 @pytest.mark.spark

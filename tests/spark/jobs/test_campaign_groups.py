@@ -29,6 +29,7 @@ def attach(node: RunningNode, rows: int) -> None:
 
 
 def plan(node: RunningNode, rows: int, *groups: str) -> None:
+    """Plan the part of the campaign in the group of `node`. `groups`: all groups that have a part."""
     with Endpoint(node.endpoint, patience_s=5) as broker:
         broker.change_campaign(SPRING, "plan", rows=rows, groups=groups)
 

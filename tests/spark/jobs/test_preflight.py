@@ -13,13 +13,13 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs.bulk import check_table, find_table_problem
 
 
-def test_a_table_that_is_there_and_one_that_is_not(
+def test_a_table_is_usable_only_if_the_folder_has_the_version_of_the_broker(
     node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     table = broker.status().table
     before = sorted(Path(table.uri.removeprefix("file://")).iterdir())
     assert find_table_problem(table.uri, table.version) is None
-    assert sorted(Path(table.uri.removeprefix("file://")).iterdir()) == before
+    assert sorted(Path(table.uri.removeprefix("file://")).iterdir()) == before, "the check leaves no file"
     # A folder of the same name on another machine, with a table of its own or none.
     assert "of version 0 there, and of version 5" in str(find_table_problem(table.uri, 5))
     assert "no Delta table" in str(find_table_problem(str(tmp_path / "elsewhere"), 0))

@@ -76,7 +76,7 @@ def test_a_filter_of_one_scan_takes_no_rows_from_another(
 
 
 @pytest.mark.spark
-def test_ranges(spark: SparkSession, node: RunningNode) -> None:
+def test_ranges_divide_the_log_into_parts_of_equal_size(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 100)
     rows = read(spark, node, read="ranges", rows_per_partition=40, from_seq=1, to_seq=101).collect()
     assert sorted((r.from_seq, r.to_seq) for r in rows) == [(1, 34), (34, 67), (67, 101)]
@@ -137,7 +137,7 @@ def test_a_schema_without_an_option_is_refused() -> None:
 
 
 @pytest.mark.spark
-def test_a_view_in_sql(spark: SparkSession, node: RunningNode) -> None:
+def test_sql_reads_the_log_and_a_topic_as_temporary_views(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 10)
     send_due_now(node.endpoint, 5)
     options = f"USING timeball OPTIONS (endpoint '{node.endpoint}', read 'queue', topic 'orders')"

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.data_source."""
+"""Tests of the sink `timeball_delta` in timeball.spark.source.data_source: each version of the rows is added once."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def uri(tmp_path: Path) -> str:
 
 
 def append(frame: DataFrame, uri: str, version: int, since: int | None = None) -> None:
+    """Append a frame that moves the mark of the table from `since`, which is not checked by default, to `version`."""
     with spark_errors():
         options = {"uri": uri, "app_id": "test", "app_version": str(version)}
         options |= {} if since is None else {"app_since": str(since)}
@@ -31,6 +32,7 @@ def append(frame: DataFrame, uri: str, version: int, since: int | None = None) -
 
 
 def rows(uri: str) -> list[int]:
+    """The values of column `a`, sorted."""
     return sorted(DeltaTable(uri).to_pyarrow_table().column("a").to_pylist())
 
 
@@ -49,7 +51,7 @@ def test_each_version_is_added_once(spark: SparkSession, uri: str) -> None:
 
 @pytest.mark.spark
 def test_rows_that_do_not_begin_at_the_end_of_the_table_are_refused(spark: SparkSession, uri: str) -> None:
-    """As of a writer that has looked before another one wrote: half of its rows are there already."""
+    """A writer read the mark before another writer moved it, so the table already has half of its rows."""
     frame = spark.range(0, 100, numPartitions=2).selectExpr("id as a", "cast(id as string) as b")
     append(frame, uri, 5, since=0)
     with pytest.raises(OutOfRange, match="the table is at 5, these rows begin at 3"):

@@ -26,7 +26,7 @@ from timeball.spark.source.options import (
 )
 
 
-def test_defaults() -> None:
+def test_options_that_are_not_given_have_their_defaults() -> None:
     assert read_options({}) == ReadOptions()
     assert write_options({}) == WriteOptions()
 
@@ -112,7 +112,7 @@ def test_write_options_ignore_options_that_spark_adds() -> None:
         write_options({"from_seq": "1"})
 
 
-def test_options_of_batches_and_of_streams() -> None:
+def test_options_of_streams_are_refused_for_batches_and_the_reverse() -> None:
     with pytest.raises(SetupError, match="option few_rows: only for streams"):
         check_batch(read_options({"few_rows": "5"}))
     with pytest.raises(SetupError, match="option to_seq: only for batch reads"):
@@ -159,6 +159,6 @@ def test_shares_use_the_limit_and_no_part_gives_more_than_it_has(lag: dict[int, 
     assert all(0 <= taken[queue] <= lag[queue] for queue in lag)
 
 
-def test_shares_are_fair() -> None:
+def test_shares_are_proportional_to_what_each_part_has() -> None:
     assert divide_rows({0: 900, 1: 100, 2: 0}, 100) == {0: 90, 1: 10, 2: 0}
     assert divide_rows({("g1", 0): 10, ("g2", 0): 30}, 4) == {("g1", 0): 1, ("g2", 0): 3}
