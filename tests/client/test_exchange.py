@@ -8,18 +8,31 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 from tests.client import broken_streams
+from tests.client.cutting_proxy import cutting_proxy
 from tests.client.hanging import Unanswering, stopped_node, unanswering_node
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
+from timeball import Timeball
 from timeball.client.attempts import Lost, NotNow, NotSent
-from timeball.client.exchange import Answer, SendExchange
-from timeball.model.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
+from timeball.client.calls import Calls
+from timeball.client.exchange import Answer, SendExchange, Source
+from timeball.model import wire
+from timeball.model.errors import (
+    Conflict,
+    InvalidMessage,
+    RequestError,
+    TimeballError,
+    Unauthorized,
+    Unavailable,
+    from_code,
+)
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
@@ -281,3 +294,94 @@ def test_the_end_of_a_stream_that_breaks_at_that_moment_harms_no_process() -> No
 
 def test_a_client_that_ends_streams_by_grpcs_own_means_is_noticed() -> None:
     assert end_streams_that_break("half-close").returncode == -signal.SIGABRT
+
+
+# ---- records of a source -----------------------------------------------------------------------------------
+
+
+def records(topic: str, *bodies: bytes) -> pa.RecordBatch:
+    """The messages of one batch of a source."""
+    return pa.record_batch([pa.array([topic] * len(bodies)), pa.array(bodies, pa.binary())], SCHEMA)
+
+
+def stored_bodies(columns: Timeball, topic: str) -> list[bytes]:
+    """The bodies of all visible messages of a topic, sorted."""
+    tables = [columns.read_queue(topic, queue, 0, 100).read_all() for queue in columns.queues(topic)]
+    return sorted(body for table in tables for body in table.column("body").to_pylist())
+
+
+@pytest.fixture
+def calls(node: RunningNode) -> Iterator[Calls]:
+    connection = Calls(node.endpoint, 30_000)
+    yield connection
+    connection.close()
+
+
+def test_a_source_continues_from_the_positions_at_the_broker(calls: Calls, columns: Timeball) -> None:
+    source = Source(calls, "goes.on")
+    assert source.positions() == {}
+    source.send(records("goes-on", b"a", b"b"), {0: 7, 1: 0}, {0: 8, 1: 1})
+    source.send(records("goes-on"), {0: 8}, {0: 20})  # of these records, none became a message
+    source.close()
+    later = Source(calls, "goes.on")
+    assert later.positions() == {0: 20, 1: 1}
+    with pytest.raises(Conflict, match="stands at 20 in partition 0"):
+        later.send(records("goes-on", b"b", b"c"), {0: 8}, {0: 9})
+    later.send(records("goes-on", b"c"), {0: 20}, {0: 21})
+    later.close()
+    assert stored_bodies(columns, "goes-on") == [b"a", b"b", b"c"]
+
+
+def test_a_refused_batch_does_not_move_the_positions_of_its_source(calls: Calls) -> None:
+    source = Source(calls, "refused")
+    with pytest.raises(InvalidMessage, match="topic"):
+        source.send(records("no topic!", b"a"), {0: 0}, {0: 1})
+    source.send(records("refused", b"a"), {0: 0}, {0: 1})
+    source.close()
+    assert source.positions() == {0: 1}
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "error_text"),
+    [
+        ({0: 1}, {0: 0}, "an end behind it"),
+        ({0: 1}, {1: 1}, "each partition has a begin"),
+        ({-1: 1}, {-1: 2}, "metadata of a batch"),
+    ],
+)
+def test_malformed_positions_of_a_batch_are_refused(
+    calls: Calls, begin: dict[int, int], end: dict[int, int], error_text: str
+) -> None:
+    source = Source(calls, "steps")
+    with pytest.raises(RequestError, match=error_text):
+        source.send(records("steps", b"a"), begin, end)
+    source.close()
+
+
+def test_a_batch_of_a_source_without_positions_is_refused(calls: Calls) -> None:
+    exchange = SendExchange(
+        calls.flight, SCHEMA, calls.endpoint, wire.SOURCE_PATH, open_s=BOUND_S, limit_s=BOUND_S
+    )
+    with pytest.raises(RequestError, match="metadata of a batch"):
+        exchange.submit(records("steps", b"a")).result(BOUND_S)
+    exchange.close()
+
+
+def test_a_source_repeats_a_batch_whose_answer_was_lost_and_it_is_stored_once(data: Path) -> None:
+    with running_node(data) as node, cutting_proxy(node.endpoint) as proxy:
+        calls = Calls(proxy.endpoint, 30_000)
+        source = Source(calls, "lost")
+        source.send(records("lost", b"a"), {0: 0}, {0: 1})
+        proxy.hold()
+        sending = threading.Thread(target=source.send, args=(records("lost", b"b"), {0: 1}, {0: 2}))
+        sending.start()
+        positions = node.broker.tables.source_positions
+        eventually(lambda: positions.of("", "lost") == {0: 2}, "the broker has the batch")
+        proxy.cut()
+        sending.join(BOUND_S)
+        assert not sending.is_alive()
+        assert source.positions() == {0: 2}
+        source.close()
+        calls.close()
+        with node.client() as columns:
+            assert stored_bodies(columns, "lost") == [b"a", b"b"]

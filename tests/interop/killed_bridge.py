@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from timeball.cli.main import main
-from timeball.client.exchange import SendExchange
-from timeball.client.source import Source
+from timeball.client.exchange import SendExchange, Source
 from timeball.edges.kafka import delivery
 from timeball.edges.kafka.options import BridgeQueue
 

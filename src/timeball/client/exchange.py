@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,12 +30,12 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.client.attempts import Lost, NotSent, refusal
-from timeball.client.calls import FLIGHT_ERRORS, translate
+from timeball.client.calls import FLIGHT_ERRORS, Calls, translate
+from timeball.client.network import run
 from timeball.io.clock import SystemClock
-from timeball.model import limits, rules
+from timeball.model import limits, rules, wire
 from timeball.model.answers import SendAck, SendAnswer
-from timeball.model.errors import InvalidMessage, TimeballError, Unavailable
-from timeball.model.wire import END_OF_STREAM, SEND_PATH
+from timeball.model.errors import Conflict, InvalidMessage, TimeballError, Unavailable
 
 _CLOSE_WAIT_S = 5.0  # for the last answers
 
@@ -77,7 +78,7 @@ class SendExchange:
         client: Any,
         schema: pa.Schema,
         endpoint: str,
-        path: list[bytes] = SEND_PATH,
+        path: list[bytes] = wire.SEND_PATH,
         *,
         open_s: float,
         limit_s: float,
@@ -190,7 +191,7 @@ class SendExchange:
             if not self._is_finished:
                 self._is_finished = True
                 try:
-                    self._writer.write_metadata(END_OF_STREAM)
+                    self._writer.write_metadata(wire.END_OF_STREAM)
                 except FLIGHT_ERRORS:
                     pass  # the stream is broken, and the reading thread receives the reason
 
@@ -316,3 +317,68 @@ class SendExchange:
             answer.set_result(result)
         else:
             answer.set_exception(result)
+
+
+# ---- records of a source -----------------------------------------------------------------------------------
+
+
+class Source:
+    """Sends the records of one source: an external queue with partitions and positions, such as a Kafka topic.
+
+    Each batch contains the positions at which it begins and ends in the source. The broker stores them with the
+    messages, and refuses records that it already has. So a batch whose answer was lost can be sent again, also by
+    another process. A Source belongs to one thread.
+    """
+
+    def __init__(self, calls: Calls, name: str) -> None:
+        self.name = name
+        self._calls = calls
+        self._exchange: SendExchange | None = None
+
+    def positions(self) -> dict[int, int]:
+        """Read the next position of each partition from the broker. Empty if nothing was sent for the source."""
+        body = wire.SourcePositions(source=self.name)
+        return self._calls.action("source_positions", body, dict[str, dict[int, int]])["positions"]
+
+    def send(self, batch: pa.RecordBatch, begin: Mapping[int, int], end: Mapping[int, int]) -> None:
+        """Send the messages of the records with begin <= position < end in each partition. Durable on return.
+
+        All batches have the same schema, and a batch may be empty. Raises Conflict if the broker's positions of the
+        source are not `begin`. Then read the positions and continue from there.
+        """
+        step = wire.SourceStep(source=self.name, begin=dict(begin), end=dict(end))
+        metadata = msgspec.json.encode(step).decode()
+
+        async def attempt(limit_s: float) -> None:
+            try:
+                exchange = self._open(batch.schema, limit_s)
+                exchange.submit(batch, metadata).result()
+            except Conflict:
+                # After a lost answer the repeated batch is a conflict, too. Then the broker's positions are `end`.
+                stored_positions = self.positions()
+                if any(stored_positions.get(partition) != position for partition, position in end.items()):
+                    raise
+            except TimeballError:
+                self.close()
+                raise
+
+        run(self._calls.with_retries(attempt, self._calls.timeout_ms))
+
+    def close(self) -> None:
+        """Close the stream."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def _open(self, schema: pa.Schema, limit_s: float) -> SendExchange:
+        if self._exchange is None or not self._exchange.alive:
+            self._exchange = SendExchange(
+                self._calls.flight,
+                schema,
+                self._calls.endpoint,
+                wire.SOURCE_PATH,
+                open_s=self._calls.connect_limit_s(limit_s),
+                limit_s=limit_s,
+            )
+        self._exchange.limit_s = limit_s
+        return self._exchange

@@ -12,7 +12,7 @@ from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.client.calls import Calls
-from timeball.client.source import Source
+from timeball.client.exchange import Source
 from timeball.edges.kafka import intake
 from timeball.edges.kafka.intake import Intake, split_batches
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts

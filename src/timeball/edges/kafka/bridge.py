@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from confluent_kafka import KafkaException
 
 from timeball.client.calls import Calls
+from timeball.client.exchange import Source
 from timeball.client.http_calls import HttpCalls
-from timeball.client.source import Source
 from timeball.edges.kafka.delivery import Delivery
 from timeball.edges.kafka.intake import Intake
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts

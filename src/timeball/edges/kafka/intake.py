@@ -34,7 +34,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from timeball.client.source import Source
+from timeball.client.exchange import Source
 from timeball.edges.kafka import records
 from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts, Topics
 from timeball.edges.kafka.records import BridgeMessage, Record, TopicRules, Undeliverable, UndeliverableFile
