@@ -1,18 +1,20 @@
 """Browsing: positions and commits, and topics that are created later."""
 
 import threading
+import zlib
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
+from timeball.client.browser import as_messages
 from timeball.client.messages import Message
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
 
 
 def send(columns: Timeball, topic: str, count: int) -> list[bytes]:
@@ -40,19 +42,17 @@ def test_pulls_go_on_and_a_new_client_begins_at_the_commit(node: RunningNode, co
         assert sum(third.offsets("g", "pulled").values()) == 50
 
 
-def test_batches_are_columns_and_move_the_position(columns: Timeball) -> None:
+def test_browsed_batches_have_each_row_of_each_queue_once_and_in_order(columns: Timeball) -> None:
     send(columns, "columns", 30)
-    batch = columns.browse_batch("columns", "g", max_messages=30)
-    while batch.num_rows < 30:
-        batch = (
-            batch.slice(0, 0)
-            if batch.num_rows == 30
-            else _joined(batch, columns.browse_batch("columns", "g"))
+    rows: list[tuple[int, int]] = []  # queue and offset
+    while len(rows) < 30:
+        batch = columns.browse_batch("columns", "g", max_messages=30)
+        rows += zip(
+            batch.column("queue_id").to_pylist(), batch.column("queue_offset").to_pylist(), strict=True
         )
-    offsets = batch.column("queue_offset").to_numpy()
-    queues = batch.column("queue_id").to_numpy()
-    for queue in np.unique(queues):
-        assert offsets[queues == queue].tolist() == list(range((queues == queue).sum()))
+    for queue in {queue for queue, _ in rows}:
+        offsets = [offset for row_queue, offset in rows if row_queue == queue]
+        assert offsets == list(range(len(offsets)))
     assert columns.browse_batch("columns", "g", wait=0).num_rows == 0
 
 
@@ -143,5 +143,67 @@ def test_waiting_for_a_topic_ends_and_makes_none_where_that_is_not_allowed(tmp_p
         assert columns.browse("somewhere", "g", wait="50ms") == []
 
 
-def _joined(a: object, b: object):  # type: ignore[no-untyped-def]
-    return pa.Table.from_batches([a, b]).combine_chunks().to_batches()[0]
+# ---- rows as messages --------------------------------------------------------------------------------------
+
+
+def two_rows() -> pa.RecordBatch:
+    """The release of a scheduled message with all fields, and a message with the required fields only."""
+    log = build_rows(
+        2,
+        kind=[Kind.RELEASE, Kind.MESSAGE],
+        topic="orders",
+        queue_id=[3, 4],
+        queue_offset=[7, 0],
+        tag=["a", None],
+        keys=["k1 k2", None],
+        unique_key=["id1", None],
+        body=[b"x", None],
+        properties=[encode_properties({"p": "q"}), None],
+        born_ms=[1, None],
+        store_ms=[1_010, 5],
+        due_ms=[1_000, None],
+        source_seq=[2, None],
+        reconsume_times=[1, None],
+    )
+    return pa.RecordBatch.from_arrays([pa.array([9, 10]), *log.columns], schema=READ_SCHEMA)
+
+
+def test_a_browsed_message_has_the_fields_of_its_row() -> None:
+    message = as_messages(two_rows(), received_ms=2_000)[0]
+    assert (message.topic, message.body, message.tag, message.id) == ("orders", b"x", "a", "id1")
+    assert message.keys == ["k1", "k2"] and message.properties == {"p": "q"}
+    assert (message.seq, message.scheduled_seq) == (9, 2)
+    assert (message.queue_id, message.queue_offset) == (3, 7)
+    assert (message.born_ms, message.store_ms, message.due_ms) == (1, 1_010, 1_000)
+    assert message.received_ms == 2_000
+    assert message.lateness_ms == 10 and message.attempts == 1
+    assert "orders" in repr(message) and "id1" in repr(message)
+
+
+def test_the_lateness_of_a_message_due_before_its_acceptance_counts_from_the_acceptance() -> None:
+    # The first row is due at 1,000 ms and visible at 1,010 ms.
+    for accepted_ms, late_ms in ((500, 10), (1_004, 6), (1_010, 0), (2_000, 0)):
+        column = READ_SCHEMA.get_field_index("accepted_ms")
+        batch = two_rows().set_column(
+            column, READ_SCHEMA.field(column), pa.array([accepted_ms, None], pa.int64())
+        )
+        assert as_messages(batch, received_ms=2_000)[0].lateness_ms == late_ms
+
+
+def test_a_body_that_the_producer_compressed_is_decompressed() -> None:
+    """Bit 0 of `sys_flag` marks a compressed body."""
+    batch = two_rows()
+    for name, values in (
+        ("body", pa.array([zlib.compress(b"x")] * 2)),
+        ("sys_flag", pa.array([1, 0], pa.int32())),
+    ):
+        column = READ_SCHEMA.get_field_index(name)
+        batch = batch.set_column(column, READ_SCHEMA.field(column), values)
+    assert [message.body for message in as_messages(batch, received_ms=2_000)] == [b"x", zlib.compress(b"x")]
+
+
+def test_fields_that_a_browsed_message_does_not_have_are_none_or_empty() -> None:
+    message = as_messages(two_rows(), received_ms=2_000)[1]
+    assert message.body == b"" and message.keys == [] and message.properties == {}
+    assert message.tag is message.id is message.due_ms is message.lateness_ms is message.scheduled_seq is None
+    assert message.attempts == 0
