@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from tests.accounts import guarded_node, keys
+from tests.certificates import Certificate, certificate
 from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
@@ -16,9 +18,18 @@ from timeball import Timeball
 from timeball.client import calls
 from timeball.client.attempts import RETRY_PAUSES_S, NotSent
 from timeball.client.calls import Calls, translate, translated
+from timeball.client.credentials import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS
 from timeball.client.network import run
 from timeball.model import wire
-from timeball.model.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
+from timeball.model.errors import (
+    NotFound,
+    OutOfRange,
+    RequestError,
+    TimeballError,
+    Unauthorized,
+    Unavailable,
+)
+from timeball.spark.endpoint import Endpoint
 
 NOBODY = "grpc://127.0.0.1:1"
 
@@ -242,3 +253,81 @@ def test_ours_pass_and_others_are_left_alone() -> None:
         raise KeyError("x")
     with pytest.raises(Unavailable), translated(ENDPOINT):
         raise flight.FlightUnavailableError("x")
+
+
+# ---- dialing with credentials and TLS ----------------------------------------------------------------------
+
+ROW = pa.table({"body": [b"x"]})
+
+
+@pytest.fixture
+def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without credentials."""
+    for name in (ACCESS_KEY, SECRET_KEY, TLS_ROOTS, TLS_NAME):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, issued: Certificate) -> Iterator[RunningNode]:
+    """A node with TLS and access control."""
+    with guarded_node(tmp_path_factory.mktemp("guarded"), **issued.settings) as running:
+        yield running
+
+
+def tls_endpoint(node: RunningNode) -> str:
+    return f"grpc+tls://127.0.0.1:{node.node.port}"
+
+
+@pytest.mark.usefixtures("no_credentials")
+def test_credentials_of_the_environment_open_columns_over_tls(
+    guarded: RunningNode, issued: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TLS_ROOTS, issued.roots)
+    with Timeball(tls_endpoint(guarded)) as ball, pytest.raises(Unauthorized):
+        ball.send_many(ROW, topic="orders")
+    root = keys("root")
+    monkeypatch.setenv(ACCESS_KEY, root["access_key"])
+    monkeypatch.setenv(SECRET_KEY, root["secret_key"])
+    with Timeball(tls_endpoint(guarded)) as ball:
+        ((seq, _),) = ball.send_many(ROW, topic="orders").ranges
+        assert ball.send_many(pa.table({"body": [b"x"] * 100}), topic="orders").rows == 100
+        assert ball.read_log(seq, seq + 101).read_all().num_rows == 101
+    with Endpoint(tls_endpoint(guarded)) as pipeline:
+        assert pipeline.status().log.durable_seq >= seq
+        assert sum(batch.num_rows for batch in pipeline.read_log(seq, seq + 101)) == 101
+
+
+@pytest.mark.usefixtures("no_credentials")
+def test_a_certificate_may_have_another_name_than_the_dialed_host_if_tls_name_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued = certificate(tmp_path / "tls", "broker.example")
+    with guarded_node(tmp_path, **issued.settings) as node:
+        monkeypatch.setenv(TLS_NAME, "broker.example")
+        with Timeball(tls_endpoint(node), tls_roots=Path(issued.roots).read_bytes(), **keys("shop")) as ball:
+            assert ball.send_many(ROW, topic="orders").ranges == [(2, 1)]
+
+
+@pytest.mark.usefixtures("no_credentials")
+def test_a_broker_with_an_untrusted_certificate_is_unavailable(
+    guarded: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("timeball.client.attempts.RETRY_PAUSES_S", RETRY_PAUSES_S[:0])
+    other_roots = Path(certificate(tmp_path).roots).read_bytes()
+    with Timeball(tls_endpoint(guarded), tls_roots=other_roots, **keys("shop")) as ball:
+        with pytest.raises(Unavailable, match="certificate verify failed"):
+            ball.reserve(1)
+
+
+@pytest.mark.usefixtures("no_credentials")
+def test_a_call_without_tls_to_a_broker_with_tls_is_unavailable(
+    guarded: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("timeball.client.attempts.RETRY_PAUSES_S", RETRY_PAUSES_S[:0])
+    with Timeball(guarded.endpoint, **keys("shop")) as ball, pytest.raises(Unavailable):
+        ball.reserve(1)

@@ -11,7 +11,7 @@ from tests.docs_pages import ROOT
 from tests.node_fixture import RunningNode, running_node
 from tests.rounds import rounds
 
-from timeball.client.dialing import FORKED
+from timeball.client.calls import FORKED
 
 
 def lines_of(script: str, *arguments: str, timeout_s: float = 110) -> list[str]:

@@ -8,8 +8,7 @@ imports only `model` and `io`, so a producer does not have to install or load th
     attempts, credentials, identifiers, tracing  retries, keys, ids, trace context
     http_…                                       operations: connections, calls, sends, the codec
     network, loop_network                        sockets that block, or those of an event loop
-    calls, dialing, exchange, sender, outgoing, batch_rows, browser, source
-                                                 columns, which need pyarrow
+    calls, exchange, sender, outgoing, browser   columns, which need pyarrow
     django, dramatiq                             backends of these frameworks, each in its extra
 """
 

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 # ---- worker processes ---------------------------------------------------------------------------------------
 #
-# They are spawned and not forked, because gRPC does not survive a fork (dialing.py). So the worker is pickled, and its
+# They are spawned and not forked, because gRPC does not survive a fork (calls.py). So the worker is pickled, and its
 # handler must be importable in the process. Messages that a process had leased when it died are delivered again, to any
 # member, when their leases end. A process whose parent has died stops by itself.
 
