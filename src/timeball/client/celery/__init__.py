@@ -15,8 +15,7 @@ broker, and workers receive it when it is due.
     redis_tasks moves pending tasks from Redis (`timeball import celery`)
 
     schedulers    the scheduler class of celery beat that stores its entries in the broker
-    beat_entries  entries of celery beat as schedules of the broker
-    beat_rules    crontabs and intervals of Celery as rules of schedules; no I/O
+    beat_entries  entries of celery beat as schedules of the broker, crontabs and intervals as their rules
 """
 
 from kombu.transport import TRANSPORT_ALIASES
