@@ -95,7 +95,7 @@ def wait_for(result: Any, status: str) -> None:
 
 
 @contextmanager
-def heard() -> Iterator[list[tuple[str, str, str]]]:
+def recorded_signals() -> Iterator[list[tuple[str, str, str]]]:
     """The signals in this block: name, id of the result, status."""
     found: list[tuple[str, str, str]] = []
 
@@ -119,7 +119,7 @@ def heard() -> Iterator[list[tuple[str, str, str]]]:
 # ---- enqueue ------------------------------------------------------------------------------------------------
 
 
-def test_a_task_runs_at_its_run_after_and_not_before(broker: TestBroker) -> None:
+def test_a_task_runs_at_its_run_after_and_not_earlier(broker: TestBroker) -> None:
     run_after = broker.clock.now + timedelta(days=40)
     with working():
         result = shop.note.using(run_after=run_after).enqueue("close", order=17)
@@ -135,7 +135,7 @@ def test_a_task_runs_at_its_run_after_and_not_before(broker: TestBroker) -> None
     assert abs(backend().get_result(result.id).task.run_after - run_after) < timedelta(milliseconds=1)
 
 
-def test_a_task_without_run_after_runs_at_once_in_its_queue() -> None:
+def test_a_task_without_run_after_runs_at_once_by_a_worker_of_its_queue() -> None:
     result = shop.note.using(queue_name="mail").enqueue(1, 2.5, None, [{"a": "ü"}], big=10**30)
     with working("default"), working("mail"):
         wait_for(result, "SUCCESSFUL")
@@ -146,7 +146,7 @@ def test_a_task_without_run_after_runs_at_once_in_its_queue() -> None:
     assert again.started_at <= again.finished_at and len(again.worker_ids) == 1
 
 
-def test_coroutines_are_sent_and_run() -> None:
+def test_a_coroutine_task_is_sent_and_run() -> None:
     async def send() -> Any:
         return await shop.note_async.aenqueue("later")
 
@@ -167,7 +167,7 @@ def test_a_task_with_a_priority_is_refused() -> None:
     assert type(refused.value).__name__ in ("InvalidTask", "InvalidTaskError")
 
 
-def test_a_naive_run_after_is_in_the_zone_of_the_project(broker: TestBroker) -> None:
+def test_a_run_after_without_a_zone_is_in_the_zone_of_the_project(broker: TestBroker) -> None:
     with override_settings(USE_TZ=False), timezone.override(ZoneInfo("Asia/Tokyo")):
         wall = (broker.clock.now + timedelta(days=1, hours=9)).replace(tzinfo=None, microsecond=0)
         result = shop.note.using(run_after=wall).enqueue()
@@ -177,8 +177,8 @@ def test_a_naive_run_after_is_in_the_zone_of_the_project(broker: TestBroker) -> 
     assert backend().ball.cancel(result.id).verdict == "cancelled"
 
 
-def test_a_task_is_sent_when_the_transaction_is_committed() -> None:
-    with heard() as signals:
+def test_a_task_is_sent_when_its_transaction_is_committed_and_not_after_a_rollback() -> None:
+    with recorded_signals() as signals:
         with transaction.atomic():
             result = shop.note.enqueue("committed")
             assert result.enqueued_at is None and signals == []
@@ -193,7 +193,9 @@ def test_a_task_is_sent_when_the_transaction_is_committed() -> None:
             backend().get_result(result.id)
 
 
-def test_a_task_is_sent_in_the_transaction_if_the_project_says_so(broker: TestBroker) -> None:
+def test_without_enqueue_on_commit_a_task_is_sent_although_its_transaction_is_rolled_back(
+    broker: TestBroker,
+) -> None:
     with override_settings(TASKS=tasks(broker.endpoint, prefix="own-", enqueue_on_commit=False)):
         with pytest.raises(ZeroDivisionError), transaction.atomic():
             result = shop.note.enqueue("sent")
@@ -202,7 +204,7 @@ def test_a_task_is_sent_in_the_transaction_if_the_project_says_so(broker: TestBr
         assert backend().get_result(result.id).status == "READY"
 
 
-def test_a_send_whose_answer_is_lost_is_one_task(broker: TestBroker) -> None:
+def test_an_enqueue_whose_answer_is_lost_makes_one_task(broker: TestBroker) -> None:
     with (
         cutting_proxy(broker.endpoint) as proxy,
         override_settings(TASKS=tasks(proxy.endpoint, prefix="cut-")),
@@ -217,11 +219,14 @@ def test_a_send_whose_answer_is_lost_is_one_task(broker: TestBroker) -> None:
             proxy.cut()
             thread.join(BOUND_S)
             assert len(ids) == 1
-            bodies = [json.loads(m.body)["args"] for m in ball.consume("cut-default", "g", until_idle="0.1s")]
+            bodies = [
+                json.loads(message.body)["args"]
+                for message in ball.consume("cut-default", "g", until_idle="0.1s")
+            ]
     assert sorted(bodies) == [["once"], ["the connection is made"]]
 
 
-def test_a_task_that_is_sent_again_under_its_id_is_one(broker: TestBroker) -> None:
+def test_an_enqueue_repeated_under_its_id_makes_one_task(broker: TestBroker) -> None:
     run_after = broker.clock.now + timedelta(days=1)
     task = shop.note.using(run_after=run_after)
     first = backend().enqueue(task, [7], {}, result_id="order-7")
@@ -238,7 +243,7 @@ def test_a_task_that_is_sent_again_under_its_id_is_one(broker: TestBroker) -> No
 
 
 def test_a_task_that_fails_runs_again_by_the_retry_policy(broker: TestBroker) -> None:
-    with heard() as signals, working():
+    with recorded_signals() as signals, working():
         result = shop.fail.enqueue(2)
         eventually(lambda: backend().get_result(result.id).errors, "the first attempt")
         wait_for(result, "READY")
@@ -257,10 +262,10 @@ def test_a_task_that_fails_runs_again_by_the_retry_policy(broker: TestBroker) ->
     assert told == [*[("started", "RUNNING")] * 3, ("finished", "SUCCESSFUL")]
 
 
-def test_after_its_last_attempt_a_task_is_a_dead_letter(broker: TestBroker) -> None:
+def test_after_its_last_failed_attempt_a_task_is_a_dead_letter(broker: TestBroker) -> None:
     with (
         override_settings(TASKS=tasks(broker.endpoint, max_attempts=2, prefix="dead-", results="default")),
-        heard() as signals,
+        recorded_signals() as signals,
         working(),
     ):
         result = shop.fail.enqueue(99)
@@ -276,7 +281,9 @@ def test_after_its_last_attempt_a_task_is_a_dead_letter(broker: TestBroker) -> N
             _ = result.return_value
 
 
-def test_a_task_may_give_up_and_may_ask_for_a_later_attempt(broker: TestBroker) -> None:
+def test_a_task_that_raises_dead_fails_at_once_and_one_that_raises_retry_runs_later(
+    broker: TestBroker,
+) -> None:
     with working():
         given_up, asked = shop.give_up.enqueue(), shop.ask_again.enqueue()
         wait_for(given_up, "FAILED")
@@ -288,7 +295,7 @@ def test_a_task_may_give_up_and_may_ask_for_a_later_attempt(broker: TestBroker) 
     assert backend().ball.get(asked.id).groups[0].attempts >= 2
 
 
-def test_a_task_that_exits_or_is_cancelled_ends_no_worker() -> None:
+def test_a_worker_survives_a_task_that_exits_or_is_cancelled() -> None:
     with working():
         for name in ("SystemExit", "CancelledError"):
             result = shop.leave.enqueue(name)
@@ -298,7 +305,7 @@ def test_a_task_that_exits_or_is_cancelled_ends_no_worker() -> None:
         wait_for(shop.note.enqueue("after them"), "SUCCESSFUL")
 
 
-def test_a_result_that_cannot_be_stored_or_told_does_not_repeat_its_task(
+def test_a_task_is_not_repeated_if_its_result_or_its_signals_fail(
     broker: TestBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -322,7 +329,7 @@ def test_a_result_that_cannot_be_stored_or_told_does_not_repeat_its_task(
     assert f"result not stored id={done.id}" in caplog.text
 
 
-def test_a_cache_that_cannot_be_read_costs_no_attempt(
+def test_a_task_runs_once_although_the_cache_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -342,13 +349,13 @@ def test_a_cache_that_cannot_be_read_costs_no_attempt(
 
 
 @pytest.mark.parametrize("results", [None, "default"])
-def test_a_return_value_that_is_not_json_fails_the_task_without_another_run(
+def test_a_task_whose_return_value_is_not_json_fails_and_is_not_repeated(
     broker: TestBroker, results: str | None
 ) -> None:
     prefix = f"values-{results}-"
     with (
         override_settings(TASKS=tasks(broker.endpoint, prefix=prefix, results=results)),
-        heard() as signals,
+        recorded_signals() as signals,
         working(),
     ):
         result = shop.note_set.enqueue("once")
@@ -360,7 +367,7 @@ def test_a_return_value_that_is_not_json_fails_the_task_without_another_run(
     assert ["TypeError" in error.traceback for error in result.errors] == ([True] if results else [])
 
 
-def test_a_running_task_is_running(broker: TestBroker) -> None:
+def test_the_status_of_a_task_is_running_while_it_runs(broker: TestBroker) -> None:
     shop.HOLDING.clear()
     shop.MAY_END.clear()
     with working():
@@ -373,7 +380,9 @@ def test_a_running_task_is_running(broker: TestBroker) -> None:
         wait_for(result, "SUCCESSFUL")
 
 
-def test_a_message_runs_nothing_but_tasks(broker: TestBroker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_that_names_no_task_runs_nothing(
+    broker: TestBroker, caplog: pytest.LogCaptureFixture
+) -> None:
     paths = ["tests.client.django_shop.no_task", "os.system", "tests.client.django_shop.gone"]
     bodies = [json.dumps({"task": path, "args": ["true"], "kwargs": {}}) for path in paths]
     ball = backend().ball
@@ -394,7 +403,7 @@ def _nacked(ball: Timeball, message_id: str) -> bool:
 # ---- results ------------------------------------------------------------------------------------------------
 
 
-def test_without_a_cache_a_result_has_its_status_and_no_return_value(broker: TestBroker) -> None:
+def test_without_a_cache_a_result_has_its_status_but_no_return_value(broker: TestBroker) -> None:
     with override_settings(TASKS=tasks(broker.endpoint)), working():
         result = shop.note.enqueue("x")
         wait_for(result, "SUCCESSFUL")
@@ -403,7 +412,7 @@ def test_without_a_cache_a_result_has_its_status_and_no_return_value(broker: Tes
             _ = result.return_value
 
 
-def test_a_result_that_is_not_known_does_not_exist(broker: TestBroker) -> None:
+def test_an_unknown_id_and_a_message_that_is_no_task_have_no_result(broker: TestBroker) -> None:
     with pytest.raises(TaskResultDoesNotExist):
         backend().get_result("unknown")
     other = broker.client().send("other-topic", b"{}").id
@@ -434,12 +443,12 @@ OTHER = BaseTaskBackend.__module__.removesuffix("base") + "dummy.DummyBackend"
         ({"OPTIONS": {"results": "default"}}, ["timeball.W001"]),
     ],
 )
-def test_a_wrong_configuration_is_told(changed: dict[str, Any], found: list[str]) -> None:
+def test_check_reports_a_wrong_configuration_by_its_id(changed: dict[str, Any], found: list[str]) -> None:
     with override_settings(TASKS={"default": {"BACKEND": BACKEND, "QUEUES": ["default"], **changed}}):
         assert [message.id for message in checks.run_checks()] == found
 
 
-def test_a_setting_elsewhere_that_the_backend_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_a_missing_database_and_a_missing_application(monkeypatch: pytest.MonkeyPatch) -> None:
     with override_settings(TASKS={"default": {"BACKEND": BACKEND}}), monkeypatch.context() as patch:
         patch.setitem(settings.DATABASES, "default", {"ENGINE": "django.db.backends.dummy"})
         assert [message.id for message in backend().check()] == ["timeball.E003"]
@@ -449,7 +458,7 @@ def test_a_setting_elsewhere_that_the_backend_needs_is_told(monkeypatch: pytest.
             assert [message.id for message in backend().check()] == ["timeball.W002"]
 
 
-def test_an_unknown_option_is_refused_by_name() -> None:
+def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
     with override_settings(TASKS={"default": {"BACKEND": BACKEND, "OPTIONS": {"endpont": "http://h:1"}}}):
         with pytest.raises(ImproperlyConfigured, match=r"TASKS\['default'\].*did you mean 'endpoint'"):
             shop.note.enqueue()
@@ -469,7 +478,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
         ([], {"BACKEND": OTHER}, "is no TimeballBackend"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why(
+def test_the_command_refuses_wrong_arguments_and_settings_with_the_reason(
     arguments: list[str], setting: dict[str, Any], text: str
 ) -> None:
     with (
@@ -502,11 +511,11 @@ NEVER = datetime(2035, 1, 1, tzinfo=UTC)
 
 
 def bodies(ball: Timeball, topic: str) -> Iterator[str]:
-    for message in ball.consume(topic, "looking"):
+    for message in ball.consume(topic, "observers"):
         yield message.body.decode()
 
 
-def test_the_command_runs_tasks_until_it_is_stopped(node: RunningNode) -> None:
+def test_the_command_runs_tasks_and_finishes_the_running_one_after_sigterm(node: RunningNode) -> None:
     with (
         override_settings(TASKS=tasks(node.http_endpoint)),
         Timeball(node.http_endpoint) as ball,
@@ -528,7 +537,7 @@ def test_the_command_runs_tasks_until_it_is_stopped(node: RunningNode) -> None:
 
 
 @pytest.mark.slow
-def test_tasks_whose_workers_are_killed_run_again(node: RunningNode) -> None:
+def test_all_tasks_run_although_their_workers_are_killed(node: RunningNode) -> None:
     """Processes end in the middle of every tenth task, and twice all of them at once with kill -9."""
     words = [str(number) for number in range(200)]
     with override_settings(TASKS=tasks(node.http_endpoint)), Timeball(node.http_endpoint) as ball:

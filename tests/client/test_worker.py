@@ -40,12 +40,16 @@ def test_each_message_is_handled_once_and_acknowledged(ball: Timeball) -> None:
 
 
 class Unprintable(Exception):
+    """An exception whose text cannot be read."""
+
     def __str__(self) -> str:
         raise KeyError("missing")
 
 
 @pytest.mark.parametrize("base", [ValueError, Retry, Dead])
-def test_an_exception_without_a_text_ends_no_worker(ball: Timeball, base: type[Exception]) -> None:
+def test_a_worker_survives_an_exception_whose_text_cannot_be_read(
+    ball: Timeball, base: type[Exception]
+) -> None:
     topic = f"unprintable-{base.__name__}"
     send(ball, topic, ["broken", "good"])
 
@@ -61,7 +65,7 @@ def test_an_exception_without_a_text_ends_no_worker(ball: Timeball, base: type[E
     assert ball.pull(topic, "g", wait=0) == []
 
 
-def test_exceptions_of_a_handler_decide_the_redelivery(
+def test_the_exception_of_a_handler_decides_between_retry_and_dead_letter(
     node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
 ) -> None:
     at_once = RetryPolicy(customized_retry_policy=CustomizedRetry(next=[50]))
@@ -93,7 +97,7 @@ def test_exceptions_of_a_handler_decide_the_redelivery(
     assert "a fault of the handler" in caplog.text and "no such order" in caplog.text
 
 
-def test_a_retry_may_wait_for_longer_than_a_lease(node: RunningNode, ball: Timeball) -> None:
+def test_a_retry_can_have_a_longer_delay_than_a_lease(node: RunningNode, ball: Timeball) -> None:
     send(ball, "days", ["x"])
 
     def handler(message: Message) -> None:
@@ -105,7 +109,7 @@ def test_a_retry_may_wait_for_longer_than_a_lease(node: RunningNode, ball: Timeb
     assert worker.counts.retried == 1
 
 
-def test_a_retry_that_the_broker_refuses_is_by_the_retry_policy(
+def test_a_retry_with_a_refused_delay_follows_the_retry_policy(
     node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.broker.tables.groups.update(SubscriptionGroup("in-order", consume_message_orderly=True))
@@ -125,7 +129,7 @@ def test_a_retry_that_the_broker_refuses_is_by_the_retry_policy(
     assert "delay refused, retry policy used group=in-order" in caplog.text
 
 
-def test_a_handler_may_take_many_leases_and_its_message_stays_with_it(ball: Timeball) -> None:
+def test_the_lease_of_a_running_handler_is_renewed(ball: Timeball) -> None:
     send(ball, "long", ["slow"])
     may_end, handled = threading.Event(), []
 
@@ -144,7 +148,7 @@ def test_a_handler_may_take_many_leases_and_its_message_stays_with_it(ball: Time
     assert len(handled) == 1 and worker.counts.late == 0
 
 
-def test_many_renewals_are_one_attempt(node: RunningNode, ball: Timeball) -> None:
+def test_several_renewals_of_a_lease_count_as_one_attempt(node: RunningNode, ball: Timeball) -> None:
     node.broker.tables.groups.update(SubscriptionGroup("patient", retry_max_times=2))
     send(ball, "renewed", ["x"])
     (message,) = ball.pull("renewed", "patient")
@@ -155,7 +159,7 @@ def test_many_renewals_are_one_attempt(node: RunningNode, ball: Timeball) -> Non
     assert again.attempts == 1 and again.ack()
 
 
-def test_stop_finishes_what_is_handled_and_gives_the_rest_back_uncounted(ball: Timeball) -> None:
+def test_a_stop_waits_for_the_running_handler_and_gives_back_the_queued_messages(ball: Timeball) -> None:
     send(ball, "stopped", [f"{i}" for i in range(6)])
     begun, may_end, ended = threading.Event(), threading.Event(), []
 
@@ -198,7 +202,7 @@ def stopping_without_a_broker(data: Path, timeout_ms: int) -> Iterator[tuple[Run
         yield node, worker
 
 
-def test_a_broker_that_is_away_while_a_worker_stops_gets_the_acknowledgement(
+def test_a_stopping_worker_acknowledges_when_the_broker_is_back(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with stopping_without_a_broker(data, 30_000) as (node, worker):
@@ -210,7 +214,9 @@ def test_a_broker_that_is_away_while_a_worker_stops_gets_the_acknowledgement(
         assert worker.counts.acknowledged == 1
 
 
-def test_a_worker_that_stops_without_a_broker_ends(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopping_worker_ends_after_the_time_limit_if_no_broker_answers(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with stopping_without_a_broker(data, 100) as (node, worker):
         try:
             worker.join()
@@ -220,7 +226,7 @@ def test_a_worker_that_stops_without_a_broker_ends(data: Path, caplog: pytest.Lo
     assert "handled messages not acknowledged group=g messages=1" in caplog.text
 
 
-def test_a_worker_that_may_not_go_on_says_why(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_raises_the_error_that_ended_the_worker(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise Unauthorized("who are you?")
 
@@ -230,7 +236,9 @@ def test_a_worker_that_may_not_go_on_says_why(ball: Timeball, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("wrong", [{"threads": 0}, {"threads": 100_000}, {"processes": -1}])
-def test_numbers_that_make_no_sense_are_refused(ball: Timeball, wrong: dict[str, int]) -> None:
+def test_numbers_of_threads_and_processes_out_of_range_are_refused(
+    ball: Timeball, wrong: dict[str, int]
+) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         Worker(ball, "g", "t", print, **wrong)
 
@@ -240,7 +248,9 @@ def test_a_handler_for_processes_must_be_importable(ball: Timeball) -> None:
         Worker(ball, "g", "t", lambda message: None, processes=2)
 
 
-def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNode, ball: Timeball) -> None:
+def test_a_killed_worker_process_is_replaced_and_all_messages_are_handled(
+    node: RunningNode, ball: Timeball
+) -> None:
     send(ball, "spread", [f"{i}" for i in range(4)])
     ball.create_topic("spread-done", 1)
     worker = Worker(ball, "g", "spread", handlers.Forward(ball, "spread-done"), processes=2, lease="2s")
@@ -254,7 +264,10 @@ def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNo
         send(ball, "spread", ["more"])
         with node.client() as browser:
             eventually(
-                lambda: b"more" in {m.body for m in browser.browse("spread-done", "", max_messages=100)},
+                lambda: (
+                    b"more"
+                    in {message.body for message in browser.browse("spread-done", "", max_messages=100)}
+                ),
                 "handled",
             )
     finally:
@@ -263,7 +276,7 @@ def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNo
     assert worker._processes.pids == []
 
 
-def test_no_more_is_leased_than_is_handled(ball: Timeball) -> None:
+def test_a_worker_leases_only_as_many_messages_as_it_has_free_threads(ball: Timeball) -> None:
     """If the process died, an attempt would be counted for messages that no handler has seen."""
     send(ball, "greedy", [f"{i}" for i in range(8)])
     begun, may_end = threading.Semaphore(0), threading.Event()
@@ -282,7 +295,7 @@ def test_no_more_is_leased_than_is_handled(ball: Timeball) -> None:
 
 
 @pytest.mark.slow
-def test_a_message_that_ends_its_process_takes_no_other_to_the_dead_letters(
+def test_only_the_message_that_kills_its_processes_becomes_a_dead_letter(
     node: RunningNode, ball: Timeball
 ) -> None:
     node.broker.tables.groups.update(SubscriptionGroup("victims", retry_max_times=2))
@@ -300,7 +313,9 @@ def test_a_message_that_ends_its_process_takes_no_other_to_the_dead_letters(
     assert [letter.body for letter in ball.dead_letters("victims").dead_letters] == [b"poison"]
 
 
-def test_sigterm_ends_a_program_that_runs_a_worker_in_order(node: RunningNode, ball: Timeball) -> None:
+def test_after_sigterm_a_worker_finishes_its_handler_and_gives_back_other_messages(
+    node: RunningNode, ball: Timeball
+) -> None:
     send(ball, "terminated", [f"{i}" for i in range(3)])
     script = Path(handlers.__file__).with_name("worker_program.py")
     program = subprocess.Popen(

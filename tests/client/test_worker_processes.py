@@ -11,7 +11,7 @@ from timeball.client.worker import Processes
 from timeball.model.errors import RequestError
 
 
-def test_they_end_in_order_when_stopped_and_start_once() -> None:
+def test_worker_processes_start_once_and_end_after_a_stop() -> None:
     processes = Processes(2, Idle)
     processes.start()
     with pytest.raises(RequestError, match="started before"):
@@ -22,7 +22,7 @@ def test_they_end_in_order_when_stopped_and_start_once() -> None:
     assert processes.pids == []
 
 
-def test_one_that_cannot_start_is_tried_again_after_a_pause(
+def test_a_worker_process_that_cannot_start_is_replaced_again_and_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker, "REPLACE_PAUSE_S", 0.0)
@@ -35,6 +35,6 @@ def test_one_that_cannot_start_is_tried_again_after_a_pause(
     assert "exit=1" in caplog.text
 
 
-def test_handlers_that_cannot_be_pickled_are_refused() -> None:
+def test_a_worker_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(RequestError, match="cannot be sent to another process"):
         Processes(1, lambda: Idle())

@@ -37,8 +37,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -66,10 +66,8 @@ logger = logging.getLogger(__name__)
 # handler must be importable in the process. Messages that a process had leased when it died are delivered again, to any
 # member, when their leases end. A process whose parent has died stops by itself.
 
-REPLACE_PAUSE_S = (
-    1.0  # before a dead process is replaced, so that a process that cannot start does not keep a core busy
-)
-_POLL_S = 0.5  # interval at which the replacing thread checks the processes, at the latest
+REPLACE_PAUSE_S = 1.0  # before a dead process is replaced: one that cannot start must not keep a core busy
+_POLL_S = 0.5  # longest time between two checks of the processes
 
 
 class Runnable(Protocol):
@@ -83,14 +81,12 @@ class Runnable(Protocol):
 
 
 class Processes:
-    """`count` processes that each run the worker returned by `make_worker`.
-
-    They are replaced when they die, and ended in order by SIGTERM.
-    """
+    """`count` processes that each run the worker returned by `make_worker`. A process that dies is replaced."""
 
     def __init__(self, count: int, make_worker: Callable[[], Runnable]) -> None:
+        """Prepare. Raises RequestError if `make_worker` cannot be sent to another process."""
         try:
-            # Spawning pickles as well, but an error there would only end the replacing thread.
+            # Spawning pickles it again, but an error there would only end the thread that replaces processes.
             ForkingPickler.dumps(make_worker)
         except Exception as error:  # pickling the parts of a handler may raise any error
             raise RequestError(
@@ -112,7 +108,7 @@ class Processes:
             ]
 
     def start(self) -> None:
-        """Spawn the processes, and replace each one that dies."""
+        """Spawn the processes, and replace each one that dies. Raises RequestError if called twice."""
         if self._replacer is not None:
             raise RequestError("this Worker was started before; make another one")
         for _ in range(self._count):
@@ -123,7 +119,7 @@ class Processes:
         self._replacer.start()
 
     def stop(self) -> None:
-        """Ask each process to end in order."""
+        """Ask each process to end in order, by SIGTERM."""
         with self._processes_lock:  # no process is added after this
             self._stopping.set()
             for process in self._processes:
@@ -136,6 +132,7 @@ class Processes:
             self._replacer.join(1.0)
 
     def _spawn_process(self) -> None:
+        """Spawn a process, unless the processes are stopping."""
         with self._processes_lock:
             if not self._stopping.is_set():
                 process = self._spawn_context.Process(
@@ -163,7 +160,7 @@ class Processes:
 
 
 def _run_worker_process(make_worker: Callable[[], Runnable]) -> None:
-    """Run a worker in this process until it is stopped or the parent process has died."""
+    """Run a worker in this process until it is stopped or the parent process has died. The target of a spawn."""
     worker, parent = make_worker(), multiprocessing.parent_process()
 
     def stop_with_parent() -> None:
@@ -175,8 +172,23 @@ def _run_worker_process(make_worker: Callable[[], Runnable]) -> None:
     worker.run()
 
 
-# ---- the worker ---------------------------------------------------------------------------------------------
+@contextmanager
+def stop_on_signals(workers: Sequence[Runnable]) -> Iterator[None]:
+    """Stop the workers at SIGTERM or SIGINT during the block. Does nothing outside the main thread."""
 
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        # In threads, because a signal handler must not wait for a lock.
+        for worker in workers:
+            threading.Thread(target=worker.stop, name="timeball-worker-stop").start()
+
+    with ExitStack() as old_handlers:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                old_handlers.callback(signal.signal, number, signal.signal(number, stop))
+        yield
+
+
+# ---- the worker ---------------------------------------------------------------------------------------------
 
 PULL_WAIT = "10s"  # the wait of a long poll
 RETRY_PAUSE_S = 1.0  # after a call that no broker answered
@@ -278,17 +290,9 @@ class Worker:
     def run(self) -> None:
         """Work until `stop`, SIGTERM or SIGINT. Blocks.
 
-        Signals are handled only if `run` is called in the main thread. If an error ends the worker, `run` raises it.
+        Signals are handled only if `run` is called in the main thread. Raises the error that ended the worker, if any.
         """
-
-        def stop_on_signal(_signal: int, _frame: FrameType | None) -> None:
-            # In a thread, because a signal handler must not wait for a lock.
-            threading.Thread(target=self.stop, name="timeball-worker-stop").start()
-
-        with ExitStack() as old_handlers:
-            if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    old_handlers.callback(signal.signal, number, signal.signal(number, stop_on_signal))
+        with stop_on_signals([self]):
             self.start()
             self.join()
 
@@ -322,7 +326,7 @@ class Worker:
             self._state_changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the end. If an error ended the worker, raise it."""
+        """Wait for the end. Raises the error that ended the worker, if any."""
         if self._processes is not None:
             self._processes.join()
             return
@@ -384,10 +388,11 @@ class Worker:
         self._try_call("give_back", lambda: consumer.give_back(queued))
 
     def _free_threads(self) -> int:
+        """Count the handler threads without a message. The caller holds `_state_changed`."""
         return self._thread_count - len(self._queued) - len(self._running)
 
     def _handle(self) -> None:
-        """Run the handler for queued messages until the worker stops."""
+        """Run the handler for queued messages until the worker stops. Runs in each handler thread."""
         try:
             while (message := self._next()) is not None:
                 try:
@@ -406,7 +411,7 @@ class Worker:
                 self._state_changed.notify_all()
 
     def _next(self) -> Message | None:
-        """Wait for the next message to handle. Returns None if the worker stops."""
+        """Wait for the next message, and move it from the queued to the running ones. Returns None at a stop."""
         with self._state_changed:
             self._state_changed.wait_for(lambda: self._queued or self._stopping.is_set())
             if self._stopping.is_set():
@@ -417,7 +422,10 @@ class Worker:
             return message
 
     def _run_handler(self, message: Message) -> bool:
-        """Run the handler. Returns True if the message must be acknowledged. Other outcomes are answered here."""
+        """Run the handler, and answer for the message as its exception says (see the module's docstring).
+
+        Returns True if the handler raised none: then the caller acknowledges the message.
+        """
         try:
             with processing(message, self._group):
                 self._handler(message)
@@ -444,24 +452,31 @@ class Worker:
         return False
 
     def _nack(self, message: Message, after_ms: int | None, reason: str) -> None:
-        """Give a message back. If the broker refuses the delay, the retry policy decides on it."""
+        """Give a message back after `after_ms` (None: the delay of the retry policy), for `reason`.
+
+        If the broker refuses the delay, the retry policy decides. Raises TimeballError.
+        """
         try:
             run(message._nack(after_ms, reason, True))
         except RequestError as error:
             if after_ms is None:
                 raise
-            # Otherwise the message would come back when its lease ends, without a delay.
+            # Without a second nack the message would come back when its lease ends, whatever delay was asked for.
             logger.error(
                 "delay refused, retry policy used group=%s id=%s reason=%s", self._group, message.id, error
             )
             message.nack(reason=reason or reason_of(error))
 
     def _acknowledge_and_renew(self) -> None:
-        """Acknowledge handled messages, and renew the other leases when half of their time has passed."""
+        """Acknowledge handled messages, and renew the other leases when half of their time has passed.
+
+        Runs in a thread until the handler threads have ended, and then until all handled messages are acknowledged, or
+        for the time limit of a call.
+        """
         interval_s = self._lease_ms / 2000  # half a lease
         clock = self._ball._clock
         renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
-        end_ns: int | None = None  # when the attempts to acknowledge end, known after the last handler
+        end_ns: int | None = None  # when the attempts to acknowledge end; set after the last handler
         while True:
             with self._state_changed:
                 remaining_s = (renew_ns - clock.monotonic_ns()) / 1e9
@@ -494,24 +509,28 @@ class Worker:
                 renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
 
     def _renew_leases(self, messages: list[Message], *, counts: bool) -> None:
+        """Renew leases. `counts`: count each as an attempt. Raises TimeballError."""
         self._ball._consumer.change(messages, self._lease_ms, counts=counts)
 
     def _acknowledge(self, handled: list[Message]) -> bool:
         """Acknowledge messages and count the outcomes. Returns False if no broker answered."""
         try:
-            valid = self._ball.ack(handled)
+            acknowledged = self._ball.ack(handled)
         except (Unavailable, OverLimit) as error:
             self._log_failure("ack", error)
             return False
-        self.counts.acknowledged += valid
-        self.counts.late += len(handled) - valid
+        self.counts.acknowledged += acknowledged
+        self.counts.late += len(handled) - acknowledged
         return True
 
     def _log_failure(self, call_name: str, error: TimeballError) -> None:
         logger.warning("call failed, trying again call=%s group=%s reason=%s", call_name, self._group, error)
 
     def _try_call(self, call_name: str, call: Callable[[], object]) -> None:
-        """Make a call that may fail: then the lease ends after its time, and the message is delivered again."""
+        """Make a call that may fail, and log its error. The leases then end after their time.
+
+        The messages are delivered again after that. `call_name`: for the log.
+        """
         try:
             call()
         except TimeballError as error:

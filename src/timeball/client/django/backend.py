@@ -52,9 +52,9 @@ STATUSES = {
     "done": TaskResultStatus.SUCCESSFUL,
     "dead": TaskResultStatus.FAILED,
 }
-# The fields of a result that only the worker knows.
+# The fields of a result that the broker does not know, and that a worker stores in a cache.
 STORED = ("started_at", "last_attempted_at", "finished_at", "worker_ids", "_return_value")
-NOT_STORED = object()  # in the place of a return value
+NOT_STORED = object()  # the return value of a result without a stored one
 # Caches that the worker does not share with other processes.
 PRIVATE_CACHES = (
     "django.core.cache.backends.locmem.LocMemCache",
@@ -82,12 +82,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-# Django makes a backend for each thread, and a client serves all threads. No lock, which a fork could leave locked.
+# Django makes a backend for each thread, and one client serves all threads. No lock guards this: after a fork, a lock
+# could stay locked in the child.
 CLIENTS: dict[Options, Timeball] = {}
 
 
 class TaskMessage(msgspec.Struct):
-    """The body of a message, in JSON: the path of the task, and its arguments."""
+    """The body of a message, in JSON as `_send` writes it: the path of the task, and its arguments."""
 
     task: str
     args: list[Any]
@@ -160,7 +161,7 @@ class TimeballBackend(BaseTaskBackend):
             Unavailable: The broker cannot be reached, or the answer was lost.
         """
         self.validate_task(task)
-        result = self._result(task, result_id or IDENTIFIERS.next_id(), args, kwargs)
+        result = self._new_result(task, result_id or IDENTIFIERS.next_id(), args, kwargs)
         if self.config.enqueue_on_commit:
             transaction.on_commit(partial(self._send, result))
         else:
@@ -168,15 +169,17 @@ class TimeballBackend(BaseTaskBackend):
         return result
 
     def _send(self, result: TaskResult) -> None:
+        """Send the message of a task, and set `enqueued_at` of its result. Raises Conflict and Unavailable."""
         task = result.task
         receipt = self.ball.send(
             self.topic(task.queue_name),
             json.dumps({"task": task.module_path, "args": result.args, "kwargs": result.kwargs}),
-            at=_aware(task.run_after),
+            at=_with_zone(task.run_after),
             message_id=result.id,
             retry=True,
         )
-        object.__setattr__(result, "enqueued_at", _time(receipt.store_ms))
+        # `object.__setattr__` here and below, because the class is frozen for applications.
+        object.__setattr__(result, "enqueued_at", _to_datetime(receipt.store_ms))
         task_enqueued.send(type(self), task_result=result)
 
     # ---- results ----------------------------------------------------------------------------------------
@@ -184,55 +187,54 @@ class TimeballBackend(BaseTaskBackend):
     def get_result(self, result_id: str) -> TaskResult:
         """Look a result up by its id.
 
-        If the cache of the option `results` cannot be read, the result has its status, but nothing that is stored.
-        Raises TaskResultDoesNotExist if the broker knows no such task, has forgotten it, or if it was cancelled.
+        If the cache of the option `results` cannot be read, the result has its status, but no stored fields. Raises
+        TaskResultDoesNotExist if the broker has no task with this id, has forgotten it, or if it was cancelled.
         """
         try:
             place = self.ball.get(result_id)
         except NotFound as error:
             raise TaskResultDoesNotExist(result_id) from error
         content, topic = place.content, place.topic or ""
-        if (
-            content is None
-            or content.size_bytes > len(content.body)
-            or not topic.startswith(self.config.prefix)
-        ):
+        is_task = topic.startswith(self.config.prefix)
+        # Only a waiting or visible message has content, and the broker cuts a long body.
+        if not is_task or content is None or content.size_bytes > len(content.body):
             raise TaskResultDoesNotExist(result_id)
         status, attempts = _progress(place, topic)
-        result = self.received(result_id, topic, content.body, attempts, place.due_ms)
+        result = self.read_result(result_id, topic, content.body, attempts, place.due_ms)
         object.__setattr__(result, "status", status)
         if place.due_ms is None and place.at_ms is not None:
-            object.__setattr__(result, "enqueued_at", _time(place.at_ms))
+            object.__setattr__(result, "enqueued_at", _to_datetime(place.at_ms))
         return result
 
-    def received(
+    def read_result(
         self, result_id: str, topic: str, body: bytes, attempts: int, due_ms: int | None
     ) -> TaskResult:
-        """Build the result of a received message, with what is stored of it.
+        """Build the result of a task from its message and from the stored fields. `attempts`: earlier ones.
 
         Raises ValueError if the message names no task, and ImportError if this program does not have the task.
         """
         message = msgspec.convert(json.loads(body), TaskMessage)
         task = import_string(message.task)
-        if not isinstance(task, Task):  # a sender of messages must not choose any function
+        if not isinstance(task, Task):  # the sender of a message must not choose any function
             raise ValueError(f"{message.task!r} is no task")
         task = task.using(
             backend=self.alias,
             queue_name=topic.removeprefix(self.config.prefix),
-            run_after=None if due_ms is None else _time(due_ms),
+            run_after=None if due_ms is None else _to_datetime(due_ms),
         )
-        result = self._result(task, result_id, message.args, message.kwargs)
-        stored = self._stored(result_id)
-        # A worker that was killed has stored nothing of its attempts.
+        result = self._new_result(task, result_id, message.args, message.kwargs)
+        stored = self._read_stored(result_id)
+        # A worker that was killed has not stored its attempt.
         workers = stored.get("worker_ids", [])
         stored["worker_ids"] = [""] * (attempts - len(workers)) + workers
         for name, value in ({"_return_value": NOT_STORED} | stored).items():
             object.__setattr__(result, name, value)
         return result
 
-    def _result(
+    def _new_result(
         self, task: Task, result_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> TaskResult:
+        """Create the result of a task that is not sent and has no attempts."""
         return TimeballResult(
             task=task, id=result_id, status=TaskResultStatus.READY, enqueued_at=None, started_at=None,
             finished_at=None, last_attempted_at=None, args=list(args), kwargs=dict(kwargs), backend=self.alias,
@@ -247,8 +249,8 @@ class TimeballBackend(BaseTaskBackend):
             fields["errors"] = [(error.exception_class_path, error.traceback) for error in result.errors]
             caches[self.config.results].set(f"timeball:{result.id}", fields, self.config.results_s)
 
-    def _stored(self, result_id: str) -> dict[str, Any]:
-        """Read the stored fields of a result. Empty if there are none, or if the cache cannot be read."""
+    def _read_stored(self, result_id: str) -> dict[str, Any]:
+        """Read the stored fields of a result by name. Empty if there are none, or if the cache cannot be read."""
         if self.config.results is None:
             return {}
         try:
@@ -271,13 +273,14 @@ class TimeballBackend(BaseTaskBackend):
         place = f"TASKS[{self.alias!r}]"
         try:
             config = self.config
-            self.ball  # noqa: B018  # raises for an endpoint or for keys that cannot be
+            self.ball  # noqa: B018  # raises for a malformed endpoint and for wrong keys
         except (ImproperlyConfigured, RequestError, ModuleNotFoundError) as error:
             yield checks.Error(str(error), hint=f"Correct {place}['OPTIONS'].", id="timeball.E001")
             return
         for queue in sorted(self.queues):
             topic = self.topic(queue)
-            if not limits.NAME.fullmatch(topic) or len(topic) > limits.GROUP_BYTES_MAX:  # less than a topic
+            # The limit of a group's name is lower than that of a topic's.
+            if not limits.NAME.fullmatch(topic) or len(topic) > limits.GROUP_BYTES_MAX:
                 text = f"the topic {topic!r} is too long, or has other characters than % | a-z A-Z 0-9 _ -"
                 yield checks.Error(text, hint=f"Rename the queue in {place}['QUEUES'].", id="timeball.E002")
         database = settings.DATABASES.get("default", {}).get("ENGINE", "django.db.backends.dummy")
@@ -297,21 +300,21 @@ class TimeballBackend(BaseTaskBackend):
 
 
 def _progress(place: MessagePlace, group: str) -> tuple[TaskResultStatus, int]:
-    """The status of a task, and the number of its attempts."""
-    for found in place.groups:
-        if found.group == group and place.state == "visible":
+    """Find the status of a task and the number of its attempts, from the state of its message in `group`."""
+    for each in place.groups:
+        if each.group == group and place.state == "visible":
             # The broker does not count the attempt of a message that was acknowledged at its first delivery.
-            return STATUSES[found.state], max(found.attempts, int(found.state != "waiting"))
-    return TaskResultStatus.READY, 0
+            return STATUSES[each.state], max(each.attempts, int(each.state != "waiting"))
+    return TaskResultStatus.READY, 0  # no worker has received it yet
 
 
-def _aware(run_after: datetime | None) -> datetime | None:
-    """The instant of a `run_after`, which has no zone in a project with USE_TZ = False."""
-    is_instant = run_after is None or timezone.is_aware(run_after)
-    return run_after if is_instant else timezone.make_aware(run_after)
+def _with_zone(run_after: datetime | None) -> datetime | None:
+    """Add the zone of the project to a `run_after` without one, as in a project with USE_TZ = False."""
+    has_zone = run_after is None or timezone.is_aware(run_after)
+    return run_after if has_zone else timezone.make_aware(run_after)
 
 
-def _time(time_ms: int) -> datetime:
-    """A time of the broker as `timezone.now()` would show it."""
+def _to_datetime(time_ms: int) -> datetime:
+    """Convert a time of the broker to a datetime with or without a zone, as `timezone.now()` returns it."""
     time = datetime.fromtimestamp(time_ms / 1000, UTC)
     return time if settings.USE_TZ else timezone.make_naive(time)

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from traceback import format_exception
-from types import FrameType
 from typing import Any
 
 import django
@@ -38,14 +34,14 @@ from timeball.client.django.tasks_api import (
     task_started,
 )
 from timeball.client.messages import Message, reason_of
-from timeball.client.worker import Dead, Worker
+from timeball.client.worker import Dead, Worker, stop_on_signals
 from timeball.model.time_parsing import After
 
 logger = logging.getLogger(__name__)
 
 
 class TaskHandler:
-    """Runs the task that a message names. Can be sent to another process, where it sets Django up."""
+    """A handler that runs the task of a message. Can be sent to another process, where it sets Django up."""
 
     def __init__(self, alias: str) -> None:
         """`alias`: the name of the backend in the setting TASKS."""
@@ -55,7 +51,7 @@ class TaskHandler:
         return _handler_of_process, (self._alias,)
 
     def __call__(self, message: Message) -> None:
-        """Run the task. Raises its exception, or Dead after the last attempt."""
+        """Run the task of a message. Raises its exception, or Dead after the last attempt."""
         close_old_connections()
         try:
             self._run(message)
@@ -63,12 +59,13 @@ class TaskHandler:
             close_old_connections()
 
     def _run(self, message: Message) -> None:
+        """Run the task, store its result, and send the signals. Raises as `__call__`."""
         backend: TimeballBackend = task_backends[self._alias]
-        result = backend.received(
+        result = backend.read_result(
             message.id or "", message.topic, message.body, message.attempts, message.due_ms
         )
         started = timezone.now()
-        # A dead letter that was sent again begins anew, and the stored attempts are those before it.
+        # The attempts of a dead letter that was resent begin at 0 again: the stored ones from there on are older.
         result.worker_ids[message.attempts :] = [f"{socket.gethostname()}:{os.getpid()}"]
         _update(
             result,
@@ -82,7 +79,7 @@ class TaskHandler:
             value = _call(result)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of any kind, as sys.exit() or the cancellation of a coroutine
+        except BaseException as error:  # of any kind, for example of sys.exit() or of a cancelled coroutine
             path = f"{type(error).__module__}.{type(error).__qualname__}"
             result.errors.append(
                 TaskError(exception_class_path=path, traceback="".join(format_exception(error)))
@@ -92,7 +89,7 @@ class TaskHandler:
             _settle(backend, result)
             if is_last and not isinstance(error, Dead):
                 raise Dead(reason_of(error)) from error
-            if not isinstance(error, Exception):  # it would end the worker
+            if not isinstance(error, Exception):  # the error itself would end the worker
                 raise RuntimeError(reason_of(error)) from error
             raise
         _update(result, status=TaskResultStatus.SUCCESSFUL, _return_value=value)
@@ -105,13 +102,13 @@ def _call(result: TaskResult) -> Any:
     value = result.task.call(*context, *result.args, **result.kwargs)
     try:
         return normalize_json(value)
-    except Exception as error:  # of any kind of value
-        # The task has done its work, so it must not run again. Its value would be the same.
+    except Exception as error:  # a value of any type may raise any error
+        # The task has done its work, and would return such a value again. So it must not run again.
         raise Dead(f"the return value is not JSON: {reason_of(error)}") from error
 
 
 def _update(result: TaskResult, **values: Any) -> None:
-    """Set fields of a result, which are read-only for applications."""
+    """Set fields of a result. `object.__setattr__`, because the class is frozen for applications."""
     for name, value in values.items():
         object.__setattr__(result, name, value)
 
@@ -129,6 +126,7 @@ def _settle(backend: TimeballBackend, result: TaskResult) -> None:
 
 
 def _handler_of_process(alias: str) -> TaskHandler:
+    """Create the copy of a pickled handler, and set Django up in a new process."""
     if not apps.ready:
         django.setup()
     return TaskHandler(alias)
@@ -137,7 +135,7 @@ def _handler_of_process(alias: str) -> TaskHandler:
 def make_workers(
     backend: TimeballBackend, queues: Sequence[str], threads: int, processes: int, lease: After
 ) -> list[Worker]:
-    """Make a worker for each queue, with `threads` threads of each of `processes` processes (0: of this process).
+    """Make a worker for each queue. `threads`, `processes` and `lease` are those of Worker.
 
     Raises RequestError for an argument that is out of range.
     """
@@ -149,23 +147,14 @@ def make_workers(
 
 
 def run(workers: Sequence[Worker]) -> None:
-    """Run workers until SIGTERM or SIGINT, or until an error ends one of them, which is then raised. Blocks.
+    """Run workers until SIGTERM or SIGINT, or until an error ends one of them. Blocks. Raises that error.
 
     Tasks that are running finish. Signals are handled only if `run` is called in the main thread.
     """
-
-    def stop(_signal: int = 0, _frame: FrameType | None = None) -> None:
-        # In threads, because a signal handler must not wait for a lock.
+    with stop_on_signals(workers), ThreadPoolExecutor(len(workers)) as pool:
+        runs = [pool.submit(worker.run) for worker in workers]
+        wait(runs, return_when=FIRST_COMPLETED)
         for worker in workers:
-            threading.Thread(target=worker.stop, name="timeball-worker-stop").start()
-
-    with ExitStack() as old_handlers:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                old_handlers.callback(signal.signal, number, signal.signal(number, stop))
-        with ThreadPoolExecutor(len(workers)) as pool:
-            runs = [pool.submit(worker.run) for worker in workers]
-            wait(runs, return_when=FIRST_COMPLETED)
-            stop()
+            worker.stop()
     for ended in runs:
         ended.result()
