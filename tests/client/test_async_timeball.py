@@ -28,12 +28,12 @@ def run(node: RunningNode, scenario: Callable[[AsyncTimeball], Awaitable[None]])
     asyncio.run(whole())
 
 
-def verbs(kind: type) -> dict[str, object]:
+def public_attributes(kind: type) -> dict[str, object]:
     return {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
 
 
-def parameters(verb: object) -> list[tuple[str, object]]:
-    return [(one.name, one.default) for one in inspect.signature(verb).parameters.values()]  # type: ignore[arg-type]
+def parameters(attribute: object) -> list[tuple[str, object]]:
+    return [(one.name, one.default) for one in inspect.signature(attribute).parameters.values()]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,19 @@ def parameters(verb: object) -> list[tuple[str, object]]:
         (Selections, AsyncSelections),
     ],
 )  # fmt: skip
-def test_both_clients_have_the_same_verbs_with_the_same_parameters(blocking: type, awaited: type) -> None:
-    assert verbs(blocking).keys() == verbs(awaited).keys()
-    for name, verb in verbs(awaited).items():
-        if not callable(verb) or getattr(verb, "__qualname__", "").startswith("Leased."):
+def test_the_asynchronous_classes_have_the_same_methods_and_parameters(blocking: type, awaited: type) -> None:
+    assert public_attributes(blocking).keys() == public_attributes(awaited).keys()
+    for name, attribute in public_attributes(awaited).items():
+        if not callable(attribute) or getattr(attribute, "__qualname__", "").startswith("Leased."):
             continue
-        assert parameters(verb) == parameters(verbs(blocking)[name]), name
+        assert parameters(attribute) == parameters(public_attributes(blocking)[name]), name
         # Both work without waiting for the loop.
-        asynchronous = inspect.iscoroutinefunction(verb) or inspect.isasyncgenfunction(verb)
+        asynchronous = inspect.iscoroutinefunction(attribute) or inspect.isasyncgenfunction(attribute)
         assert asynchronous, f"{name} would block the loop"
-        assert verb.__doc__, name
+        assert attribute.__doc__, name
 
 
-def test_sent_messages_are_pulled_and_answered(node: RunningNode) -> None:
+def test_messages_are_sent_pulled_answered_and_cancelled(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         receipt = await ball.send("async", "one", after="10ms", tag="paid")
         (message,) = await ball.pull("async", "g")
@@ -72,7 +72,7 @@ def test_sent_messages_are_pulled_and_answered(node: RunningNode) -> None:
     run(node, scenario)
 
 
-def test_columns_are_awaited_over_flight(node: RunningNode) -> None:
+def test_columns_are_sent_and_read_over_flight(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         summary = await ball.send_many([{"body": f"{i}"} for i in range(5)], topic="async-columns")
         batch = await ball.browse_batch("async-columns", "columns")
@@ -84,7 +84,7 @@ def test_columns_are_awaited_over_flight(node: RunningNode) -> None:
     run(node, scenario)
 
 
-def test_calls_run_at_the_same_time_and_the_loop_goes_on(node: RunningNode) -> None:
+def test_sends_are_answered_while_long_polls_wait(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         await ball.create_topic("at-once", 1)
         polls = [asyncio.create_task(ball.pull("at-once", f"g{i}", wait="60s")) for i in range(10)]
@@ -96,7 +96,7 @@ def test_calls_run_at_the_same_time_and_the_loop_goes_on(node: RunningNode) -> N
     run(node, scenario)
 
 
-def test_a_pull_that_is_cancelled_leaves_its_message_to_another_member(node: RunningNode) -> None:
+def test_a_cancelled_pull_leases_no_message(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         await ball.create_topic("cancelled-pull", 1)
         for number in range(20):
@@ -114,7 +114,7 @@ def test_a_pull_that_is_cancelled_leaves_its_message_to_another_member(node: Run
 
 @pytest.mark.parametrize("how", ["pull", "consume"])
 @pytest.mark.parametrize("again", [False, True])
-def test_messages_that_come_while_a_receive_is_cancelled_are_given_back(
+def test_messages_that_arrive_when_their_receive_is_cancelled_are_given_back(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, how: str, again: bool
 ) -> None:
     """`again`: the scopes of anyio cancel at each step of the loop until the task has ended."""
@@ -150,7 +150,7 @@ def test_messages_that_come_while_a_receive_is_cancelled_are_given_back(
     run(node, scenario)
 
 
-def test_an_answer_that_crosses_the_end_of_a_cancelled_pull_is_given_back() -> None:
+def test_messages_of_an_answer_that_was_sent_before_the_cancel_are_given_back() -> None:
     """The node answers whole before it learns of the cancellation, and ends its direction later."""
     targets: list[str] = []
 
@@ -197,7 +197,7 @@ LEASED = json.dumps(
 )  # fmt: skip
 
 
-def test_a_thousand_calls_at_once_need_no_thread_and_few_connections(node: RunningNode) -> None:
+def test_a_thousand_calls_at_once_use_no_thread_and_at_most_calls_max_connections(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         await ball.create_topic("thousand", 4)
         receipts = await asyncio.gather(*(ball.send("thousand", f"{number}") for number in range(1_000)))
@@ -208,7 +208,7 @@ def test_a_thousand_calls_at_once_need_no_thread_and_few_connections(node: Runni
     run(node, scenario)
 
 
-def test_connections_of_many_long_polls_are_not_all_kept(node: RunningNode) -> None:
+def test_after_many_long_polls_only_kept_max_connections_are_kept(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         await ball.create_topic("many-polls", 1)
         await asyncio.gather(*(ball.pull("many-polls", f"g{n}", wait="500ms") for n in range(KEPT_MAX + 40)))
@@ -220,7 +220,7 @@ def test_connections_of_many_long_polls_are_not_all_kept(node: RunningNode) -> N
     run(node, scenario)
 
 
-def test_a_long_poll_does_not_keep_other_calls_waiting(node: RunningNode) -> None:
+def test_long_polls_do_not_count_against_calls_max(node: RunningNode) -> None:
     async def scenario() -> None:
         async with AsyncTimeball(node.http_endpoint, calls_max=1) as ball:
             await ball.create_topic("one-slot", 1)
@@ -232,7 +232,7 @@ def test_a_long_poll_does_not_keep_other_calls_waiting(node: RunningNode) -> Non
     asyncio.run(scenario())
 
 
-def test_a_send_that_is_cancelled_leaves_a_usable_client(node: RunningNode) -> None:
+def test_a_client_is_usable_after_cancelled_sends(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         for number in range(50):
             sending = asyncio.create_task(ball.send("cancelled-send", "x" * 100_000))
@@ -247,7 +247,7 @@ def test_a_send_that_is_cancelled_leaves_a_usable_client(node: RunningNode) -> N
     run(node, scenario)
 
 
-def test_a_wait_for_the_answer_of_a_silent_node_can_be_cancelled(node: RunningNode) -> None:
+def test_a_call_to_a_silent_node_can_be_cancelled(node: RunningNode) -> None:
     async def scenario() -> None:
         async with AsyncTimeball(f"http://127.0.0.1:{port}") as ball:
             for call in (ball.send("t", "x"), ball.pull("t", "g"), anext(ball.consume("t", "g"))):
@@ -265,7 +265,7 @@ def test_a_wait_for_the_answer_of_a_silent_node_can_be_cancelled(node: RunningNo
 
 
 @pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
-def test_a_later_event_loop_gets_connections_of_its_own(node: RunningNode) -> None:
+def test_a_client_can_be_used_in_a_later_event_loop_and_not_without_one(node: RunningNode) -> None:
     ball = AsyncTimeball(node.http_endpoint, calls_max=2)
 
     async def send(ball: AsyncTimeball) -> list[int]:
@@ -281,10 +281,12 @@ def test_a_later_event_loop_gets_connections_of_its_own(node: RunningNode) -> No
     gc.collect()  # warns of the transport of the first loop here, and not in another test
 
 
-def test_a_loop_acknowledges_what_it_has_handed_out_and_ends_when_idle(node: RunningNode) -> None:
+def test_a_loop_acknowledges_all_messages_and_ends_when_idle(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         await ball.send_many([{"body": f"{i}"} for i in range(300)], topic="looped")
-        bodies = [m.body async for m in ball.consume("looped", "g", until_idle="100ms", max_messages=50)]
+        bodies = [
+            message.body async for message in ball.consume("looped", "g", until_idle="100ms", max_messages=50)
+        ]
         assert sorted(bodies) == sorted(b"%d" % i for i in range(300))
         assert sum((await ball.offsets("g", "looped")).values()) == 300
         assert await ball.pull("looped", "g", wait=0) == []
@@ -293,7 +295,7 @@ def test_a_loop_acknowledges_what_it_has_handed_out_and_ends_when_idle(node: Run
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed", "client closed"])
-def test_a_loop_that_is_left_gives_back_what_it_has_not_come_to(node: RunningNode, how: str) -> None:
+def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(node: RunningNode, how: str) -> None:
     topic = "left-" + how.replace(" ", "-")
 
     async def leave(ball: AsyncTimeball) -> None:
@@ -324,10 +326,12 @@ def test_a_loop_that_is_left_gives_back_what_it_has_not_come_to(node: RunningNod
         left: list[Message] = []
         while len(left) < 9:
             left += other.pull(topic, "g", wait="60s")
-        assert {m.body: m.attempts for m in left} == {b"%d" % i: int(i == 1) for i in range(1, 10)}
+        assert {message.body: message.attempts for message in left} == {
+            b"%d" % i: int(i == 1) for i in range(1, 10)
+        }
 
 
-def test_a_cancelled_wait_of_a_loop_ends_at_once(node: RunningNode) -> None:
+def test_a_loop_that_waits_for_messages_can_be_cancelled(node: RunningNode) -> None:
     async def scenario(ball: AsyncTimeball) -> None:
         await ball.create_topic("waited", 1)
 
@@ -347,7 +351,7 @@ def test_a_cancelled_wait_of_a_loop_ends_at_once(node: RunningNode) -> None:
     run(node, scenario)
 
 
-def test_a_receive_says_that_the_client_was_closed_meanwhile(node: RunningNode) -> None:
+def test_a_pull_is_refused_if_its_client_is_closed_at_any_point(node: RunningNode) -> None:
     async def scenario(_: AsyncTimeball) -> None:
         for turns in range(12):  # at any point of its way
             async with AsyncTimeball(node.http_endpoint) as ball:
@@ -360,7 +364,7 @@ def test_a_receive_says_that_the_client_was_closed_meanwhile(node: RunningNode) 
     run(node, scenario)
 
 
-def test_a_closed_client_says_so(node: RunningNode) -> None:
+def test_a_close_cancels_the_pull_under_way_and_refuses_further_calls(node: RunningNode) -> None:
     async def scenario() -> None:
         ball = AsyncTimeball(node.http_endpoint, flight=node.endpoint)
         poll = asyncio.create_task(ball.pull("closed-client", "g", wait="60s"))
@@ -374,7 +378,7 @@ def test_a_closed_client_says_so(node: RunningNode) -> None:
     asyncio.run(scenario())
 
 
-def test_wrong_arguments_and_a_missing_broker_raise_as_for_timeball(no_pauses: None) -> None:
+def test_wrong_arguments_and_a_missing_broker_raise_the_errors_of_timeball(no_pauses: None) -> None:
     async def scenario() -> None:
         with pytest.raises(RequestError, match="calls_max"):
             AsyncTimeball(calls_max=0)

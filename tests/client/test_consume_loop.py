@@ -17,24 +17,24 @@ class Message:
     """The part of a message that the loop reads: nothing."""
 
 
-class Group:
-    """Records the calls of a group member to the broker."""
+class RecordedConsumer:
+    """Records the calls of a Consumer to the broker. The leases of messages in `lost` have ended."""
 
     def __init__(self) -> None:
-        self.acked: list[Message] = []
-        self.back: list[tuple[Message, bool]] = []
+        self.acknowledged: list[Message] = []
+        self.given_back: list[tuple[Message, bool]] = []  # each with whether the attempt counts
         self.renewed: list[Message] = []
         self.lost: set[Message] = set()
 
     async def ack_async(self, messages: list[Message]) -> None:
-        self.acked += messages
+        self.acknowledged += messages
 
     async def give_back_async(self, messages: list[Message]) -> None:
-        self.back += [(message, False) for message in messages]
+        self.given_back += [(message, False) for message in messages]
 
     async def change_async(self, messages: list[Message], lease_ms: int, *, counts: bool) -> list[bool]:
         if lease_ms == 0:
-            self.back += [(message, counts) for message in messages]
+            self.given_back += [(message, counts) for message in messages]
         else:
             self.renewed += messages
         return [message not in self.lost for message in messages]
@@ -55,191 +55,202 @@ class Feed:
 
     async def read(self, wait_ms: int) -> list[Message]:
         self.waits_ms.append(wait_ms)
-        found = self._reads.pop(0) if self._reads else []
-        if not found:
+        messages = self._reads.pop(0) if self._reads else []
+        if not messages:
             self._clock.advance(wait_ms)
-        return found
+        return messages
 
     async def close(self) -> list[Message]:
         unread, self.unread = self.unread, []
         return unread
 
 
-def loop_over(clock: ManualClock, group: Group, reads: list[list[Message]], **options: Any) -> ConsumeLoop:
+def make_loop(
+    clock: ManualClock, consumer: RecordedConsumer, reads: list[list[Message]], **options: Any
+) -> ConsumeLoop:
     feed = Feed(clock, reads, 256)
-    return ConsumeLoop(group, clock, feed, **{"lease": "60s", **options})  # type: ignore[arg-type]
+    return ConsumeLoop(consumer, clock, feed, **{"lease": "60s", **options})  # type: ignore[arg-type]
 
 
-def test_a_message_is_dealt_with_when_the_next_one_is_asked_for(clock: ManualClock) -> None:
+def test_a_message_is_acknowledged_after_the_program_has_asked_for_the_next_one(clock: ManualClock) -> None:
     first, second = Message(), Message()
-    group = Group()
-    loop = loop_over(clock, group, [[first, second]])
-    assert loop.next() is None, "nothing is there, and next asks no broker"
+    consumer = RecordedConsumer()
+    loop = make_loop(clock, consumer, [[first, second]])
+    assert loop.next() is None, "no message is queued, and `next` does not ask the broker"
     run(loop.work())
-    assert loop.next() is first and group.acked == []
-    assert loop.next() is second and group.acked == []
+    assert loop.next() is first and consumer.acknowledged == []
+    assert loop.next() is second and consumer.acknowledged == []
     assert loop.next() is None
-    run(loop.work())  # waits a moment for another one
-    assert group.acked == []
+    run(loop.work())  # waits for ACK_PAUSE_MS for further messages
+    assert consumer.acknowledged == []
     run(loop.work())
-    assert group.acked == [first, second]
+    assert consumer.acknowledged == [first, second]
 
 
-def test_it_acknowledges_once_a_second_while_messages_wait(clock: ManualClock) -> None:
+def test_processed_messages_are_acknowledged_once_a_second_while_others_are_queued(
+    clock: ManualClock,
+) -> None:
     messages = [Message() for _ in range(4)]
-    group = Group()
-    loop = loop_over(clock, group, [list(messages)])
+    consumer = RecordedConsumer()
+    loop = make_loop(clock, consumer, [list(messages)])
     run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(1_000)
     assert loop.next() is None, "it is time to acknowledge"
     run(loop.work())
-    assert group.acked == messages[:1] and loop.next() is messages[1]
+    assert consumer.acknowledged == messages[:1] and loop.next() is messages[1]
 
 
-def test_leases_are_renewed_at_half_their_time_and_what_was_lost_is_not_handed_out(
+def test_leases_of_queued_messages_are_renewed_at_half_time_and_lost_messages_are_skipped(
     clock: ManualClock,
 ) -> None:
     first, lost, kept = Message(), Message(), Message()
-    group = Group()
-    group.lost.add(lost)
-    loop = loop_over(clock, group, [[first, lost, kept]])
+    consumer = RecordedConsumer()
+    consumer.lost.add(lost)
+    loop = make_loop(clock, consumer, [[first, lost, kept]])
     run(loop.work())
     assert loop.next() is first
     clock.advance(30_000)
     assert loop.next() is None
     run(loop.work())
-    assert group.renewed == [lost, kept] and loop.next() is kept
+    assert consumer.renewed == [lost, kept] and loop.next() is kept
 
 
-def test_the_end_gives_back_the_last_message_counted_and_the_others_uncounted(clock: ManualClock) -> None:
+def test_the_end_gives_back_the_current_message_with_an_attempt_and_the_others_without(
+    clock: ManualClock,
+) -> None:
     first, second, third = Message(), Message(), Message()
-    group = Group()
-    loop = loop_over(clock, group, [[first, second, third]])
+    consumer = RecordedConsumer()
+    loop = make_loop(clock, consumer, [[first, second, third]])
     run(loop.work())
     assert (loop.next(), loop.next()) == (first, second)
     for _ in range(2):  # the second end finds nothing left
         run(loop.end())
-        assert group.acked == [first] and group.back == [(second, True), (third, False)]
+        assert consumer.acknowledged == [first] and consumer.given_back == [(second, True), (third, False)]
 
 
-def test_it_is_over_when_nothing_has_come_for_so_long_or_it_was_stopped(clock: ManualClock) -> None:
-    loop = loop_over(clock, Group(), [[Message()]], idle="5s")
+def test_a_loop_is_over_after_its_idle_time(clock: ManualClock) -> None:
+    loop = make_loop(clock, RecordedConsumer(), [[Message()]], idle="5s")
     turns = 0
     while not loop.is_over:
         if loop.next() is None:
             run(loop.work())
         turns += 1
-    assert turns == 5  # reads one, hands it out, waits a moment, waits five seconds, is over
+    assert (
+        turns == 5
+    )  # reads a message, hands it out, waits for ACK_PAUSE_MS, waits for five seconds, is over
+
+
+def test_a_loop_that_is_stopped_is_over_and_hands_out_no_queued_message(clock: ManualClock) -> None:
     stop = threading.Event()
-    stopped = loop_over(clock, Group(), [[Message()]], stop=stop)
-    run(stopped.work())
+    loop = make_loop(clock, RecordedConsumer(), [[Message()]], stop=stop)
+    run(loop.work())
     stop.set()
-    assert stopped.is_over and stopped.next() is None
+    assert loop.is_over and loop.next() is None
 
 
-def stream_over(clock: ManualClock, group: Group, feed: Feed) -> ConsumeLoop:
-    return ConsumeLoop(group, clock, feed, lease="60s")  # type: ignore[arg-type]
+def make_stream_loop(clock: ManualClock, consumer: RecordedConsumer, feed: Feed) -> ConsumeLoop:
+    return ConsumeLoop(consumer, clock, feed, lease="60s")  # type: ignore[arg-type]
 
 
-def test_a_stream_gets_credit_when_half_of_it_is_used(clock: ManualClock) -> None:
+def test_messages_are_acknowledged_when_half_of_the_credit_is_used(clock: ManualClock) -> None:
     messages = [Message() for _ in range(5)]
-    group, feed = Group(), Feed(clock, [list(messages)], ack_rows=2)
-    loop = stream_over(clock, group, feed)
+    consumer, feed = RecordedConsumer(), Feed(clock, [list(messages)], ack_rows=2)
+    loop = make_stream_loop(clock, consumer, feed)
     run(loop.work())
-    assert [loop.next(), loop.next()] == messages[:2] and group.acked == []
-    assert loop.next() is None, "two are dealt with, so it is time to acknowledge"
+    assert [loop.next(), loop.next()] == messages[:2] and consumer.acknowledged == []
+    assert loop.next() is None, "two are processed, so it is time to acknowledge"
     run(loop.work())
-    assert group.acked == messages[:2] and loop.next() is messages[2]
+    assert consumer.acknowledged == messages[:2] and loop.next() is messages[2]
 
 
-def test_while_a_stream_flows_messages_are_acknowledged_together(clock: ManualClock) -> None:
+def test_messages_that_come_one_by_one_are_acknowledged_together_after_a_pause(clock: ManualClock) -> None:
     first, second = Message(), Message()
-    group, feed = Group(), Feed(clock, [[first], [second]], ack_rows=8)
-    loop = stream_over(clock, group, feed)
+    consumer, feed = RecordedConsumer(), Feed(clock, [[first], [second]], ack_rows=8)
+    loop = make_stream_loop(clock, consumer, feed)
     for message in (first, second):
         run(loop.work())
         assert loop.next() is message
-        assert loop.next() is None and group.acked == []
-    run(loop.work())  # waits a moment for another one
-    assert group.acked == [] and feed.waits_ms[-1] < 1_000
+        assert loop.next() is None and consumer.acknowledged == []
+    run(loop.work())  # waits for ACK_PAUSE_MS for further messages
+    assert consumer.acknowledged == [] and feed.waits_ms[-1] < 1_000
     run(loop.work())
-    assert group.acked == [first, second] and feed.waits_ms[-1] == 10_000
+    assert consumer.acknowledged == [first, second] and feed.waits_ms[-1] == 10_000
 
 
-def test_the_end_gives_back_what_a_stream_had_sent(clock: ManualClock) -> None:
+def test_the_end_gives_back_messages_that_the_stream_had_sent(clock: ManualClock) -> None:
     first, unread = Message(), Message()
-    group, feed = Group(), Feed(clock, [[first]], ack_rows=8)
-    loop = stream_over(clock, group, feed)
+    consumer, feed = RecordedConsumer(), Feed(clock, [[first]], ack_rows=8)
+    loop = make_stream_loop(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is first
     feed.unread.append(unread)
     run(loop.end())
-    assert group.back == [(first, True), (unread, False)]
+    assert consumer.given_back == [(first, True), (unread, False)]
 
 
-def test_leases_of_a_stream_count_from_before_its_messages_are_read(clock: ManualClock) -> None:
+def test_a_message_that_waited_in_the_stream_is_renewed_before_it_is_handed_out(clock: ManualClock) -> None:
     """A slow handler leaves the next messages in the stream, where their leases run."""
     first, second = Message(), Message()
-    group, feed = Group(), Feed(clock, [[first], [second]], ack_rows=8)
-    loop = stream_over(clock, group, feed)
+    consumer, feed = RecordedConsumer(), Feed(clock, [[first], [second]], ack_rows=8)
+    loop = make_stream_loop(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is first
     clock.advance(30_000)  # the second one may have arrived at the beginning
     assert loop.next() is None
     while (message := loop.next()) is None:
         run(loop.work())
-    assert message is second and group.renewed == [second]
+    assert message is second and consumer.renewed == [second]
 
 
-def test_an_empty_read_of_a_stream_shows_that_no_lease_runs(clock: ManualClock) -> None:
+def test_after_an_empty_read_a_new_message_is_not_renewed(clock: ManualClock) -> None:
     message = Message()
-    group, feed = Group(), Feed(clock, [[], [], [], [], [message]], ack_rows=8)
-    loop = stream_over(clock, group, feed)
+    consumer, feed = RecordedConsumer(), Feed(clock, [[], [], [], [], [message]], ack_rows=8)
+    loop = make_stream_loop(clock, consumer, feed)
     for _ in range(5):
         run(loop.work())
-    assert loop.next() is message and group.renewed == []
+    assert loop.next() is message and consumer.renewed == []
 
 
-def test_a_stream_is_read_while_its_messages_are_handled(clock: ManualClock) -> None:
+def test_an_acknowledgement_reads_the_stream_although_messages_are_queued(clock: ManualClock) -> None:
     """Unread messages would make the broker end the stream, and some would be lost until their leases end."""
     messages = [Message() for _ in range(4)]
-    group, feed = Group(), Feed(clock, [messages[:2], messages[2:3], messages[3:]], ack_rows=8)
-    loop = stream_over(clock, group, feed)
+    consumer, feed = RecordedConsumer(), Feed(clock, [messages[:2], messages[2:3], messages[3:]], ack_rows=8)
+    loop = make_stream_loop(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(1_000)
     assert loop.next() is None
     run(loop.work())
-    assert group.acked == messages[:1]
+    assert consumer.acknowledged == messages[:1]
     run(loop.end())
-    assert group.back == [(messages[1], False), (messages[2], False)]
+    assert consumer.given_back == [(messages[1], False), (messages[2], False)]
 
 
-def test_a_renewal_reads_a_stream_until_it_is_empty(clock: ManualClock) -> None:
+def test_a_renewal_covers_all_messages_in_the_stream(clock: ManualClock) -> None:
     messages = [Message() for _ in range(4)]
-    group, feed = Group(), Feed(clock, [[message] for message in messages], ack_rows=8)
+    consumer, feed = RecordedConsumer(), Feed(clock, [[message] for message in messages], ack_rows=8)
     feed._reads[0] = messages[:2]
     del feed._reads[1]
-    loop = stream_over(clock, group, feed)
+    loop = make_stream_loop(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(30_000)
     assert loop.next() is None
     run(loop.work())
-    assert group.renewed == messages[1:]
+    assert consumer.renewed == messages[1:]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_loop_is_over_in_a_child_process_and_answers_for_nothing(clock: ManualClock) -> None:
+def test_in_a_forked_child_a_loop_is_over_and_its_end_answers_for_no_message(clock: ManualClock) -> None:
     """The parent process still has the loop, and the message that it processes."""
     first, second = Message(), Message()
-    group = Group()
-    loop = loop_over(clock, group, [[first, second]])
+    consumer = RecordedConsumer()
+    loop = make_loop(clock, consumer, [[first, second]])
     run(loop.work())
     assert loop.next() is first and not loop.is_over
     if not (child := os.fork()):
         run(loop.end())
-        os._exit(0 if loop.is_over and loop.next() is None and group.back == [] else 1)
+        os._exit(0 if loop.is_over and loop.next() is None and consumer.given_back == [] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert not loop.is_over and loop.next() is second

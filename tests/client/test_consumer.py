@@ -24,13 +24,13 @@ def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
 
 
 def pull_all(ball: Timeball, topic: str, group: str, count: int) -> list[Message]:
-    got: list[Message] = []
-    while len(got) < count:
-        got += ball.pull(topic, group, max_messages=7)
-    return got
+    received: list[Message] = []
+    while len(received) < count:
+        received += ball.pull(topic, group, max_messages=7)
+    return received
 
 
-def test_two_members_of_a_group_share_the_messages_and_another_group_has_them_all(
+def test_members_of_a_group_share_the_messages_and_another_group_gets_all_of_them(
     node: RunningNode, ball: Timeball, dial: Dial
 ) -> None:
     bodies = send(ball, "shared", 20)
@@ -41,14 +41,14 @@ def test_two_members_of_a_group_share_the_messages_and_another_group_has_them_al
             mine += ball.pull("shared", "workers", max_messages=3)
             theirs += other.pull("shared", "workers", max_messages=3, wait=0)
         assert mine and theirs
-        assert sorted(m.body for m in mine + theirs) == sorted(bodies)
+        assert sorted(message.body for message in mine + theirs) == sorted(bodies)
         assert ball.pull("shared", "workers", wait=0) == other.pull("shared", "workers", wait=0) == []
         assert ball.ack(mine) + other.ack(theirs) == 20
-        assert sorted(m.body for m in pull_all(other, "shared", "readers", 20)) == sorted(bodies)
+        assert sorted(message.body for message in pull_all(other, "shared", "readers", 20)) == sorted(bodies)
     assert sum(ball.offsets("workers", "shared").values()) == 20
 
 
-def test_unacknowledged_messages_come_again_with_counted_attempts(
+def test_a_message_whose_lease_ends_is_delivered_again_and_the_attempt_counts(
     node: RunningNode, ball: Timeball, dial: Dial
 ) -> None:
     send(ball, "leased", 1)
@@ -61,7 +61,9 @@ def test_unacknowledged_messages_come_again_with_counted_attempts(
     assert ball.pull("leased", "g", wait=0) == []
 
 
-def test_attempts_that_fail_end_in_the_dead_letters(node: RunningNode, ball: Timeball) -> None:
+def test_after_its_last_failed_attempt_a_message_is_a_dead_letter_with_the_last_reason(
+    node: RunningNode, ball: Timeball
+) -> None:
     send(ball, "failing", 1)
     node.broker.tables.groups.update(SubscriptionGroup("tries", retry_max_times=2))
     for attempts in range(3):
@@ -77,7 +79,7 @@ def test_attempts_that_fail_end_in_the_dead_letters(node: RunningNode, ball: Tim
     assert ball.pull("failing", "tries", wait=0) == []
 
 
-def test_a_message_may_be_kept_for_longer_or_come_later(ball: Timeball) -> None:
+def test_a_lease_can_be_extended_and_a_nack_can_delay_the_next_delivery(ball: Timeball) -> None:
     send(ball, "longer", 2)
     first, second = sorted(pull_all(ball, "longer", "g", 2), key=lambda m: m.body)
     assert first.extend("1h") and first.extend("2h") and first.ack()
@@ -86,7 +88,7 @@ def test_a_message_may_be_kept_for_longer_or_come_later(ball: Timeball) -> None:
     assert (again.body, again.attempts) == (b"1", 1)
 
 
-def test_a_receipt_of_another_group_is_not_valid_and_a_browsed_message_has_none(
+def test_a_receipt_is_invalid_in_another_group_and_a_browsed_message_has_none(
     columns: Timeball, client_kind: str
 ) -> None:
     send(columns, "sealed", 1)
@@ -100,7 +102,7 @@ def test_a_receipt_of_another_group_is_not_valid_and_a_browsed_message_has_none(
         browsed.ack()
 
 
-def test_a_group_that_keeps_the_order_has_one_message_of_a_queue_at_a_time(
+def test_a_group_that_consumes_in_order_gets_one_message_of_a_queue_at_a_time(
     node: RunningNode, ball: Timeball
 ) -> None:
     node.broker.tables.groups.update(SubscriptionGroup("orderly", consume_message_orderly=True))
@@ -113,7 +115,7 @@ def test_a_group_that_keeps_the_order_has_one_message_of_a_queue_at_a_time(
         assert message.ack()
 
 
-def test_leases_and_acknowledgements_outlive_a_restart(data: Path) -> None:
+def test_leases_and_acknowledgements_survive_a_restart_of_the_broker(data: Path) -> None:
     with running_node(data) as node:
         with Timeball(node.http_endpoint) as ball:
             send(ball, "kept", 3)
@@ -131,7 +133,7 @@ def test_a_late_group_may_begin_at_the_end(ball: Timeball) -> None:
     send(ball, "latest-group", 5)
     assert ball.pull("latest-group", "late", wait=0, start="latest") == []
     ball.send("latest-group", "new")
-    assert [m.body for m in ball.pull("latest-group", "late", start="latest")] == [b"new"]
+    assert [message.body for message in ball.pull("latest-group", "late", start="latest")] == [b"new"]
 
 
 def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
@@ -142,7 +144,7 @@ def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
 
 
-def test_a_loop_that_is_left_gives_back_what_it_has_not_dealt_with(
+def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(
     node: RunningNode, ball: Timeball, dial: Dial
 ) -> None:
     send(ball, "loop", 10)
@@ -152,7 +154,7 @@ def test_a_loop_that_is_left_gives_back_what_it_has_not_dealt_with(
         if len(seen) == 6:
             break
     with dial(node.http_endpoint) as other:
-        rest = {m.body: m.attempts for m in other.consume("loop", "g", until_idle="500ms")}
+        rest = {message.body: message.attempts for message in other.consume("loop", "g", until_idle="500ms")}
     assert len(set(seen)) == 6
     assert set(rest) == {b"%d" % i for i in range(10)} - set(seen[:5])
     assert rest[seen[5]] == 1, "the one it was at has failed once"
@@ -160,18 +162,18 @@ def test_a_loop_that_is_left_gives_back_what_it_has_not_dealt_with(
     assert sum(ball.offsets("g", "loop").values()) == 10
 
 
-def test_an_error_in_the_loop_acknowledges_what_was_dealt_with(ball: Timeball) -> None:
+def test_a_loop_that_ends_by_an_error_acknowledges_the_processed_messages(ball: Timeball) -> None:
     ball.create_topic("crash", 1)
     ball.send_many([{"body": b"%d" % i} for i in range(5)], topic="crash")
     with pytest.raises(ValueError, match="2"):
         for message in ball.consume("crash", "g"):
             if message.body == b"2":
                 raise ValueError(message.body)
-    again = [m.body for m in ball.consume("crash", "g", until_idle="500ms")]
+    again = [message.body for message in ball.consume("crash", "g", until_idle="500ms")]
     assert sorted(again) == [b"2", b"3", b"4"]
 
 
-def test_a_slow_loop_keeps_what_it_has_not_come_to(node: RunningNode, ball: Timeball) -> None:
+def test_a_slow_loop_renews_the_leases_of_its_queued_messages(node: RunningNode, ball: Timeball) -> None:
     send(ball, "slow", 7)
     pause = threading.Event()
     seen = []
@@ -183,7 +185,7 @@ def test_a_slow_loop_keeps_what_it_has_not_come_to(node: RunningNode, ball: Time
     )
 
 
-def test_a_consumer_can_be_stopped_from_outside(ball: Timeball) -> None:
+def test_a_loop_ends_when_its_stop_event_is_set(ball: Timeball) -> None:
     ball.create_topic("stopped", 1)
     stop, seen = threading.Event(), []
     loop = threading.Thread(target=lambda: seen.extend(ball.consume("stopped", "g", stop=stop)))
@@ -210,7 +212,7 @@ def test_a_loop_acknowledges_a_message_whose_lease_was_extended(ball: Timeball) 
     assert sum(ball.offsets("g", "extended-in-loop").values()) == 1
 
 
-def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
+def test_a_pull_of_an_unknown_topic_or_with_a_number_out_of_range_is_refused(ball: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         ball.pull("nowhere", "g", wait=0)
     with pytest.raises(RequestError, match="max_messages"):
@@ -219,13 +221,15 @@ def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
         ball.pull("nowhere", "g", lease=0)
 
 
-def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball, dial: Dial) -> None:
-    topic, got = "group-not-yet", list[Message]()
+def test_a_pull_that_waits_for_its_topic_gets_the_first_messages(
+    node: RunningNode, ball: Timeball, dial: Dial
+) -> None:
+    topic, received = "group-not-yet", list[Message]()
 
     def consume() -> None:
         with dial(node.http_endpoint) as early:
-            while len(got) < 3:
-                got.extend(early.pull(topic, "g", wait=f"{BOUND_S}s", start="latest"))
+            while len(received) < 3:
+                received.extend(early.pull(topic, "g", wait=f"{BOUND_S}s", start="latest"))
 
     waiting = threading.Thread(target=consume)
     waiting.start()
@@ -234,10 +238,10 @@ def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball, d
     assert topic not in ball.topics()
     ball.send_many([{"body": b"%d" % i} for i in range(3)], topic=topic)
     waiting.join(BOUND_S)
-    assert sorted(message.body for message in got) == [b"0", b"1", b"2"]
+    assert sorted(message.body for message in received) == [b"0", b"1", b"2"]
 
 
-def test_members_may_ask_for_tags_or_for_what_an_expression_matches(
+def test_a_filter_selects_messages_by_tag_or_sql_and_skips_the_others(
     node: RunningNode, ball: Timeball
 ) -> None:
     ball.create_topic("filtered", 2)
@@ -245,10 +249,12 @@ def test_members_may_ask_for_tags_or_for_what_an_expression_matches(
         [("paid", "eu"), ("refunded", "us"), ("open", "eu"), (None, "eu")]
     ):
         ball.send("filtered", f"{number}", tag=tag, properties={"region": region, "total": f"{number}00"})
-    got = [m.body for m in ball.consume("filtered", "tags", tag="paid || refunded", until_idle="2s")]
-    assert sorted(got) == [b"0", b"1"]
+    received = [
+        message.body for message in ball.consume("filtered", "tags", tag="paid || refunded", until_idle="2s")
+    ]
+    assert sorted(received) == [b"0", b"1"]
     sql = "region = 'eu' AND total BETWEEN 0 AND 250"
-    assert sorted(m.body for m in ball.consume("filtered", "sql", sql=sql, until_idle="2s")) == [
+    assert sorted(message.body for message in ball.consume("filtered", "sql", sql=sql, until_idle="2s")) == [
         b"0",
         b"2",
     ]
@@ -257,7 +263,7 @@ def test_members_may_ask_for_tags_or_for_what_an_expression_matches(
     assert sum(ball.offsets("tags", "filtered").values()) == 4
 
 
-def test_a_filtered_message_that_comes_again_passes_the_filter(ball: Timeball) -> None:
+def test_a_filtered_message_is_delivered_again_to_the_same_filter(ball: Timeball) -> None:
     ball.send("filtered-again", "x", tag="paid")
     (message,) = ball.pull("filtered-again", "g", tag="paid")
     assert message.nack(after="10ms")
@@ -266,14 +272,14 @@ def test_a_filtered_message_that_comes_again_passes_the_filter(ball: Timeball) -
 
 
 @pytest.mark.parametrize("wait", [0, "10s"])
-def test_a_filter_that_cannot_be_read_is_refused_at_once(ball: Timeball, wait: object) -> None:
+def test_a_wrong_filter_is_refused_without_waiting(ball: Timeball, wait: object) -> None:
     with pytest.raises(InvalidFilter, match="1"):
         ball.pull("no-such-topic-yet", "g", sql="region = ", wait=wait)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="one of them"):
         ball.pull("filtered", "g", sql="a = 1", tag="a")
 
 
-def test_a_message_may_be_given_up(node: RunningNode, ball: Timeball) -> None:
+def test_a_message_can_be_made_a_dead_letter_once(node: RunningNode, ball: Timeball) -> None:
     send(ball, "given-up", 1)
     (message,) = ball.pull("given-up", "givers")
     assert message.dead_letter() and not message.dead_letter()
@@ -281,7 +287,7 @@ def test_a_message_may_be_given_up(node: RunningNode, ball: Timeball) -> None:
         assert [dead.body for dead in browser.browse("%DLQ%givers")] == [b"0"]
 
 
-def test_a_nack_that_does_not_count_is_no_attempt(ball: Timeball) -> None:
+def test_an_uncounted_nack_does_not_raise_the_number_of_attempts(ball: Timeball) -> None:
     ball.send("not-yet", "x")
     for _ in range(3):
         [message] = ball.pull("not-yet", "g", wait="30s")

@@ -24,7 +24,7 @@ from timeball import Forbidden, NotLeader, Timeball, TimeballError, Unauthorized
 from timeball.client import http_calls
 from timeball.client.attempts import Lost, NotNow, NotSent, OpenRead
 from timeball.client.http_calls import HttpCalls
-from timeball.client.http_codec import Receiving, list_topics
+from timeball.client.http_codec import LeaseRequest, list_topics
 from timeball.client.http_connection import Request
 from timeball.client.network import BlockingNetwork, Stream, run
 from timeball.model.errors import RequestError
@@ -99,7 +99,7 @@ def problem(status: str, code: str) -> bytes:
 # ---- nodes that do not answer ------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_not_there_is_left_for_the_next_one(node: RunningNode) -> None:
+def test_a_call_goes_to_the_next_node_if_the_first_is_not_there(node: RunningNode) -> None:
     with Timeball(f"http://127.0.0.1:1,{address(node)}") as ball:
         assert ball.send("several", "x").seq > 0
         assert ball._operations.endpoint == node.http_endpoint, "the one that answers is kept"
@@ -116,7 +116,7 @@ def silent_node() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningNode, dial: Dial) -> None:
+def test_a_connection_attempt_leaves_time_for_the_next_node(node: RunningNode, dial: Dial) -> None:
     with silent_node() as silent:
         for timeout_ms in (3_000, 30_000):  # the connection must be given up before the end of the call
             with dial(f"http://{silent},{address(node)}", timeout_ms=timeout_ms) as ball:
@@ -125,7 +125,7 @@ def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningN
             ball.send("silent", "x")
 
 
-def test_a_node_that_hangs_is_left_by_each_kind_of_call(node: RunningNode, dial: Dial) -> None:
+def test_a_repeatable_call_goes_to_the_next_node_if_the_first_hangs(node: RunningNode, dial: Dial) -> None:
     with stopped_node() as hanging:
         endpoint = f"http://{hanging},{address(node)}"
         with dial(endpoint, timeout_ms=2_000) as ball:
@@ -139,11 +139,11 @@ def test_a_node_that_hangs_is_left_by_each_kind_of_call(node: RunningNode, dial:
             assert ball.send("hangs", "x").seq > 0
 
 
-def test_a_silent_stream_is_opened_again_at_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_without_bytes_is_opened_again_at_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_calls, "STREAM_SILENCE_S", 0.05)
     with hanging_after(stream_answer()) as silent, answering(stream_answer(received_line(1))) as good:
         calls = HttpCalls(f"http://{silent},{good}", 30_000)
-        stream = calls.open_stream(Receiving("t", "g", 1, 0, 1_000), 1, None)
+        stream = calls.open_stream(LeaseRequest("t", "g", 1, 0, 1_000), 1, None)
         found = list[Any]()
         for _ in range(200):
             if found := stream.read(100):
@@ -153,7 +153,7 @@ def test_a_silent_stream_is_opened_again_at_the_next_node(monkeypatch: pytest.Mo
         calls.close()
 
 
-def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) -> None:
+def test_a_connection_is_kept_for_its_own_node_after_a_change_of_the_current_one(node: RunningNode) -> None:
     """Another thread may switch to the next node while one connects."""
 
     class Turning(BlockingNetwork):
@@ -172,7 +172,7 @@ def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) ->
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_nobody_there_is_not_sent(dial: Dial) -> None:
+def test_a_send_without_a_broker_raises_notsent(dial: Dial) -> None:
     with dial("http://127.0.0.1:1") as ball:
         with pytest.raises(NotSent, match="no broker answers at http://127"):
             ball.send("t", "x")
@@ -180,15 +180,13 @@ def test_nobody_there_is_not_sent(dial: Dial) -> None:
             ball.send_many([{"body": "x"}], topic="t")
 
 
-def test_a_node_that_does_nothing_at_the_moment_is_left_for_the_next_one(
-    node: RunningNode, dial: Dial
-) -> None:
+def test_a_send_that_a_stopping_node_refused_goes_to_the_next_node(node: RunningNode, dial: Dial) -> None:
     with answering(problem("503 Service Unavailable", "unavailable")) as stopping:
         with dial(f"http://{stopping},{address(node)}") as ball:
             assert ball.send("several", "y").seq > 0
 
 
-def test_a_node_that_does_not_lead_is_told_and_the_next_call_asks_another(
+def test_a_send_to_a_node_that_does_not_lead_is_repeated_only_with_retry(
     node: RunningNode, dial: Dial
 ) -> None:
     """It may have carried out a send when it lost the lead, so a send without `retry` is not repeated."""
@@ -203,13 +201,13 @@ def test_a_node_that_does_not_lead_is_told_and_the_next_call_asks_another(
 
 
 @pytest.mark.parametrize("endpoint", ["http://", "http://a:b", "http://a:1,", "http://a:1/path", "ftp://a:1"])
-def test_an_endpoint_must_look_like_one(endpoint: str, dial: Dial) -> None:
+def test_a_malformed_endpoint_is_refused(endpoint: str, dial: Dial) -> None:
     with pytest.raises(RequestError, match="write it as"):
         dial(endpoint)
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_another_server_is_told_from_a_broker(dial: Dial) -> None:
+def test_an_error_answer_of_another_server_is_distinguished_from_a_brokers(dial: Dial) -> None:
     for data, kind, text in (
         (b"SSH-2.0-OpenSSH\r\n", TimeballError, "something else than a broker would"),
         (answer("404 Not Found", "<html>", "text/html"), TimeballError, "status 404, and not as a broker"),
@@ -222,7 +220,7 @@ def test_another_server_is_told_from_a_broker(dial: Dial) -> None:
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("body", ["<html>", '{"seq":"one"}', '{"messages":[],"store_ms":1}', "\xff"])
-def test_a_success_of_another_server_is_an_error(body: str, dial: Dial) -> None:
+def test_a_successful_answer_of_another_server_is_an_error(body: str, dial: Dial) -> None:
     """The broker behind a proxy may have carried out a send, so its rows are unknown."""
     other_answer = answer("200 OK", body, "text/html")
     with answering(*3 * (other_answer,)) as other, dial(f"http://{other}") as ball:
@@ -236,28 +234,30 @@ def test_a_success_of_another_server_is_an_error(body: str, dial: Dial) -> None:
 
 
 @pytest.mark.parametrize("answered", [answer("200 OK", "<html>", "text/html"), stream_answer(b"<html>\n")])
-def test_a_stream_of_another_server_is_an_error(answered: bytes) -> None:
+def test_a_stream_of_another_server_is_an_error_at_its_first_read(answered: bytes) -> None:
     with answering(answered) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
-        stream = calls.open_stream(Receiving("t", "g", 1, 0, 60_000), 1, None)
+        stream = calls.open_stream(LeaseRequest("t", "g", 1, 0, 60_000), 1, None)
         with pytest.raises(TimeballError, match="not as a broker would"):
             stream.read(30_000)
         stream.close()
         calls.close()
 
 
-def test_codes_of_problems_are_the_errors_of_the_broker(node: RunningNode, dial: Dial) -> None:
+def test_a_problem_document_is_raised_as_the_class_of_its_code(node: RunningNode, dial: Dial) -> None:
     for code, kind in (("over_limit", "OverLimit"), ("conflict", "Conflict"), ("disk_failed", "DiskFailed")):
         with answering(problem("429 Too Many Requests", code)) as other, dial(f"http://{other}") as ball:
-            with pytest.raises(TimeballError, match="because") as told:
+            with pytest.raises(TimeballError, match="because") as caught:
                 ball.send("t", "x")
-            assert type(told.value).__name__ == kind
+            assert type(caught.value).__name__ == kind
 
 
 # ---- answers that are lost ---------------------------------------------------------------------------------
 
 
-def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode, dial: Dial) -> None:
+def test_a_send_whose_answer_is_lost_is_repeated_with_retry_and_else_raises_lost(
+    node: RunningNode, dial: Dial
+) -> None:
     for retry in (False, True):
         topic = f"cut-{retry}"
         with (
@@ -279,7 +279,7 @@ def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode, di
             assert look.queues(topic)[0].max == 1, "it is there once"
 
 
-def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode, dial: Dial) -> None:
+def test_the_rows_of_a_lost_answer_are_unknown_in_the_summary(node: RunningNode, dial: Dial) -> None:
     with (
         cutting_proxy(node.http_endpoint) as proxy,
         dial(proxy.endpoint) as ball,
@@ -296,14 +296,14 @@ def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode, dial: Dial) ->
         assert [(each.first_row, each.rows) for each in caught.value.summary.unknown] == [(0, 4)]
 
 
-def test_a_call_ends_after_its_time(node: RunningNode, dial: Dial) -> None:
+def test_a_call_without_an_answer_ends_after_its_time_limit(node: RunningNode, dial: Dial) -> None:
     with cutting_proxy(node.http_endpoint) as proxy, dial(proxy.endpoint, timeout_ms=300) as ball:
         proxy.hold()
         with pytest.raises(Lost, match="no answer in time"):
             ball.send("late", "x")
 
 
-def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path, dial: Dial) -> None:
+def test_a_call_after_a_restart_of_the_broker_succeeds(tmp_path: Path, dial: Dial) -> None:
     with running_node(tmp_path / "data") as node, dial(node.http_endpoint) as ball:
         first = ball.send("again", "1", message_id="1", retry=True)
         node.stop()
@@ -316,7 +316,7 @@ def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path, dial: Dial)
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode, dial: Dial) -> None:
+def test_a_send_to_a_stopping_broker_raises_notnow(node: RunningNode, dial: Dial) -> None:
     with dial(node.http_endpoint) as ball:
         node.broker.log.writer._closing = True
         try:
@@ -326,9 +326,9 @@ def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode, dial: D
             node.broker.log.writer._closing = False
 
 
-def test_a_read_that_is_cancelled_leaves_its_messages_to_others(node: RunningNode) -> None:
+def test_a_cancelled_read_leases_no_message(node: RunningNode) -> None:
     calls, read = HttpCalls(node.http_endpoint, 30_000), OpenRead()
-    request = Receiving("cancelled-read", "g", 1, 60_000, 60_000)
+    request = LeaseRequest("cancelled-read", "g", 1, 60_000, 60_000)
     with ThreadPoolExecutor(1) as pool, Timeball(node.http_endpoint) as ball:
         ball.create_topic("cancelled-read", 1)
         receiving = pool.submit(lambda: run(calls.receive(request, read)))
@@ -343,11 +343,13 @@ def test_a_read_that_is_cancelled_leaves_its_messages_to_others(node: RunningNod
 # ---- TLS and accounts --------------------------------------------------------------------------------------
 
 
-def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dial: Dial) -> None:
+def test_calls_over_tls_need_a_trusted_certificate_and_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dial: Dial
+) -> None:
     monkeypatch.setattr("timeball.client.attempts.RETRY_PAUSES_S", ())
     issued = certificate(tmp_path / "tls", "broker.example")
     roots = Path(issued.roots).read_bytes()
-    stranger = Path(certificate(tmp_path / "other").roots).read_bytes()
+    other_roots = Path(certificate(tmp_path / "other").roots).read_bytes()
     guarded = {"access_file": str(access_file(tmp_path)), **issued.settings}
     with running_node(tmp_path / "data", **guarded) as node:
         monkeypatch.setenv("TIMEBALL_TLS_NAME", "broker.example")
@@ -359,7 +361,7 @@ def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                 ball.send("news", "x")
         with dial(node.http_endpoint, tls_roots=roots) as ball, pytest.raises(Unauthorized):
             ball.send("orders", "x")
-        with dial(node.http_endpoint, tls_roots=stranger, **keys("shop")) as ball:
+        with dial(node.http_endpoint, tls_roots=other_roots, **keys("shop")) as ball:
             with pytest.raises(Unavailable, match="certificate verify failed"):
                 ball.send("orders", "x")
         with pytest.raises(RequestError, match="tls_roots"):
@@ -369,7 +371,7 @@ def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 # ---- connections -------------------------------------------------------------------------------------------
 
 
-def test_a_connection_is_kept_for_the_next_call(node: RunningNode) -> None:
+def test_each_call_uses_an_idle_connection_and_a_closed_client_refuses_calls(node: RunningNode) -> None:
     calls = HttpCalls(node.http_endpoint, 30_000)
     for _ in range(3):
         calls.run(list_topics())
@@ -382,7 +384,7 @@ def test_a_connection_is_kept_for_the_next_call(node: RunningNode) -> None:
         calls.run(list_topics())
 
 
-def test_a_refused_request_leaves_its_connection_usable(node: RunningNode) -> None:
+def test_a_connection_is_used_again_after_a_refused_request(node: RunningNode) -> None:
     calls = HttpCalls(node.http_endpoint, 30_000)
     with pytest.raises(TimeballError):
         calls.ask(Request("POST", "/v1/topics/t/messages", b"{}"), bytes, is_repeatable=False)
@@ -398,7 +400,7 @@ def in_flight(node: RunningNode, topic: str) -> int:
     return sum(queue.open_rows for queue in node.broker.consuming.leases.all() if queue.topic == topic)
 
 
-def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode, dial: Dial) -> None:
+def test_a_loop_holds_at_most_as_many_messages_as_its_credit(node: RunningNode, dial: Dial) -> None:
     with dial(node.http_endpoint) as ball:
         ball.send_many([{"body": f"{number}"} for number in range(100)], topic="slow-handler")
         held, bodies = [], []
@@ -410,11 +412,11 @@ def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode, dial: D
     assert in_flight(node, "slow-handler") == 0
 
 
-def test_a_stream_that_ends_at_once_is_opened_again_after_pauses() -> None:
+def test_a_stream_without_messages_is_opened_again_after_growing_pauses() -> None:
     nothing, something = (stream_answer(*chunks, is_over=True) for chunks in ((b"\n",), (received_line(1),)))
     with answering(*4 * (nothing,), *2 * (something,)) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
-        stream = calls.open_stream(Receiving("t", "g", 1, 0, 60_000), 10, None)
+        stream = calls.open_stream(LeaseRequest("t", "g", 1, 0, 60_000), 10, None)
         assert stream.read(1_000) == [], "opened at once, and after 0.1, 0.3 and 0.7 s"
         for _ in range(2):
             assert [message.seq for message in stream.read(30_000)] == [1]
@@ -424,18 +426,20 @@ def test_a_stream_that_ends_at_once_is_opened_again_after_pauses() -> None:
 
 
 @pytest.mark.parametrize(("credit", "wait_ms"), [(3, 30_000), (10, 30_000), (10, 0)])
-def test_a_read_of_a_stream_takes_all_that_has_come(credit: int, wait_ms: int) -> None:
+def test_a_read_of_a_stream_returns_all_messages_in_the_socket_up_to_its_credit(
+    credit: int, wait_ms: int
+) -> None:
     """The leases of messages that stay in the socket would end without notice."""
     chunks = [b"\n", *(received_line(number) for number in range(5))]
     with answering(stream_answer(*chunks)) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
-        stream = calls.open_stream(Receiving("t", "g", 1, 0, 60_000), credit, None)
+        stream = calls.open_stream(LeaseRequest("t", "g", 1, 0, 60_000), credit, None)
         assert [message.seq for message in stream.read(wait_ms)] == [*range(min(credit, 5))]
         stream.close()
         calls.close()
 
 
-def test_a_slow_handler_does_not_stop_the_stream(
+def test_a_loop_with_a_slow_handler_receives_more_messages_than_the_buffers_hold(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, dial: Dial
 ) -> None:
     """The messages are larger than the buffers of a connection. Unread, they would stop the broker's writes."""
@@ -453,7 +457,9 @@ def test_a_slow_handler_does_not_stop_the_stream(
         loop.close()
 
 
-def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNode, dial: Dial) -> None:
+def test_a_loop_that_is_left_gives_back_the_messages_that_its_stream_has_sent(
+    node: RunningNode, dial: Dial
+) -> None:
     with dial(node.http_endpoint) as ball, dial(node.http_endpoint) as other:
         ball.send_many([{"body": f"{number}"} for number in range(600)], topic="left-stream")
         for _ in ball.consume("left-stream", "g", max_messages=500, lease="12h"):
@@ -466,7 +472,7 @@ def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNo
     assert sorted(left) == [0] * 599 + [1]
 
 
-def test_a_loop_goes_on_after_a_restart(tmp_path: Path, dial: Dial) -> None:
+def test_a_loop_continues_after_a_restart_of_the_broker(tmp_path: Path, dial: Dial) -> None:
     with running_node(tmp_path / "data") as node, dial(node.http_endpoint) as ball:
         ball.send("through", "1")
         restart = threading.Thread(target=lambda: (node.stop(), node.start(), ball.send("through", "2")))
@@ -480,7 +486,7 @@ def test_a_loop_goes_on_after_a_restart(tmp_path: Path, dial: Dial) -> None:
         assert bodies == [b"1", b"2"]
 
 
-def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(
+def test_a_loop_over_an_unknown_topic_is_refused_if_messages_create_no_topics(
     tmp_path: Path, dial: Dial
 ) -> None:
     with running_node(tmp_path / "data", auto_create_topics=False) as node:
@@ -488,7 +494,7 @@ def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(
             next(ball.consume("nowhere", "g"))
 
 
-def test_loops_that_are_left_while_messages_come_leave_no_lease_behind(node: RunningNode, dial: Dial) -> None:
+def test_loops_that_are_left_under_load_leave_no_message_leased(node: RunningNode, dial: Dial) -> None:
     """A message that the broker is sending is either read by the client or given back by the broker."""
     stopping, sent = threading.Event(), list[int]()
 

@@ -10,7 +10,8 @@ import pytest
 from timeball import Conflict, InvalidMessage, InvalidName, OutOfRange, TimeballError
 from timeball.client.attempts import Lost, NotNow
 from timeball.client.http_codec import (
-    Receiving,
+    LeaseRequest,
+    SentRows,
     decode_lines,
     decode_sent,
     error_of,
@@ -20,11 +21,11 @@ from timeball.client.http_codec import (
     send_request,
 )
 from timeball.client.http_connection import Reply
-from timeball.client.rows import outgoing
+from timeball.client.rows import build_message
 from timeball.model import answers, wire
 
 
-def test_names_and_parameters_are_escaped() -> None:
+def test_a_path_is_escaped_and_an_invalid_topic_is_refused() -> None:
     assert path("topics", "%DLQ%g", "ack", group="a|b") == "/v1/topics/%25DLQ%25g/ack?group=a%7Cb"
     assert path("messages", "a/b c?", topic=None) == "/v1/messages/a%2Fb%20c%3F"
     for wrong in ("", "a/b", "a b", ".."):
@@ -33,17 +34,20 @@ def test_names_and_parameters_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf")])
-def test_a_rate_that_json_cannot_tell_is_refused(rate: float) -> None:
+def test_a_rate_that_json_cannot_represent_is_refused(rate: float) -> None:
     with pytest.raises(OutOfRange, match="in a second"):
         resolve_dead_letters("g", "resend", None, rate=rate)
 
 
-def test_a_receive_and_a_stream_name_what_they_want() -> None:
-    request = Receiving("t", "g", 7, 5, 60_000, "latest", sql="a = 'b'")
-    both = "group=g&lease=60000ms&"
-    end = "start=latest&sql=a%20%3D%20%27b%27"
-    assert receive_target(request) == f"/v1/topics/t/receive?{both}max=7&wait=5ms&{end}"
-    assert receive_target(request, 9) == f"/v1/topics/t/stream?group=g&credit=9&lease=60000ms&{end}"
+def test_the_targets_of_a_receive_and_of_a_stream_have_their_parameters() -> None:
+    request = LeaseRequest("t", "g", 7, 5, 60_000, "latest", sql="a = 'b'")
+    selection = "start=latest&sql=a%20%3D%20%27b%27"
+    assert receive_target(request) == (
+        f"/v1/topics/t/receive?group=g&lease=60000ms&max=7&wait=5ms&{selection}"
+    )
+    assert receive_target(request, credit=9) == (
+        f"/v1/topics/t/stream?group=g&credit=9&lease=60000ms&{selection}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,12 +61,14 @@ def test_a_receive_and_a_stream_name_what_they_want() -> None:
         (418, b'{"code":"new"}', TimeballError),
     ],
 )
-def test_an_answer_of_an_error_is_the_error(status: int, body: bytes, kind: type[Exception]) -> None:
+def test_an_error_answer_becomes_the_class_of_its_code_or_of_its_status(
+    status: int, body: bytes, kind: type[Exception]
+) -> None:
     assert type(error_of(Reply(status, "", body), "http://there")) is kind
 
 
-def test_a_message_is_one_object_and_several_are_lines() -> None:
-    one = outgoing("t", "x", "tag", ["a", "b"], {"p": "q"}, "id", "5s", None)
+def test_one_message_is_sent_as_an_object_and_several_as_lines() -> None:
+    one = build_message("t", "x", "tag", ["a", "b"], {"p": "q"}, "id", "5s", None)
     request = send_request([one], None, [("traceparent", "00-1")])
     assert (request.method, request.target) == ("POST", "/v1/topics/t/messages")
     assert dict(request.headers) == {"content-type": "application/json", "traceparent": "00-1"}
@@ -78,24 +84,28 @@ def test_a_message_is_one_object_and_several_are_lines() -> None:
 @pytest.mark.parametrize(
     "fields", [{"tag": "\ud800"}, {"message_id": "\ud800"}, {"properties": {"a": "\ud800"}}]
 )
-def test_half_a_surrogate_pair_is_refused(fields: dict[str, Any]) -> None:
+def test_half_of_a_surrogate_pair_in_a_text_is_refused(fields: dict[str, Any]) -> None:
     given = {"tag": None, "keys": None, "properties": None, "message_id": "id", **fields}
     with pytest.raises(InvalidMessage, match="are text"):
-        send_request([outgoing("t", b"x", after=None, at=None, **given)], None, ())
+        send_request([build_message("t", b"x", after=None, at=None, **given)], None, ())
 
 
-def test_the_answer_to_a_repeated_send_has_states() -> None:
+def test_the_answer_to_a_repeated_send_has_the_current_states() -> None:
     data = b'{"id":"a","seq":5,"durable":true,"outcome":"exists","state":"waiting","due_ms":9,"store_ms":7}'
     sent = decode_sent(data, 1)
     assert sent.ack == answers.SendAck(5, 1, 7, "exists", [answers.SentState("waiting", 9)])
+
+
+def test_the_answer_to_several_messages_counts_the_past_due_ones() -> None:
     data = (
         b'{"messages":[{"id":"a","seq":5,"durable":true,"past_ms":3},'
         b'{"id":"b","seq":6,"durable":true,"past_ms":8}],"store_ms":7}'
     )
-    assert decode_sent(data, 2) == (answers.SendAck(5, 2, 7), 2, 8, None, "a", None)
+    expected = SentRows(answers.SendAck(5, 2, 7), past_rows=2, past_ms=8, due_ms=None, id="a", replaced=None)
+    assert decode_sent(data, 2) == expected
 
 
-def test_lines_are_messages_and_empty_ones_are_none() -> None:
+def test_each_line_of_a_stream_is_a_message_and_empty_lines_are_skipped() -> None:
     line = (
         b'{"receipt":"r","topic":"t","attempt":2,"seq":9,"queue":1,"offset":3,"base64":"/w==",'
         b'"released":"2031-01-31T09:30:00.002Z","due":"2031-01-31T09:30:00.000Z","lateness_ms":2,"scheduled_seq":4}'

@@ -70,17 +70,17 @@ Connected = Callable[[], tuple[Driven, socket.socket]]
         ("https://[::1]", "::1", 7480),
     ],
 )
-def test_an_address_is_a_host_and_a_port(endpoint: str, host: str, port: int) -> None:
+def test_an_endpoint_is_split_into_host_and_port(endpoint: str, host: str, port: int) -> None:
     assert node_of(endpoint) == Node(endpoint, host, port)
 
 
 @pytest.mark.parametrize("wrong", ["http://", "http://a:b", "http://a:0", "http://a:70000", "http://a/b:1"])
-def test_a_malformed_address_is_refused(wrong: str) -> None:
+def test_a_malformed_endpoint_is_refused(wrong: str) -> None:
     with pytest.raises(RequestError, match="http://host:port"):
         node_of(wrong)
 
 
-def test_a_request_is_one_write_and_its_answer_may_come_in_pieces(connected: Connected) -> None:
+def test_an_answer_in_pieces_is_read_whole_and_its_connection_is_reusable(connected: Connected) -> None:
     connection, peer = connected()
 
     def serve() -> None:
@@ -99,7 +99,7 @@ def test_a_request_is_one_write_and_its_answer_may_come_in_pieces(connected: Con
     connection.close()
 
 
-def test_an_ipv6_address_is_in_brackets_in_the_request(connected: Connected) -> None:
+def test_the_host_header_has_an_ipv6_address_in_brackets(connected: Connected) -> None:
     connection, peer = connected()
     connection.connection._node = node_of("http://[2001:db8::1]:81")
     peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
@@ -109,7 +109,7 @@ def test_an_ipv6_address_is_in_brackets_in_the_request(connected: Connected) -> 
     peer.close()
 
 
-def test_a_connection_that_breaks_in_an_answer_is_lost(connected: Connected) -> None:
+def test_a_connection_that_breaks_within_an_answer_raises_lost(connected: Connected) -> None:
     for sent in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe"):
         connection, peer = connected()
         peer.sendall(sent)
@@ -121,7 +121,7 @@ def test_a_connection_that_breaks_in_an_answer_is_lost(connected: Connected) -> 
         peer.close()
 
 
-def test_an_answer_that_closes_its_connection_is_the_last(connected: Connected) -> None:
+def test_a_connection_is_not_reusable_after_an_answer_that_closes_it(connected: Connected) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 1\r\n\r\nx")
     assert connection.ask(ASK, BOUND_S).status == 503
@@ -130,7 +130,9 @@ def test_an_answer_that_closes_its_connection_is_the_last(connected: Connected) 
     peer.close()
 
 
-def test_an_endless_answer_is_read_as_it_comes_until_it_is_interrupted(connected: Connected) -> None:
+def test_an_endless_answer_is_read_as_it_comes_and_raises_lost_after_an_interruption(
+    connected: Connected,
+) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\na\nb\r\n")
     assert connection.open(ASK, BOUND_S).status == 200
@@ -145,7 +147,7 @@ def test_an_endless_answer_is_read_as_it_comes_until_it_is_interrupted(connected
     peer.close()
 
 
-def test_the_last_bytes_of_an_answer_that_is_ended_are_read(connected: Connected) -> None:
+def test_finish_returns_the_last_bytes_of_an_endless_answer(connected: Connected) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
     connection.open(ASK, BOUND_S)
@@ -164,7 +166,7 @@ def test_the_last_bytes_of_an_answer_that_is_ended_are_read(connected: Connected
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_process_closes_its_copy_only(connected: Connected) -> None:
+def test_a_child_process_that_forgets_a_connection_does_not_end_the_parents(connected: Connected) -> None:
     connection, peer = connected()
     if not (child := os.fork()):
         connection.connection.forget()

@@ -26,7 +26,7 @@ def serve(data: Path, port: int) -> Running:
     return server
 
 
-def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path, dial: Dial) -> None:
+def test_sends_repeated_by_their_ids_through_kills_are_stored_once(tmp_path: Path, dial: Dial) -> None:
     (port,) = free_ports(1)
     server, stopping, failed = serve(tmp_path / "data", port), threading.Event(), list[BaseException]()
     sent: list[str] = []
@@ -65,7 +65,7 @@ def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path, dial: Dial
         for thread in threads:
             thread.join(BOUND_S)
         with dial(f"http://127.0.0.1:{port}") as ball:
-            there = Counter(m.body.decode() for m in ball.consume("killed", "g", until_idle="1s"))
+            there = Counter(message.body.decode() for message in ball.consume("killed", "g", until_idle="1s"))
         assert there == Counter(sent)
     finally:
         stopping.set()

@@ -26,16 +26,18 @@ from timeball import (
 from timeball.client.http_codec import REQUEST_BYTES_MAX, send_request
 from timeball.client.http_sender import BATCH_ROWS, ROWS_MAX, _batches
 from timeball.client.receipts import Receipt
-from timeball.client.rows import outgoing
+from timeball.client.rows import build_message
 
 BOTH_CLIENTS = True
 
 
 def sizes(rows: object, topic: str | None = "t", batch_rows: int | None = None) -> list[int]:
-    return [len(batch) for batch in _batches(rows, topic, batch_rows or ROWS_MAX, batch_rows or BATCH_ROWS)]  # type: ignore[arg-type]
+    """The number of messages in each batch of `send_many`."""
+    batches = _batches(rows, topic, batch_rows or ROWS_MAX, batch_rows or BATCH_ROWS)  # type: ignore[arg-type]
+    return [len(batch) for batch in batches]
 
 
-def test_a_list_is_one_batch_and_a_generator_several() -> None:
+def test_a_list_is_one_batch_and_a_generator_is_divided() -> None:
     rows = [{"body": "x"}] * 3_000
     assert sizes(rows) == [3_000]
     assert sizes(iter(rows)) == [1_024, 1_024, 952]
@@ -44,11 +46,11 @@ def test_a_list_is_one_batch_and_a_generator_several() -> None:
     assert sizes([]) == []
 
 
-def test_neighbours_of_one_topic_are_a_batch() -> None:
+def test_a_batch_ends_where_the_topic_changes() -> None:
     assert sizes([{"topic": topic, "body": "x"} for topic in "aabbba"], None) == [2, 3, 1]
 
 
-def test_all_fields_of_a_row_arrive(ball: Timeball) -> None:
+def test_all_fields_of_a_dict_arrive_in_the_message(ball: Timeball) -> None:
     rows = [
         {
             "body": b"\xff\x00",
@@ -62,14 +64,14 @@ def test_all_fields_of_a_row_arrive(ball: Timeball) -> None:
     ]
     summary = ball.send_many(rows, topic="fields-http")
     assert summary.ids == ["row-0", "row-1", "row-2"] and summary.past_rows == 1 and summary.past_ms > 0
-    messages = {m.id: m for m in ball.consume("fields-http", "g", until_idle="200ms")}
+    messages = {message.id: message for message in ball.consume("fields-http", "g", until_idle="200ms")}
     first = messages["row-0"]
     assert (first.body, first.tag, first.keys, first.properties) == (b"\xff\x00", "t", ["a", "b"], {"p": "q"})
     assert messages["row-1"].body == b"text" and messages.keys() == {"row-0", "row-1"}
     assert ball.get("row-2").state == "waiting"
 
 
-def test_a_bad_row_ends_the_call_or_is_collected(ball: Timeball) -> None:
+def test_a_refused_row_ends_the_call_or_is_collected(ball: Timeball) -> None:
     rows = [{"topic": f"bad-{n % 2}" if n != 2 else "a/b", "body": "x"} for n in range(4)]
     with pytest.raises(InvalidMessage, match="accepted: rows 0 to 1; no other row was accepted"):
         ball.send_many(rows)
@@ -81,24 +83,24 @@ def test_a_bad_row_ends_the_call_or_is_collected(ball: Timeball) -> None:
         ball.send_many([{"body": "x"}, {"body": "x", "after": None}], topic="bad-0")
 
 
-def test_columns_need_the_address_of_flight(ball: Timeball) -> None:
+def test_a_table_is_refused_without_an_address_of_flight(ball: Timeball) -> None:
     with pytest.raises(RequestError, match="over Flight"):
         ball.send_many(pa.table({"body": [b"x"]}), topic="t")
     with pytest.raises(InvalidMessage, match="list of dicts"):
         ball.send_many("x", topic="t")  # type: ignore[arg-type]
 
 
-def test_any_body_fits_into_a_request(ball: Timeball) -> None:
+def test_the_largest_body_of_control_characters_fits_into_a_request(ball: Timeball) -> None:
     """U+0001 has six bytes in JSON, so such a text travels as base64."""
     body = "\x01" * (4 * 1024 * 1024)
-    message = outgoing("large-http", body, None, None, None, None, None, None)
+    message = build_message("large-http", body, None, None, None, None, None, None)
     assert len(send_request([message], None, ()).body) <= REQUEST_BYTES_MAX
     receipt = ball.send("large-http", body)
     (received,) = ball.pull("large-http", "g")
     assert (received.id, received.body) == (receipt.id, body.encode())
 
 
-def test_a_receipt_has_the_due_time_of_the_broker(ball: Timeball) -> None:
+def test_a_receipt_has_the_due_time_that_the_broker_has_stored(ball: Timeball) -> None:
     receipt = ball.send("due-http", "x", after="1h", keys="k")
     assert ball.get(receipt.id).due_ms == receipt.due_ms
     again = ball.send("due-http", "x", at=receipt.store_ms - 5_000)
@@ -106,7 +108,7 @@ def test_a_receipt_has_the_due_time_of_the_broker(ball: Timeball) -> None:
     assert msgspec.structs.asdict(ball.send("due-http", "x", after="1ms"))["past_ms"] == 0
 
 
-def test_threads_share_a_client(columns: Timeball) -> None:
+def test_sends_of_several_threads_get_their_own_receipts(columns: Timeball) -> None:
     with ThreadPoolExecutor(8) as pool:
         receipts = list(pool.map(lambda i: columns.send("threads", str(i)), range(400)))
     seqs = {receipt.seq for receipt in receipts}
@@ -129,7 +131,7 @@ def test_ten_thousand_rows_are_accepted_whole_or_not_at_all(columns: Timeball) -
     assert columns.read_log(before, after + 1, kinds=[1]).read_all().num_rows == 10_002
 
 
-def test_more_than_a_request_says_what_was_accepted_also_when_its_own_rows_are_wrong(ball: Timeball) -> None:
+def test_a_wrong_row_in_a_later_request_raises_an_error_that_names_the_accepted_rows(ball: Timeball) -> None:
     rows: list[dict[str, object]] = [{"body": "x"} for _ in range(12_000)]
     rows[11_000] = {"body": 5}
     with pytest.raises(InvalidMessage, match=r"accepted: rows 0 to 10239; no other row was") as caught:
@@ -137,7 +139,7 @@ def test_more_than_a_request_says_what_was_accepted_also_when_its_own_rows_are_w
     assert sum(each.rows for each in caught.value.summary.accepted) == 10 * BATCH_ROWS
 
 
-def test_a_send_that_is_repeated_by_its_id_is_one(data: Path) -> None:
+def test_a_send_repeated_by_its_id_is_accepted_once_also_after_a_restart(data: Path) -> None:
     with running_node(data) as node, node.client() as ball:
         sent = [ball.send("again", "1", message_id="order-1", after="1h", retry=True) for _ in range(2)]
         node.stop()
@@ -151,7 +153,7 @@ def test_a_send_that_is_repeated_by_its_id_is_one(data: Path) -> None:
         assert other.seq > sent[0].seq, "another topic's ids are its own"
 
 
-def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(
+def test_a_repeated_send_gets_the_current_state_and_sends_again_if_settled(
     node: RunningNode, ball: Timeball
 ) -> None:
     async def by_async(**wanted: Any) -> Receipt:
@@ -179,8 +181,8 @@ def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(
             ball.send("anew", "1", **wrong)
 
 
-def test_a_key_with_a_blank_cancels_no_other_customer(columns: Timeball) -> None:
-    """A key was split at its blank, so a cancel of "4" ended messages of others."""
+def test_a_key_with_a_blank_is_refused_and_a_list_has_several_keys(columns: Timeball) -> None:
+    """If a key were split at its blank, a cancel of the key "4" would end messages of "customer 4"."""
     kept = columns.send("customers", "x", keys="4", after="1h")
     table = pa.table({"body": [b"x"], "keys": ["customer 4"]})
     for send in (
@@ -205,7 +207,7 @@ def test_a_key_with_a_blank_cancels_no_other_customer(columns: Timeball) -> None
             columns.send("customers", "x", **wrong)
 
 
-def test_an_unknown_name_is_told_with_the_valid_ones(columns: Timeball) -> None:
+def test_an_unknown_name_is_refused_with_the_valid_names(columns: Timeball) -> None:
     with pytest.raises(
         InvalidMessage, match=r"unknown column 'delay_s' of a row; .*valid: after, at, zone, message_id"
     ):
@@ -215,7 +217,7 @@ def test_an_unknown_name_is_told_with_the_valid_ones(columns: Timeball) -> None:
             read("t", "g", start="newest")  # type: ignore[arg-type]
 
 
-def test_an_operation_that_is_refused_is_asked_of_another_node(tmp_path: Path, dial: Dial) -> None:
+def test_an_operation_that_a_stopping_node_refused_goes_to_the_next_node(tmp_path: Path, dial: Dial) -> None:
     with running_node(tmp_path / "a") as first, running_node(tmp_path / "b") as second:
         addresses = f"{first.http_endpoint},{second.http_endpoint.removeprefix('http://')}"
         with dial(addresses) as ball:
@@ -225,10 +227,10 @@ def test_an_operation_that_is_refused_is_asked_of_another_node(tmp_path: Path, d
                 (verdict,) = ball.cancel(ids=[sent.id])
             finally:
                 first.broker.log.writer._closing = False
-    assert verdict.verdict == "not_found", "the word of the other node, whose log is another"
+    assert verdict.verdict == "not_found", "the other node has a log of its own, without this message"
 
 
-def test_a_send_with_a_unique_key_says_what_was_pending(ball: Timeball) -> None:
+def test_a_second_send_with_a_unique_key_is_rejected_kept_or_replaces(ball: Timeball) -> None:
     first = ball.send("unique-http", "1", after="1h", unique_key="order-17")
     with pytest.raises(AlreadyPending, match="order-17") as refusal:
         ball.send("unique-http", "2", after="1h", unique_key="order-17", on_pending="reject", retry=True)
@@ -243,7 +245,7 @@ def test_a_send_with_a_unique_key_says_what_was_pending(ball: Timeball) -> None:
     assert ball.send("unique-http", "5", unique_key="order-17").id == new.id
 
 
-def test_a_send_may_have_an_expiry_and_a_window(ball: Timeball) -> None:
+def test_a_send_with_a_window_is_due_within_it_and_has_its_expiry(ball: Timeball) -> None:
     receipt = ball.send("options-http", "1", after="1h", window="10m", expires_in="5m", on_expiry="move")
     assert receipt.due_ms is not None
     assert receipt.store_ms + 3_600_000 <= receipt.due_ms <= receipt.store_ms + 4_200_000

@@ -26,7 +26,7 @@ async def connected(host: str = "127.0.0.1") -> AsyncIterator[tuple[Stream, sock
         await network.close()
 
 
-def test_more_bytes_than_the_buffers_hold_arrive() -> None:
+def test_more_bytes_than_the_buffers_hold_are_received_and_sent() -> None:
     data = bytes(range(256)) * 4 * (BUFFER_BYTES // 256)
 
     async def main() -> None:
@@ -52,7 +52,7 @@ def read_all(peer: socket.socket, size: int) -> bytes:
     return received
 
 
-def test_a_node_that_takes_no_bytes_is_a_timeout() -> None:
+def test_a_send_to_a_peer_that_reads_nothing_and_a_receive_time_out() -> None:
     async def main() -> None:
         async with connected() as (stream, _):
             with pytest.raises(TimeoutError, match="timed out"):
@@ -63,7 +63,7 @@ def test_a_node_that_takes_no_bytes_is_a_timeout() -> None:
     asyncio.run(main())
 
 
-def test_bytes_that_came_before_an_interruption_are_received() -> None:
+def test_after_an_interruption_the_last_bytes_are_received_and_sends_fail() -> None:
     async def main() -> None:
         async with connected() as (stream, peer):
             stream.interrupt()
@@ -73,12 +73,12 @@ def test_bytes_that_came_before_an_interruption_are_received() -> None:
             with pytest.raises(BrokenPipeError):
                 await stream.send(b"a request", BOUND_S)
             assert await stream.receive(BOUND_S) == b"the last"
-            assert await stream.receive(BOUND_S) == b"" and not stream.end()
+            assert await stream.receive(BOUND_S) == b"" and not stream.end_sending()
 
     asyncio.run(main())
 
 
-def test_a_connection_that_breaks_is_an_error() -> None:
+def test_a_receive_raises_the_reset_of_its_connection() -> None:
     async def main() -> None:
         async with connected() as (stream, peer):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -89,7 +89,7 @@ def test_a_connection_that_breaks_is_an_error() -> None:
     asyncio.run(main())
 
 
-def test_a_name_is_resolved_and_an_unknown_one_is_an_error() -> None:
+def test_a_host_name_is_resolved_and_an_unknown_one_raises_oserror() -> None:
     async def main() -> None:
         async with connected("localhost") as (stream, _):
             assert isinstance(stream, LoopStream) and not stream.is_readable
@@ -99,7 +99,7 @@ def test_a_name_is_resolved_and_an_unknown_one_is_an_error() -> None:
     asyncio.run(main())
 
 
-def test_a_further_call_waits_for_a_slot() -> None:
+def test_no_more_calls_run_than_there_are_slots() -> None:
     network, running = LoopNetwork(2), list[int]()
 
     async def call() -> int:
@@ -120,7 +120,7 @@ def test_a_further_call_waits_for_a_slot() -> None:
     asyncio.run(main())
 
 
-def test_a_wait_for_calls_that_is_cancelled_keeps_no_slot() -> None:
+def test_a_cancelled_wait_for_calls_releases_its_slots() -> None:
     async def main() -> None:
         network = LoopNetwork(2)
         async with network.slot():

@@ -23,12 +23,12 @@ class Doubling:
     double = driven(double_async)
 
 
-def test_a_driven_method_returns_its_result_or_a_coroutine() -> None:
+def test_a_driven_method_returns_its_result_or_a_coroutine_by_its_network() -> None:
     assert Doubling(BLOCKING).double(4) == 8
     assert asyncio.run(Doubling(LoopNetwork(1)).double(4)) == 8  # type: ignore[arg-type]
 
 
-def test_an_error_of_a_coroutine_is_raised_and_an_await_that_suspends_is_a_fault() -> None:
+def test_run_raises_the_error_of_a_coroutine_and_refuses_one_that_suspends() -> None:
     async def fail() -> None:
         raise KeyError("x")
 
@@ -38,7 +38,7 @@ def test_an_error_of_a_coroutine_is_raised_and_an_await_that_suspends_is_a_fault
         run(asyncio.sleep(0))
 
 
-def test_a_blocking_stream_waits_for_bytes_and_for_the_end() -> None:
+def test_a_blocking_stream_is_readable_after_bytes_and_after_the_end() -> None:
     here, there = socket.socketpair()
     stream = BlockingStream(here)
     assert not stream.is_readable and run(stream.wait(0)) is False
@@ -46,14 +46,14 @@ def test_a_blocking_stream_waits_for_bytes_and_for_the_end() -> None:
         run(stream.receive(0.001))
     there.sendall(b"x")
     assert run(stream.wait(1)) and run(stream.receive(1)) == b"x"
-    assert stream.end() and there.recv(1) == b""
+    assert stream.end_sending() and there.recv(1) == b""
     there.close()
     assert stream.is_readable and run(stream.receive(1)) == b""
     stream.close()
 
 
-def test_a_socket_with_tls_has_no_end_of_one_direction() -> None:
-    """Bytes that TLS has decoded already are no bytes of the socket."""
+def test_a_stream_with_tls_cannot_end_sending_and_reads_decrypted_bytes() -> None:
+    """Bytes that TLS has decrypted are not in the socket, so a poll would not see them."""
     with_tls = SimpleNamespace(pending=lambda: 3)
     stream = BlockingStream(with_tls)  # type: ignore[arg-type]
-    assert not stream.end() and stream.is_readable
+    assert not stream.end_sending() and stream.is_readable

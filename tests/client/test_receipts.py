@@ -4,31 +4,31 @@ import pytest
 
 from timeball import InvalidMessage, RequestError, Unavailable
 from timeball.client.attempts import Lost, refusal
-from timeball.client.receipts import AcceptedRows, Outcomes, Receipt, SendKeys, receipt, spans
+from timeball.client.receipts import AcceptedRows, Outcomes, Receipt, SendKeys, build_receipt, spans
 from timeball.model.answers import SendAck, SentState
 
 
-def test_a_receipt_tells_when_and_in_which_state() -> None:
-    def of(ack: SendAck, due_ms: int | None = None, past_ms: int = 0) -> Receipt:
-        return receipt("a", ack, due_ms, past_ms)
+def test_a_receipt_has_the_due_time_and_the_state_of_its_message() -> None:
+    def receipt_of(ack: SendAck, due_ms: int | None = None, past_ms: int = 0) -> Receipt:
+        return build_receipt("a", ack, due_ms, past_ms)
 
     now_ms = 1_800_000_000_000
     ack = SendAck(5, 1, now_ms)
-    assert of(ack) == Receipt("a", 5, None, now_ms, "created", "visible")
-    assert of(ack, now_ms + 5_000) == Receipt("a", 5, now_ms + 5_000, now_ms, "created", "waiting")
-    assert of(ack, now_ms - 3, 3) == Receipt("a", 5, now_ms - 3, now_ms, "created", "visible", 3)
+    assert receipt_of(ack) == Receipt("a", 5, None, now_ms, "created", "visible")
+    assert receipt_of(ack, now_ms + 5_000) == Receipt("a", 5, now_ms + 5_000, now_ms, "created", "waiting")
+    assert receipt_of(ack, now_ms - 3, 3) == Receipt("a", 5, now_ms - 3, now_ms, "created", "visible", 3)
     exists = SendAck(5, 1, now_ms, "exists", [SentState("cancelled", 9)])
-    assert of(exists, now_ms + 5_000) == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
+    assert receipt_of(exists, now_ms + 5_000) == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
 
 
-def test_neighbouring_ranges_are_joined_in_a_text() -> None:
+def test_adjacent_ranges_of_rows_are_joined_and_only_ten_are_listed() -> None:
     assert spans([AcceptedRows(5, 1, 0), AcceptedRows(0, 2, 0), AcceptedRows(2, 2, 0)]) == "rows 0 to 3, 5"
     assert spans([AcceptedRows(2 * n, 1, 0) for n in range(12)]).endswith(
         "2 more spans, which the error's summary lists"
     )
 
 
-def test_a_refusal_ends_a_call_unless_it_is_collected() -> None:
+def test_a_refusal_ends_a_call_unless_refusals_are_collected() -> None:
     with pytest.raises(InvalidMessage, match="rows 0 to 1: x"):
         Outcomes(collect=False).fail(0, 2, InvalidMessage("x"))
     outcomes = Outcomes(collect=True)
@@ -63,12 +63,15 @@ def test_rows_are_refused_only_if_the_broker_has_none_of_them(code: str, is_refu
     assert (len(summary.refused), len(summary.unknown)) == ((1, 0) if is_refused else (0, 1))
 
 
-def test_all_keys_of_a_call_name_one_attempt() -> None:
+def test_all_idempotency_keys_of_a_call_have_the_same_attempt() -> None:
     assert SendKeys("keep", is_used=False).key_for("t", "a") is None
     keys = SendKeys("send", is_used=True)
     first, second = keys.key_for("t", "a"), keys.key_for("t", "b")
     assert first is not None and second is not None
     assert (first.idempotency_key, first.if_settled) == ("t/a", "send") and first.attempt == second.attempt
+
+
+def test_if_settled_is_refused_without_keys_or_with_an_unknown_value() -> None:
     for wrong, is_used in (("send", False), ("never", True)):
         with pytest.raises(RequestError, match="if_settled"):
             SendKeys(wrong, is_used=is_used)  # type: ignore[arg-type]

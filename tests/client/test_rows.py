@@ -6,27 +6,23 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from timeball import InvalidDelay, InvalidMessage
-from timeball.client.rows import ROW_NAMES, body_bytes, outgoing, outgoing_row
+from timeball.client.rows import ROW_NAMES, body_bytes, build_message, build_row_message
 from timeball.model.message import SEND_COLUMNS
 
 
-def test_the_arguments_of_a_send_are_converted() -> None:
-    message = outgoing("t", "x", "tag", ["a", "b"], {"p": "q"}, None, "5s", None)
-    assert (message.body, message.keys, message.properties, message.delay_ms) == (
-        b"x",
-        "a b",
-        "p\x01q\x02",
-        5_000,
-    )
+def test_the_arguments_of_a_send_are_converted_and_wrong_ones_refused() -> None:
+    message = build_message("t", "x", "tag", ["a", "b"], {"p": "q"}, None, "5s", None)
+    assert (message.body, message.keys, message.delay_ms) == (b"x", "a b", 5_000)
+    assert message.properties == "p\x01q\x02"
     assert len(message.id) == 32
     for wrong in ({"tag": " a"}, {"keys": "a b"}, {"message_id": "a\x01"}, {"properties": {"": "x"}}):
         fields = {"tag": None, "keys": None, "properties": None, "message_id": None, **wrong}
         with pytest.raises(InvalidMessage):
-            outgoing("t", "x", after=None, at=None, **fields)  # type: ignore[arg-type]
+            build_message("t", "x", after=None, at=None, **fields)  # type: ignore[arg-type]
 
 
-def test_a_row_names_its_fields() -> None:
-    row = outgoing_row({"body": b"x", "unique_key": "a", "due_ms": 7}, 0, "t")
+def test_a_dict_becomes_a_message_and_a_wrong_one_is_refused() -> None:
+    row = build_row_message({"body": b"x", "unique_key": "a", "due_ms": 7}, 0, "t")
     assert (row.topic, row.id, row.due_ms, row.delay_ms) == ("t", "a", 7, None)
     for wrong, kind in (
         ({"body": "x", "extra": 1}, InvalidMessage),
@@ -36,22 +32,23 @@ def test_a_row_names_its_fields() -> None:
         ({"body": "x", "after": "1s", "at": 2**40}, InvalidDelay),
     ):
         with pytest.raises(kind):
-            outgoing_row(wrong, 0, "t")
+            build_row_message(wrong, 0, "t")
     with pytest.raises(InvalidMessage, match="row 3: topic"):
-        outgoing_row({"body": "x"}, 3, None)
+        build_row_message({"body": "x"}, 3, None)
 
 
-def test_the_names_are_those_of_columns() -> None:
+def test_all_names_of_a_dict_but_four_are_names_of_columns() -> None:
     assert set(ROW_NAMES) - {"after", "at", "zone", "message_id"} < SEND_COLUMNS.keys()
 
 
-def test_a_body_is_bytes_or_text() -> None:
-    assert [body_bytes(body) for body in ("é", b"x", bytearray(b"y"), memoryview(b"z"))] == [
-        "é".encode(),
-        b"x",
-        b"y",
-        b"z",
-    ]
+def test_a_body_of_bytes_or_text_is_converted_to_bytes() -> None:
+    for body, expected in (
+        ("é", b"\xc3\xa9"),
+        (b"x", b"x"),
+        (bytearray(b"y"), b"y"),
+        (memoryview(b"z"), b"z"),
+    ):
+        assert body_bytes(body) == expected
     with pytest.raises(InvalidMessage, match="not int"):
         body_bytes(5)  # type: ignore[arg-type]
 
@@ -70,34 +67,36 @@ def test_a_body_is_bytes_or_text() -> None:
         {"properties": {"a": "x\x02b\x01c"}},
     ],
 )
-def test_messages_are_refused(fields: dict[str, object]) -> None:
+def test_a_wrong_field_is_refused_in_a_send_and_in_a_dict(fields: dict[str, object]) -> None:
     given = {"body": b"x", "tag": None, "keys": None, "properties": None, **fields}
     with pytest.raises(InvalidMessage):
-        outgoing("t", message_id="id", after=None, at=1_800_000_000_000, **given)  # type: ignore[arg-type]
+        build_message("t", message_id="id", after=None, at=1_800_000_000_000, **given)  # type: ignore[arg-type]
     with pytest.raises(InvalidMessage):
-        outgoing_row({"body": b"x", **fields}, 0, "t")
+        build_row_message({"body": b"x", **fields}, 0, "t")
 
 
 def test_empty_properties_are_none() -> None:
-    assert outgoing("t", "x", None, None, {}, "id", None, None).properties is None
+    assert build_message("t", "x", None, None, {}, "id", None, None).properties is None
 
 
 @pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
-def test_a_time_that_is_none_is_refused_and_the_row_named(name: str) -> None:
-    """A time that was lost on the way would be delivered at once; a dict without the name is."""
+def test_a_dict_with_a_time_of_none_is_refused_with_the_number_of_its_row(name: str) -> None:
+    """A dict without the name is delivered at once. A None is more likely a mistake."""
     with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
-        outgoing_row({"body": "c", name: None}, 2, "t")
+        build_row_message({"body": "c", name: None}, 2, "t")
 
 
-def test_both_passes_of_a_repeated_hour_are_sent() -> None:
+def test_both_occurrences_of_a_repeated_local_time_get_their_own_due_times() -> None:
     """Python compares and hashes them as equal, so a set or a cache by datetime would lose one."""
     zone = ZoneInfo("Europe/Berlin")
     first, second = (datetime(2040, 10, 28, 2, 30, tzinfo=zone, fold=fold) for fold in (0, 1))
     assert len({first, second}) == 1
-    one, other = (outgoing_row({"body": "a", "at": at}, 0, "t").due_ms for at in (first, second))
-    assert one is not None and other is not None and other - one == 3_600_000
+    first_ms, second_ms = (
+        build_row_message({"body": "a", "at": at}, 0, "t").due_ms for at in (first, second)
+    )
+    assert first_ms is not None and second_ms is not None and second_ms - first_ms == 3_600_000
 
 
 def test_a_datetime_without_a_zone_is_refused() -> None:
     with pytest.raises(InvalidDelay, match="without a time zone"):
-        outgoing_row({"body": "a", "at": datetime(2040, 1, 1, 9)}, 0, "t")  # noqa: DTZ001
+        build_row_message({"body": "a", "at": datetime(2040, 1, 1, 9)}, 0, "t")  # noqa: DTZ001

@@ -18,7 +18,7 @@ from timeball.model.message import READ_SCHEMA, Kind
 BOTH_CLIENTS = True
 
 
-def test_a_receipt_tells_the_truth(columns: Timeball) -> None:
+def test_a_receipt_has_the_values_of_the_row_in_the_log(columns: Timeball) -> None:
     receipt = columns.send(
         "receipts", "x", tag="t", keys=["a", "b"], properties={"p": "q"}, after="1h", message_id="my-id"
     )
@@ -32,7 +32,7 @@ def test_a_receipt_tells_the_truth(columns: Timeball) -> None:
     assert columns.send("receipts", "at", at=at_ms).due_ms == at_ms
 
 
-def test_a_local_time_is_sent_with_its_zone(ball: Timeball) -> None:
+def test_a_local_time_is_due_by_the_rules_of_its_zone_and_keeps_its_text(ball: Timeball) -> None:
     local, due_ms = datetime(2030, 1, 31, 9), 1_896_076_800_000  # noqa: DTZ001 - a local time
     for at in (local, "2030-01-31T09:00"):
         receipt = ball.send("local", "x", at=at, zone="Europe/Berlin")
@@ -62,7 +62,7 @@ def test_a_local_time_is_sent_with_its_zone(ball: Timeball) -> None:
         ({"body": bytes(5 * 1024 * 1024)}, InvalidMessage),
     ],
 )
-def test_send_refuses_invalid_fields(
+def test_a_send_refuses_invalid_fields_and_accepts_the_longest_delay(
     ball: Timeball, fields: dict[str, object], error: type[Exception] | None
 ) -> None:
     given = {"topic": "t", "body": b"x", **fields}
@@ -73,28 +73,28 @@ def test_send_refuses_invalid_fields(
         ball.send(**given)  # type: ignore[arg-type]
 
 
-def test_cancel_by_id_ids_and_key(ball: Timeball) -> None:
+def test_messages_are_cancelled_by_id_by_ids_and_by_key(ball: Timeball) -> None:
     one = ball.send("cancels", "x", after="1h", keys="order-1")
     two = ball.send("cancels", "y", after="1h", keys=["order-1", "other"])
-    assert [v.verdict for v in ball.cancel(ids=[one.id, "unknown"])] == ["cancelled", "not_found"]
-    by_key = {v.seq: v.verdict for v in ball.cancel(key="order-1")}
+    assert [verdict.verdict for verdict in ball.cancel(ids=[one.id, "unknown"])] == ["cancelled", "not_found"]
+    by_key = {verdict.seq: verdict.verdict for verdict in ball.cancel(key="order-1")}
     assert by_key == {one.seq: "already_cancelled", two.seq: "cancelled"}
     verdict = ball.cancel(two.id)
     assert verdict.verdict == "already_cancelled" and verdict.cancelled
     assert ball.cancel(ids=[]) == []
     visible = ball.send("cancels", "now", after="0.05s")
-    assert [m.id for m in ball.pull("cancels", "g", wait="60s")] == [visible.id]
+    assert [message.id for message in ball.pull("cancels", "g", wait="60s")] == [visible.id]
     assert ball.cancel(visible.id).verdict == "released"
 
 
-def test_cancel_wants_one_way_of_naming(ball: Timeball) -> None:
+def test_a_cancel_needs_exactly_one_of_id_ids_and_key(ball: Timeball) -> None:
     with pytest.raises(RequestError, match="one of"):
         ball.cancel()  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="one of"):
         ball.cancel("a", key="b")  # type: ignore[call-overload]
 
 
-def test_one_text_is_no_list_of_texts(columns: Timeball) -> None:
+def test_a_text_in_the_place_of_a_list_is_refused(columns: Timeball) -> None:
     rule = {"every": "1h"}
     for call in (
         lambda: columns.schedules.put("texts", rule, topic="abc", body="x", keys="abc"),
@@ -108,30 +108,26 @@ def test_one_text_is_no_list_of_texts(columns: Timeball) -> None:
             call()
 
 
-def test_reschedule_by_id_ids_and_key(ball: Timeball) -> None:
+def test_messages_are_rescheduled_by_id_by_ids_and_by_key(ball: Timeball) -> None:
     one = ball.send("moves", "x", after="1h", keys="order-2")
     two = ball.send("moves", "y", after="1h", keys=["order-2", "another"])
     at_ms = one.store_ms + 7_200_000
     moved = ball.reschedule(two.id, at=at_ms)
-    assert (moved.subject, moved.verdict, moved.due_ms) == (
-        two.id,
-        "rescheduled",
-        at_ms,
-    ) and not moved.cancelled
-    assert moved.seq == two.seq
-    assert [v.verdict for v in ball.reschedule(ids=[one.id, "unknown"], after="30s")] == [
+    assert (moved.subject, moved.verdict, moved.due_ms) == (two.id, "rescheduled", at_ms)
+    assert moved.seq == two.seq and not moved.cancelled
+    assert [verdict.verdict for verdict in ball.reschedule(ids=[one.id, "unknown"], after="30s")] == [
         "rescheduled",
         "not_found",
     ]
-    assert {v.due_ms for v in ball.reschedule(key="order-2", at=at_ms)} == {at_ms}
-    assert [v.verdict for v in ball.reschedule(key="another", after="50ms")] == ["rescheduled"]
-    assert [m.id for m in ball.pull("moves", "g", wait="60s")] == [two.id]
+    assert {verdict.due_ms for verdict in ball.reschedule(key="order-2", at=at_ms)} == {at_ms}
+    assert [verdict.verdict for verdict in ball.reschedule(key="another", after="50ms")] == ["rescheduled"]
+    assert [message.id for message in ball.pull("moves", "g", wait="60s")] == [two.id]
     assert ball.reschedule(two.id, after="5s").verdict == "released"
     assert ball.cancel(one.id).verdict == "cancelled"
     assert ball.reschedule(one.id, after="5s").verdict == "already_cancelled"
 
 
-def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -> None:
+def test_a_reschedule_needs_exactly_one_name_and_one_time(ball: Timeball) -> None:
     with pytest.raises(RequestError, match="one of"):
         ball.reschedule(after="5s")  # type: ignore[call-overload]
     with pytest.raises(InvalidDelay, match="after= or at="):
@@ -142,7 +138,7 @@ def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -
         ball.reschedule("a", at=250_000_000_000_000)
 
 
-def test_logs_and_queues_are_tables(columns: Timeball) -> None:
+def test_rows_of_the_log_and_of_a_queue_are_read_as_tables(columns: Timeball) -> None:
     columns.create_topic("tables", 1)
     summary = columns.send_many(
         [{"body": str(i)} | ({"after": "1h"} if i % 2 else {}) for i in range(10)], topic="tables"
@@ -165,13 +161,13 @@ def test_logs_and_queues_are_tables(columns: Timeball) -> None:
         columns.read_queue("tables", 7, 0, 1)
 
 
-def test_topics(ball: Timeball) -> None:
+def test_a_created_topic_has_its_number_of_queues(ball: Timeball) -> None:
     ball.create_topic("named", 3)
     assert ball.topics()["named"] == 3
     assert sorted(ball.queues("named")) == [0, 1, 2]
 
 
-def test_status_says_who_and_how_far(ball: Timeball) -> None:
+def test_the_status_has_the_fields_of_the_broker_and_of_its_log(ball: Timeball) -> None:
     seq = ball.send("figures", "x").seq
     status = ball.status()
     assert status["log"]["durable_seq"] > seq
@@ -187,7 +183,7 @@ def test_status_says_who_and_how_far(ball: Timeball) -> None:
     } <= status.keys()
 
 
-def test_reserve_and_attach_nothing_twice(columns: Timeball) -> None:
+def test_reserved_numbers_are_distinct_and_a_repeated_attach_has_no_effect(columns: Timeball) -> None:
     first = columns.reserve(10)
     assert columns.reserve(5) >= first + 10
     empty = msgspec.json.encode({"job": "bulk", "job_id": "none", "epoch": 0})
@@ -197,7 +193,7 @@ def test_reserve_and_attach_nothing_twice(columns: Timeball) -> None:
         columns.attach(b'{"job": "bulk"}')
 
 
-def test_compact_moves_the_tail(columns: Timeball) -> None:
+def test_a_compaction_moves_the_tail_of_the_log_to_the_table(columns: Timeball) -> None:
     receipt = columns.send("compacted", "x", after="2h")
     before = columns.status()
     attached = columns.compact()
@@ -210,17 +206,17 @@ def test_compact_moves_the_tail(columns: Timeball) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"batch_rows": 0}, {"batch_rows": 10**9}, {"window": 0}, {"on_refused": "ignore"}]
 )
-def test_send_many_names_wrong_options(columns: Timeball, wrong: dict[str, object]) -> None:
+def test_send_many_refuses_a_wrong_option_by_name(columns: Timeball, wrong: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         columns.send_many(pa.table({"body": [b"x"]}), topic="t", **wrong)  # type: ignore[arg-type]
 
 
-def test_a_timeout_is_positive(dial: Dial) -> None:
+def test_a_time_limit_of_zero_is_refused(dial: Dial) -> None:
     with pytest.raises(RequestError, match="timeout_ms"):
         dial(timeout_ms=0)
 
 
-def test_get_says_where_a_message_is(ball: Timeball) -> None:
+def test_get_finds_the_state_and_the_queue_of_a_message(ball: Timeball) -> None:
     receipt = ball.send("places", "x", after="1h")
     assert (ball.get(receipt.id).state, ball.get(receipt.id).due_ms) == ("waiting", receipt.due_ms)
     assert ball.cancel(receipt.id).cancelled
@@ -234,7 +230,7 @@ def test_get_says_where_a_message_is(ball: Timeball) -> None:
             ball.get("unknown" if topic is None else now.id, topic)
 
 
-def test_a_client_that_is_pickled_dials_for_itself(node: RunningNode) -> None:
+def test_a_copy_of_a_pickled_client_has_its_own_connection_and_the_same_settings(node: RunningNode) -> None:
     with Timeball(node.http_endpoint, timeout_ms=7_000, access_key="a", secret_key="s") as ball:
         again = pickle.loads(pickle.dumps(ball))
     with again:
@@ -244,7 +240,7 @@ def test_a_client_that_is_pickled_dials_for_itself(node: RunningNode) -> None:
         assert again.reserve(1) > 0
 
 
-def test_everything_that_users_catch_or_annotate_is_at_the_front_door() -> None:
+def test_all_errors_that_a_client_raises_are_exported_by_the_package() -> None:
     for name in timeball.__all__:
         assert getattr(timeball, name) is not None, name
     raised = {
@@ -257,7 +253,7 @@ def test_everything_that_users_catch_or_annotate_is_at_the_front_door() -> None:
         timeball.nothing  # noqa: B018
 
 
-def test_dead_letters_are_resent_or_deleted(ball: Timeball) -> None:
+def test_dead_letters_are_listed_in_pages_resent_and_deleted(ball: Timeball) -> None:
     ball.send_many([{"body": str(number)} for number in range(3)], topic="resent")
     left = 3
     while left:
@@ -277,7 +273,7 @@ def test_dead_letters_are_resent_or_deleted(ball: Timeball) -> None:
     assert state in ball.groups()
 
 
-def test_groups_come_in_pages_and_are_all_listed(node: RunningNode, ball: Timeball) -> None:
+def test_all_pages_of_groups_are_read(node: RunningNode, ball: Timeball) -> None:
     names = [f"paged{number:04d}" for number in range(limits.LISTED_ROWS_MAX + 1)]
 
     async def make() -> None:

@@ -99,7 +99,7 @@ def _as_awaitable(
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """Turn a method into an awaitable one with the same name, signature and docstring.
 
-    It belongs to a class whose `_driven` has the method, which returns a coroutine there.
+    The awaitable method calls it on `_driven` of its object, where each method returns a coroutine.
     """
 
     @functools.wraps(method)
@@ -112,7 +112,7 @@ def _as_awaitable(
 def _in_thread(
     method: Callable[Concatenate[Timeball, P], T],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Turn a method for columns into an awaitable one, as `_as_awaitable`."""
+    """Turn a method for columns into an awaitable one with the same name, signature and docstring."""
 
     @functools.wraps(method)
     async def call(self: AsyncTimeball, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -125,18 +125,18 @@ class _Driven(Timeball):
     """A Timeball whose methods for operations return coroutines."""
 
     def __init__(self, ball: AsyncTimeball, http: HttpCalls | None) -> None:
-        """Prepare. `ball` sends columns. `http`: the calls of operations, if the client has an address for them."""
+        """Prepare. `ball`: sends columns. `http`: the calls of operations; None without an address of HTTP."""
         Reader.__init__(self, http, None, ball._ball._clock)
-        self._awaiting = ball
+        self._async_ball = ball
         if http is not None:
             self._group_member = Consumer(http, self._clock, AsyncMessage)
 
     @property
     def _operations(self) -> HttpCalls:
-        return self._http or self._awaiting._ball._operations
+        return self._http or self._async_ball._ball._operations  # which raises without an address of HTTP
 
     def _send_columns(self, *args: Any) -> Any:
-        return self._awaiting._run_in_thread(lambda: self._awaiting._ball._send_columns(*args))
+        return self._async_ball._run_in_thread(lambda: self._async_ball._ball._send_columns(*args))
 
 
 class AsyncSchedules:
@@ -306,13 +306,13 @@ class AsyncTimeball:
         """
         self._enter()
         message_filter, consumer, open_read = make_filter(tag, sql), self._driven._consumer, OpenRead()
-        receiving = consumer.pull_async(
+        pulling = consumer.pull_async(
             topic, group, max_messages, wait, start, lease, message_filter, open_read
         )
         self._open_reads.add(open_read)
         try:
             return cast(
-                list[AsyncMessage], await self._run_apart(receiving, open_read, consumer.give_back_async)
+                list[AsyncMessage], await self._run_apart(pulling, open_read, consumer.give_back_async)
             )
         finally:
             self._open_reads.discard(open_read)
@@ -340,11 +340,13 @@ class AsyncTimeball:
         """
         self._enter()
         consumer, open_read = self._driven._consumer, OpenRead()
-        feed = consumer.open_feed(topic, group, max_messages, start, lease, make_filter(tag, sql), open_read)
+        feed = consumer.prepare_feed(
+            topic, group, max_messages, start, lease, make_filter(tag, sql), open_read
+        )
         loop = ConsumeLoop(consumer, self._ball._clock, feed, lease=lease, idle=until_idle, stop=stop)
         self._open_reads.add(open_read)
         self._loops.add(loop)
-        # A loop that is cancelled twice leaves its work under way. The end must not overtake it.
+        # If the loop is cancelled twice, its `work` is still under way in a task. Then `end` must wait for it.
         turn = asyncio.Lock()
         try:
             while (message := loop.next()) is not None or not loop.is_over:
@@ -398,7 +400,10 @@ class AsyncTimeball:
     # ---- internals --------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Raise RequestError if the client is closed or no loop runs. Forget the receives of a parent process."""
+        """Begin a call. Raises RequestError if the client is closed or no event loop runs.
+
+        In a child process, forgets the receives and the loops of the parent.
+        """
         self._network.enter()
         if self._is_closed:
             raise RequestError("this Timeball client is closed")
@@ -417,15 +422,15 @@ class AsyncTimeball:
         open_read: OpenRead | None = None,
         give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None,
     ) -> T:
-        """Run a part of a receive in a task. If this task is cancelled, the other one goes on to its end.
+        """Run a part of a receive in a separate task, which goes on to its end if the calling task is cancelled.
 
-        `open_read`: is cancelled then, so that the end comes soon. `give_back`: takes a result that comes then.
+        Then `open_read` is cancelled, so that the end comes soon, and `give_back` receives the result, if there is one.
         """
         task = self._create_task(coroutine)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # In a task of its own too: the scopes of anyio cancel again at each step of the loop.
+            # In a separate task as well, because a cancel scope of anyio cancels again at each step of the loop.
             await asyncio.shield(self._create_task(_end_apart(task, open_read, give_back)))
             raise
 
@@ -444,6 +449,7 @@ async def _end_apart(
 ) -> None:
     """End a task of `_run_apart` whose caller was cancelled, and give back its result."""
     if open_read is not None:
+        # Messages that the broker was sending can still be received for a moment.
         open_read.cancel()
         await asyncio.wait([task], timeout=2 * LAST_BYTES_S if open_read.has_begun else 0)
         task.cancel()
@@ -453,6 +459,6 @@ async def _end_apart(
 
 
 async def _in_turn(turn: asyncio.Lock, coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a part of a loop when the earlier part has ended."""
+    """Run a part of a loop (`work` or `end`) when the earlier part has ended."""
     async with turn:
         await coroutine

@@ -40,14 +40,8 @@ from timeball.model.errors import (
 
 # The pause before each attempt after the first. A broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
-CLUSTER_PAUSES_S = (
-    0.05,
-    0.1,
-    *4 * (0.2,),
-    *4 * (0.5,),
-    1.0,
-    1.0,
-)  # 5 s in total: another node leads within two or three seconds
+# With several nodes: 5 s in total, because another node leads within two or three seconds.
+CLUSTER_PAUSES_S = (0.05, 0.1, *4 * (0.2,), *4 * (0.5,), 1.0, 1.0)
 CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
 
@@ -58,7 +52,7 @@ T = TypeVar("T")
 
 
 class NotNow(Unavailable):
-    """The broker did not carry out the call, because it stops or hands over. The call may be repeated."""
+    """The broker did not carry out the call, because it is stopping or handing over. The call may be repeated."""
 
     code = "not_now"
 
@@ -89,7 +83,7 @@ class OpenRead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cancel: Callable[[], None] | None = None
+        self._cancel: Callable[[], None] | None = None  # ends the read, while it waits for the broker
         self.is_cancelled = False
 
     @property
@@ -98,14 +92,14 @@ class OpenRead:
         return self._cancel is not None
 
     def begin(self, cancel: Callable[[], None]) -> None:
-        """Set the function that `cancel` calls. Calls it at once if `cancel` was called before."""
+        """Begin the read, which the function `cancel` ends. Calls it at once if the read was cancelled before."""
         with self._lock:
             self._cancel = cancel
             if self.is_cancelled:
                 cancel()
 
     def end(self) -> None:
-        """Forget the function, because the read has ended."""
+        """End the read, so that `cancel` has no more effect on its connection."""
         with self._lock:
             self._cancel = None
 
@@ -164,7 +158,7 @@ class Attempts:
             self._current = (self._current + 1) % len(self._endpoints)
 
     def leave_after(self, error: TimeballError, endpoint: str) -> None:
-        """Leave a node if this error of a call says that it does not answer, does not lead, or has no disk."""
+        """Leave a node if this error of a call shows that it does not answer or lead, or that its disk has failed."""
         if isinstance(error, Unavailable | NotLeader) or error.code in FAILED_DISK:
             self.leave(endpoint)
 
@@ -179,12 +173,13 @@ class Attempts:
             yield pause_s, number < len(pauses_s)
 
     def _patient_pauses(self, patience_s: float) -> Iterator[tuple[float, bool]]:
+        """Yield as `pauses` does, for attempts that begin within `patience_s`. The pauses double up to the longest."""
         # Slow to import, and only for programs beside the broker.
         import logging
         import random
 
-        logger, asked = logging.getLogger(__name__), self.endpoint
-        # A program that has seeded the common generator keeps its numbers, and forked processes get different ones.
+        logger, endpoint = logging.getLogger(__name__), self.endpoint
+        # Not the common generator: a program may have seeded it, and forked processes would get equal numbers.
         chance = random.SystemRandom()
         give_up_ns, longest_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
         may_retry, pause_s = patience_s > 0, 0.0
@@ -192,26 +187,30 @@ class Attempts:
             yield pause_s, may_retry
             if not may_retry:
                 return
-            logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", asked, longest_s)
-            asked = self.endpoint
+            # The endpoint of the failed attempt: the attempt may have left its node.
+            logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", endpoint, longest_s)
+            endpoint = self.endpoint
             # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
             pause_s = longest_s * chance.uniform(0.5, 1.0)
             longest_s = min(2 * longest_s, PATIENT_PAUSES_S[1])
             may_retry = self._clock.monotonic_ns() + int(pause_s * 1e9) < give_up_ns
 
     def may_repeat(self, error: TimeballError, *, is_repeatable: bool) -> bool:
-        """Check whether a call may be made again after this error. `is_repeatable`: it may be carried out twice."""
+        """Check whether a call may be made again after this error. `is_repeatable`: carrying it out twice is safe."""
         if not is_repeatable:
             return isinstance(error, NotNow)
         return isinstance(error, Unavailable) or (error.code in FAILED_DISK and len(self._endpoints) > 1)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before an attempt. Raises Unavailable if the client is closed meanwhile."""
+        """Wait `seconds` before an attempt. Raises Unavailable if the client is closed meanwhile."""
         if seconds > 0 and await self.network.pause(seconds, self._closed):
             raise Unavailable("the client was closed")
 
     def attempt_limit_s(self, remaining_s: float, *, is_repeatable: bool) -> float:
-        """Compute the time limit of an attempt that another one may follow (see the module's docstring)."""
+        """Compute the time limit of an attempt that another one may follow: all of the remaining time, or half of it.
+
+        The module's docstring gives the reasons.
+        """
         has_others = len(self._endpoints) > 1 and self._patience_s is None
         return remaining_s / 2 if is_repeatable and has_others else remaining_s
 
@@ -228,29 +227,33 @@ class Attempts:
         is_repeatable: bool = True,
         wait_ms: int = 0,
     ) -> T:
-        """Make a call until it succeeds, or its attempts or time end, or after an error it may not be repeated.
+        """Make attempts of a call until one succeeds. Returns its result.
 
-        `call` receives the time limit of the attempt, in seconds. `wait_ms` is added to the time limit, because the
-        broker may wait so long before it answers. Returns the result, or raises the last error.
+        Raises the last error when the attempts or the time are used up, or if the call must not be repeated after it.
+
+        `call` makes one attempt. It receives its time limit in seconds, and raises TimeballError. `wait_ms` is added to
+        `timeout_ms`, because the broker may wait so long before it answers.
         """
         end_ns = self._clock.monotonic_ns() + (timeout_ms + wait_ms) * 1_000_000
         remaining_s = (timeout_ms + wait_ms) / 1000
         failure: TimeballError | None = None
         for pause_s, may_retry in self.pauses():
             await self.pause(pause_s)
-            if failure is not None and self._patience_s is None:
+            if (
+                failure is not None and self._patience_s is None
+            ):  # with `patience_s`, each attempt has all of the time
                 remaining_s = (end_ns - self._clock.monotonic_ns()) / 1e9
                 if remaining_s <= 0:
                     raise failure
             self.check()
-            limit_s, asked = remaining_s, self.endpoint
+            limit_s, endpoint = remaining_s, self.endpoint
             if may_retry:
-                waits_s = wait_within(remaining_s, timeout_ms, wait_ms) / 1000
-                limit_s = waits_s + self.attempt_limit_s(remaining_s - waits_s, is_repeatable=is_repeatable)
+                wait_s = wait_within(remaining_s, timeout_ms, wait_ms) / 1000
+                limit_s = wait_s + self.attempt_limit_s(remaining_s - wait_s, is_repeatable=is_repeatable)
             try:
                 return await call(limit_s)
             except TimeballError as error:
-                self.leave_after(error, asked)
+                self.leave_after(error, endpoint)
                 if not (may_retry and self.may_repeat(error, is_repeatable=is_repeatable)):
                     raise
                 failure = error
@@ -265,12 +268,12 @@ def wait_within(limit_s: float, timeout_ms: int, wait_ms: int) -> int:
     return min(wait_ms, max(0, int(1000 * limit_s) - timeout_ms // 2))
 
 
-_LIVE: weakref.WeakSet[Attempts] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Attempts] = weakref.WeakSet()  # all objects of this process
 
 
 def _after_fork() -> None:
-    for live in list(_LIVE):
-        live.after_fork()
+    for attempts in list(_LIVE):
+        attempts.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from timeball.client.attempts import OpenRead
 from timeball.client.http_calls import HttpCalls, MessageStream
-from timeball.client.http_codec import Received, Receiving
+from timeball.client.http_codec import LeaseRequest, Received
 from timeball.client.messages import Leased, Member, Message
 from timeball.client.network import driven
 from timeball.io.clock import Clock
@@ -54,7 +54,7 @@ def make_filter(tag: str | None, sql: str | None) -> MessageFilter:
     return MessageFilter(tag or "", sql or "")
 
 
-def receiving(
+def build_request(
     topic: str,
     group: str,
     rows: int,
@@ -62,15 +62,18 @@ def receiving(
     start: Start,
     lease: After,
     message_filter: MessageFilter = NO_FILTER,
-) -> Receiving:
-    """Build the request of a receive from the arguments of `Timeball.pull`. Raises RequestError for a wrong one."""
+) -> LeaseRequest:
+    """Build the request of a receive from the arguments of `Timeball.pull`.
+
+    Raises RequestError or InvalidDelay for a wrong argument.
+    """
     check_start(start)
     if not 0 < rows <= limits.PULL_ROWS_MAX:
         raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
     wait_ms, lease_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX), delay_ms(lease, "lease")
     if not 1 <= lease_ms <= limits.INVISIBLE_MS_MAX:
         raise RequestError(f"lease={lease!r}: between 1 ms and {limits.INVISIBLE_MS_MAX // limits.HOUR_MS} h")
-    return Receiving(
+    return LeaseRequest(
         topic,
         group,
         min(rows, limits.POP_ROWS_MAX),
@@ -89,7 +92,7 @@ class Consumer:
     """Receives messages as a member of any group, and answers for them. Thread safe and stateless."""
 
     def __init__(self, calls: HttpCalls, clock: Clock, message_class: type[Leased] = Message) -> None:
-        """Prepare. `message_class`: the class of the messages, which is AsyncMessage for an AsyncTimeball."""
+        """Prepare. `message_class`: the class of the received messages, which is AsyncMessage for an AsyncTimeball."""
         self._calls, self.network, self.timeout_ms = calls, calls.network, calls.timeout_ms
         self._clock, self._message_class = clock, message_class
 
@@ -104,14 +107,14 @@ class Consumer:
         message_filter: MessageFilter = NO_FILTER,
         open_read: OpenRead | None = None,
     ) -> list[Message]:
-        """Lease up to `rows` messages. Timeball.pull documents the arguments."""
+        """Lease up to `rows` messages. Timeball.pull documents the arguments. `open_read`: cancels the call."""
         self._calls.check()
-        request = receiving(topic, group, rows, wait, start, lease, message_filter)
+        request = build_request(topic, group, rows, wait, start, lease, message_filter)
         return self._view(request, await self._calls.receive(request, open_read))
 
     pull = driven(pull_async)
 
-    def open_feed(
+    def prepare_feed(
         self,
         topic: str,
         group: str,
@@ -121,23 +124,27 @@ class Consumer:
         message_filter: MessageFilter = NO_FILTER,
         open_read: OpenRead | None = None,
     ) -> Feed:
-        """Prepare the messages of a loop: a stream with a credit of `rows`."""
+        """Prepare the stream of a `consume` loop, which connects at its first read.
+
+        Its credit is the number of messages that the loop may hold without an acknowledgement: `rows`, but at most
+        CREDIT_ROWS_MAX. Raises RequestError for a wrong argument, or if the client is closed.
+        """
         self._calls.check()
-        request = receiving(topic, group, rows, 0, start, lease, message_filter)
+        request = build_request(topic, group, rows, 0, start, lease, message_filter)
         credit = min(rows, limits.CREDIT_ROWS_MAX)
         return Feed(self, request, self._calls.open_stream(request, credit, open_read), credit)
 
-    def _view(self, request: Receiving, rows: Iterable[Received]) -> list[Any]:
-        """Wrap received rows as messages that this client holds."""
+    def _view(self, request: LeaseRequest, rows: Iterable[Received]) -> list[Any]:
+        """Wrap received rows as messages that this client has leased."""
         member, now_ms = Member(self._calls, request.topic, request.group), self._clock.wall_ms()
         return [self._message_class(row, now_ms, member) for row in rows]
 
     async def ack_async(self, messages: Iterable[Leased]) -> int:
         """Acknowledge messages. Returns the number of messages whose lease had not ended."""
-        valid = 0
-        for member, receipts in _receipts(messages):
-            valid += sum(receipt is not None for receipt in await member.ack(receipts))
-        return valid
+        acknowledged = 0
+        for member, receipts in _receipts_by_member(messages):
+            acknowledged += sum(receipt is not None for receipt in await member.ack(receipts))
+        return acknowledged
 
     ack = driven(ack_async)
 
@@ -146,15 +153,15 @@ class Consumer:
 
         Other members get them at once, and no attempt is counted.
         """
-        for member, receipts in _receipts(messages):
+        for member, receipts in _receipts_by_member(messages):
             await member.extend(receipts, 0, counts=False)
 
     give_back = driven(give_back_async)
 
     async def change_async(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
-        """Make the leases of these messages end `lease_ms` from now.
+        """Make the leases of these messages end `lease_ms` from now, and store their new receipts.
 
-        Returns for each message whether it is still leased. `counts`: count the lease as an attempt.
+        Returns for each message, in order, whether it is still leased. `counts`: count the lease as an attempt.
         """
         messages = list(messages)
         by_member: dict[tuple[str, str], list[Leased]] = {}
@@ -173,8 +180,8 @@ class Consumer:
     change = driven(change_async)
 
 
-def _receipts(messages: Iterable[Leased]) -> list[tuple[Member, list[str]]]:
-    """Group the receipts of these messages by topic and group."""
+def _receipts_by_member(messages: Iterable[Leased]) -> list[tuple[Member, list[str]]]:
+    """Collect the receipts of these messages, with one member for each topic and group."""
     by_member: dict[tuple[str, str], tuple[Member, list[str]]] = {}
     for message in messages:
         member, receipt = message.lease
@@ -183,19 +190,19 @@ def _receipts(messages: Iterable[Leased]) -> list[tuple[Member, list[str]]]:
 
 
 class Feed:
-    """The messages of a loop: a stream with credit."""
+    """The messages of a `consume` loop, as a stream sends them while its credit lasts."""
 
-    def __init__(self, consumer: Consumer, request: Receiving, stream: MessageStream, credit: int) -> None:
+    def __init__(self, consumer: Consumer, request: LeaseRequest, stream: MessageStream, credit: int) -> None:
         self._consumer, self._request, self._stream = consumer, request, stream
         # The number of processed messages after which the loop acknowledges, so that the stream gets credit.
         self.ack_rows = max(1, credit // 2)
 
     async def read(self, wait_ms: int) -> list[Message]:
-        """Wait up to `wait_ms` for messages, and return those that have come."""
+        """Wait up to `wait_ms` for messages, and return all that have come."""
         return self._consumer._view(self._request, await self._stream.read_async(wait_ms))
 
     async def close(self) -> list[Message]:
-        """End the stream, and return the messages that had come and were not read."""
+        """End the stream. Returns the messages that came after the last read."""
         return self._consumer._view(self._request, await self._stream.close_async())
 
 
@@ -222,9 +229,9 @@ class MessageFeed(Protocol):
 
 
 class ConsumeLoop:
-    """A loop of `consume`. It is over when no message came for `idle`, or when `stop` is set.
+    """A loop of `consume`. It is over when no message has come for `idle`, or when `stop` is set.
 
-    Callers must always run `end`. The loop and its messages belong to one process: in a child process it is over.
+    Callers must always run `end`. The loop and its messages belong to one process: in a forked child it is over.
     """
 
     def __init__(
@@ -253,7 +260,8 @@ class ConsumeLoop:
         self._current: Message | None = None  # the message that the program processes now
         # Monotonic times. No lease of a queued message began or was renewed before `_renewed_ms`.
         self._renewed_ms = self._acknowledged_ms = self._last_message_ms = self._now_ms()
-        self._has_read_messages = True  # the idle time begins with the first read
+        # Whether the last read brought messages. True at first, so that the idle time begins with the first read.
+        self._has_read_messages = True
         self._is_over, self._pid = False, os.getpid()
 
     @property
@@ -273,10 +281,10 @@ class ConsumeLoop:
         return self._current
 
     async def work(self) -> None:
-        """Make the calls that are due.
+        """Make the calls to the broker that are due.
 
-        While messages are left to hand out, acknowledge processed ones and renew the leases of the others. Otherwise
-        acknowledge, and pull the next messages.
+        While received messages are left, acknowledge the processed ones and renew the leases of the others, each when
+        its time has come. Otherwise acknowledge, and wait for the next messages. Raises the errors of these calls.
         """
         if self._queued:
             now_ms = self._now_ms()
@@ -310,7 +318,7 @@ class ConsumeLoop:
         no attempt is counted.
         """
         if self._pid != os.getpid():
-            return  # the process that began the loop answers
+            return  # only the process that began the loop answers for its messages
         current, self._current = self._current, None
         unread = [*self._queued, *await self._feed.close()]
         self._queued.clear()
@@ -334,7 +342,8 @@ class ConsumeLoop:
 
     async def _renew(self) -> None:
         """Renew the leases of messages that are not handed out yet. Drops messages whose lease has ended."""
-        # Their leases count from when the broker sent them. The second read is for those that had to wait there.
+        # Messages in the stream are read first, because their leases run already. The second read gets messages that
+        # the broker could not send until the first read made room.
         self._queued.extend(await self._feed.read(0))
         self._queued.extend(await self._feed.read(ACK_PAUSE_MS))
         messages = list(self._queued)

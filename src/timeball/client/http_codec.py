@@ -53,19 +53,19 @@ encode = msgspec.json.encode
 
 
 def path(*names: str, **query: str | int | None) -> str:
-    """Build a target below /v1 from names and the parameters of the query that are given.
+    """Build a target below /v1 from the names in its path and the parameters of its query. Parameters may be None.
 
-    Raises InvalidName for a topic or group that cannot be in a path, which no broker accepts either.
+    Raises InvalidName for a topic or a group with a character that no broker accepts.
     """
     if len(names) > 1 and names[0] in ("topics", "groups") and not limits.NAME.fullmatch(names[1]):
         raise InvalidName(f"{names[0][:-1]} {shown(names[1])}: letters, digits, % | _ and -")
     target = "/v1/" + "/".join(quote(name, safe="") for name in names)
-    given = {name: value for name, value in query.items() if value is not None}
-    return f"{target}?{urlencode(given, quote_via=quote)}" if given else target
+    parameters = {name: value for name, value in query.items() if value is not None}
+    return f"{target}?{urlencode(parameters, quote_via=quote)}" if parameters else target
 
 
 def listed(argument: str, texts: Iterable[str]) -> list[str]:
-    """List the texts of an argument. Raises InvalidMessage for a single one, whose letters would be taken for texts."""
+    """List the texts of an argument. Raises InvalidMessage for a str, because its letters would count as texts."""
     if isinstance(texts, str):
         raise InvalidMessage(f"{argument}={shown(texts)}: give a list, as in {argument}=[{shown(texts)}]")
     return [*texts]
@@ -89,7 +89,7 @@ _PROBLEM = msgspec.json.Decoder(Problem)
 
 
 def error_of(reply: Reply, endpoint: str) -> TimeballError:
-    """Build the error of an answer with a status of an error."""
+    """Build the error of an answer whose status is 400 or more. `endpoint`: for the text."""
     try:
         problem = _PROBLEM.decode(reply.body)
     except msgspec.MsgspecError:
@@ -101,8 +101,12 @@ def error_of(reply: Reply, endpoint: str) -> TimeballError:
     return refusal(problem.code, problem.detail)
 
 
-def decoded(decode: Callable[[bytes], T], data: bytes, endpoint: str, *, is_read: bool) -> T:
-    """Decode an answer. For other bytes than a broker's, raises Lost, or TimeballError if the call `is_read` only."""
+def decode_answer(decode: Callable[[bytes], T], data: bytes, endpoint: str, *, is_read: bool) -> T:
+    """Decode the body of an answer with success by `decode`.
+
+    If it is not a broker's, raises TimeballError for a call that reads (`is_read`). For any other call raises Lost,
+    because the broker may have carried it out.
+    """
     try:
         return decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
@@ -114,18 +118,15 @@ def decoded(decode: Callable[[bytes], T], data: bytes, endpoint: str, *, is_read
 
 
 class SentRows(NamedTuple):
-    """A decoded answer to a send. `past_rows` and `past_ms` are those of SendSummary.
-
-    `due_ms` is the due time of the first message, which the broker counts from when it read the request. `id` is its
-    id, and `replaced` the message that it has replaced.
-    """
+    """A decoded answer to a send."""
 
     ack: SendAck
-    past_rows: int
-    past_ms: int
-    due_ms: int | None
+    past_rows: int  # how many messages were past due when the broker accepted them
+    past_ms: int  # by how much at most; 0 for none
+    # The fields below are of the first message.
+    due_ms: int | None  # None if it is not scheduled; the broker computes it when it reads the request
     id: str
-    replaced: http_api.Replaced | None
+    replaced: http_api.Replaced | None  # the message that it replaced, for a send of one with a unique key
 
 
 _SENT, _SENT_MANY = msgspec.json.Decoder(http_api.Sent), msgspec.json.Decoder(http_api.SentMany)
@@ -134,7 +135,11 @@ _SENT, _SENT_MANY = msgspec.json.Decoder(http_api.Sent), msgspec.json.Decoder(ht
 def send_request(
     messages: Sequence[Outgoing], key: wire.SendKey | None, context: Iterable[tuple[str, str]]
 ) -> Request:
-    """Build the request that sends messages to the topic of the first. `context` are the headers of a trace."""
+    """Build the request that sends messages to the topic of the first one.
+
+    `key`: the idempotency key, which the broker receives in headers. `context`: the headers of a trace. Raises
+    InvalidMessage for a body that is too large, and for a text that is not Unicode.
+    """
     headers = [*context]
     if key is not None:
         headers += [
@@ -146,14 +151,17 @@ def send_request(
         if len(message.body) > limits.BODY_BYTES_MAX:
             raise InvalidMessage(f"body: more than {limits.BODY_BYTES_MAX} bytes")
     body = _encode_messages(messages, as_text=True)
-    if len(body) > REQUEST_BYTES_MAX:  # control characters in a text have six bytes each
+    if len(body) > REQUEST_BYTES_MAX:  # in JSON, each control character of a text has six bytes
         body = _encode_messages(messages, as_text=False)
     content_type = JSON if len(messages) == 1 else NDJSON
     return Request("POST", path("topics", messages[0].topic, "messages"), body, (*content_type, *headers))
 
 
 def _encode_messages(messages: Sequence[Outgoing], *, as_text: bool) -> bytes:
-    """Encode one message in a line. Bodies are texts where they can be, or base64."""
+    """Encode each message as a line of JSON. A body is base64, or with `as_text` a text if it is UTF-8.
+
+    Raises InvalidMessage for half of a surrogate pair in a text.
+    """
     try:
         return b"\n".join([encode(_to_json(message, as_text)) for message in messages])
     except UnicodeEncodeError as error:
@@ -161,15 +169,15 @@ def _encode_messages(messages: Sequence[Outgoing], *, as_text: bool) -> bytes:
 
 
 def _to_json(message: Outgoing, as_text: bool) -> http_api.Message:
-    text, not_text = None, None
-    try:
-        text = message.body.decode() if as_text else None
-    except UnicodeDecodeError:
-        pass
-    if text is None:
-        not_text = message.body
+    """Build the JSON struct of a message, with its body as `_encode_messages` describes."""
+    text, base64 = None, message.body if not as_text else None
+    if as_text:
+        try:
+            text = message.body.decode()
+        except UnicodeDecodeError:
+            base64 = message.body
     return http_api.Message(
-        id=message.id, body=text, base64=not_text, keys=message.keys.split(" ") if message.keys else [],
+        id=message.id, body=text, base64=base64, keys=message.keys.split(" ") if message.keys else [],
         tag=message.tag, properties=decode_properties(message.properties or ""),
         at=message.local[0] if message.local else UNSET if message.due_ms is None else message.due_ms,
         after=UNSET if message.delay_ms is None else f"{message.delay_ms}ms",
@@ -179,7 +187,7 @@ def _to_json(message: Outgoing, as_text: bool) -> http_api.Message:
 
 
 def decode_sent(data: bytes, rows: int) -> SentRows:
-    """Decode the answer to a send of `rows` messages."""
+    """Decode the answer to a send of `rows` messages. Raises MsgspecError, and IndexError for no messages."""
     if rows == 1:
         sent = _SENT.decode(data)
         messages, store_ms = [sent], sent.store_ms
@@ -188,18 +196,19 @@ def decode_sent(data: bytes, rows: int) -> SentRows:
         messages, store_ms = answer.messages, answer.store_ms
     first = messages[0]
     states = []
+    # An idempotency key belongs to the whole send, so either all of its messages existed or none.
     if first.outcome == EXISTS:
         states = [SentState(message.state or "", message.due_ms) for message in messages]
-    past = [message.past_ms for message in messages if message.past_ms]
+    past_ms = [message.past_ms for message in messages if message.past_ms]
     ack = SendAck(first.seq, len(messages), store_ms, first.outcome or "created", states)
-    return SentRows(ack, len(past), max(past, default=0), first.due_ms, first.id, first.replaced)
+    return SentRows(ack, len(past_ms), max(past_ms, default=0), first.due_ms, first.id, first.replaced)
 
 
 # ---- received messages ----------------------------------------------------------------------------------------
 
 
 class Received(http_api.Leased):
-    """A received message. A ReceivedRow: see `Leased` of messages.py for its fields."""
+    """A received message in JSON, as a ReceivedRow (messages.py). `Leased` documents the fields."""
 
     @property
     def body(self) -> bytes:
@@ -242,13 +251,15 @@ def _body(text: str | None, base64: bytes | None) -> bytes:
 
 
 def _to_ms(time: str) -> int:
+    """Convert RFC 3339 text to milliseconds since 1970."""
     return round(datetime.fromisoformat(time).timestamp() * 1000)
 
 
-class Receiving(NamedTuple):
-    """A receive of up to `rows` messages, leased for `lease_ms`. It waits up to `wait_ms` for the first one.
+class LeaseRequest(NamedTuple):
+    """A request to lease up to `rows` messages for `lease_ms`. The broker waits up to `wait_ms` for the first one.
 
-    `start`: where a new group begins. `tag` or `sql`: only messages that match. Empty texts select all.
+    `start`: where a new group begins, "earliest" or "latest". `tag` or `sql`: only messages that match. Two empty texts
+    select all messages.
     """
 
     topic: str
@@ -261,8 +272,8 @@ class Receiving(NamedTuple):
     sql: str = ""
 
 
-def receive_target(request: Receiving, credit: int | None = None) -> str:
-    """Build the target of a receive, or with a `credit` that of a stream."""
+def receive_target(request: LeaseRequest, credit: int | None = None) -> str:
+    """Build the target of one receive, or with a `credit` that of a stream, which has no `rows` and no `wait_ms`."""
     return path(
         "topics", request.topic, "receive" if credit is None else "stream",
         group=request.group, credit=credit, lease=f"{request.lease_ms}ms",
@@ -279,14 +290,14 @@ def decode_received(data: bytes) -> list[Received]:
 
 
 def decode_lines(data: bytes) -> list[Received]:
-    """Decode whole lines of a stream. Empty lines keep the connection alive."""
+    """Decode whole lines of a stream. Empty lines, which keep the connection alive, are skipped."""
     return [_RECEIVED.decode(line) for line in data.split(b"\n") if line]
 
 
 # ---- operations -----------------------------------------------------------------------------------------------
 
 
-Page: TypeAlias = tuple[list[T], str | None]  # rows of a list, and the name behind which the next page begins
+Page: TypeAlias = tuple[list[T], str | None]  # rows of a list, and the name after which the next page begins
 
 
 class Operation(NamedTuple, Generic[T]):
@@ -306,7 +317,7 @@ def _post(target: str, body: object, decode: Callable[[bytes], T]) -> Operation[
 
 
 def read_status() -> Operation[dict[str, Any]]:
-    """Read the figures of the broker."""
+    """Read the broker's status. docs/flight.md describes the fields."""
     return _read(path("broker"), msgspec.json.Decoder(dict[str, Any]).decode)
 
 
@@ -314,7 +325,7 @@ def read_status() -> Operation[dict[str, Any]]:
 
 
 def get(id: str, topic: str | None) -> Operation[MessagePlace]:
-    """Find the newest message with an id. Raises NotFound if there is none."""
+    """Find the newest message with an id, in one topic if it is named. `decode` raises NotFound if there is none."""
 
     def decode(data: bytes) -> MessagePlace:
         messages = msgspec.json.decode(data, type=http_api.Places).messages
@@ -326,6 +337,7 @@ def get(id: str, topic: str | None) -> Operation[MessagePlace]:
 
 
 def _place(place: http_api.Place) -> MessagePlace:
+    """Convert the state of a message from JSON. Its content is None if the broker has left it out."""
     content = None
     if place.size_bytes is not None:
         body = _body(place.body, place.base64)
@@ -415,7 +427,7 @@ def no_result(data: bytes) -> None:
 def create_topic(
     topic: str, queues: int | None, on_pending: OnPending | None = None, max_per_second: int | None = None
 ) -> Operation[None]:
-    """Create a topic, or add queues to one that has fewer. For the others, see http_api.TopicMade."""
+    """Create a topic, or add queues to one that has fewer. http_api.TopicMade describes the other arguments."""
     made = http_api.TopicMade(queues, on_pending, max_per_second)
     return Operation(Request("PUT", path("topics", topic), encode(made), JSON), no_result)
 
@@ -446,13 +458,13 @@ def read_group(group: str) -> Operation[list[GroupState]]:
 
 
 def limit_group(group: str, max_per_key: int) -> Operation[None]:
-    """Set the limits of a group, see http_api.GroupLimits."""
+    """Limit the messages with the same key that members of a group may hold at a time. 0: no limit."""
     request = Request("PUT", path("groups", group), encode(http_api.GroupLimits(max_per_key)), JSON)
     return Operation(request, no_result)
 
 
 def list_groups(after: str | None) -> Operation[Page[GroupState]]:
-    """List the groups by name, from the one that follows `after`."""
+    """List a page of the groups by name, from the one that follows `after`, or from the first one."""
 
     def decode(data: bytes) -> Page[GroupState]:
         page = msgspec.json.decode(data, type=http_api.Groups)
@@ -462,7 +474,7 @@ def list_groups(after: str | None) -> Operation[Page[GroupState]]:
 
 
 def list_dead_letters(group: str, rows: int, after: str | None) -> Operation[DeadLetterPage]:
-    """List unresolved dead letters of a group, from the one that follows `after`."""
+    """List up to `rows` unresolved dead letters of a group. `after`: the `next_page` of the previous page, or None."""
 
     def decode(data: bytes) -> DeadLetterPage:
         page = msgspec.json.decode(data, type=http_api.DeadLetters)
@@ -487,11 +499,12 @@ def resolve_dead_letters(
     rate: float | None = None,
     where: str = "",
 ) -> Operation[Resolved]:
-    """Resend or delete the dead letters with these handles, or all of the group. The last three are of a resend.
+    """Resend or delete the dead letters with these handles, or with None all of the group.
 
-    Raises OutOfRange.
+    Only for a resend: `after` is the delay until the first one, `rate` how many follow in a second, and `where` an SQL
+    condition. Raises OutOfRange for a `rate` that is not finite.
     """
-    # In JSON it would be null, which means no rate: all at once.
+    # JSON would encode it as null, which means no rate: all at once.
     if rate is not None and not math.isfinite(rate):
         raise OutOfRange(f"rate {rate}: {limits.RESEND_RATE_MIN} to {limits.RESEND_RATE_MAX} in a second")
 

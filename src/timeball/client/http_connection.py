@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request: its target is the path with the query. `headers` are those beside host, credentials and length."""
+    """A request. `target`: the path with the query. `headers`: without host, credentials and content length."""
 
     method: str
     target: str
@@ -49,7 +49,7 @@ class Reply(NamedTuple):
 
 
 def node_of(endpoint: str) -> Node:
-    """Split http://host:port, with DEFAULT_PORT if there is no port. Raises RequestError."""
+    """Split "http://host:port", with DEFAULT_PORT if there is no port. Raises RequestError for a malformed endpoint."""
     address = endpoint.partition("://")[2].removesuffix("/")
     host, separator, port = address.rpartition(":")
     if not separator or address.endswith("]"):  # an IPv6 address in brackets has colons
@@ -64,10 +64,10 @@ class Connection:
     """One connection to a node."""
 
     def __init__(self, node: Node, network: Network, stream: Stream, clock: Clock) -> None:
-        """Begin with a stream to the node."""
+        """Use `stream`, which is connected to `node`."""
         self._node, self.network, self._stream, self._clock = node, network, stream, clock
         self._http = h11.Connection(h11.CLIENT)
-        self.used_ns = clock.monotonic_ns()  # when the last answer had come
+        self.used_ns = clock.monotonic_ns()  # when the last answer came, or the connection was made
 
     @classmethod
     async def connect(
@@ -79,7 +79,10 @@ class Connection:
         timeout_s: float,
         clock: Clock,
     ) -> Connection:
-        """Connect within `timeout_s`. Raises NotSent."""
+        """Connect within `timeout_s`. With `tls`, the certificate must have `tls_name`, or the name of the host.
+
+        Raises NotSent.
+        """
         try:
             stream = await network.connect(node.host, node.port, tls, tls_name or node.host, timeout_s)
         except OSError as error:
@@ -110,6 +113,10 @@ class Connection:
         return await self._send(request, timeout_s, self._clock.monotonic_ns() + int(timeout_s * 1e9))
 
     async def _send(self, request: Request, timeout_s: float, end_ns: int) -> Reply:
+        """Send a request within `timeout_s`, and read the head of its answer until `end_ns`. Raises as `ask`.
+
+        The body of the result is empty.
+        """
         host = f"[{self._node.host}]" if ":" in self._node.host else self._node.host
         head = h11.Request(
             method=request.method,
@@ -128,7 +135,7 @@ class Connection:
             raise self._lost(error) from error
         while True:
             event = await self._next_event(end_ns)
-            if isinstance(event, h11.Response):
+            if isinstance(event, h11.Response):  # and not a 1xx answer before it
                 break
         content_type = dict(event.headers).get(b"content-type", b"").decode("latin-1")
         return Reply(event.status_code, content_type, b"")
@@ -142,18 +149,18 @@ class Connection:
 
     @property
     def is_stale(self) -> bool:
-        """True if the node has closed the connection, which no answer under way explains."""
+        """True for a kept connection that the node has closed: no answer is under way, so nothing else can come."""
         return self._stream.is_readable
 
     # ---- an endless answer ------------------------------------------------------------------------------
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor of the socket, for a poll. After a read that returned b"", no bytes wait in memory."""
+        """The file descriptor of the socket, for a poll. Read until b"" before the poll: h11 may have more bytes."""
         return self._stream.descriptor
 
     async def read_async(self, wait_s: float) -> bytes | None:
-        """Return the bytes of the body that have come, b"" if none come within `wait_s`, None at the end.
+        """Read bytes of the body: b"" if none come within `wait_s`, None at the end of the body.
 
         Raises Lost if the connection breaks.
         """
@@ -169,11 +176,14 @@ class Connection:
     read = driven(read_async)
 
     async def finish(self, wait_s: float) -> bytes:
-        """Announce that no more bytes are wanted, and return those that the node has sent by then."""
+        """Tell the node that no more bytes are wanted, and return the bytes that it has sent by then.
+
+        Waits up to `wait_s` for each part of them.
+        """
         chunks = []
         try:
             # The node then sends its last bytes and closes.
-            last_s = wait_s if self._stream.end() else 0
+            last_s = wait_s if self._stream.end_sending() else 0
             while chunk := await self.read_async(last_s):
                 chunks.append(chunk)
         except (OSError, TimeballError):
@@ -183,7 +193,7 @@ class Connection:
     # ---- the end ----------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """End the call that uses the connection. May be called from another thread."""
+        """Make the call that uses the connection end soon. May be called from another thread."""
         self._stream.interrupt()
 
     def close(self) -> None:
@@ -191,13 +201,13 @@ class Connection:
         self._stream.close()
 
     def forget(self) -> None:
-        """Close this process's copy of the connection, which a parent process goes on to use."""
+        """Close this process's copy of a connection that the parent process still uses."""
         self._stream.forget()
 
     # ---- internals --------------------------------------------------------------------------------------
 
     async def _next_event(self, end_ns: int) -> h11.Event:
-        """Read the next event until `end_ns`. Raises Lost, and TimeballError for bytes that are no HTTP."""
+        """Wait until `end_ns` for the next event of h11. Raises Lost, and TimeballError for bytes that are no HTTP."""
         try:
             while (event := self._http.next_event()) is h11.NEED_DATA:
                 data = await self._stream.receive(max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9))
@@ -207,7 +217,7 @@ class Connection:
         except OSError as error:
             raise self._lost(error) from error
         except h11.RemoteProtocolError as error:
-            if self._http.trailing_data[1]:  # the end of the connection, within an answer
+            if self._http.trailing_data[1]:  # the connection has ended within an answer
                 raise self._lost(error) from error
             raise TimeballError(
                 f"{self._node.endpoint} answered with something else than a broker would: {error}. {PORTS}"

@@ -14,8 +14,8 @@ import msgspec
 
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_codec import SentRows, decode_sent, send_request
-from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, SendSummary, receipt
-from timeball.client.rows import Outgoing, outgoing_row
+from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, SendSummary, build_receipt
+from timeball.client.rows import Outgoing, build_row_message
 from timeball.client.tracing import current_context
 from timeball.model import limits
 from timeball.model.answers import UniqueMessage
@@ -36,11 +36,11 @@ class HttpSender:
         """Send a message. It is on the broker's disk on return. Raises the broker's refusal, or Unavailable."""
         sent = await self._send([message], SendKeys(if_settled, is_used=retry))
         # The id in the answer, because the broker may have kept another message with the same unique key.
-        made = receipt(sent.id, sent.ack, sent.due_ms, sent.past_ms)
+        receipt = build_receipt(sent.id, sent.ack, sent.due_ms, sent.past_ms)
         if sent.replaced is None:
-            return made
+            return receipt
         return msgspec.structs.replace(
-            made, replaced=UniqueMessage(sent.replaced.id, sent.replaced.seq, sent.replaced.due_ms)
+            receipt, replaced=UniqueMessage(sent.replaced.id, sent.replaced.seq, sent.replaced.due_ms)
         )
 
     async def send_many(
@@ -73,7 +73,7 @@ class HttpSender:
         return outcomes.summary(ids)
 
     async def _send(self, messages: list[Outgoing], keys: SendKeys) -> SentRows:
-        """Send messages of one topic in one request."""
+        """Send messages of one topic in one request. Raises the broker's refusal, or Unavailable."""
         key = keys.key_for(messages[0].topic, messages[0].id)
         return await self._calls.ask_async(
             send_request(messages, key, current_context().items()),
@@ -85,18 +85,18 @@ class HttpSender:
 def _batches(
     rows: Iterable[Mapping[str, Any]], topic: str | None, list_rows: int, rows_max: int
 ) -> Iterator[list[Outgoing]]:
-    """Yield batches: neighbours of one topic, of at most BATCH_BYTES or a single row.
+    """Yield batches of consecutive rows with one topic. A batch has at most BATCH_BYTES, or a single row.
 
-    A list has at most `list_rows` rows in a batch, and a generator, which may be slow, `rows_max`.
+    A list of at most `list_rows` rows is one batch, if its topic and its size allow it. Batches of a longer list and of
+    a generator, which may be slow, have at most `rows_max` rows.
     """
-    batch_rows = (
-        list_rows if isinstance(rows, (list, tuple)) and len(rows) <= list_rows else min(rows_max, list_rows)
-    )
+    is_short_list = isinstance(rows, (list, tuple)) and len(rows) <= list_rows
+    batch_rows = list_rows if is_short_list else min(rows_max, list_rows)
     remaining, row_number = iter(rows), 0
     while chunk := list(islice(remaining, batch_rows)):
         batch, size_bytes = list[Outgoing](), 0
         for row in chunk:
-            message = outgoing_row(row, row_number, topic)
+            message = build_row_message(row, row_number, topic)
             row_number += 1
             row_bytes = len(message.body) + len(message.properties or "")
             if batch and (message.topic != batch[0].topic or size_bytes + row_bytes > BATCH_BYTES):

@@ -37,13 +37,15 @@ class LoopStream(asyncio.Protocol):
     _transport: asyncio.Transport
 
     def __init__(self, connected: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        # Kept because no transport gives its socket away, which `forget` needs.
+        # The socket is kept for `forget`, because a transport does not give it away.
         self._socket, self.loop = connected, loop
-        self._received, self._received_bytes = list[bytes](), 0
-        self._is_over = self._is_full = False  # full: the transport has enough bytes to send
-        self._has_ended = False  # the direction to the node
-        self._error: OSError | None = None
-        self._waiter: asyncio.Future[bool] | None = None
+        self._received, self._received_bytes = list[bytes](), 0  # not read yet
+        self._is_over = False  # no more bytes come from the node
+        self._is_full = False  # the transport has enough bytes to send
+        self._has_ended_sending = False
+        self._error: OSError | None = None  # which ended the connection
+        self._waiter: asyncio.Future[bool] | None = None  # of the call that waits now
+        # Done when the transport has closed the connection.
         self.lost: asyncio.Future[None] = loop.create_future()
 
     @property
@@ -53,17 +55,19 @@ class LoopStream(asyncio.Protocol):
     @property
     def is_readable(self) -> bool:
         is_of_loop = self.loop is asyncio.get_running_loop()
-        # The node ends an ended connection too, perhaps later.
-        return not is_of_loop or self._has_ended or self._has_input or is_readable(self._socket, 0)
+        # After `end_sending` the node will close the connection, so it counts as closed. A stream of another loop, too.
+        return not is_of_loop or self._has_ended_sending or self._has_input or is_readable(self._socket, 0)
 
     async def send(self, data: bytes, timeout_s: float) -> None:
-        if self._has_ended:
+        """See network.Stream. Returns when the transport has room again, which may be before all bytes are sent."""
+        if self._has_ended_sending:
             raise BrokenPipeError("the connection was ended")
         self._transport.write(data)
         while self._is_full and not self._is_over:
             await self._wait_in_time(timeout_s)
 
     async def receive(self, timeout_s: float) -> bytes:
+        """See network.Stream. Returns all bytes that have come."""
         if not self._has_input:
             await self._wait_in_time(timeout_s)
         if not self._received and self._error is not None:
@@ -77,16 +81,16 @@ class LoopStream(asyncio.Protocol):
     async def wait(self, wait_s: float) -> bool:
         return self._has_input or await self._wait(wait_s)
 
-    def end(self) -> bool:
+    def end_sending(self) -> bool:
         if self._is_over or not self._transport.can_write_eof():
             return False
         self._transport.write_eof()
-        self._has_ended = True
+        self._has_ended_sending = True
         return True
 
     def interrupt(self) -> None:
-        """See network.Stream. The bytes that the node is sending can still be received."""
-        if self.end():
+        """See network.Stream. Bytes that the node is sending can still be received for LAST_BYTES_S."""
+        if self.end_sending():
             self.loop.call_later(LAST_BYTES_S, self._transport.abort)
         else:
             self._transport.abort()
@@ -98,7 +102,7 @@ class LoopStream(asyncio.Protocol):
             self._transport.abort()
 
     def forget(self) -> None:
-        """See network.Stream. Leaves the loop alone, whose selector is shared with the parent process."""
+        """See network.Stream. Does not touch the loop, because its selector is shared with the parent process."""
         forget(self._socket)
 
     @property
@@ -106,7 +110,7 @@ class LoopStream(asyncio.Protocol):
         return bool(self._received) or self._is_over
 
     async def _wait(self, seconds: float) -> bool:
-        """Wait until something has happened. False if nothing has in time."""
+        """Wait for bytes, for the end of the connection, or for room to send. Returns False after `seconds`."""
         waiter: asyncio.Future[bool] = self.loop.create_future()
         self._waiter = waiter
         # Even a timer of 0 s comes after the bytes of the next poll of the loop.
@@ -172,7 +176,10 @@ class LoopNetwork:
         self._streams: weakref.WeakSet[LoopStream] = weakref.WeakSet()
 
     def enter(self) -> asyncio.AbstractEventLoop:
-        """Return the running loop, to which the slots belong from now on. Raises RequestError."""
+        """Return the running loop. If it is another one than before, the slots are free again.
+
+        Raises RequestError if no loop runs.
+        """
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -182,7 +189,7 @@ class LoopNetwork:
         return loop
 
     def drive(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """See network.Network. AsyncTimeball awaits the coroutine."""
+        """See network.Network. Returns the coroutine, which AsyncTimeball awaits."""
         return cast(T, coroutine)
 
     def slot(self) -> asyncio.Semaphore:
@@ -190,23 +197,24 @@ class LoopNetwork:
         return self._slots
 
     async def pause(self, seconds: float, closed: threading.Event) -> bool:
-        """See network.Network. Closing a client waits for its calls."""
+        """See network.Network. Always waits `seconds`: an AsyncTimeball that is closed waits for its calls."""
         await asyncio.sleep(seconds)
         return closed.is_set()
 
     async def connect(
         self, host: str, port: int, tls: ssl.SSLContext | None, tls_name: str, timeout_s: float
     ) -> Stream:
+        """See network.Network. Tries all addresses of the host in turn, and raises the error of the last one."""
         loop, failure = self.enter(), OSError(f"{host} has no address")
         try:
             async with asyncio.timeout(timeout_s):
-                for family, address in await _addresses(loop, host, port):
+                for family, address in await _resolve(loop, host, port):
                     connected = socket.socket(family, socket.SOCK_STREAM)
                     try:
                         connected.setblocking(False)
                         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                         await loop.sock_connect(connected, address)
-                        return await self._stream(loop, connected, tls, tls_name)
+                        return await self._create_stream(loop, connected, tls, tls_name)
                     except OSError as error:
                         connected.close()
                         failure = error
@@ -217,13 +225,14 @@ class LoopNetwork:
             raise TimeoutError("timed out") from None
         raise failure
 
-    async def _stream(
+    async def _create_stream(
         self,
         loop: asyncio.AbstractEventLoop,
         connected: socket.socket,
         tls: ssl.SSLContext | None,
         tls_name: str,
     ) -> LoopStream:
+        """Create the stream of a connected socket, and with `tls` do the handshake. Raises OSError."""
         _, stream = await loop.create_connection(
             lambda: LoopStream(connected, loop),
             sock=connected,
@@ -234,7 +243,7 @@ class LoopNetwork:
         return stream
 
     async def wait_for_calls(self) -> None:
-        """Wait until no call has a slot or waits for one."""
+        """Wait until no call has a slot or waits for one, by taking all slots."""
         slots, taken = self.slot(), 0
         try:
             while taken < self._calls_max:
@@ -245,7 +254,7 @@ class LoopNetwork:
                 slots.release()
 
     async def close(self) -> None:
-        """Close the connections, which takes a few steps of the loop."""
+        """Close the connections of the running loop, and wait until they are closed."""
         loop = self.enter()
         streams = [stream for stream in self._streams if stream.loop is loop]
         for stream in streams:
@@ -253,12 +262,12 @@ class LoopNetwork:
             await asyncio.shield(stream.lost)
 
 
-async def _addresses(
+async def _resolve(
     loop: asyncio.AbstractEventLoop, host: str, port: int
 ) -> list[tuple[socket.AddressFamily, Any]]:
-    """Resolve a host. Only a name needs a thread."""
+    """Resolve a host to its addresses, each with its family. Raises OSError. Only a name needs a thread."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, address) for family, _, _, _, address in found]
+        results = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in results]

@@ -43,43 +43,43 @@ class Stream(Protocol):
         """True if bytes or the end of the connection can be read."""
 
     async def send(self, data: bytes, timeout_s: float) -> None:
-        """Send all bytes. Raises OSError."""
+        """Send all bytes. Raises TimeoutError after `timeout_s`, and OSError if the connection breaks."""
 
     async def receive(self, timeout_s: float) -> bytes:
-        """Wait for bytes. Returns b"" at the end of the connection. Raises OSError."""
+        """Wait for bytes. Returns b"" at the end of the connection. Raises as `send`."""
 
     async def wait(self, wait_s: float) -> bool:
-        """Wait until the stream is readable. False if it is not in time."""
+        """Wait until the stream is readable. Returns False if it is not within `wait_s`."""
 
-    def end(self) -> bool:
-        """End the direction to the node. False if the node would not see it, as with TLS."""
+    def end_sending(self) -> bool:
+        """Tell the node that no more bytes come. Returns False if this is not possible, as with TLS."""
 
     def interrupt(self) -> None:
-        """End the call that uses the stream. May be called from another thread, if the stream blocks."""
+        """Make the call that uses the stream end soon. May be called from another thread, if the stream blocks."""
 
     def close(self) -> None:
         """Close the connection."""
 
     def forget(self) -> None:
-        """Close this process's copy of a connection, which a parent process goes on to use."""
+        """Close this process's copy of a connection that the parent process still uses."""
 
 
 class Network(Protocol):
     """Connects to nodes, and pauses."""
 
     def drive(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """Run a coroutine, or return it to be awaited."""
+        """Run a coroutine and return its result, or return the coroutine for the caller to await."""
 
     def slot(self) -> AbstractAsyncContextManager[object]:
-        """Wait until a further call may run."""
+        """Return a context for one call, which is entered when the number of calls under way allows it."""
 
     async def pause(self, seconds: float, closed: threading.Event) -> bool:
-        """Wait. True as soon as the client is closed."""
+        """Wait `seconds`. Returns whether `closed` is set, which may also end the wait."""
 
     async def connect(
         self, host: str, port: int, tls: ssl.SSLContext | None, tls_name: str, timeout_s: float
     ) -> Stream:
-        """Connect to a node, whose certificate has `tls_name`. Raises OSError."""
+        """Connect to a node. With `tls`, its certificate must have the name `tls_name`. Raises OSError."""
 
 
 class HasNetwork(Protocol):
@@ -90,7 +90,7 @@ class HasNetwork(Protocol):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end. Its awaits block."""
+    """Run a coroutine to its end, and return its result. All its awaits must be of a blocking network."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -102,7 +102,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 def driven(
     coroutine_function: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], T]:
-    """Make the method of the module's docstring."""
+    """Turn a coroutine method into a method that calls `drive` of its object's network (see the module's docstring)."""
 
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.network.drive(coroutine_function(self, *args, **kwargs))
@@ -138,7 +138,7 @@ class BlockingStream:
     async def wait(self, wait_s: float) -> bool:
         return self._poll(wait_s)
 
-    def end(self) -> bool:
+    def end_sending(self) -> bool:
         if hasattr(self._socket, "pending"):  # a socket with TLS
             return False
         self._socket.shutdown(socket.SHUT_WR)
@@ -159,12 +159,13 @@ class BlockingStream:
         forget(self._socket)
 
     def _poll(self, wait_s: float) -> bool:
+        # Bytes that TLS has decrypted already are not in the socket, so a poll does not see them.
         pending = getattr(self._socket, "pending", None)
         return (pending is not None and pending() > 0) or is_readable(self._socket, wait_s)
 
 
 def is_readable(connected: socket.socket, wait_s: float) -> bool:
-    """Wait until bytes or the end of a connection are in the socket."""
+    """Wait until bytes or the end of the connection can be read. Returns False after `wait_s`."""
     poll = select.poll()
     poll.register(connected, select.POLLIN)
     return bool(poll.poll(max(0, wait_s) * 1000))
@@ -194,6 +195,7 @@ class BlockingNetwork:
     async def connect(
         self, host: str, port: int, tls: ssl.SSLContext | None, tls_name: str, timeout_s: float
     ) -> Stream:
+        """See Network."""
         connected = socket.create_connection((host, port), timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:

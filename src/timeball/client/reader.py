@@ -46,7 +46,7 @@ class Reader:
     """The reading methods, which `Timeball` inherits. Thread safe."""
 
     def __init__(self, http: HttpCalls | None, flight: Calls | None, clock: Clock) -> None:
-        """Prepare. `http` are the calls of operations and `flight` those of columns. A client has one or both."""
+        """Prepare. `http`: the calls of operations. `flight`: the calls for columns. A client has one or both."""
         self._http, self._flight = http, flight
         self._clock = clock
         self._group_member = None if http is None else Consumer(http, clock)
@@ -83,7 +83,7 @@ class Reader:
 
     @property
     def _consumer(self) -> Consumer:
-        """The receives of any group. Raises RequestError as `_operations`."""
+        """The consumer of this client, for any group. Raises RequestError as `_operations`."""
         return self._group_member or Consumer(self._operations, self._clock)
 
     # ---- consuming --------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Reader:
         [b'a', b'b']
         """
         consumer = self._consumer
-        feed = consumer.open_feed(topic, group, max_messages, start, lease, make_filter(tag, sql))
+        feed = consumer.prepare_feed(topic, group, max_messages, start, lease, make_filter(tag, sql))
         loop = ConsumeLoop(consumer, self._clock, feed, lease=lease, idle=until_idle, stop=stop)
         try:
             while (message := loop.next()) is not None or not loop.is_over:

@@ -42,8 +42,12 @@ class Receipt(msgspec.Struct, frozen=True):
     replaced: UniqueMessage | None = None
 
 
-def receipt(message_id: str, ack: SendAck, due_ms: int | None, past_ms: int) -> Receipt:
-    """Build the receipt of a message from the broker's answer."""
+def build_receipt(message_id: str, ack: SendAck, due_ms: int | None, past_ms: int) -> Receipt:
+    """Build the receipt of a send of one message from the broker's answer.
+
+    For a message that was sent before, `ack` has the current due time and state. `due_ms` and `past_ms`: those of a
+    message of this send.
+    """
     if ack.states:
         current = ack.states[0]
         return Receipt(message_id, ack.first_seq, current.due_ms, ack.store_ms, ack.outcome, current.state)
@@ -52,7 +56,10 @@ def receipt(message_id: str, ack: SendAck, due_ms: int | None, past_ms: int) -> 
 
 
 class ExistingRows(msgspec.Struct, frozen=True):
-    """Rows of a `send_many` that were sent before, [first_row, first_row + len(states)), and their current states."""
+    """Rows of a `send_many` that were sent before, [first_row, first_row + len(states)), and their current states.
+
+    Their sequence numbers begin at `first_seq` and have no gaps.
+    """
 
     first_row: int
     first_seq: int
@@ -107,7 +114,10 @@ class SendSummary(msgspec.Struct, frozen=True):
 
 
 def spans(row_ranges: Iterable[AcceptedRows | RefusedRows]) -> str:
-    """List row numbers in an error text, with adjacent ranges joined: "rows 0 to 8191, 9000 to 9009"."""
+    """List row numbers for an error text, with adjacent ranges joined: "rows 0 to 8191, 9000 to 9009".
+
+    Lists the first SPANS_SHOWN ranges, and counts the others. "" for no ranges.
+    """
     joined: list[tuple[int, int]] = []
     for row_range in sorted(row_ranges, key=lambda row_range: row_range.first_row):
         if joined and joined[-1][1] == row_range.first_row:
@@ -126,7 +136,7 @@ class Outcomes:
     """The outcomes of the batches of a `send_many` so far."""
 
     def __init__(self, *, collect: bool) -> None:
-        """Begin. `collect`: a refused batch does not end the call."""
+        """Begin without rows. `collect`: a refused batch does not end the call."""
         self._collect = collect
         self._rows = 0  # number of rows read from the caller
         self._accepted: list[AcceptedRows] = []
@@ -149,17 +159,18 @@ class Outcomes:
         self._past_ms = max(self._past_ms, past_ms)
 
     def fail(self, first_row: int, rows: int, error: TimeballError, *, is_last: bool = False) -> None:
-        """Record a batch that was not acknowledged. Raises its error, with the rows, if it ends the call.
+        """Record a batch that was not acknowledged. Raises its error, with the rows in the text, if it ends the call.
 
         `is_last`: another error has ended the call already, so this one is only recorded.
         """
         is_refused = isinstance(error, (NotNow, RequestError, OverLimit))
         (self._refused if is_refused else self.unknown).append(RefusedRows(first_row, rows, error))
-        if not is_last and not (self._collect and not isinstance(error, Unavailable)):
+        goes_on = is_last or (self._collect and not isinstance(error, Unavailable))
+        if not goes_on:
             raise type(error)(f"rows {first_row} to {first_row + rows - 1}: {error}") from error
 
     def refuse(self, first_row: int, rows: int, error: TimeballError) -> None:
-        """Record a batch of which the broker has nothing."""
+        """Record a batch of which the broker has nothing, without raising its error."""
         self._refused.append(RefusedRows(first_row, rows, error))
 
     def summary(self, ids: pa.ChunkedArray | Sequence[str]) -> SendSummary:
@@ -176,7 +187,7 @@ class Outcomes:
         )
 
     def error(self, error: TimeballError, ids: pa.ChunkedArray | Sequence[str]) -> TimeballError:
-        """Build the error of a call that ends early.
+        """Build the error of a call that `error` ends. `ids` are those of all rows read.
 
         Its text names the accepted rows, and its `summary` lists the outcomes.
         """
@@ -202,13 +213,15 @@ class SendKeys:
     """
 
     def __init__(self, if_settled: IfSettled, *, is_used: bool) -> None:
+        """Prepare keys. Raises RequestError for an unknown `if_settled`, or for "send" without keys."""
         if if_settled not in ("keep", "send"):
             raise RequestError(f"if_settled={if_settled!r}: 'keep' or 'send'")
         if if_settled == "send" and not is_used:
             raise RequestError(
                 "if_settled='send' goes with retry=True, by which the broker knows the earlier send"
             )
-        self._if_settled, self._attempt = if_settled, IDENTIFIERS.next_id() if is_used else ""
+        self._if_settled = if_settled
+        self._attempt = IDENTIFIERS.next_id() if is_used else ""  # "": without keys
 
     def key_for(self, topic: object, message_id: object) -> SendKey | None:
         """Make the key of a batch whose first message has this topic and id. None if keys are not used.

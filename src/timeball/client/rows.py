@@ -1,4 +1,4 @@
-"""Messages to send as a program gives them: the arguments of `send`, and the dicts of `send_many`. Needs no Arrow."""
+"""Conversion of the arguments of `send` and the dicts of `send_many` to messages to send. Needs no Arrow."""
 
 from __future__ import annotations
 
@@ -29,25 +29,23 @@ class ArrowColumns(Protocol):
 
 
 class Outgoing(NamedTuple):
-    """One message to send. `keys` and `properties` are in their stored form. At most one of the times is set.
-
-    `local` is a local time and its zone. The broker converts them, by its own rules of the zone.
-    `options` are fields of http_api.Message that most messages do not have.
-    """
+    """One message to send. At most one of `delay_ms`, `due_ms` and `local` is set."""
 
     topic: str
     body: bytes
     tag: str | None
-    keys: str | None
-    properties: str | None
+    keys: str | None  # in their stored form: one text, separated by blanks
+    properties: str | None  # in their stored form (values.properties_text)
     id: str
     delay_ms: int | None
     due_ms: int | None
+    # A local time and its zone, which the broker converts by its own tzdata.
     local: tuple[str, str] | None = None
+    # Fields of http_api.Message that most messages do not have.
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-def outgoing(
+def build_message(
     topic: str,
     body: Body,
     tag: str | None,
@@ -59,9 +57,9 @@ def outgoing(
     zone: str | None = None,
     **options: Any,
 ) -> Outgoing:
-    """Check the arguments of a send, and make an id if there is none. Raises InvalidMessage and InvalidDelay.
+    """Build a message from the arguments of `Timeball.send`, with a new id if none is given.
 
-    Options that are None are left out.
+    `options`: fields of http_api.Message. Those that are None are left out. Raises InvalidMessage and InvalidDelay.
     """
     local = None if zone is None else _local_time(after, at, zone)
     delay_ms, due_ms = when(after, at) if local is None else (None, None)
@@ -80,16 +78,17 @@ def outgoing(
 
 
 def _local_time(after: After | None, at: At | None, zone: str) -> tuple[str, str]:
-    """Check a local time and its zone. Raises InvalidDelay."""
+    """Convert a local time and its zone to the two texts that the broker stores. Raises InvalidDelay."""
     if after is not None or not isinstance(at, str | datetime):
         raise InvalidDelay(f"zone={zone!r}: needs at=, a local time such as '2030-01-31T09:00'")
     return stored_local_time(local_due_ms(at, zone)[1])
 
 
-def outgoing_row(row: Mapping[str, Any], row_number: int, topic: str | None) -> Outgoing:
-    """Check a dict of `send_many`. `topic`: the topic of rows that name none.
+def build_row_message(row: Mapping[str, Any], row_number: int, topic: str | None) -> Outgoing:
+    """Build a message from a dict of `Timeball.send_many`, with a new id if it has none.
 
-    `row_number` is the number of the row in the call, for error texts. Raises InvalidMessage and InvalidDelay.
+    `row_number` is the number of the row in the call, for error texts. `topic`: the topic of rows that name none.
+    Raises InvalidMessage and InvalidDelay.
     """
     _check_names(row, row_number)
     after, at, zone = row.get("after"), row.get("at"), row.get("zone")
@@ -134,7 +133,7 @@ def _single_time(row: Mapping[str, Any], name: str, value: int | None) -> int | 
 
 
 def body_bytes(body: Body) -> bytes:
-    """Encode a body. Raises InvalidMessage."""
+    """Convert a body to bytes, a str as UTF-8. Raises InvalidMessage for any other type."""
     if isinstance(body, bytes):
         return body
     if isinstance(body, str):
@@ -145,5 +144,5 @@ def body_bytes(body: Body) -> bytes:
 
 
 def is_arrow(rows: object) -> bool:
-    """True for columns of Arrow. Does not import pyarrow: a program without it has none."""
+    """Check whether rows are columns of Arrow, by the name of their class's module: pyarrow may not be installed."""
     return type(rows).__module__.startswith("pyarrow")

@@ -38,7 +38,7 @@ from timeball.client.http_calls import HttpCalls
 from timeball.client.http_sender import HttpSender
 from timeball.client.reader import Reader
 from timeball.client.receipts import IfSettled, Receipt, SendSummary
-from timeball.client.rows import ArrowColumns, Body, is_arrow, outgoing
+from timeball.client.rows import ArrowColumns, Body, build_message, is_arrow
 from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
 from timeball.model.answers import (
@@ -225,7 +225,7 @@ class Timeball(Reader):
         timeball.model.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
         >>> ball.close()
         """
-        message = outgoing(
+        message = build_message(
             topic, body, tag, keys, properties, message_id, after, at, zone, unique_key=unique_key,
             on_pending=on_pending,
             expires_at=None if expires_at is None else due_ms(expires_at, "expires_at"),
@@ -294,6 +294,7 @@ class Timeball(Reader):
         return self._drive(sender.send_many(dicts, topic, batch_rows, collect, retry, if_settled))
 
     def _send_columns(self, rows: Any, *options: Any) -> SendSummary:
+        """Send columns over Flight. `options`: the other arguments of `send_columns`, in its order."""
         columns = self._columns("send_many of a table")
         from timeball.client.sender import send_columns  # needs pyarrow
 
@@ -416,7 +417,10 @@ class Timeball(Reader):
         key: str | None,
         ids: Iterable[str] | None,
     ) -> Verdict | list[Verdict]:
-        """Run an operation on ids and keys for one id, for a key, or for ids in chunks that a request may have."""
+        """Run an operation for exactly one of `id`, `key` and `ids`. Raises RequestError if not exactly one is given.
+
+        `operation` builds a request from ids and keys. Many ids are divided into requests. `verb`: for the error text.
+        """
         if sum(name is not None for name in (id, key, ids)) != 1:
             raise RequestError(f"{verb} by one of: id, key=, ids=")
         calls = self._operations

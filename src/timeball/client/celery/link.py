@@ -5,11 +5,11 @@ all calls of consuming are made here. The two threads exchange messages by deque
 socket, which an event loop can watch.
 
     sources      streams of groups and live tails; messages wait in `received` until the transport takes them
-    settle       the answers of the transport, sent together
-    renewals     a lease ends LEASE_PARTS renewals after the worker has died
+    answers      of the transport, collected by `settle` and sent together
+    renewals     LEASE_PARTS in the time of a lease
 
-While no broker answers, sources are opened again and answers are repeated every RETRY_S. Leases are in the log, so a
-task that runs meanwhile is acknowledged afterwards and does not run twice.
+While no broker answers, sources are opened again and answers are repeated every RETRY_S. Leases are in the broker's
+log, so a task that runs meanwhile is acknowledged afterwards and does not run twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from timeball.client.celery.messages import payload_of, requeue_delay_ms
-from timeball.client.consumer import Consumer, Start, receiving
+from timeball.client.consumer import Consumer, Start, build_request
 from timeball.client.http_calls import HttpCalls, MessageStream
 from timeball.client.http_codec import create_topic, path
 from timeball.client.http_connection import Connection, Request
@@ -38,12 +38,12 @@ from timeball.model.errors import NotFound, OverLimit, TimeballError, Unavailabl
 
 logger = logging.getLogger(__name__)
 
-LEASE_PARTS = 3
+LEASE_PARTS = 3  # leases are renewed after a third of their time
 RETRY_S = 1.0
-CLOSED_S = 0.1  # how soon a source that has ended is opened again
-SILENCE_S = 60.0  # the broker writes a comment every 15 s
-BEGIN_S = 10.0  # for the first event of a live tail, which has its position
-END_S = 10.0  # for the last answers
+CLOSED_S = 0.1  # after this time a source that has ended is opened again
+SILENCE_S = 60.0  # after this time a silent tail has ended: the broker writes a comment every 15 s
+BEGIN_S = 10.0  # longest wait for the first event of a live tail, which has its position
+END_S = 10.0  # longest wait for the last answers
 
 Answer = Literal["ack", "nack", "dead_letter", "give_back"]
 Item = Message | dict[str, Any]  # a leased message, or the payload of one from a live tail
@@ -53,27 +53,28 @@ Item = Message | dict[str, Any]  # a leased message, or the payload of one from 
 
 
 class GroupSource:
-    """The messages of a topic for a group, up to a credit."""
+    """The messages of a topic for a group. At most `credit` of them are leased at a time."""
 
     def __init__(
         self, calls: HttpCalls, topic: str, group: str, credit: int, lease_ms: int, start: Start = "earliest"
     ) -> None:
-        request = receiving(topic, group, 1, 0, start, f"{lease_ms}ms")
+        """Prepare. `start`: where a new group begins. Raises RequestError for a wrong lease."""
+        request = build_request(topic, group, 1, 0, start, f"{lease_ms}ms")
         self.credit, self.received = credit, deque[Item]()
         self._stream = MessageStream(calls, request, credit, None)
         self._member, self._clock = Member(calls, topic, group), SystemClock()
 
     @property
     def descriptor(self) -> int | None:
-        """The socket, or None while the stream is not open."""
+        """The file descriptor of the socket, for a poll. None while the stream is not open."""
         return self._stream.descriptor
 
     def read(self) -> Sequence[Item]:
-        """Return the messages that have come. Opens the stream when it must."""
+        """Return the messages that have come, without waiting. Opens the stream if needed. Raises TimeballError."""
         return self._messages(self._stream.read(0))
 
     def close(self) -> list[Message]:
-        """End the stream, and return the messages that had come and were not read."""
+        """End the stream. Returns the messages that came after the last read."""
         return self._messages(self._stream.close())
 
     def _messages(self, rows: Iterable[Any]) -> list[Message]:
@@ -82,15 +83,17 @@ class GroupSource:
 
 
 class _Event(msgspec.Struct):
+    """The data of an event of a live tail: a visible message. Other fields are ignored."""
+
     id: str | None = None
     body: str | None = None
     properties: dict[str, str] = {}
 
 
 class TailSource:
-    """The messages that become visible in a topic from now on, for each reader. Nothing is leased.
+    """The messages that become visible in a topic from now on, as server-sent events. Each reader gets all of them.
 
-    After an interruption it goes on with the next message.
+    Nothing is leased. After an interruption, reading continues after the last event.
     """
 
     def __init__(
@@ -101,21 +104,29 @@ class TailSource:
         is_wanted: Callable[[str], bool],
         position: str = "",
     ) -> None:
-        """Prepare. `is_wanted` selects messages by their routing keys, beside the tag. `position`: where to begin."""
+        """Prepare. `tag` and `is_wanted`, which receives the routing key, select messages.
+
+        `position`: the id of the event after which to begin; "": the end of the topic.
+        """
         self.received = deque[Item]()
         self._calls, self.topic, self._is_wanted = calls, topic, is_wanted
         self._target = path("topics", topic, "events", tag=tag)
         self._clock = SystemClock()
         self._connection: Connection | None = None
-        self.position, self._text, self._received_ns = position, b"", 0
+        self.position = position  # the id of the last event
+        self._partial_event = b""  # the bytes after the last complete event
+        self._received_ns = 0  # when the last bytes came
 
     @property
     def descriptor(self) -> int | None:
-        """The socket, or None while the tail is not open."""
+        """The file descriptor of the socket, for a poll. None while the tail is not open."""
         return None if self._connection is None else self._connection.descriptor
 
     def read(self) -> Sequence[Item]:
-        """Return the payloads that have come. Opens the tail when it must, the first time with its position."""
+        """Return kombu's payloads that have come. Opens the tail if it has ended. Raises TimeballError.
+
+        The first read waits up to BEGIN_S for an event, which contains the position.
+        """
         if self._connection is None:
             self._open()
         payloads: list[dict[str, Any]] = []
@@ -126,13 +137,14 @@ class TailSource:
         return payloads
 
     def close(self) -> list[Message]:
-        """End the tail."""
+        """End the tail. Returns no messages, because nothing is leased."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         return []
 
     def _open(self) -> None:
+        """Open the tail after its position. Creates the topic if it does not exist. Raises TimeballError."""
         headers = (("last-event-id", self.position),) if self.position else ()
         request = Request("GET", self._target, headers=headers)
         try:
@@ -140,10 +152,10 @@ class TailSource:
         except NotFound:  # a message creates a topic, and a reader does not
             self._calls.run(create_topic(self.topic, 1))
             self._connection = self._calls.open(request, None)
-        self._text, self._received_ns = b"", self._clock.monotonic_ns()
+        self._partial_event, self._received_ns = b"", self._clock.monotonic_ns()
 
     def _read(self, wait_s: float) -> bytes | None:
-        """Return bytes, or None if none are there or the tail has ended."""
+        """Read bytes. Returns None if none come within `wait_s`, or if the tail has ended, which is then closed."""
         assert self._connection is not None
         try:
             data = self._connection.read(wait_s)
@@ -158,14 +170,17 @@ class TailSource:
         return None
 
     def _take_events(self, data: bytes) -> list[dict[str, Any]]:
-        *events, self._text = (self._text + data).split(b"\n\n")
+        """Decode the complete events of `data` and of the bytes before it. Returns the payloads that are wanted."""
+        *events, self._partial_event = (self._partial_event + data).split(b"\n\n")
         payloads = []
         for event in events:
             fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line)
             if b"id" in fields:
                 self.position = fields[b"id"].decode()
-            told = msgspec.json.decode(fields[b"data"], type=_Event) if b"data" in fields else _Event()
-            payload = None if told.body is None else payload_of(told.body.encode(), told.id, told.properties)
+            message = msgspec.json.decode(fields[b"data"], type=_Event) if b"data" in fields else _Event()
+            if message.body is None:
+                continue
+            payload = payload_of(message.body.encode(), message.id, message.properties)
             if payload is None:
                 continue
             info = payload["properties"].get("delivery_info") or {}
@@ -181,9 +196,9 @@ Source = GroupSource | TailSource
 
 
 class Link:
-    """The thread. Its methods are called by the thread of the transport.
+    """The thread of a transport. The methods without an underscore are called by the transport's own thread.
 
-    In a child process after a fork they do nothing: the sources and the leases are those of the parent.
+    In a child process after a fork they do nothing, because the sources and the leases belong to the parent.
     """
 
     def __init__(self, calls: HttpCalls, lease_ms: int) -> None:
@@ -191,15 +206,16 @@ class Link:
         self._clock, self._pid = SystemClock(), os.getpid()
         self._consumer = Consumer(calls, self._clock)
         self._to_transport: _Bell | None = None  # by which this thread wakes the transport
-        self._to_thread: _Bell | None = None
+        self._to_thread: _Bell | None = None  # by which the transport wakes this thread
         self._is_closed = False
-        self._commands: deque[Callable[[], None]] = deque()
-        self._answers: deque[tuple[Answer, Message]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()  # for the thread to run
+        self._answers: deque[tuple[Answer, Message]] = deque()  # for the thread to send
         self._thread: threading.Thread | None = None
-        # Of the thread alone:
+        # Used by the thread alone:
         self._sources: list[Source] = []
-        self._held: set[Message] = set()
-        self._renew_ns = self._retry_ns = 0
+        self._held: set[Message] = set()  # leased, and not answered
+        self._renew_ns = 0  # when the leases of `_held` must be renewed
+        self._retry_ns = 0  # no call to the broker is made before this time
         self._is_over = False
 
     # ---- for the transport ------------------------------------------------------------------------------
@@ -211,37 +227,37 @@ class Link:
 
     @property
     def bell(self) -> _Bell:
-        """Rings when a source has received something."""
+        """The bell that rings for the transport when a source has received something."""
         if self._to_transport is None:
             self._to_transport = _Bell()
         return self._to_transport
 
     def subscribe(self, source: Source) -> None:
-        """Begin to receive. Raises the error of the first try, after which the thread goes on trying."""
+        """Begin to receive from a source. Raises the error of the first try, after which the thread goes on trying."""
         self._run_in_thread(lambda: self._add(source))
 
     def replace(self, old: Sequence[Source], new: Sequence[Source]) -> None:
-        """Receive from `new` instead of `old`, soon. The transport must not take messages of `old` any more.
+        """Let the thread receive from `new` instead of `old`. The transport must not take messages of `old` any more.
 
-        It neither waits nor fails: it is not the program that asks for it, and running tasks must outlive an outage.
+        Returns at once and raises no errors: running tasks, during which this is called, must outlive an outage.
         """
         self._add_command(lambda: self._replace(old, new))
 
     def unsubscribe(self, source: Source) -> None:
-        """Receive no more, and give back the messages that were not taken."""
+        """Stop receiving from a source, and give back the messages that the transport has not taken."""
         self._run_in_thread(lambda: self._remove(source))
 
     def hold(self, message: Message) -> None:
-        """Renew the lease of a message that came otherwise."""
+        """Renew the lease of a message that did not come from a source, until it is answered."""
         self._add_command(lambda: self._held.add(message))
 
     def settle(self, answer: Answer, message: Message) -> None:
-        """Answer for a message soon."""
+        """Let the thread answer for a message."""
         self._answers.append((answer, message))
         self._add_command(None)
 
     def close(self) -> None:
-        """Answer, give back all other messages, and end the thread."""
+        """Send the answers, give back all other messages, and end the thread. Takes at most some seconds."""
         if self._thread is not None and not self.is_inherited:
             self._run_in_thread(self._finish)
             self._thread.join(END_S)
@@ -251,7 +267,7 @@ class Link:
                 bell.close()
 
     def _run_in_thread(self, command: Callable[[], None]) -> None:
-        """Run a command in the thread, and wait for its end."""
+        """Run a command in the thread, and wait for its end. Raises its error, and Unavailable if it takes too long."""
         if self.is_inherited or self._is_closed:
             return
         done: Future[None] = Future()
@@ -270,6 +286,7 @@ class Link:
             raise Unavailable(f"{self.calls.endpoint} did not answer in time") from None
 
     def _add_command(self, command: Callable[[], None] | None) -> None:
+        """Add a command for the thread, and wake it. None only wakes it. The first call starts the thread."""
         if self.is_inherited or self._is_closed:
             return
         if self._to_thread is None:
@@ -285,6 +302,7 @@ class Link:
     # ---- the thread -------------------------------------------------------------------------------------
 
     def _run(self, bell: _Bell) -> None:
+        """Run commands, send answers, renew leases and read sources, until `_finish`."""
         while not self._is_over:
             self._wait_for_work(bell)
             bell.silence()
@@ -303,15 +321,17 @@ class Link:
                 self._pause()
 
     def _pause(self) -> None:
+        """Make no call to the broker for RETRY_S."""
         self._retry_ns = self._clock.monotonic_ns() + int(RETRY_S * 1e9)
 
     def _wait_for_work(self, bell: _Bell) -> None:
+        """Wait for the bell, for bytes of a source, or until the next renewal or retry."""
         now_ns = self._clock.monotonic_ns()
         poll = select.poll()
         poll.register(bell.descriptor, select.POLLIN)
         times_ns = [self._renew_ns] if self._held else []
         if self._retry_ns > now_ns:
-            # Received messages wait for the same time.
+            # The sources are not watched during a pause: bytes in them would end each poll at once.
             times_ns = [self._retry_ns]
         else:
             for source in self._sources:
@@ -322,14 +342,14 @@ class Link:
         poll.poll(max(0, min(times_ns) - now_ns) / 1e6 if times_ns else SILENCE_S * 1000)
 
     def _settle(self) -> None:
-        """Send the answers. Those that no broker has taken stay. Raises Unavailable and OverLimit."""
+        """Send the answers in order, equal ones together. After Unavailable or OverLimit, the others stay for later."""
         while self._answers:
             answer, message = self._answers[0]
             messages = [message]
-            for other, further in list(self._answers)[1:]:
-                if answer not in ("ack", "give_back") or other != answer:
+            for next_answer, next_message in list(self._answers)[1:]:
+                if answer not in ("ack", "give_back") or next_answer != answer:
                     break
-                messages.append(further)
+                messages.append(next_message)
             try:
                 self._send_answer(answer, messages)
             except (Unavailable, OverLimit):
@@ -341,6 +361,7 @@ class Link:
                 self._held.discard(each)
 
     def _send_answer(self, answer: Answer, messages: list[Message]) -> None:
+        """Send an answer: "ack" and "give_back" for several messages, the others for one. Raises TimeballError."""
         if answer == "ack":
             if (late := len(messages) - self._consumer.ack(messages)) > 0:
                 logger.warning("tasks acknowledged after their leases, they run again tasks=%d", late)
@@ -353,7 +374,10 @@ class Link:
             messages[0].dead_letter(reason="rejected")
 
     def _renew(self) -> None:
-        """Renew the leases of the messages that the transport has or will take."""
+        """Renew the leases of all messages without an answer, if it is time. Raises TimeballError.
+
+        A message whose lease has ended is no longer held. It is removed from its source, if it still waits there.
+        """
         if not self._held or self._clock.monotonic_ns() < self._renew_ns:
             return
         held = list(self._held)
@@ -369,6 +393,7 @@ class Link:
         self._plan_renewal()
 
     def _plan_renewal(self) -> None:
+        """Set the time of the next renewal."""
         self._renew_ns = self._clock.monotonic_ns() + self.lease_ms * 1_000_000 // LEASE_PARTS
 
     def _read(self) -> None:
@@ -377,6 +402,7 @@ class Link:
             self._read_source(source)
 
     def _read_source(self, source: Source) -> None:
+        """Read a source until it has no more bytes. Raises Unavailable and OverLimit, and logs other errors."""
         try:
             while items := source.read():
                 self._take(source, items)
@@ -389,6 +415,7 @@ class Link:
             self._pause()
 
     def _add(self, source: Source) -> None:
+        """Begin to receive from a source. Raises the error of its first read."""
         if source in self._sources:
             return
         # Before the first try: kombu counts a consumer as begun even if this raises, and never begins it again.
@@ -401,6 +428,7 @@ class Link:
             self._remove(source)
 
     def _take(self, source: Source, items: Sequence[Item]) -> None:
+        """Let the transport find the received items, and hold those that are leased."""
         if not self._held:
             self._plan_renewal()
         self._held.update(each for each in items if isinstance(each, Message))
@@ -408,6 +436,7 @@ class Link:
         self.bell.ring()
 
     def _remove(self, source: Source) -> None:
+        """Stop receiving from a source, and collect the give-back of its messages as answers."""
         if source in self._sources:
             self._sources.remove(source)
             left = [each for each in source.received if isinstance(each, Message)]
@@ -415,6 +444,7 @@ class Link:
             self._answers.extend(("give_back", message) for message in [*left, *source.close()])
 
     def _finish(self) -> None:
+        """End the sources, send the answers, and give back all other messages. Logs the error if that fails."""
         self._is_over = True
         for source in list(self._sources):
             self._remove(source)
