@@ -23,23 +23,24 @@ def send(columns: Timeball, topic: str, count: int) -> list[bytes]:
     return bodies
 
 
-def pull_all(columns: Timeball, topic: str, group: str, count: int) -> list[Message]:
-    got: list[Message] = []
-    while len(got) < count:
-        got += columns.browse(topic, group, max_messages=7)
-    return got
+def browse_all(columns: Timeball, topic: str, group: str, count: int) -> list[Message]:
+    """Browse in several calls until there are `count` messages."""
+    messages: list[Message] = []
+    while len(messages) < count:
+        messages += columns.browse(topic, group, max_messages=7)
+    return messages
 
 
-def test_pulls_go_on_and_a_new_client_begins_at_the_commit(node: RunningNode, columns: Timeball) -> None:
+def test_a_new_client_browses_from_the_committed_offsets_on(node: RunningNode, columns: Timeball) -> None:
     bodies = send(columns, "pulled", 50)
-    first = pull_all(columns, "pulled", "g", 50)
-    assert sorted(m.body for m in first) == sorted(bodies)
-    with node.client() as other:  # nothing was committed
-        assert len(pull_all(other, "pulled", "g", 50)) == 50
+    messages = browse_all(columns, "pulled", "g", 50)
+    assert sorted(message.body for message in messages) == sorted(bodies)
+    with node.client() as before_commit:
+        assert len(browse_all(before_commit, "pulled", "g", 50)) == 50
     columns.commit("pulled", "g")
-    with node.client() as third:
-        assert third.browse("pulled", "g", wait=0) == []
-        assert sum(third.offsets("g", "pulled").values()) == 50
+    with node.client() as after_commit:
+        assert after_commit.browse("pulled", "g", wait=0) == []
+        assert sum(after_commit.offsets("g", "pulled").values()) == 50
 
 
 def test_browsed_batches_have_each_row_of_each_queue_once_and_in_order(columns: Timeball) -> None:
@@ -56,14 +57,14 @@ def test_browsed_batches_have_each_row_of_each_queue_once_and_in_order(columns: 
     assert columns.browse_batch("columns", "g", wait=0).num_rows == 0
 
 
-def test_a_late_group_may_begin_at_the_end(columns: Timeball) -> None:
+def test_a_group_that_starts_at_latest_gets_only_later_messages(columns: Timeball) -> None:
     send(columns, "latest", 5)
     assert columns.browse("latest", "late", wait=0, start="latest") == []
     columns.send("latest", "new")
-    assert [m.body for m in columns.browse("latest", "late", wait="10s")] == [b"new"]
+    assert [message.body for message in columns.browse("latest", "late", wait="10s")] == [b"new"]
 
 
-def test_a_long_poll_ends_with_the_message(columns: Timeball) -> None:
+def test_a_waiting_browse_returns_the_message_that_becomes_due(columns: Timeball) -> None:
     columns.create_topic("polled", 1)
     receipt = columns.send("polled", "later", after="200ms")
     (message,) = columns.browse("polled", "g", wait="60s")
@@ -72,19 +73,19 @@ def test_a_long_poll_ends_with_the_message(columns: Timeball) -> None:
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
 
 
-def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode, columns: Timeball) -> None:
+def test_a_due_time_in_the_past_does_not_count_as_lateness(node: RunningNode, columns: Timeball) -> None:
     past_ms = columns.status()["now_ms"] - DAY_MS
     assert columns.send("overdue", b"x", at=past_ms).past_ms >= DAY_MS
     assert columns.send("other", b"x").past_ms == columns.send("other", b"x", after=0).past_ms == 0
     (message,) = columns.browse("overdue", "g", wait="60s")
-    assert message.due_ms == past_ms  # as it was asked for
+    assert message.due_ms == past_ms  # the requested one
     assert message.lateness_ms is not None and message.lateness_ms < HOUR_MS
     assert columns.status()["lateness"]["max_ms"] < HOUR_MS
 
 
 def test_send_many_counts_the_rows_that_were_due_in_the_past(node: RunningNode, columns: Timeball) -> None:
     now_ms = columns.status()["now_ms"]
-    rows: list[dict[str, object]] = [{"body": b"x", "at": now_ms - HOUR_MS * at} for at in (1, 24)]
+    rows: list[dict[str, object]] = [{"body": b"x", "at": now_ms - HOUR_MS * hours} for hours in (1, 24)]
     rows += [{"body": b"x"}, {"body": b"x", "after": "0ms"}, {"body": b"x", "at": now_ms + DAY_MS}]
     summary = columns.send_many(rows, topic="overdue-many", retry=True)
     assert summary.past_rows == 2 and DAY_MS <= summary.past_ms < DAY_MS + HOUR_MS
@@ -96,16 +97,17 @@ def test_send_many_counts_the_rows_that_were_due_in_the_past(node: RunningNode, 
     assert columns.status()["lateness"]["max_ms"] < HOUR_MS
 
 
-def test_queues_added_later_are_found(columns: Timeball) -> None:
+def test_queues_that_are_added_while_a_client_browses_are_read_too(columns: Timeball) -> None:
     columns.create_topic("grown", 1)
     assert columns.browse("grown", "g", wait=0) == []
     columns.create_topic("grown", 4)
     columns.send_many(pa.table({"body": [b"x"], "queue_id": [3]}), topic="grown")
-    got = columns.browse("grown", "g") or columns.browse("grown", "g", wait="10s")
-    assert [m.queue_id for m in got] == [3]
+    # The first read finds no message and looks up the queues. The second one reads the new queue.
+    messages = columns.browse("grown", "g") or columns.browse("grown", "g", wait="10s")
+    assert [message.queue_id for message in messages] == [3]
 
 
-def test_unknown_topics_and_impossible_sizes(columns: Timeball) -> None:
+def test_a_browse_of_an_unknown_topic_or_of_no_messages_is_refused(columns: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         columns.browse("nowhere", "g", wait=0)
     with pytest.raises(RequestError, match="max_messages"):
@@ -113,28 +115,28 @@ def test_unknown_topics_and_impossible_sizes(columns: Timeball) -> None:
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_a_consumer_may_come_before_the_topic(
+def test_a_browse_that_waits_for_its_topic_gets_the_first_messages(
     node: RunningNode, columns: Timeball, start: Literal["earliest", "latest"]
 ) -> None:
     topic = f"not-yet-{start}"
-    got: list[Message] = []
+    received: list[Message] = []
 
-    def consume() -> None:
+    def browse() -> None:
         with node.client() as early:
-            while len(got) < 3:
-                got.extend(early.browse(topic, "g", wait=f"{BOUND_S}s", start=start))
+            while len(received) < 3:
+                received.extend(early.browse(topic, "g", wait=f"{BOUND_S}s", start=start))
 
-    waiting = threading.Thread(target=consume)
+    waiting = threading.Thread(target=browse)
     waiting.start()
     waiters = node.broker.waiters
-    eventually(lambda: topic in waiters._by_topic, "it waits, and makes no topic")
+    eventually(lambda: topic in waiters._by_topic, "it waits, and does not create the topic")
     assert topic not in columns.topics()
     bodies = send(columns, topic, 3)
     waiting.join(BOUND_S)
-    assert sorted(message.body for message in got) == bodies
+    assert sorted(message.body for message in received) == bodies
 
 
-def test_waiting_for_a_topic_ends_and_makes_none_where_that_is_not_allowed(tmp_path: Path) -> None:
+def test_a_browse_of_an_unknown_topic_is_refused_if_messages_create_no_topics(tmp_path: Path) -> None:
     with running_node(tmp_path / "d", auto_create_topics=False) as strict, strict.client() as columns:
         with pytest.raises(NotFound, match="auto-create-topics"):
             columns.browse("nowhere", "g", wait="10s")

@@ -31,81 +31,81 @@ from timeball.model.errors import (
 )
 from timeball.spark.endpoint import Endpoint
 
-NOBODY = "grpc://127.0.0.1:1"
+NO_BROKER = "grpc://127.0.0.1:1"  # nothing listens on this port
 
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("endpoint", ["", "localhost:7400", "http://localhost:7400", "grpc://"])
-def test_an_endpoint_must_look_like_one(endpoint: str) -> None:
+def test_a_malformed_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises((RequestError, Unavailable), match="grpc://"):
         Calls(endpoint, 1_000).action("status", {}, dict[str, Any])
 
 
-def test_answers_are_typed(node: RunningNode) -> None:
-    there = Calls(node.endpoint, 30_000)
-    assert there.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
-    answer = there.action("source_positions", b'{"source":"none"}', dict[str, dict[int, int]])
+def test_an_answer_is_decoded_as_the_given_type(node: RunningNode) -> None:
+    broker = Calls(node.endpoint, 30_000)
+    assert broker.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
+    answer = broker.action("source_positions", b'{"source":"none"}', dict[str, dict[int, int]])
     assert answer == {"positions": {}}
-    there.close()
+    broker.close()
 
 
-def test_the_brokers_error_arrives_as_its_class(node: RunningNode) -> None:
-    there = Calls(node.endpoint, 30_000)
+def test_an_error_of_the_broker_is_raised_as_the_class_of_its_code(node: RunningNode) -> None:
+    broker = Calls(node.endpoint, 30_000)
     with pytest.raises(NotFound, match="nowhere"):
-        there.action("queues", {"topic": "nowhere"}, dict[str, Any])
+        broker.action("queues", {"topic": "nowhere"}, dict[str, Any])
     with pytest.raises(RequestError, match="rows"):
-        there.action("reserve", {"rows": 0}, dict[str, int])
-    there.close()
+        broker.action("reserve", {"rows": 0}, dict[str, int])
+    broker.close()
 
 
-def test_errors_in_the_middle_of_a_stream_are_ours_too(node: RunningNode) -> None:
-    there = Calls(node.endpoint, 30_000)
-    reader = there.stream({"read": "log", "from_seq": 0, "to_seq": 2**40})
+def test_an_error_within_a_stream_is_raised_as_an_error_of_timeball(node: RunningNode) -> None:
+    broker = Calls(node.endpoint, 30_000)
+    reader = broker.stream({"read": "log", "from_seq": 0, "to_seq": 2**40})
     with pytest.raises(OutOfRange):
         reader.read_all()
-    there.close()
+    broker.close()
 
 
-def test_a_read_from_a_lost_machine_ends_by_a_ping(
+def test_a_read_from_a_machine_that_does_not_answer_ends_after_a_ping(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read of a log has no time limit."""
+    """A read of a log has no time limit, so only the ping ends it."""
     quick = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
     options = [(name, 300 if name in quick else value) for name, value in calls._CHANNEL]
     monkeypatch.setattr(calls, "_CHANNEL", options)
     with cutting_proxy(node.endpoint) as proxy:
-        there = Calls(proxy.endpoint, 30_000)
-        next_seq = there.action("status", {}, dict[str, Any])["log"]["next_seq"]
+        broker = Calls(proxy.endpoint, 30_000)
+        next_seq = broker.action("status", {}, dict[str, Any])["log"]["next_seq"]
         proxy.hold()
         with pytest.raises(Unavailable):
-            list(there.batches(wire.ReadLog(from_seq=1, to_seq=next_seq)))
-        there.close()
+            list(broker.batches(wire.ReadLog(from_seq=1, to_seq=next_seq)))
+        broker.close()
 
 
-class Counted(Calls):
+class CountedCalls(Calls):
     """Calls that count their attempts."""
 
-    made = 0
+    attempts = 0
 
     def pauses(self) -> Iterator[tuple[float, bool]]:
         for pause in super().pauses():
-            self.made += 1
+            self.attempts += 1
             yield pause
 
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("verb", ["status", "reserve"])
-def test_nobody_there_is_unavailable_after_some_attempts(verb: str) -> None:
-    """Also for a call that must not be repeated: without a connection it was not sent."""
-    there = Counted(NOBODY, 30_000)
-    with pytest.raises(NotSent, match=NOBODY):
-        there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
-    assert there.made == 1 + len(RETRY_PAUSES_S)
-    there.close()
+def test_a_call_without_a_broker_is_not_sent_after_all_attempts(verb: str) -> None:
+    """`reserve` must not be carried out twice, but without a connection it was not sent."""
+    broker = CountedCalls(NO_BROKER, 30_000)
+    with pytest.raises(NotSent, match=NO_BROKER):
+        broker.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
+    assert broker.attempts == 1 + len(RETRY_PAUSES_S)
+    broker.close()
 
 
-class Gone(flight.FlightServerBase):
-    """A broker that disappears once it has the call."""
+class DisappearingBroker(flight.FlightServerBase):
+    """A broker whose connection breaks when it has received the call."""
 
     def do_action(self, context: object, action: flight.Action) -> None:
         raise flight.FlightUnavailableError("Socket closed")
@@ -113,74 +113,66 @@ class Gone(flight.FlightServerBase):
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize(("verb", "attempts"), [("status", 1 + len(RETRY_PAUSES_S)), ("reserve", 1)])
-def test_a_call_that_has_left_is_repeated_only_if_that_does_no_harm(verb: str, attempts: int) -> None:
-    with Gone("grpc://127.0.0.1:0") as server:
-        there = Counted(f"grpc://127.0.0.1:{server.port}", 30_000)
+def test_a_call_whose_answer_is_lost_is_repeated_only_if_it_is_repeatable(verb: str, attempts: int) -> None:
+    with DisappearingBroker("grpc://127.0.0.1:0") as server:
+        broker = CountedCalls(f"grpc://127.0.0.1:{server.port}", 30_000)
         with pytest.raises(Unavailable) as caught:
-            there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
-        assert there.made == attempts and type(caught.value) is Unavailable
-        there.close()
+            broker.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
+        assert broker.attempts == attempts and type(caught.value) is Unavailable
+        broker.close()
 
 
-def test_a_call_that_is_tried_again_does_not_outlive_its_time() -> None:
-    tried = []
-
-    class Counted(Calls):
-        def pauses(self) -> Iterator[tuple[float, bool]]:
-            for pause in super().pauses():
-                tried.append(pause)
-                yield pause
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
-        there = Counted(f"grpc://127.0.0.1:{silent.getsockname()[1]}", 100)
+def test_further_attempts_do_not_extend_the_time_limit_of_a_call() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and answers none
+        broker = CountedCalls(f"grpc://127.0.0.1:{silent.getsockname()[1]}", 100)
         with pytest.raises(Unavailable):
-            there.action("status", {}, dict[str, Any])
-    assert len(tried) <= 2, "the second attempt has no time left"
-    there.close()
+            broker.action("status", {}, dict[str, Any])
+    assert broker.attempts <= 2, "the second attempt has no time left"
+    broker.close()
 
 
-def test_a_closed_client_says_so_and_waits_for_nothing() -> None:
-    nobody = Calls(NOBODY, 30_000)
+def test_closing_a_client_ends_the_pause_of_a_call_and_refuses_further_calls() -> None:
+    broker = Calls(NO_BROKER, 30_000)
 
     async def attempt(limit_s: float) -> None:
-        nobody.close()
-        raise NotSent("nobody")
+        broker.close()
+        raise NotSent("no broker")
 
     with pytest.raises(Unavailable, match="closed"):
-        run(nobody.with_retries(attempt, 30_000))
+        run(broker.with_retries(attempt, 30_000))
     with pytest.raises(RequestError, match="closed"):
-        nobody.action("status", {}, dict[str, Any])
+        broker.action("status", {}, dict[str, Any])
 
 
-def test_a_safe_call_outlives_a_restart(data: Path) -> None:
+def test_a_repeatable_call_succeeds_during_a_restart(data: Path) -> None:
     with running_node(data) as node:
-        there = Calls(node.endpoint, 30_000)
-        before = there.action("status", {}, dict[str, Any])
+        broker = Calls(node.endpoint, 30_000)
+        before = broker.action("status", {}, dict[str, Any])
         node.stop()
         restart = threading.Thread(target=node.start)
         restart.start()
-        after = there.action("status", {}, dict[str, Any])
+        after = broker.action("status", {}, dict[str, Any])
         restart.join(BOUND_S)
         assert after["log"]["first_seq"] == before["log"]["first_seq"]
-        there.close()
+        broker.close()
 
 
-def test_the_next_node_is_asked_when_one_does_not_answer(node: RunningNode) -> None:
-    there = Calls(f"{NOBODY},{node.endpoint.removeprefix('grpc://')}", 30_000)
-    assert there.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
-    assert there.endpoint == node.endpoint, "the one that answers is kept"
-    there.close()
+def test_a_call_goes_to_the_next_node_if_the_first_does_not_answer(node: RunningNode) -> None:
+    cluster = Calls(f"{NO_BROKER},{node.endpoint.removeprefix('grpc://')}", 30_000)
+    assert cluster.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
+    assert cluster.endpoint == node.endpoint, "the node that answers is kept"
+    cluster.close()
 
 
-def test_a_send_goes_to_the_next_node_when_one_does_not_answer(node: RunningNode) -> None:
-    with Timeball(f"{NOBODY},{node.endpoint.removeprefix('grpc://')}") as ball:
+def test_a_send_of_columns_goes_to_the_next_node_if_the_first_does_not_answer(node: RunningNode) -> None:
+    with Timeball(f"{NO_BROKER},{node.endpoint.removeprefix('grpc://')}") as ball:
         assert ball.send_many(pa.table({"body": [b"hello"]}), topic="nodes").rows == 1
 
 
 @pytest.mark.parametrize(
     "endpoint", ["grpc://,127.0.0.1:1", "grpc://127.0.0.1:1,", "127.0.0.1:1,127.0.0.1:2"]
 )
-def test_each_of_several_addresses_must_look_like_one(endpoint: str) -> None:
+def test_a_malformed_list_of_nodes_is_refused(endpoint: str) -> None:
     with pytest.raises(RequestError, match="grpc://host:port"):
         Calls(endpoint, 1_000)
 
@@ -188,13 +180,15 @@ def test_each_of_several_addresses_must_look_like_one(endpoint: str) -> None:
 ENDPOINT = "grpc://127.0.0.1:1"
 
 
-def test_codes_become_classes_with_their_text() -> None:
-    wire = "no topic 'x'. Detail: Failed. gRPC client debug context: UNKNOWN:no topic. Client context: OK"
-    error = translate(flight.FlightServerError(wire, extra_info=b"not_found"), ENDPOINT)
+def test_a_code_of_the_broker_becomes_its_class_with_the_text_without_debug_context() -> None:
+    flight_text = (
+        "no topic 'x'. Detail: Failed. gRPC client debug context: UNKNOWN:no topic. Client context: OK"
+    )
+    error = translate(flight.FlightServerError(flight_text, extra_info=b"not_found"), ENDPOINT)
     assert type(error) is NotFound and str(error) == "no topic 'x'"
 
 
-def test_an_unknown_code_becomes_the_base_class() -> None:
+def test_an_unknown_code_becomes_timeballerror() -> None:
     assert type(translate(flight.FlightServerError("x", extra_info=b"new"), ENDPOINT)) is TimeballError
     assert type(translate(flight.FlightServerError("x", extra_info=b"\xff"), ENDPOINT)) is TimeballError
 
@@ -203,22 +197,23 @@ def test_an_unknown_code_becomes_the_base_class() -> None:
     "error",
     [flight.FlightUnavailableError("x"), flight.FlightTimedOutError("x"), flight.FlightCancelledError("x")],
 )
-def test_no_answer_is_unavailable_and_names_the_endpoint(error: flight.FlightError) -> None:
-    ours = translate(error, ENDPOINT)
-    assert type(ours) is Unavailable and ENDPOINT in str(ours)
+def test_an_error_without_an_answer_is_unavailable_and_names_the_endpoint(error: flight.FlightError) -> None:
+    translated_error = translate(error, ENDPOINT)
+    assert type(translated_error) is Unavailable and ENDPOINT in str(translated_error)
 
 
-def test_a_connection_that_broke_is_unavailable() -> None:
+def test_a_broken_connection_is_unavailable() -> None:
     assert type(translate(flight.FlightInternalError("stream broke"), ENDPOINT)) is Unavailable
 
 
-def test_another_server_is_named_as_such() -> None:
-    ours = translate(pa.ArrowInvalid("what?"), ENDPOINT)
-    assert type(ours) is TimeballError and "something else than a broker" in str(ours)
+def test_an_answer_that_is_not_a_brokers_is_timeballerror_that_says_so() -> None:
+    translated_error = translate(pa.ArrowInvalid("what?"), ENDPOINT)
+    assert type(translated_error) is TimeballError and "something else than a broker" in str(translated_error)
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_web_server_that_speaks_http_2_is_no_broker() -> None:
+def test_a_web_server_with_http_2_is_unavailable_with_a_hint_about_the_port() -> None:
+    # Frames of HTTP/2: empty SETTINGS, and HEADERS of stream 1 with END_STREAM and `:status: 404` (HPACK index 13).
     settings, not_found = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), bytes((0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D))
 
     def serve(listening: socket.socket) -> None:
@@ -229,9 +224,9 @@ def test_a_web_server_that_speaks_http_2_is_no_broker() -> None:
                 return
             with connection:
                 connection.sendall(settings)
-                heard = b""
-                while b"DoAction" not in heard and (data := connection.recv(4_096)):
-                    heard += data
+                request = b""
+                while b"DoAction" not in request and (data := connection.recv(4_096)):
+                    request += data
                 connection.sendall(not_found)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(4_096):
@@ -241,12 +236,12 @@ def test_a_web_server_that_speaks_http_2_is_no_broker() -> None:
         thread = threading.Thread(target=serve, args=(listening,), daemon=True)
         thread.start()
         endpoint = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
-        with Timeball(endpoint, timeout_ms=5_000) as ball, pytest.raises(Unavailable) as told:
+        with Timeball(endpoint, timeout_ms=5_000) as ball, pytest.raises(Unavailable) as caught:
             ball.reserve(1)
-        assert endpoint in str(told.value) and "7400" in str(told.value)
+        assert endpoint in str(caught.value) and "7400" in str(caught.value)
 
 
-def test_ours_pass_and_others_are_left_alone() -> None:
+def test_only_errors_of_flight_are_translated() -> None:
     with pytest.raises(NotFound), translated(ENDPOINT):
         raise NotFound("x")
     with pytest.raises(KeyError), translated(ENDPOINT):

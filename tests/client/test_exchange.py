@@ -41,7 +41,7 @@ def batch(topic: str = "exchange", rows: int = 1) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([topic] * rows), pa.array([b"x"] * rows)], schema=SCHEMA)
 
 
-def opened(node: RunningNode, schema: pa.Schema = SCHEMA) -> SendExchange:
+def open_exchange(node: RunningNode, schema: pa.Schema = SCHEMA) -> SendExchange:
     return exchange_of(flight.FlightClient(node.endpoint), node.endpoint, schema)
 
 
@@ -49,8 +49,8 @@ def exchange_of(client: object, endpoint: str, schema: pa.Schema = SCHEMA) -> Se
     return SendExchange(client, schema, endpoint, open_s=BOUND_S, limit_s=BOUND_S)
 
 
-def test_answers_belong_to_their_batches(node: RunningNode) -> None:
-    exchange = opened(node)
+def test_each_batch_gets_its_own_answer_in_order(node: RunningNode) -> None:
+    exchange = open_exchange(node)
     futures = [exchange.submit(batch(rows=rows)) for rows in range(1, 200)]
     acks = [future.result(BOUND_S) for future in futures]
     assert [ack.rows for ack in acks] == list(range(1, 200))
@@ -59,8 +59,8 @@ def test_answers_belong_to_their_batches(node: RunningNode) -> None:
     exchange.close()
 
 
-def test_a_refused_batch_leaves_the_stream_open(node: RunningNode) -> None:
-    exchange = opened(node)
+def test_a_refused_batch_does_not_end_the_stream(node: RunningNode) -> None:
+    exchange = open_exchange(node)
     good, bad, after = (
         exchange.submit(batch()),
         exchange.submit(batch("no/such/name")),
@@ -74,9 +74,9 @@ def test_a_refused_batch_leaves_the_stream_open(node: RunningNode) -> None:
     assert not exchange.alive
 
 
-def test_a_refused_schema_ends_the_stream_with_its_reason(node: RunningNode) -> None:
+def test_a_refused_schema_ends_the_stream_and_is_the_error_of_all_batches(node: RunningNode) -> None:
     schema = pa.schema([*SCHEMA, pa.field("delay", pa.int64())])
-    exchange = opened(node, schema)
+    exchange = open_exchange(node, schema)
     with pytest.raises(InvalidMessage, match="unknown column 'delay'"):
         exchange.submit(pa.RecordBatch.from_pylist([{"topic": "t", "body": b""}], schema)).result(BOUND_S)
     eventually(lambda: not exchange.alive, "the stream ends")
@@ -85,14 +85,14 @@ def test_a_refused_schema_ends_the_stream_with_its_reason(node: RunningNode) -> 
     exchange.close()
 
 
-def test_nobody_there_is_not_sent() -> None:
+def test_without_a_broker_a_stream_raises_notsent() -> None:
     with pytest.raises(NotSent):
         exchange = exchange_of(flight.FlightClient("grpc://127.0.0.1:1"), "grpc://127.0.0.1:1")
         exchange.submit(batch())
 
 
-def test_after_close_nothing_is_sent(node: RunningNode) -> None:
-    exchange = opened(node)
+def test_a_closed_stream_has_its_last_answer_and_refuses_further_batches(node: RunningNode) -> None:
+    exchange = open_exchange(node)
     last = exchange.submit(batch())
     exchange.close()
     assert last.result(0).rows == 1  # close waits for answers under way
@@ -100,9 +100,9 @@ def test_after_close_nothing_is_sent(node: RunningNode) -> None:
         exchange.submit(batch())
 
 
-def test_a_stopping_broker_answers_what_it_has_and_ends_the_stream(data: Path) -> None:
+def test_a_stopping_broker_answers_or_refuses_each_batch_and_loses_none(data: Path) -> None:
     with running_node(data) as node:
-        exchange = opened(node)
+        exchange = open_exchange(node)
         futures = [exchange.submit(batch()) for _ in range(100)]
         futures[0].result(BOUND_S)
         node.stop()
@@ -118,12 +118,14 @@ def test_a_stopping_broker_answers_what_it_has_and_ends_the_stream(data: Path) -
     exchange.close()
 
 
-def test_a_stream_that_the_broker_ended_prints_nothing(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_writer_of_a_stream_that_the_broker_ended_is_closed_without_output(
+    data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Arrow prints the error of a writer that is freed and not closed."""
     with running_node(data) as node:
 
         def see_the_end() -> None:
-            exchange = opened(node)
+            exchange = open_exchange(node)
             exchange.submit(batch()).result(BOUND_S)
             node.stop()
             exchange._thread.join(BOUND_S)
@@ -135,7 +137,7 @@ def test_a_stream_that_the_broker_ended_prints_nothing(data: Path, capfd: pytest
     assert "Close() failed" not in capfd.readouterr().err
 
 
-def test_their_codes_do_not_shadow_the_brokers() -> None:
+def test_the_codes_of_the_clients_errors_differ_from_those_of_the_broker() -> None:
     assert type(from_code("unavailable", "x")) is Unavailable
     assert {NotSent.code, Lost.code, Unavailable.code, TimeballError.code} == {
         "not_sent", "answer_lost", "unavailable", "error",
@@ -159,7 +161,7 @@ class Refusing:
         (flight.FlightUnavailableError("connection refused"), NotSent),
     ],
 )
-def test_a_refusal_that_comes_at_once_is_told_as_it_stands(
+def test_an_error_before_the_stream_opens_is_raised_as_a_refusal_or_notsent(
     error: flight.FlightError, raised: type[TimeballError]
 ) -> None:
     with pytest.raises(raised) as caught:
@@ -191,13 +193,15 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error_class"),
     [("Socket closed", Lost), ("failed to connect to all addresses; last error: Socket closed", NotSent)],
 )
-def test_a_batch_that_no_connection_has_carried_is_not_lost(text: str, told: type[TimeballError]) -> None:
+def test_a_batch_is_notsent_and_not_lost_if_no_connection_carried_it(
+    text: str, error_class: type[TimeballError]
+) -> None:
     """gRPC moves a stream that a GOAWAY has not processed to another connection: no broker has seen its batches."""
     exchange = exchange_of(Broken(text), "grpc://here")
-    assert type(exchange.submit(batch()).exception(BOUND_S)) is told
+    assert type(exchange.submit(batch()).exception(BOUND_S)) is error_class
 
 
 class Disconnected(Broken):
@@ -219,12 +223,12 @@ class Disconnected(Broken):
             raise OSError("Could not write record batch to stream (server disconnect?)")
 
 
-def test_a_stream_that_breaks_while_it_opens_is_not_sent() -> None:
+def test_a_stream_that_breaks_while_it_opens_raises_notsent() -> None:
     with pytest.raises(NotSent, match="server disconnect"):
         exchange_of(Disconnected("begin"), "grpc://here")
 
 
-def test_a_batch_that_a_broken_stream_did_not_take_is_not_sent() -> None:
+def test_a_batch_whose_write_fails_is_notsent() -> None:
     exchange = exchange_of(Disconnected("write_batch"), "grpc://here")
     assert type(exchange.submit(batch()).exception(BOUND_S)) is NotSent
 
@@ -237,7 +241,7 @@ def unanswered(node: Unanswering, limit_s: float) -> SendExchange:
     return SendExchange(client, SCHEMA, "grpc://here", open_s=BOUND_S, limit_s=limit_s)
 
 
-def test_a_batch_without_an_answer_is_lost_after_its_time() -> None:
+def test_batches_without_an_answer_are_lost_after_the_time_limit_of_the_oldest() -> None:
     with unanswering_node() as node:
         exchange = unanswered(node, 0.1)
         answers = [exchange.submit(batch()) for _ in range(3)]
@@ -251,7 +255,7 @@ def test_a_batch_without_an_answer_is_lost_after_its_time() -> None:
         exchange.close()
 
 
-def test_a_write_that_the_network_does_not_take_ends_with_the_time_of_the_oldest_batch() -> None:
+def test_a_blocked_write_ends_with_the_time_limit_of_the_oldest_batch() -> None:
     large = pa.RecordBatch.from_arrays([pa.array(["t"] * 4), pa.array([b"x" * 1_000_000] * 4)], schema=SCHEMA)
     with unanswering_node() as node:
         exchange, answers = unanswered(node, 0.3), list[Answer]()
@@ -274,7 +278,7 @@ def test_an_idle_stream_has_no_time_limit(node: RunningNode) -> None:
     exchange.close()
 
 
-def test_a_stream_that_does_not_open_in_time_is_not_sent() -> None:
+def test_a_stream_that_does_not_open_in_time_raises_notsent() -> None:
     with stopped_node() as address, pytest.raises(NotSent, match=r"opened no stream within 0\.05 s"):
         client = flight.FlightClient(f"grpc://{address}")
         SendExchange(client, SCHEMA, f"grpc://{address}", open_s=0.05, limit_s=BOUND_S)
@@ -287,7 +291,7 @@ def end_streams_that_break(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_end_of_a_stream_that_breaks_at_that_moment_harms_no_process() -> None:
+def test_a_process_survives_the_end_of_streams_that_break_at_that_moment() -> None:
     ended = end_streams_that_break()
     assert (ended.returncode, ended.stdout) == (0, "done\n")
 

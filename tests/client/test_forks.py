@@ -14,8 +14,8 @@ from tests.rounds import rounds
 from timeball.client.calls import FORKED
 
 
-def lines_of(script: str, *arguments: str, timeout_s: float = 110) -> list[str]:
-    """Run a script of this folder. Returns the lines that it prints."""
+def run_script(script: str, *arguments: str, timeout_s: float = 110) -> list[str]:
+    """Run a script of this folder in a new process. Returns the lines that it prints."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-m", f"tests.client.{script}", *arguments],
         env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT,
@@ -24,14 +24,19 @@ def lines_of(script: str, *arguments: str, timeout_s: float = 110) -> list[str]:
     return done.stdout.splitlines()
 
 
-def forked(endpoint: str, case: str, kind: str = "blocking") -> dict[str, str]:
-    """The end of each call of the child, the end of the child, and whether the parent continues."""
-    return dict(line.split(": ", 1) for line in lines_of("forked", endpoint, case, kind))
+def run_forked(endpoint: str, case: str, kind: str = "blocking") -> dict[str, str]:
+    """Run tests/client/forked.py. Returns the outcome of each call of the child by name.
+
+    "ended" is the exit code of the child, and "parent" whether the parent continues.
+    """
+    return dict(line.split(": ", 1) for line in run_script("forked", endpoint, case, kind))
 
 
 @pytest.mark.parametrize("protocol", ["flight", "http"])
-def test_a_client_made_before_the_fork_and_used_behind_it_works(node: RunningNode, protocol: str) -> None:
-    outcomes = forked(node.endpoint if protocol == "flight" else node.http_endpoint, "made")
+def test_a_client_created_before_a_fork_and_first_used_in_the_child_works(
+    node: RunningNode, protocol: str
+) -> None:
+    outcomes = run_forked(node.endpoint if protocol == "flight" else node.http_endpoint, "made")
     assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
     assert set(outcomes.values()) == {"done"}, outcomes
 
@@ -39,28 +44,28 @@ def test_a_client_made_before_the_fork_and_used_behind_it_works(node: RunningNod
 @pytest.mark.parametrize(
     "case", ["used", *(pytest.param(case, marks=pytest.mark.slow) for case in ("pool", "polling"))]
 )
-def test_behind_a_fork_of_one_that_has_used_columns_every_call_says_what_to_do(
+def test_in_a_child_of_a_process_that_has_used_flight_each_call_is_refused_with_the_remedy(
     node: RunningNode, case: str
 ) -> None:
-    outcomes = forked(node.endpoint, case)
+    outcomes = run_forked(node.endpoint, case)
     assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
     assert outcomes.pop("close") == "done"
-    # A send of many rows adds how many of them were accepted.
-    said = {outcome.removesuffix(" (no row of this call was accepted)") for outcome in outcomes.values()}
-    assert said == {f"RequestError: {FORKED}"}, outcomes
+    # The error of a send of many rows also says how many of them were accepted.
+    errors = {outcome.removesuffix(" (no row of this call was accepted)") for outcome in outcomes.values()}
+    assert errors == {f"RequestError: {FORKED}"}, outcomes
 
 
 @pytest.mark.parametrize("case", ["used", "pool", "polling"])
 @pytest.mark.parametrize("client", ["blocking", "asyncio"])
-def test_over_http_every_call_works_behind_a_fork(node: RunningNode, case: str, client: str) -> None:
-    outcomes = forked(node.http_endpoint, case, client)
+def test_over_http_each_call_works_in_a_forked_child(node: RunningNode, case: str, client: str) -> None:
+    outcomes = run_forked(node.http_endpoint, case, client)
     assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
     assert set(outcomes.values()) == {"done"}, outcomes
 
 
 @pytest.mark.parametrize("kind", ["blocking", "asyncio"])
 @pytest.mark.parametrize(
-    ("how", "processes"),
+    ("start_method", "processes"),
     [
         ("fork", 10),
         pytest.param(
@@ -71,15 +76,17 @@ def test_over_http_every_call_works_behind_a_fork(node: RunningNode, case: str, 
         pytest.param("forkserver", 20, marks=pytest.mark.slow),
     ],
 )
-def test_processes_that_begin_under_load_lose_nothing_and_double_nothing(
-    tmp_path: Path, kind: str, how: str, processes: int
+def test_each_message_is_handed_out_once_while_processes_are_started_under_load(
+    tmp_path: Path, kind: str, start_method: str, processes: int
 ) -> None:
     """The parent and its children send and consume meanwhile. Each message is handed out once."""
     with running_node(tmp_path / "data") as node:
-        lines = lines_of("forks_under_load", node.http_endpoint, kind, how, str(processes), timeout_s=800)
-    of: dict[str, Counter[str]] = {"sent": Counter(), "got": Counter()}
+        lines = run_script(
+            "forks_under_load", node.http_endpoint, kind, start_method, str(processes), timeout_s=800
+        )
+    ids: dict[str, Counter[str]] = {"sent": Counter(), "got": Counter()}
     for line in lines:
-        word, message_id = line.split(" ", 1)
-        of[word][message_id] += 1
-    assert of["sent"].total() >= 3 * processes
-    assert of["got"] == of["sent"] and set(of["sent"].values()) == {1}, "each once, and no other"
+        event, message_id = line.split(" ", 1)
+        ids[event][message_id] += 1
+    assert ids["sent"].total() >= 3 * processes
+    assert ids["got"] == ids["sent"] and set(ids["sent"].values()) == {1}, "each once, and no other"

@@ -16,7 +16,7 @@ DUE_MS = 1_800_000_000_000
 
 
 @pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
-def test_a_time_that_is_null_is_refused_and_the_row_named(name: str) -> None:
+def test_a_table_with_a_null_time_is_refused_with_the_number_of_its_row(name: str) -> None:
     """A missing time would mean immediate delivery. A dict without the name does mean that."""
     types = {"after": pa.duration("s"), "at": pa.timestamp("ms", "UTC")}
     column = pa.array([1_800_000_000_000, 1_800_000_000_000, None], pa.int64()).cast(
@@ -36,14 +36,16 @@ def test_a_time_that_is_null_is_refused_and_the_row_named(name: str) -> None:
         ("ns", [-1, 1, 2**63 - 1, -(2**63)], [0, 1, 9_223_372_036_855, -9_223_372_036_854]),
     ],
 )
-def test_columns_of_times_of_any_unit_and_size(unit: str, values: list[int], ms: list[int]) -> None:
+def test_times_and_durations_of_any_unit_and_size_become_milliseconds_rounded_up(
+    unit: str, values: list[int], ms: list[int]
+) -> None:
     """Before 1970, and after 2262 and 9999: the broker refuses them. Arrow's cast and ceil_temporal overflow."""
     numbers = pa.array(values, pa.int64())
     assert due_column(numbers.cast(pa.timestamp(unit, "UTC"))).to_pylist() == ms
     assert delay_column(numbers.cast(pa.duration(unit))).to_pylist() == ms
 
 
-def test_seconds_beyond_64_bits_of_milliseconds_are_refused() -> None:
+def test_seconds_that_do_not_fit_into_64_bits_as_milliseconds_are_refused() -> None:
     with pytest.raises(InvalidDelay, match="at of row 1 is beyond"):
         due_column(pa.array([5, 2**62], pa.timestamp("s", "UTC")))
 
@@ -52,15 +54,17 @@ def test_seconds_beyond_64_bits_of_milliseconds_are_refused() -> None:
     st.lists(st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1)), min_size=1),  # noqa: DTZ001
     st.sampled_from(["us", "ns"]),
 )
-def test_timestamp_columns_are_never_early(instants: list[datetime], unit: str) -> None:
+def test_a_timestamp_becomes_a_due_time_at_most_a_millisecond_later(
+    instants: list[datetime], unit: str
+) -> None:
     column = pa.array([at.replace(tzinfo=UTC) for at in instants], pa.timestamp(unit, "Europe/Berlin"))
     due = due_column(column).to_pylist()
-    for at, ms in zip(instants, due):
-        micros = (at.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
-        assert 0 <= ms * 1_000 - micros < 1_000
+    for at, due_ms in zip(instants, due, strict=True):
+        at_us = (at.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+        assert 0 <= due_ms * 1_000 - at_us < 1_000
 
 
-def test_a_datetime_without_a_zone_is_refused_beside_others() -> None:
+def test_an_array_with_a_datetime_without_a_zone_is_refused() -> None:
     """pyarrow takes both in one array, and reads those without a time zone as UTC."""
     local = datetime(2040, 1, 1, 9)  # noqa: DTZ001
     zoned = local.replace(tzinfo=timezone(timedelta(hours=-5)))
@@ -68,7 +72,7 @@ def test_a_datetime_without_a_zone_is_refused_beside_others() -> None:
         due_column(pa.array([local, zoned]))
 
 
-def test_timestamp_columns_need_a_zone() -> None:
+def test_an_at_column_that_is_no_timestamp_with_a_zone_is_refused() -> None:
     with pytest.raises(InvalidDelay, match="whose noon"):
         due_column(pa.array([0], pa.timestamp("ms")))
     with pytest.raises(InvalidDelay, match="timestamp with a time zone"):
@@ -84,17 +88,17 @@ def test_timestamp_columns_need_a_zone() -> None:
         (pa.array([1], pa.duration("ns")), [1]),
     ],
 )
-def test_durations_are_converted_to_milliseconds(column: pa.Array, ms: list[int | None]) -> None:
+def test_durations_become_milliseconds_rounded_up(column: pa.Array, ms: list[int | None]) -> None:
     assert delay_column(column).to_pylist() == ms
 
 
 @pytest.mark.parametrize("column", [pa.array(["5m"]), pa.array([5]), pa.array([0.29])])
-def test_a_delay_column_of_another_type_is_refused(column: pa.Array) -> None:
+def test_an_after_column_that_is_no_duration_is_refused(column: pa.Array) -> None:
     with pytest.raises(InvalidDelay, match="column 'after'"):
         delay_column(column)
 
 
-def test_tables_are_completed() -> None:
+def test_a_table_gets_the_topic_ids_and_delays_that_it_lacks() -> None:
     table = pa.table(
         {
             "body": ["a", "b", "c"],
@@ -106,12 +110,16 @@ def test_tables_are_completed() -> None:
     columns = batch.to_pydict()
     assert columns["topic"] == ["t"] * 3 and columns["delay_ms"] == [1_000, 2_000, 3_000]
     assert columns["unique_key"][::2] == ["x", "z"] and len(columns["unique_key"][1]) == 32
+
+
+def test_a_table_with_two_columns_for_the_delay_is_refused() -> None:
+    table = pa.table({"body": ["a"], "after": pa.array([1], pa.duration("s")), "delay_ms": [1]})
     with pytest.raises(InvalidDelay, match="'after' and 'delay_ms'"):
-        list(batches(table.append_column("delay_ms", [[1, 2, 3]]), "t", 10, NOW_MS))
+        list(batches(table, "t", 10, NOW_MS))
 
 
 @given(st.integers(0, 50), st.integers(1, 20))
-def test_rows_are_cut_and_none_is_lost(count: int, batch_rows: int) -> None:
+def test_rows_are_divided_into_batches_and_none_is_lost(count: int, batch_rows: int) -> None:
     body = [b"%d" % i for i in range(count)]
     table = pa.table({"body": pa.array(body, pa.binary())})
     sources = [
@@ -120,12 +128,12 @@ def test_rows_are_cut_and_none_is_lost(count: int, batch_rows: int) -> None:
         table.to_reader(),
     ]
     for rows in sources:
-        cut = list(batches(rows, "t", batch_rows, NOW_MS))
-        assert all(0 < batch.num_rows <= batch_rows for batch in cut)
-        assert [value for batch in cut for value in batch.column("body").to_pylist()] == body
+        parts = list(batches(rows, "t", batch_rows, NOW_MS))
+        assert all(0 < batch.num_rows <= batch_rows for batch in parts)
+        assert [value for batch in parts for value in batch.column("body").to_pylist()] == body
 
 
-def test_views_and_dictionaries_become_plain_columns() -> None:
+def test_views_and_dictionaries_are_converted_to_plain_columns() -> None:
     given = pa.RecordBatch.from_pydict(
         {
             "body": pa.array([b"x", b"y"], pa.binary_view()),
@@ -144,8 +152,8 @@ def test_views_and_dictionaries_become_plain_columns() -> None:
     }
 
 
-def test_large_rows_are_cut_by_size() -> None:
+def test_batches_with_large_rows_are_divided_by_size() -> None:
     table = pa.table({"body": [bytes(outgoing.BATCH_BYTES // 4)] * 10})
-    cut = list(batches(table, "t", 1_000, NOW_MS))
-    assert sum(batch.num_rows for batch in cut) == 10
-    assert max(batch.nbytes for batch in cut) <= outgoing.BATCH_BYTES
+    parts = list(batches(table, "t", 1_000, NOW_MS))
+    assert sum(batch.num_rows for batch in parts) == 10
+    assert max(batch.nbytes for batch in parts) <= outgoing.BATCH_BYTES

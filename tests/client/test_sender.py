@@ -18,7 +18,7 @@ from timeball.client.attempts import Lost, NotNow, NotSent
 from timeball.model.errors import InvalidMessage, InvalidName, RequestError, Unavailable
 
 
-def test_many_rows_are_all_there(columns: Timeball) -> None:
+def test_all_rows_of_many_batches_are_in_the_log_in_order(columns: Timeball) -> None:
     bodies = [b"%d" % i for i in range(20_000)]
     summary = columns.send_many(pa.table({"body": bodies}), topic="many", batch_rows=999)
     assert summary.rows == 20_000 and summary.refused == []
@@ -39,7 +39,7 @@ def rows_with_one_bad() -> list[dict[str, str]]:
     return [{"topic": "bad/name" if i == 5 else "mixed", "body": str(i)} for i in range(10)]
 
 
-def test_a_refused_batch_raises_and_says_what_was_accepted(columns: Timeball) -> None:
+def test_a_refused_batch_raises_an_error_that_names_the_accepted_rows(columns: Timeball) -> None:
     with pytest.raises(InvalidMessage, match=r"rows 5 to 5: .*topic.*accepted: rows 0 to 4, 6") as caught:
         columns.send_many(pa.Table.from_pylist(rows_with_one_bad()), batch_rows=1)
     summary = caught.value.summary
@@ -78,7 +78,9 @@ def test_twenty_thousand_rows_are_accepted_whole_or_not_at_all(columns: Timeball
     assert rows.num_rows == 20_002
 
 
-def test_more_than_a_batch_says_what_was_accepted_also_when_its_own_rows_are_wrong(columns: Timeball) -> None:
+def test_a_wrong_row_after_the_first_batch_raises_an_error_that_names_the_accepted_rows(
+    columns: Timeball,
+) -> None:
     tags = ["t"] * 70_000
     tags[69_000] = "a\x01"
     table = pa.table({"body": [b"x"] * 70_000, "tag": tags})
@@ -90,7 +92,7 @@ def test_more_than_a_batch_says_what_was_accepted_also_when_its_own_rows_are_wro
     assert len(summary.accepted) > 1 and sum(each.rows for each in summary.accepted) == 30
 
 
-def test_of_lost_answers_the_rows_are_told_as_unknown(node: RunningNode) -> None:
+def test_the_rows_of_lost_answers_are_unknown_in_the_summary(node: RunningNode) -> None:
     with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint) as ball:
         assert ball.send_many(pa.table({"body": [b"a"]}), topic="cut").rows == 1
         with ThreadPoolExecutor(1) as pool:
@@ -109,7 +111,7 @@ def test_of_lost_answers_the_rows_are_told_as_unknown(node: RunningNode) -> None
         assert sorted(each.first_row for each in summary.unknown) == [0, 2]
 
 
-def test_refused_batches_can_be_collected(columns: Timeball) -> None:
+def test_a_refused_batch_is_listed_in_the_summary_if_refusals_are_collected(columns: Timeball) -> None:
     table = pa.Table.from_pylist(rows_with_one_bad())
     summary = columns.send_many(table, batch_rows=1, window=3, on_refused="collect")
     assert summary.rows == 10 and len(summary.ranges) == 9
@@ -117,12 +119,12 @@ def test_refused_batches_can_be_collected(columns: Timeball) -> None:
     assert (refused.first_row, refused.rows, type(refused.error)) == (5, 1, InvalidName)
 
 
-def test_a_wrong_table_is_refused_by_column(columns: Timeball) -> None:
+def test_a_table_with_an_unknown_column_is_refused_with_its_name(columns: Timeball) -> None:
     with pytest.raises(InvalidMessage, match="unknown column 'delay'"):
         columns.send_many(pa.table({"body": [b"x"], "delay": [5]}), topic="t")
 
 
-def test_batches_with_other_types_are_not_left_out(columns: Timeball) -> None:
+def test_batches_of_one_reader_with_different_schemas_are_all_sent(columns: Timeball) -> None:
     """An id is made for the second batch, whose column then has another type."""
     schema = pa.schema([("body", pa.binary()), ("unique_key", pa.large_string()), ("queue_id", pa.int32())])
     given = [
@@ -139,7 +141,7 @@ def test_batches_with_other_types_are_not_left_out(columns: Timeball) -> None:
     assert {body: by_body[body] for body in (b"a", b"b", b"c")} == {b"a": 3, b"b": 3, b"c": 3}
 
 
-def test_the_next_send_after_a_restart_needs_no_help(data: Path) -> None:
+def test_a_send_after_a_restart_of_the_broker_succeeds(data: Path) -> None:
     with running_node(data) as node, node.client() as ball:
         first = ball.send_many(pa.table({"body": [b"1"]}), topic="again").ranges[0][0]
         node.stop()
@@ -153,29 +155,29 @@ def test_the_next_send_after_a_restart_needs_no_help(data: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_nobody_there_is_unavailable() -> None:
+def test_a_send_without_a_broker_is_unavailable() -> None:
     with Timeball("grpc://127.0.0.1:1") as ball:
         for retry in (False, True):
             with pytest.raises(Unavailable, match="no broker answers"):
                 ball.send_many(pa.table({"body": [b"x"]}), topic="t", retry=retry)
 
 
-def test_an_answer_that_does_not_come_is_lost_not_refused() -> None:
+def test_batches_without_an_answer_are_unknown_and_not_refused() -> None:
     with unanswering_node() as hanging, Timeball(f"grpc://127.0.0.1:{hanging.port}", timeout_ms=200) as ball:
         for retry in (False, True):
             with pytest.raises(Lost, match="may or may not have been accepted") as caught:
-                ball.send_many(numbered(3), topic="t", batch_rows=1, retry=retry)
+                ball.send_many(numbered_rows(3), topic="t", batch_rows=1, retry=retry)
             unknown = caught.value.summary.unknown
             assert [(each.first_row, each.rows) for each in unknown] == [(0, 1), (1, 1), (2, 1)]
     assert hanging.streams == 2, "of a repeatable batch, the first attempt has all the time"
 
 
-def test_a_node_that_hangs_costs_a_repeatable_send_no_error(node: RunningNode) -> None:
+def test_a_repeatable_send_succeeds_at_the_next_node_if_the_first_hangs(node: RunningNode) -> None:
     with unanswering_node() as hanging:
         endpoint = f"grpc://127.0.0.1:{hanging.port},{node.endpoint.removeprefix('grpc://')}"
         with Timeball(endpoint, timeout_ms=1_500) as ball:
-            assert ball.send_many(numbered(9), topic="there", batch_rows=2, retry=True).rows == 9
-    assert hanging.streams == 1 and rows_in(node) == 9
+            assert ball.send_many(numbered_rows(9), topic="there", batch_rows=2, retry=True).rows == 9
+    assert hanging.streams == 1 and count_messages(node) == 9
 
 
 def test_after_a_lost_batch_the_next_send_goes_to_the_next_node(node: RunningNode) -> None:
@@ -183,29 +185,29 @@ def test_after_a_lost_batch_the_next_send_goes_to_the_next_node(node: RunningNod
         endpoint = f"grpc://127.0.0.1:{hanging.port},{node.endpoint.removeprefix('grpc://')}"
         with Timeball(endpoint, timeout_ms=1_000) as ball:
             with pytest.raises(Lost):
-                ball.send_many(numbered(1), topic="there")
-            assert ball.send_many(numbered(1), topic="there").rows == 1
+                ball.send_many(numbered_rows(1), topic="there")
+            assert ball.send_many(numbered_rows(1), topic="there").rows == 1
 
 
-def test_a_node_that_opens_no_stream_leaves_time_for_the_next_one(node: RunningNode) -> None:
+def test_a_send_goes_to_the_next_node_if_the_first_opens_no_stream(node: RunningNode) -> None:
     """Nothing was sent, so this needs no `retry`."""
     with stopped_node() as stopped:
         endpoint = f"grpc://{stopped},{node.endpoint.removeprefix('grpc://')}"
         with Timeball(endpoint, timeout_ms=1_000) as ball:
-            assert ball.send_many(numbered(1), topic="there").rows == 1
+            assert ball.send_many(numbered_rows(1), topic="there").rows == 1
 
 
-def test_attempts_to_open_a_stream_share_the_time_of_the_call() -> None:
+def test_attempts_to_open_a_stream_share_the_time_limit_of_the_call() -> None:
     with stopped_node() as stopped, Timeball(f"grpc://{stopped}", timeout_ms=100) as ball:
         before = set(threading.enumerate())
         for _ in range(2):
             with pytest.raises(NotSent, match=r"opened no stream within 0\.1 s"):
-                ball.send_many(numbered(1), topic="t", retry=True)
+                ball.send_many(numbered_rows(1), topic="t", retry=True)
         opening = [thread for thread in threading.enumerate() if thread not in before]
         assert [thread.name for thread in opening] == ["timeball-acks"] * 2, "one attempt of each call"
 
 
-def test_a_repeated_batch_is_told_the_current_states_and_may_be_sent_anew(columns: Timeball) -> None:
+def test_a_repeated_batch_gets_the_current_states_and_is_sent_again_if_settled(columns: Timeball) -> None:
     ids = ["column-0", "column-1"]
     table = pa.table({"body": [b"0", b"1"], "unique_key": ids, "delay_ms": [3_600_000] * 2})
     columns.send_many(table, topic="anew", retry=True)
@@ -215,7 +217,7 @@ def test_a_repeated_batch_is_told_the_current_states_and_may_be_sent_anew(column
     assert columns.send_many(table, topic="anew", retry=True, if_settled="send").existing == []
 
 
-def sent_with_lost_answers(node: RunningNode, *, retry: bool) -> list[bytes]:
+def send_with_lost_answers(node: RunningNode, *, retry: bool) -> list[bytes]:
     """Send while no answer passes. Cut the connection when the messages are in the log, and return them."""
     rows = pa.table({"body": [b"0", b"1", b"2"], "unique_key": [f"m{n}" for n in range(3)]})
     with (
@@ -239,14 +241,14 @@ def sent_with_lost_answers(node: RunningNode, *, retry: bool) -> list[bytes]:
         return found()
 
 
-def test_messages_whose_answers_were_lost_are_sent_once(node: RunningNode) -> None:
-    assert sent_with_lost_answers(node, retry=True) == [b"0", b"1", b"2"]
+def test_with_retry_messages_whose_answers_were_lost_are_stored_once(node: RunningNode) -> None:
+    assert send_with_lost_answers(node, retry=True) == [b"0", b"1", b"2"]
 
 
-def test_without_keys_a_lost_answer_is_told(node: RunningNode) -> None:
-    """The negative control: the answers are lost indeed."""
+def test_without_retry_a_lost_answer_raises_lost(node: RunningNode) -> None:
+    """The negative control of the test above: the answers are really lost."""
     with pytest.raises(Lost, match="may or may not have been accepted"):
-        sent_with_lost_answers(node, retry=False)
+        send_with_lost_answers(node, retry=False)
 
 
 @pytest.fixture
@@ -257,70 +259,74 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[RunningNode, RunningNode]]:
             node.broker.log.writer._closing = False
 
 
-def both(nodes: tuple[RunningNode, RunningNode]) -> str:
-    first, second = nodes
+def endpoint_of(two_nodes: tuple[RunningNode, RunningNode]) -> str:
+    first, second = two_nodes
     return f"{first.endpoint},{second.endpoint.removeprefix('grpc://')}"
 
 
-def rows_in(node: RunningNode) -> int:
-    """Return how many messages of the topic are in a node's log."""
+def count_messages(node: RunningNode) -> int:
+    """Count the messages of the topic `there` in the log of a node."""
     with node.client() as ball:
         topics = ball.read_log(1, node.broker.log.writer.next_seq, kinds=[1]).read_all().column("topic")
         return sum(topic == "there" for topic in topics.to_pylist())
 
 
-def refuse(node: RunningNode) -> None:
-    """Make the log refuse new rows, as at the beginning of a hand-over."""
+def refuse_rows(node: RunningNode) -> None:
+    """Make the log refuse_rows new rows, as at the beginning of a hand-over."""
     node.broker.log.writer._closing = True
 
 
-def numbered(count: int) -> pa.Table:
+def numbered_rows(count: int) -> pa.Table:
     return pa.table({"body": [b"%d" % n for n in range(count)]})
 
 
-def test_a_broker_that_hands_over_costs_no_error(two_nodes: tuple[RunningNode, RunningNode]) -> None:
+def test_a_send_that_a_broker_refuses_during_a_hand_over_goes_to_the_next_node(
+    two_nodes: tuple[RunningNode, RunningNode],
+) -> None:
     """A refusal says that nothing was done, so another node is asked, also without `retry`."""
     first, second = two_nodes
-    with Timeball(both(two_nodes)) as ball:
-        before = ball.send_many(numbered(1), topic="there")
-        refuse(first)
-        after = ball.send_many(numbered(1), topic="there")
+    with Timeball(endpoint_of(two_nodes)) as ball:
+        before = ball.send_many(numbered_rows(1), topic="there")
+        refuse_rows(first)
+        after = ball.send_many(numbered_rows(1), topic="there")
         assert after.ranges == before.ranges, "the first row of another log"
-        assert ball.send_many(numbered(9), topic="there", batch_rows=2).rows == 9
-    assert (rows_in(first), rows_in(second)) == (1, 10)
+        assert ball.send_many(numbered_rows(9), topic="there", batch_rows=2).rows == 9
+    assert (count_messages(first), count_messages(second)) == (1, 10)
 
 
-def test_rows_refused_in_the_middle_of_many_go_on(two_nodes: tuple[RunningNode, RunningNode]) -> None:
+def test_a_long_send_continues_at_the_next_node_after_a_refusal(
+    two_nodes: tuple[RunningNode, RunningNode],
+) -> None:
     first, second = two_nodes
     schema = pa.schema([("body", pa.binary())])
 
     def batches() -> Iterator[pa.RecordBatch]:
         for n in range(40):
             if n == 20:
-                refuse(first)
+                refuse_rows(first)
             yield pa.record_batch([[b"%d" % n] * 10], schema=schema)
 
-    with Timeball(both(two_nodes)) as ball:
+    with Timeball(endpoint_of(two_nodes)) as ball:
         rows = pa.RecordBatchReader.from_batches(schema, batches())
         assert ball.send_many(rows, topic="there", batch_rows=10).rows == 400
-    assert rows_in(first) + rows_in(second) == 400
-    assert rows_in(first) > 0 and rows_in(second) > 0
+    assert count_messages(first) + count_messages(second) == 400
+    assert count_messages(first) > 0 and count_messages(second) > 0
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_broker_alone_that_stops_is_told(node: RunningNode) -> None:
-    """The control: the refusal is real, and the last attempt's is raised."""
+def test_the_refusal_of_the_only_broker_raises_notnow(node: RunningNode) -> None:
+    """The control of the two tests above: such a broker really refuses each attempt."""
     with node.client() as ball:
-        refuse(node)
+        refuse_rows(node)
         try:
             with pytest.raises(NotNow, match="stopping"):
-                ball.send_many(numbered(1), topic="there")
+                ball.send_many(numbered_rows(1), topic="there")
         finally:
             node.broker.log.writer._closing = False
 
 
-class Refusals:
-    """True so many times."""
+class TrueSoOften:
+    """True for the first `count` checks, and then false. As a flag of the log, it refuses so many batches."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -331,9 +337,9 @@ class Refusals:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_an_error_of_earlier_rows_ends_the_call_also_when_the_stream_broke(node: RunningNode) -> None:
+def test_the_error_of_an_earlier_batch_ends_the_call_when_the_stream_has_broken(node: RunningNode) -> None:
     """All attempts with the first batch are refused. The second one would be accepted."""
-    schema, refusals = pa.schema([("body", pa.binary())]), Refusals(2 + len(attempts.RETRY_PAUSES_S))
+    schema, refusals = pa.schema([("body", pa.binary())]), TrueSoOften(2 + len(attempts.RETRY_PAUSES_S))
     with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint) as ball:
         ball.send_many(pa.table({"body": [b"0"]}), topic="cut")
 
@@ -356,15 +362,15 @@ def test_an_error_of_earlier_rows_ends_the_call_also_when_the_stream_broke(node:
             node.broker.log.writer._closing = False
 
 
-def test_a_closed_client_sends_nothing(node: RunningNode) -> None:
+def test_a_send_of_a_closed_client_is_refused(node: RunningNode) -> None:
     ball = Timeball(node.endpoint)
-    ball.send_many(numbered(1), topic="t")
+    ball.send_many(numbered_rows(1), topic="t")
     ball.close()
     with pytest.raises(RequestError, match="closed"):
-        ball.send_many(numbered(1), topic="t")
+        ball.send_many(numbered_rows(1), topic="t")
 
 
-def test_operations_name_the_http_address(node: RunningNode) -> None:
+def test_operations_are_refused_without_an_address_of_http(node: RunningNode) -> None:
     """A client of the Flight port has columns only."""
     with Timeball(node.endpoint) as ball:
         for call in (

@@ -28,11 +28,12 @@ from timeball.model.time_parsing import After, delay_ms
 
 
 class Positions:
-    """The next offset of each queue of one topic, for one group."""
+    """The next offset of each queue of one topic, for one group, or for none if `group` is ""."""
 
     def __init__(
         self, columns: Calls, operations: Callable[[], HttpCalls], topic: str, group: str, start: Start
     ) -> None:
+        """Begin without queues. `start`: where queues without a committed offset begin. For the others, see Browser."""
         self._columns, self._operations = columns, operations
         self._topic = topic
         self._group = group
@@ -41,9 +42,9 @@ class Positions:
         self.committed: dict[int, int] = {}  # by queue; the offsets that the broker is known to have
 
     def refresh(self) -> None:
-        """Add the queues that are not known yet.
+        """Look up the queues of the topic, and add the new ones.
 
-        They begin at the group's committed offset, or else at the requested start.
+        They begin at the group's committed offset, or else at `start`. Raises NotFound if the topic does not exist.
         """
         answer = dict[str, dict[int, QueueRange]]
         ranges = self._columns.action("queues", wire.Queues(topic=self._topic), answer)["queues"]
@@ -58,21 +59,21 @@ class Positions:
             self.next.setdefault(queue, self.committed.get(queue, first))
 
     def start_at_earliest(self) -> None:
-        """Let all queues begin at their earliest offset.
+        """Let queues begin at their earliest offset.
 
-        Used if the topic was created while a read waited: all its messages came after the requested start.
+        For a topic that was created while a read waited: all of its messages came later than the read.
         """
         self._start = "earliest"
 
     def move(self, batch: pa.RecordBatch) -> None:
-        """Advance each queue's position past its last row in the batch."""
+        """Advance the position of each queue to the offset after its last row in the batch."""
         queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
         queue_offsets = batch.column("queue_offset").to_numpy(zero_copy_only=False)
         for queue in np.unique(queue_ids):
             self.next[int(queue)] = int(queue_offsets[queue_ids == queue].max()) + 1
 
     def commit(self, next_offsets: dict[int, int]) -> None:
-        """Commit the offsets that are not committed yet."""
+        """Commit these offsets by queue, without those that the broker has already."""
         changed = {
             queue: offset for queue, offset in next_offsets.items() if self.committed.get(queue) != offset
         }
@@ -85,7 +86,7 @@ class Browser:
     """Reads by offset. Thread safe. Threads that read the same topic for the same group share a position."""
 
     def __init__(self, columns: Calls, operations: Callable[[], HttpCalls], clock: Clock) -> None:
-        """Prepare. `operations` returns the calls over HTTP, or raises RequestError if the client has none."""
+        """Prepare. `columns`: the calls over Flight. `operations` returns those over HTTP, or raises RequestError."""
         self._columns, self._operations = columns, operations
         self._clock = clock
         self._lock = threading.Lock()
@@ -93,7 +94,10 @@ class Browser:
         self._positions: dict[tuple[str, str], tuple[threading.Lock, Positions]] = {}
 
     def read_batch(self, topic: str, group: str, rows: int, wait: After, start: Start) -> pa.RecordBatch:
-        """Read up to `rows` rows in READ_SCHEMA from the position on, and advance the position."""
+        """Read up to `rows` rows in READ_SCHEMA from the position on, and advance the position.
+
+        Waits up to `wait` for the first row. Reader.browse documents the arguments and the errors.
+        """
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
         wait_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX)
@@ -108,7 +112,7 @@ class Browser:
             if batch.num_rows:
                 positions.move(batch)
             else:
-                positions.refresh()  # no messages came, so there is time to look for added queues
+                positions.refresh()  # no messages came, so there is time to look for new queues
             return batch
 
     def read(self, topic: str, group: str, rows: int, wait: After, start: Start) -> list[Message]:
@@ -116,12 +120,13 @@ class Browser:
         return as_messages(self.read_batch(topic, group, rows, wait, start), self._clock.wall_ms())
 
     def commit(self, topic: str, group: str, next_offsets: dict[int, int] | None) -> None:
-        """Commit these offsets, by default the current positions."""
+        """Commit these offsets of the group by queue. None: the current positions of this client."""
         lock, positions = self._position(topic, group, "earliest")
         with lock:
             positions.commit(dict(positions.next) if next_offsets is None else next_offsets)
 
     def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
+        """Find the positions of a group in a topic, and their lock. New ones begin at `start`."""
         self._columns.check()
         with self._lock:
             entry = self._positions.get((topic, group))
@@ -133,17 +138,18 @@ class Browser:
     def _look_up_queues(
         self, topic: str, positions: Positions, rows: int, wait_ms: int
     ) -> pa.RecordBatch | None:
-        """Look up the queues. If the topic does not exist, wait for it.
+        """Look up the queues before the first read. If the topic does not exist, wait up to `wait_ms` for it.
 
-        Returns None if the queues are known, or an empty batch if the topic still does not exist. A browser may start
-        before the first message is sent, and so before its topic exists.
+        A browser may start before the first message is sent, which creates the topic. Returns None if the queues are
+        found, or the empty batch of the read if the topic still does not exist. Raises NotFound without a wait, or if
+        messages create no topics at this broker.
         """
         try:
             positions.refresh()
         except NotFound:
             if wait_ms == 0:
                 raise
-            # Wait for the message that creates the topic. Where messages create no topics, this raises NotFound.
+            # A read of queue 0 waits for the message that creates the topic.
             empty_batch = self._pull(topic, {0: 0}, rows, wait_ms)
             positions.start_at_earliest()
             try:
@@ -153,6 +159,7 @@ class Browser:
         return None
 
     def _pull(self, topic: str, next_offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
+        """Read up to `rows` rows from these offsets by queue on. Waits up to `wait_ms` for the first one."""
         ticket = wire.Pull(topic=topic, offsets=dict(next_offsets), rows=rows, wait_ms=wait_ms)
         return self._columns.rows(ticket)
 

@@ -67,17 +67,17 @@ FORKED = (
 
 
 class _Process:
-    """The connections that this process, or the process that it was forked from, has dialed."""
+    """Flight clients that this process, or the process that it was forked from, has created."""
 
     def __init__(self) -> None:
-        self.dialled: weakref.WeakSet[Any] = weakref.WeakSet()
-        # `inherited`: whether the parent process had dialed before the fork
-        self.has_dialled = self.inherited = False
+        self.clients: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_dialed = False
+        self.is_inherited = False  # the parent process had dialed before the fork
 
     def after_fork(self) -> None:
-        """Keep the parent's connections alive in a child process, because freeing them hangs as well."""
-        self.inherited = self.has_dialled
-        for client in list(self.dialled):
+        """Keep the parent's clients alive in a child process, because freeing them hangs as well."""
+        self.is_inherited = self.has_dialed
+        for client in list(self.clients):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
 
@@ -86,20 +86,24 @@ os.register_at_fork(after_in_child=_PROCESS.after_fork)
 
 
 def check_process() -> None:
-    """Raise RequestError in a child of a process that had dialed. Call this before waiting for any lock."""
-    if _PROCESS.inherited:
+    """Raise RequestError in a child of a process that had dialed. Call this before waiting for any lock.
+
+    Another thread of the parent may have held the lock at the fork, and then nobody releases it in the child.
+    """
+    if _PROCESS.is_inherited:
         raise RequestError(FORKED)
 
 
 def is_inherited() -> bool:
     """Check whether a parent process had dialed before this process was forked from it."""
-    return _PROCESS.inherited
+    return _PROCESS.is_inherited
 
 
 def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
-    """Create a FlightClient that sends credentials: `who`, or those of the environment.
+    """Create a FlightClient that sends credentials: `who`, or those of the environment. `options`: those of its class.
 
-    The client connects at its first call. Raises RequestError, and Flight's errors for a malformed address.
+    The client connects at its first call. Raises RequestError after a fork or for wrong credentials, and FLIGHT_ERRORS
+    for a malformed address.
     """
     check_process()
     who = credentials() if who is None else who
@@ -109,9 +113,9 @@ def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
         options["tls_root_certs"] = who.tls_roots
     if who.tls_name:
         options["override_hostname"] = who.tls_name
-    _PROCESS.has_dialled = True  # set before dialing, because a fork may happen in between
+    _PROCESS.has_dialed = True  # set before dialing, because a fork may happen in between
     client = flight.FlightClient(endpoint.replace("grpc://", "grpc+tcp://", 1), **options)
-    _PROCESS.dialled.add(client)
+    _PROCESS.clients.add(client)
     return client
 
 
@@ -154,8 +158,8 @@ class Calls(Attempts):
         """Prepare a connection.
 
         `endpoint` is grpc://host:port, or grpc://host:port,host:port for the nodes of a cluster. `who`: the
-        credentials, by default from the environment. `patience_s`: retry each call for this many seconds (see the
-        module's docstring). Raises RequestError for a malformed endpoint.
+        credentials, by default from the environment. `patience_s`: retry each call for this many seconds
+        (see attempts.py). Raises RequestError for a malformed endpoint.
         """
         super().__init__(
             split_endpoints(endpoint, SCHEMES, "grpc://host:port"),
@@ -173,8 +177,7 @@ class Calls(Attempts):
             with self._dial_lock:
                 if endpoint == self.endpoint:
                     super().leave(endpoint)
-                    # The old client is not closed, because other threads may have streams on it. These end by
-                    # themselves.
+                    # The old client is not closed: other threads may have streams on it, which end by themselves.
                     self._flight = None
 
     @property
@@ -206,9 +209,10 @@ class Calls(Attempts):
         yield from super().pauses()
 
     def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
-        """Run an action and decode its answer. `body` is an object that is encoded as JSON, or bytes of JSON.
+        """Run the action `verb`, and decode its answer from JSON as `answer`.
 
-        `timeout_ms` replaces the time limit of the connection for this call.
+        `body` is an object that is encoded as JSON, or bytes of JSON. `timeout_ms` replaces the time limit of the
+        connection for this call. Raises the broker's error, or Unavailable.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
@@ -227,11 +231,12 @@ class Calls(Attempts):
         wait_ms = ticket.wait_ms if isinstance(ticket, wire.Pull) else 0
 
         async def attempt(limit_s: float) -> pa.RecordBatch:
-            asked = ticket
-            if isinstance(asked, wire.Pull):
-                waits_ms = wait_within(limit_s, self.timeout_ms, wait_ms)
-                asked = msgspec.structs.replace(asked, wait_ms=waits_ms)
-            data = flight.Ticket(msgspec.json.encode(asked))
+            sent = ticket
+            if isinstance(ticket, wire.Pull):
+                # A later attempt has less time, so the broker must wait less.
+                attempt_wait_ms = wait_within(limit_s, self.timeout_ms, wait_ms)
+                sent = msgspec.structs.replace(ticket, wait_ms=attempt_wait_ms)
+            data = flight.Ticket(msgspec.json.encode(sent))
             with translated(self.endpoint):
                 reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=limit_s))
                 batches = [chunk.data for chunk in reader]
@@ -242,7 +247,7 @@ class Calls(Attempts):
         return run(self.with_retries(attempt, self.timeout_ms, wait_ms=wait_ms))
 
     def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
-        """Read the batches of a ticket as they arrive. There is no time limit, because a log may be long."""
+        """Return a reader of the batches of a ticket. There is no time limit, because a log may be long."""
         reader = self._open(ticket)
         with translated(self.endpoint):
             schema = reader.schema
@@ -253,11 +258,13 @@ class Calls(Attempts):
         yield from self._read(self._open(ticket))
 
     def _open(self, ticket: wire.Ticket) -> Any:
+        """Begin to read a ticket. Returns Flight's reader."""
         self.check()
         with translated(self.endpoint):
             return self.flight.do_get(flight.Ticket(msgspec.json.encode(ticket)))
 
     def _read(self, reader: Any) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of Flight's reader, with its errors as errors of Timeball."""
         with translated(self.endpoint):
             for chunk in reader:
                 yield chunk.data
@@ -281,7 +288,11 @@ _DEBUG_SUFFIXES = (". Detail: Failed", ". gRPC client debug context", ". Client 
 
 
 def translate(error: BaseException, endpoint: str) -> TimeballError:
-    """Translate an error that Flight raised during a call to `endpoint` to an error of Timeball."""
+    """Translate an error that Flight raised during a call to `endpoint` to an error of Timeball.
+
+    An error that the broker sent has its code in `extra_info`. Of all others, only the class and parts of the text
+    show the cause.
+    """
     if isinstance(error, TimeballError):
         return error
     text = str(error)

@@ -1,10 +1,10 @@
-"""An open send stream: the client writes batches, and the broker answers them in the same order.
+"""Send streams of Flight: the client writes batches, and the broker answers them in the same order.
 
 Each batch has one of three outcomes, which the caller can distinguish:
 
     never sent   `submit` raises `NotSent`, or the future has it: the stream was dead before the batch was written.
-                 Sending it again is safe. If the broker refused the stream (for example its schema), this is the
-                 refusal
+                 Sending it again is safe. If the broker refused the stream (for example its schema), the error is
+                 the refusal instead
     answered     the future has the acknowledgement, or the broker's error: then the broker keeps nothing of the batch.
                  After `NotNow` the batch may be sent again on a new stream
     lost         the stream broke before the answer: the future has `Lost`. The broker may or may not have the batch
@@ -12,9 +12,9 @@ Each batch has one of three outcomes, which the caller can distinguish:
 A reading thread opens the stream and completes the futures. Any thread may submit. `submit` blocks while the network
 accepts no more data: this is the broker's back-pressure.
 
-The stream has no time limit as a whole, because it may be long. Instead, each batch has one from the moment at which it
-is the oldest without an answer. When it is over, a watching thread cancels the stream. This also ends a blocked
-`submit`, and the batches without an answer are lost.
+The stream has no time limit as a whole, because it may be long. Instead, the oldest batch without an answer has a time
+limit, which begins when the batch becomes the oldest. After it a watching thread cancels the stream. This also ends a
+blocked `submit`, and the batches without an answer are lost.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ from timeball.model import limits, rules, wire
 from timeball.model.answers import SendAck, SendAnswer
 from timeball.model.errors import Conflict, InvalidMessage, TimeballError, Unavailable
 
-_CLOSE_WAIT_S = 5.0  # for the last answers
-
+_CLOSE_WAIT_S = 5.0  # longest wait for the last answers
 
 _decoder = msgspec.json.Decoder(SendAnswer)
 
 
 def _size_error(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
-    """Build the error of a batch that is too large: the rule that a row breaks, or else the size of the batch."""
-    text_tests = (pa.types.is_string, pa.types.is_binary)
+    """Build the error of a batch that is too large. It names the first value that is too large, or else the batch."""
     columns = {
         field.name: batch.column(field.name)
         for field in batch.schema
-        if field.name in rules.BYTES_MAX and any(is_text(field.type) for is_text in text_tests)
+        if field.name in rules.BYTES_MAX
+        and (pa.types.is_string(field.type) or pa.types.is_binary(field.type))
     }
     try:
         rules.check_columns(columns)
@@ -61,16 +60,18 @@ def _size_error(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
 
 
 class Answer(Future[SendAck]):
-    """The answer to a batch."""
+    """The answer to a batch: the broker's acknowledgement, or an error as the module's docstring describes."""
 
-    begun_ns = 0  # when the batch became the oldest one without an answer; 0 before
-    waited_ns = 0  # set with the result: how long it was the oldest one
+    # When the time limit of the batch began, because it became the oldest without an answer. 0 before.
+    begun_ns = 0
+    waited_ns = 0  # set with the result: the time since `begun_ns`
 
 
 class SendExchange:
     """A send stream: writes batches and matches the answers to them.
 
-    The constructor opens the stream within `open_s`. It raises NotSent if no broker answers, or the broker's refusal.
+    The constructor opens the stream within `open_s` seconds. It raises NotSent if no broker answers, or the broker's
+    refusal. All batches have `schema`.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class SendExchange:
         self._state = threading.Condition()
         self._unanswered: deque[Answer] = deque()  # in the order of their batches
         self._being_written: Answer | None = (
-            None  # of the batch that `submit` writes, which completes it after the end
+            None  # of the batch in `submit`, which completes it if the stream ends
         )
         self._end_reason: TimeballError | None = None  # set when the stream has ended
         self._is_cancelled = False  # by this client, because a time limit was over
         self._is_finished = False  # no further batch will be written
-        # Held while writing, so that batches and futures have the same order.
+        # Held while writing, so that batches and futures have the same order. Taken before `_state`.
         self._write_lock = threading.Lock()
         self._writer: Any = None
         self._reader: Any = None
@@ -118,14 +119,15 @@ class SendExchange:
         return self._end_reason is None and not self._is_finished
 
     def submit(self, batch: pa.RecordBatch, key: str = "") -> Answer:
-        """Write a batch in the stream's schema. The future receives the answer.
+        """Write a batch in the stream's schema. Returns the future of its answer.
 
         `key` is sent as the metadata of the batch: the JSON of a wire.SendKey, or of a wire.SourceStep in a stream from
-        a source. Raises NotSent, or the refusal that ended the stream, if it had ended before.
+        a source. If the stream had ended before, raises NotSent, or the refusal that ended it. A batch that is too
+        large is not written: its future has InvalidMessage.
         """
         answer = Answer()
         if (size_bytes := batch.nbytes) > limits.BATCH_BYTES_MAX:
-            # If it were written, the broker would end the stream, and the batches under way would be lost.
+            # The broker would end the stream, and the other batches without an answer would be lost.
             answer.set_exception(_size_error(batch, size_bytes))
             return answer
         with self._write_lock:
@@ -135,7 +137,7 @@ class SendExchange:
                 self._unanswered.append(answer)
                 self._being_written = answer
                 if len(self._unanswered) == 1:
-                    self._begin(answer)
+                    self._begin_time_limit(answer)
             failure: Exception | None = None
             try:
                 if key:
@@ -151,41 +153,45 @@ class SendExchange:
                 self._close_writer()
         return answer
 
-    def _begin(self, answer: Answer) -> None:
+    def _begin_time_limit(self, answer: Answer) -> None:
+        """Begin the time limit of the oldest batch without an answer. The caller holds `_state`."""
         answer.begun_ns = self._clock.monotonic_ns()
         self._state.notify()
 
     def _end_writing(self, answer: Answer, failure: Exception | None) -> None:
-        """Restart the time limit of a batch that was written, or complete its future if the stream has ended."""
+        """Restart the time limit of a batch that was written, or complete its future if the stream has ended.
+
+        `failure`: the error of the write, or None.
+        """
         with self._state:
             self._being_written = None
             reason = self._end_reason
             if failure is None and reason is None:
                 if self._unanswered and self._unanswered[0] is answer:
-                    self._begin(answer)
+                    self._begin_time_limit(answer)
                 return
             if answer in self._unanswered:
                 self._unanswered.remove(answer)
         if answer.done():
             return
-        # A write that was cancelled may have been complete.
+        # After a cancel by this client the batch may have been written completely, so it is lost and not "not sent".
         if failure is not None and not self._is_cancelled:
             reason = self._not_sent(reason if reason is not None else translate(failure, self.endpoint))
         self._complete(answer, reason if reason is not None else self._overdue())
 
     @staticmethod
     def _not_sent(reason: TimeballError) -> TimeballError:
-        """Choose the error for a batch that was not written.
+        """Choose the error for a batch that was not written, because the stream has ended for `reason`.
 
-        A refusal stays as it is, because a new stream would be refused in the same way. Other reasons become NotSent.
+        A refusal stays as it is, because a new stream would be refused in the same way. Unavailable becomes NotSent.
         """
         return NotSent(str(reason)) if isinstance(reason, Unavailable) else reason
 
     def finish(self) -> None:
-        """Announce the end of the batches. Answers still arrive.
+        """Tell the broker that no more batches follow. Answers still arrive.
 
-        This sends a message, instead of calling `done_writing`. When the stream breaks, Arrow's reader half-closes it
-        in the reading thread, and gRPC aborts a process in which two threads do so at the same moment.
+        This sends a message instead of half-closing the stream by `done_writing`. When the stream breaks, Arrow's
+        reader half-closes it in the reading thread, and gRPC aborts a process in which two threads do so at once.
         """
         with self._write_lock:
             if not self._is_finished:
@@ -205,7 +211,7 @@ class SendExchange:
         self._close_writer()
 
     def _close_writer(self) -> None:
-        """Close the writer of an ended stream: Arrow prints the error of one that is freed and not closed.
+        """Close the writer of an ended stream. Arrow would print an error if it were freed without being closed.
 
         The caller holds the write lock, or the reading thread has ended.
         """
@@ -232,6 +238,7 @@ class SendExchange:
         self._cancel()
 
     def _cancel(self) -> None:
+        """Cancel the stream because a time limit is over. May be called before the stream is open."""
         with self._state:
             self._is_cancelled = True
             reader = self._reader
@@ -239,6 +246,7 @@ class SendExchange:
             reader.cancel()
 
     def _overdue(self) -> Lost:
+        """Build the error of a batch whose time limit is over."""
         return Lost(
             f"{self.endpoint} did not answer within {self.limit_s:.3g} s; the message may or may not have been accepted"
         )
@@ -246,6 +254,7 @@ class SendExchange:
     # ---- the reading thread ---------------------------------------------------------------------------------
 
     def _run(self, client: Any, descriptor: flight.FlightDescriptor, schema: pa.Schema) -> None:
+        """Open the stream, complete the futures until it ends, and close it. `_opened` receives the first error."""
         try:
             writer, reader = client.do_exchange(descriptor)
             with self._state:
@@ -264,7 +273,7 @@ class SendExchange:
             self._write_lock.release()
 
     def _read(self) -> TimeballError:
-        """Complete the futures until the stream ends. Returns the reason."""
+        """Complete the futures until the stream ends. Returns the reason of the end, for batches without an answer."""
         try:
             while True:
                 metadata = self._reader.read_chunk().app_metadata
@@ -285,6 +294,7 @@ class SendExchange:
             return Lost(f"{self.endpoint} sent an answer that cannot be read: {error}")
 
     def _end(self, reason: TimeballError) -> None:
+        """Complete all futures with `reason`, except that of a batch in `submit`, which `submit` completes."""
         with self._state:
             self._end_reason = reason
             unanswered, self._unanswered = self._unanswered, deque()
@@ -299,7 +309,7 @@ class SendExchange:
         with self._state:
             answer = self._unanswered.popleft() if self._unanswered else None
             if self._unanswered:
-                self._begin(self._unanswered[0])
+                self._begin_time_limit(self._unanswered[0])
         if answer is None:
             return  # `submit` has completed this batch with an error and removed its future
         if message.error is not None:
@@ -311,6 +321,7 @@ class SendExchange:
             )
 
     def _complete(self, answer: Answer, result: SendAck | TimeballError) -> None:
+        """Complete a future, and measure how long its batch was the oldest."""
         if answer.begun_ns:
             answer.waited_ns = self._clock.monotonic_ns() - answer.begun_ns
         if isinstance(result, SendAck):
@@ -336,15 +347,16 @@ class Source:
         self._exchange: SendExchange | None = None
 
     def positions(self) -> dict[int, int]:
-        """Read the next position of each partition from the broker. Empty if nothing was sent for the source."""
+        """Read the next position of each partition from the broker. Empty if nothing was sent from the source."""
         body = wire.SourcePositions(source=self.name)
         return self._calls.action("source_positions", body, dict[str, dict[int, int]])["positions"]
 
     def send(self, batch: pa.RecordBatch, begin: Mapping[int, int], end: Mapping[int, int]) -> None:
         """Send the messages of the records with begin <= position < end in each partition. Durable on return.
 
-        All batches have the same schema, and a batch may be empty. Raises Conflict if the broker's positions of the
-        source are not `begin`. Then read the positions and continue from there.
+        All batches have the same schema. A batch is empty if none of the records became a message. Raises Conflict if
+        the broker's positions of the source are not `begin`: read the positions, and continue from there. Raises also
+        the broker's refusals, and Unavailable.
         """
         step = wire.SourceStep(source=self.name, begin=dict(begin), end=dict(end))
         metadata = msgspec.json.encode(step).decode()
@@ -354,7 +366,7 @@ class Source:
                 exchange = self._open(batch.schema, limit_s)
                 exchange.submit(batch, metadata).result()
             except Conflict:
-                # After a lost answer the repeated batch is a conflict, too. Then the broker's positions are `end`.
+                # A repetition after a lost answer is a conflict, too. The batch was stored if the positions are `end`.
                 stored_positions = self.positions()
                 if any(stored_positions.get(partition) != position for partition, position in end.items()):
                     raise
@@ -371,6 +383,7 @@ class Source:
             exchange.close()
 
     def _open(self, schema: pa.Schema, limit_s: float) -> SendExchange:
+        """Return the open stream, or open one. `limit_s`: the time limit of the next batch."""
         if self._exchange is None or not self._exchange.alive:
             self._exchange = SendExchange(
                 self._calls.flight,

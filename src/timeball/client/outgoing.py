@@ -39,10 +39,8 @@ from timeball.model.trace_context import with_contexts
 # Up to this many rows that are all available at once, and fit into BATCH_BYTES, are sent as one batch.
 ATOMIC_ROWS = limits.ROWS_PER_REQUEST_MAX // 2
 BATCH_ROWS = 8_192  # rows of a batch when there are more rows, or when they come one by one
-_SECONDS_MAX = (
-    limits.INSTANT_MS_MAX
-)  # for values in seconds: converted to milliseconds, they fit into 64 bits
 BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is halved until it is at most this large, or one row
+_SECONDS_MAX = limits.INSTANT_MS_MAX  # times in seconds up to this one fit into 64 bits as milliseconds
 
 Columns: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader
 
@@ -50,11 +48,11 @@ Columns: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader
 def batches(
     rows: Columns, topic: str | None, batch_rows: int | None, born_ms: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches with ids, all of one schema. Raises InvalidMessage and InvalidDelay.
+    """Yield batches for a send stream, completed as `complete` does. Raises InvalidMessage and InvalidDelay.
 
-    Rows that are all available at once form one batch, if they are at most `batch_rows` rows and BATCH_BYTES bytes. The
-    broker accepts a batch as a whole or not at all. With `batch_rows` None the limit is ATOMIC_ROWS, and more rows are
-    split into batches of BATCH_ROWS.
+    The rows of a table or a batch form one batch, if they are at most `batch_rows` rows (None: ATOMIC_ROWS) and at most
+    BATCH_BYTES. The broker then accepts all of them or none. Any other rows are split into batches of at most
+    `batch_rows` rows (None: BATCH_ROWS) and BATCH_BYTES.
     """
     max_rows, first_row = batch_rows or BATCH_ROWS, 0
     if isinstance(rows, (pa.Table, pa.RecordBatch)) and 0 < len(rows) <= (batch_rows or ATOMIC_ROWS):
@@ -81,12 +79,13 @@ def _check_times(batch: pa.RecordBatch, first_row: int) -> None:
 
 
 def _split_by_size(batch: pa.RecordBatch, max_rows: int) -> Iterator[pa.RecordBatch]:
+    """Yield the parts of a batch, in order, each of at most `max_rows` rows and BATCH_BYTES or a single row."""
     for begin in range(0, batch.num_rows, max_rows):
         yield from halves(batch.slice(begin, max_rows))
 
 
 def _to_batches(rows: Columns, max_rows: int) -> Iterator[pa.RecordBatch]:
-    """Convert the rows to record batches."""
+    """Yield the rows as record batches, of a table in batches of at least `max_rows` rows."""
     if isinstance(rows, pa.RecordBatch):
         yield rows
     elif isinstance(rows, pa.Table):
@@ -100,8 +99,8 @@ def _to_batches(rows: Columns, max_rows: int) -> Iterator[pa.RecordBatch]:
 def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.RecordBatch:
     """Complete a batch to the columns of the Flight protocol.
 
-    Converts `at` and `after` to due_ms and delay_ms, and fills in the topic, ids, birth times and the trace context.
-    Raises InvalidMessage and InvalidDelay.
+    Converts `at` and `after` to due_ms and delay_ms, joins the keys of a row to one text, and fills in the topic, ids,
+    birth times (`born_ms`) and the trace context where they are missing. Raises InvalidMessage and InvalidDelay.
     """
     columns = dict(zip(batch.schema.names, batch.columns))
     if len(columns) != batch.num_columns:
@@ -137,7 +136,7 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
 
 
 def _check_texts(columns: dict[str, pa.Array]) -> None:
-    """Check tags and ids, and join keys to one text.
+    """Check tags, ids and keys, and replace a column of lists of keys by texts. Raises InvalidMessage.
 
     In a column of texts, each text is one key. In a column of lists, each row may have several keys.
     """
@@ -160,7 +159,7 @@ def _is_text(column: pa.Array) -> bool:
 def _raise_first(
     name: str, column: pa.Array, is_wrong: BoolArray, check: Callable[[str, Any], object]
 ) -> None:
-    """Raise the error of `check` for the first value marked in `is_wrong`. The text also names the row."""
+    """Raise the error of `check` for the first value marked in `is_wrong`, if any. The text also names the row."""
     if is_wrong.any():
         row = int(is_wrong.argmax())
         try:
@@ -171,7 +170,7 @@ def _raise_first(
 
 
 def due_column(column: pa.Array) -> pa.Array:
-    """Convert a timestamp column with a time zone to epoch milliseconds. Fractions are rounded up."""
+    """Convert a timestamp column with a time zone to epoch milliseconds, rounded up. Raises InvalidDelay."""
     if not pa.types.is_timestamp(column.type) or column.type.tz is None:
         raise InvalidDelay(
             f"column 'at' is {column.type}; it must be a timestamp with a time zone (else: whose noon?), "
@@ -181,7 +180,7 @@ def due_column(column: pa.Array) -> pa.Array:
 
 
 def delay_column(column: pa.Array) -> pa.Array:
-    """Convert a column of durations to milliseconds. Fractions are rounded up."""
+    """Convert a column of durations to milliseconds, rounded up. Raises InvalidDelay."""
     if pa.types.is_duration(column.type):
         return _milliseconds(column, "after")
     raise InvalidDelay(
@@ -190,9 +189,10 @@ def delay_column(column: pa.Array) -> pa.Array:
 
 
 def _milliseconds(column: pa.Array, name: str) -> pa.Array:
-    """Convert timestamps or durations of any unit to whole milliseconds, rounded up.
+    """Convert timestamps or durations of any unit to whole milliseconds, rounded up. Nulls stay null.
 
-    Arrow's casts are not used for this, because they overflow.
+    Arrow's casts are not used, because they overflow. Raises InvalidDelay, with the column's `name`, for seconds that
+    do not fit into 64 bits as milliseconds.
     """
     values = int64(pc.cast(column, pa.int64()).fill_null(0))
     if column.type.unit == "s":
@@ -201,7 +201,7 @@ def _milliseconds(column: pa.Array, name: str) -> pa.Array:
             raise InvalidDelay(f"{name} of row {int(is_too_far.argmax())} is beyond what any broker takes")
         return pa.array(values * 1_000, mask=np.asarray(column.is_null()))
     per_ms = {"ms": 1, "us": 1_000, "ns": 1_000_000}[column.type.unit]
-    # -(-values // per_ms) would overflow for the smallest number
+    # Rounds up. The shorter -(-values // per_ms) would overflow for the smallest number.
     milliseconds = values // per_ms + (values % per_ms > 0)
     return pa.array(milliseconds, mask=np.asarray(column.is_null()))
 
@@ -219,21 +219,25 @@ def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 # ---- ids ------------------------------------------------------------------------------------------------------
 
 ID_CHARACTERS = 32
-ROWS_MAX = 2**26 - 1  # each has 32 characters, and Arrow's offsets have 31 bits
+IDENTITY_CHARACTERS = 24  # of an id (identifiers.py); the counter has the other eight
+ROWS_MAX = 2**26 - 1  # each id has 32 characters, and Arrow's offsets have 31 bits
 
 # The two hexadecimal characters of each byte value, as one 16-bit unit.
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), dtype=np.uint16)
 
 
 def next_ids(identifiers: Identifiers, count: int) -> pa.StringArray:
-    """Create `count` consecutive ids, in one vectorized pass. Raises ValueError for more than ROWS_MAX."""
+    """Create `count` consecutive ids, in one vectorized pass. Raises ValueError for more than ROWS_MAX.
+
+    The bytes of all ids are a matrix with a row for each id: the identity, and the hexadecimal digits of its counter.
+    """
     if not 0 <= count <= ROWS_MAX:
         raise ValueError(f"{count} ids at once; at most {ROWS_MAX}")
     identity, first = identifiers.reserve(count)
     characters = np.empty((count, ID_CHARACTERS), dtype=np.uint8)
-    characters[:, :24] = np.frombuffer(identity.encode(), dtype=np.uint8)
-    counters = np.arange(first, first + count, dtype=np.int64).astype(">u4")
+    characters[:, :IDENTITY_CHARACTERS] = np.frombuffer(identity.encode(), dtype=np.uint8)
+    counters = np.arange(first, first + count, dtype=np.int64).astype(">u4")  # big-endian
     octets = counters.view(np.uint8).reshape(count, 4)
-    characters[:, 24:] = _HEX_PAIRS[octets].view(np.uint8).reshape(count, 8)
+    characters[:, IDENTITY_CHARACTERS:] = _HEX_PAIRS[octets].view(np.uint8).reshape(count, 8)
     offsets = np.arange(count + 1, dtype=np.int32) * ID_CHARACTERS
     return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(characters))

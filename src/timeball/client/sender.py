@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -43,7 +43,10 @@ def send_columns(
     retry: bool,
     if_settled: IfSettled,
 ) -> SendSummary:
-    """Send rows in batches, pipelined. Timeball.send_many documents the arguments."""
+    """Send rows in batches, of which up to `window` wait for their answers at a time.
+
+    `collect`: a refused batch does not end the call. Timeball.send_many documents the other arguments and the errors.
+    """
     calls.check()
     sending = _SendMany(calls, window, collect, retry, if_settled)
     try:
@@ -57,9 +60,18 @@ def send_columns(
 
 
 def _encode_key(keys: SendKeys, batch: pa.RecordBatch) -> str:
-    """Encode the key of a batch as the JSON of a wire.SendKey. Returns "" if keys are not used."""
+    """Encode the idempotency key of a batch as the JSON of a wire.SendKey. Returns "" if keys are not used."""
     key = keys.key_for(batch.column("topic")[0], batch.column("unique_key")[0])
     return "" if key is None else msgspec.json.encode(key).decode()
+
+
+class _Unanswered(NamedTuple):
+    """A batch without an answer. `first_row` is the number of its first row in the call."""
+
+    first_row: int
+    batch: pa.RecordBatch
+    answer: Answer
+    exchange: SendExchange  # the stream to which it was written
 
 
 class _SendMany:
@@ -71,54 +83,55 @@ class _SendMany:
     def __init__(self, calls: Calls, window: int, collect: bool, retry: bool, if_settled: IfSettled) -> None:
         self._calls = calls
         self._window = window  # the largest number of batches without an answer
-        self._has_failed = False  # an error ends the call: only collect the outcomes of batches under way
+        # An error ends the call, and only the outcomes of batches without an answer are still recorded.
+        self._has_failed = False
         self._keys = SendKeys(if_settled, is_used=retry)
         self._is_repeatable = retry
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None  # of the open stream
         # The time limit of a batch in its first attempt.
         self._limit_s = calls.attempt_limit_s(calls.timeout_ms / 1000, is_repeatable=retry)
-        # (first row, batch, answer, its stream), in the order of the rows
-        self._unanswered: deque[tuple[int, pa.RecordBatch, Answer, SendExchange]] = deque()
+        self._unanswered: deque[_Unanswered] = deque()  # in the order of their rows
         self._outcomes = Outcomes(collect=collect)
         self._ids: list[pa.Array] = []
 
     def put(self, batch: pa.RecordBatch) -> None:
-        """Send a batch, after waiting until the window has a free slot."""
+        """Send a batch, after waiting for answers while the window is full. Raises the error that ends the call."""
         while len(self._unanswered) >= self._window:
             self._handle_oldest()
         first_row = self._outcomes.add_rows(batch.num_rows)
         self._ids.append(batch.column("unique_key"))
         try:
-            self._unanswered.append((first_row, batch, *self._submit(batch)))
+            self._unanswered.append(_Unanswered(first_row, batch, *self._submit(batch)))
         except TimeballError as error:
             # The batch was not written to the stream, or the broker refused it together with the stream.
             self._outcomes.refuse(first_row, batch.num_rows, error)
             raise
 
     def end(self) -> SendSummary:
-        """Wait for the last answers, and build the summary."""
+        """Wait for the last answers, and build the summary. Raises the error that ends the call."""
         self._handle_all()
         return self._outcomes.summary(self._all_ids())
 
     def failed(self, error: TimeballError) -> TimeballError:
-        """Build the error of a call that ends early, after the outcomes of the batches under way.
+        """Build the error of a call that `error` ends, when the batches without an answer have their outcomes.
 
-        The text of the error names the accepted rows, and its `summary` lists them.
+        The text of the result names the accepted rows, and its `summary` lists the outcomes.
         """
         self._has_failed = True
         while self._unanswered:
-            first_row, batch, future, _ = self._unanswered[0]
-            if future.done() or not self._outcomes.unknown:
+            oldest = self._unanswered[0]
+            if oldest.answer.done() or not self._outcomes.unknown:
                 self._handle_oldest()
             else:
                 # An answer was lost or late already. Waiting for each of the others could take as long again.
                 self._unanswered.popleft()
                 lost = Lost("the answer was not waited for")
-                self._outcomes.fail(first_row, batch.num_rows, lost, is_last=True)
+                self._outcomes.fail(oldest.first_row, oldest.batch.num_rows, lost, is_last=True)
         return self._outcomes.error(error, self._all_ids())
 
     def _all_ids(self) -> pa.ChunkedArray:
+        """Join the ids of all rows so far to one column of strings."""
         return pa.chunked_array([ids.cast(pa.string(), safe=False) for ids in self._ids], pa.string())
 
     def close(self) -> None:
@@ -127,7 +140,11 @@ class _SendMany:
             self._exchange.close()
 
     def _submit(self, batch: pa.RecordBatch) -> tuple[Answer, SendExchange]:
-        """Write a batch to the stream, or to a new stream if needed. Returns its future and the stream."""
+        """Write a batch to the stream, or to a new one if it has ended or has another schema.
+
+        Returns the future of the answer, and the stream. Raises TimeballError if the batch was not written, or if an
+        earlier batch ends the call.
+        """
         if self._schema is not None and batch.schema != self._schema:
             # A stream has only one schema, so a batch with another schema needs another stream.
             self._handle_all()
@@ -137,8 +154,8 @@ class _SendMany:
 
         async def attempt(limit_s: float) -> tuple[Answer, SendExchange] | TimeballError:
             if self._exchange is None or not self._exchange.alive:
-                # Batches on the broken stream may have no answer. `_handle_oldest` records or retries them, and its
-                # error ends the call.
+                # Earlier batches on the broken stream may have no answer. Their outcomes come first. An error of theirs
+                # ends the call, and must not cause another attempt for this batch, so it is returned.
                 try:
                     self._handle_all()
                 except TimeballError as error:
@@ -146,12 +163,13 @@ class _SendMany:
             exchange = self._open(batch.schema, limit_s)
             return exchange.submit(batch, _encode_key(self._keys, batch)), exchange
 
-        submitted = self._make(attempt, self._calls.timeout_ms)
+        submitted = self._with_retries(attempt, self._calls.timeout_ms)
         if isinstance(submitted, TimeballError):
             raise submitted
         return submitted
 
-    def _make(self, attempt: Callable[[float], Awaitable[T]], timeout_ms: int) -> T:
+    def _with_retries(self, attempt: Callable[[float], Awaitable[T]], timeout_ms: int) -> T:
+        """Make attempts as `Attempts.with_retries` does. They are repeatable if batches have keys."""
         return run(self._calls.with_retries(attempt, timeout_ms, is_repeatable=self._is_repeatable))
 
     def _may_repeat(self, error: TimeballError) -> bool:
@@ -172,9 +190,10 @@ class _SendMany:
                 self._abandon(exchange)
                 raise
 
-        return self._make(attempt, timeout_ms)
+        return self._with_retries(attempt, timeout_ms)
 
     def _open(self, schema: pa.Schema, limit_s: float) -> SendExchange:
+        """Return the open stream, or open one within the time limit of an attempt. Raises as SendExchange."""
         if self._exchange is None or not self._exchange.alive:
             self._exchange = SendExchange(
                 self._calls.flight,
@@ -192,11 +211,15 @@ class _SendMany:
             exchange.finish()
 
     def _handle_all(self) -> None:
+        """Wait for all answers, and record the outcomes. Raises the error that ends the call."""
         while self._unanswered:
             self._handle_oldest()
 
     def _handle_oldest(self) -> None:
-        """Wait for the answer to the oldest batch and record its outcome. Raises the error if it ends the call."""
+        """Wait for the answer to the oldest batch, and record its outcome. Sends the batch again if that is safe.
+
+        Raises the error if it ends the call.
+        """
         first_row, batch, answer, exchange = self._unanswered.popleft()
         try:
             try:
