@@ -8,11 +8,11 @@ from timeball import RequestError, Timeball
 from timeball.client.credentials import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS, Credentials, credentials
 
 
-def test_nothing_is_said_unless_somebody_says_so() -> None:
+def test_without_arguments_and_variables_the_credentials_are_empty() -> None:
     assert credentials() == Credentials()
 
 
-def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arguments_override_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(ACCESS_KEY, "a")
     monkeypatch.setenv(SECRET_KEY, "b")
     (tmp_path / "roots").write_bytes(b"PEM")
@@ -22,7 +22,9 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert credentials("c", "d", b"X") == Credentials("c", "d", b"X", "broker.example")
 
 
-def test_missing_and_invalid_values_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_incomplete_or_invalid_credentials_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="secret_key"):
         credentials("a")
     with pytest.raises(RequestError, match="access_key"):
@@ -39,9 +41,9 @@ def test_missing_and_invalid_values_are_named(monkeypatch: pytest.MonkeyPatch, t
         credentials()
 
 
-def test_a_secret_is_not_shown() -> None:
+def test_the_repr_does_not_contain_the_secret_key() -> None:
     assert "hidden" not in repr(credentials("a", "hidden"))
 
 
-def test_keys_are_one_header() -> None:
+def test_both_keys_are_sent_in_one_header() -> None:
     assert credentials("a", "b").authorization == "Bearer a:b" and credentials().authorization == ""

@@ -10,7 +10,7 @@ MODULES = ["timeball.client.timeball", "timeball.client.reader", "timeball.model
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name: str, node: RunningNode) -> None:
+def test_all_examples_of_a_module_pass(name: str, node: RunningNode) -> None:
     module = importlib.import_module(name)
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.REPORT_ONLY_FIRST_FAILURE)

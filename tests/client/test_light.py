@@ -223,30 +223,30 @@ def run(
     )
 
 
-def test_a_client_needs_the_plain_package(node: RunningNode) -> None:
+def test_both_clients_work_with_the_plain_package_alone(node: RunningNode) -> None:
     ran = run(CLIENT, node.http_endpoint)
     assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
 
 
-def test_columns_need_arrow_and_say_so(node: RunningNode) -> None:
+def test_columns_work_with_the_extra_arrow_and_name_pyarrow_without_it(node: RunningNode) -> None:
     ran = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"])
     assert ran.stdout.splitlines() == ["2 [b'x', b'y']"], ran.stderr
     ran = run(COLUMNS, node.http_endpoint, node.endpoint)
     assert ran.stderr.endswith("ModuleNotFoundError: No module named 'pyarrow'\n"), ran.stderr
 
 
-def test_the_command_line_says_what_to_install() -> None:
+def test_a_command_without_the_extra_cli_names_it() -> None:
     ran = run(COMMAND, "topics")
     assert ran.returncode == 4 and re.fullmatch(
         r"timeball: \w+ is not installed: .* pip install '\.\[cli\]', .*\n", ran.stderr
     ), ran.stderr
 
 
-def test_every_command_is_in_one_of_the_tables() -> None:
-    assert {*TALK, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
+def test_every_command_is_in_exactly_one_of_the_tables_of_this_file() -> None:
+    assert sorted([*TALK, *NEED, *OF_A_CHECKOUT]) == sorted(COMMANDS)
 
 
-def test_commands_that_talk_to_a_broker_need_nothing_more(node: RunningNode) -> None:
+def test_commands_that_talk_to_a_broker_work_with_the_extra_cli_alone(node: RunningNode) -> None:
     endpoint = node.http_endpoint
     asked = [[*words, "--endpoint", endpoint, "--json"] for words in TALK.values()]
     ran = run(COMMANDS_IN_A_ROW, endpoint, json.dumps(asked), extras=["cli"])
@@ -254,7 +254,7 @@ def test_commands_that_talk_to_a_broker_need_nothing_more(node: RunningNode) -> 
     assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
 
 
-def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
+def test_a_command_that_needs_another_extra_names_it(node: RunningNode, tmp_path: Path) -> None:
     asked = [arguments(words, tmp_path) for words, _ in NEED.values()]
     ran = run(
         COMMANDS_IN_A_ROW,
@@ -273,24 +273,24 @@ def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_p
     assert ran.stdout == ""
 
 
-def test_a_picture_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
+def test_a_picture_without_the_extra_picture_names_it(node: RunningNode, tmp_path: Path) -> None:
     picture = ["forecast", "--picture", str(tmp_path / "load.png"), "--endpoint", node.endpoint]
     ran = run(COMMAND, *picture, extras=["broker"])
     assert ran.returncode == 4 and "pip install '.[picture]'" in ran.stderr, ran.stderr
 
 
-def test_help_of_all_commands_needs_nothing_more() -> None:
+def test_the_help_of_commands_needs_only_the_extra_cli() -> None:
     assert run(COMMAND, "--help", extras=["cli"]).returncode == 0
     assert "--segment-bytes" in run(COMMAND, "serve", "--help", extras=["cli"]).stdout
 
 
-def test_the_spark_extra_has_what_the_pipeline_imports() -> None:
+def test_the_modules_of_the_pipeline_import_with_the_extra_spark_alone() -> None:
     """All but the SQL of DuckDB, which no executor runs."""
     ran = run(PIPELINE, extras=["spark"])
     assert ran.stdout == "imported\n", ran.stderr
 
 
-def test_the_import_contract_names_what_the_extras_bring() -> None:
+def test_the_import_contract_forbids_all_packages_of_the_larger_extras() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (plain,) = (each for each in contracts if "arrow and cli alone" in each["name"])
     of = {
@@ -302,7 +302,7 @@ def test_the_import_contract_names_what_the_extras_bring() -> None:
     assert {_canonical(name) for name in wanted} <= of
 
 
-def test_packages_of_two_extras_have_one_version() -> None:
+def test_a_package_has_the_same_requirement_in_all_extras() -> None:
     lines: dict[str, set[str]] = {}
     for extra in PROJECT["optional-dependencies"]:
         for line in extras_of(extra):

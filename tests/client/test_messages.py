@@ -1,4 +1,4 @@
-"""Answers for messages: a verdict for each receipt."""
+"""Answers for messages by their receipts."""
 
 import pytest
 
@@ -8,8 +8,10 @@ from timeball.client.network import run
 from timeball.model import limits
 
 
-def test_each_answer_has_its_verdict(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In requests of three receipts, and in the order of the receipts."""
+def test_each_receipt_gets_its_own_answer_in_order_over_several_requests(
+    ball: Timeball, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request has at most three receipts here. None is the answer for a lease that has ended."""
     ball.create_topic("parts", 1)
     ball.send_many([{"body": b"%d" % i} for i in range(7)], topic="parts")
     leases: list[tuple[Member, str]] = []
@@ -20,9 +22,10 @@ def test_each_answer_has_its_verdict(ball: Timeball, monkeypatch: pytest.MonkeyP
     member, _ = leases[0]
     assert run(member.ack([])) == []
     assert run(member.ack(receipts[:1])) == receipts[:1]
-    changed = run(member.extend(receipts[:5], 60_000))
-    assert [one is not None for one in changed] == [False, True, True, True, True]
+    extended = run(member.extend(receipts[:5], 60_000))
+    assert [receipt is not None for receipt in extended] == [False, True, True, True, True]
     dead = run(member.dead_letter([receipts[0], receipts[5]]))
-    assert [one is not None for one in dead] == [False, True]
-    newest = [one for one in changed if one is not None]
-    assert run(member.ack([*newest, receipts[5], receipts[6]])) == [*newest, None, receipts[6]]
+    assert [receipt is not None for receipt in dead] == [False, True]
+    new_receipts = [receipt for receipt in extended if receipt is not None]
+    answers = run(member.ack([*new_receipts, receipts[5], receipts[6]]))
+    assert answers == [*new_receipts, None, receipts[6]], "the sixth message is a dead letter already"

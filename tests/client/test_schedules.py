@@ -19,7 +19,7 @@ BOTH_CLIENTS = True
 RULE = {"cron": "0 9 * * 1", "zone": "Europe/Berlin"}
 
 
-def test_a_schedule_from_its_put_to_its_end(node: RunningNode, dial: Dial) -> None:
+def test_a_schedule_is_put_read_paused_run_and_deleted(node: RunningNode, dial: Dial) -> None:
     with dial(node.http_endpoint) as ball:
         schedules = ball.schedules
         made = schedules.put(
@@ -28,12 +28,8 @@ def test_a_schedule_from_its_put_to_its_end(node: RunningNode, dial: Dial) -> No
         )  # fmt: skip
         assert (made.outcome, made.state, made.base64, made.tag) == ("created", "active", b"\xff", "t")
         assert made.next is not None and made.next.local.endswith("T09:00:00")
-        assert (made.keys, made.properties, made.catch_up, made.catch_up_within) == (
-            ["k"],
-            {"p": "1"},
-            "none",
-            "1h",
-        )
+        assert (made.keys, made.properties) == (["k"], {"p": "1"})
+        assert (made.catch_up, made.catch_up_within) == ("none", "1h")
         assert ball.get(made.next.id).state == "waiting"
         skipping = schedules.put("client", RULE, topic="orders", body="x", overlap="skip", group="makers")
         assert (skipping.overlap, skipping.group) == ("skip", "makers")
@@ -50,7 +46,7 @@ def test_a_schedule_from_its_put_to_its_end(node: RunningNode, dial: Dial) -> No
             schedules.get("client")
 
 
-def test_an_error_of_a_time_names_the_argument(node: RunningNode) -> None:
+def test_a_wrong_time_is_refused_with_the_name_of_its_argument(node: RunningNode) -> None:
     with Timeball(node.http_endpoint) as ball:
         with pytest.raises(InvalidDelay, match=r"^after='soon'"):
             ball.schedules.preview({"every": "1h"}, after="soon")
@@ -62,7 +58,9 @@ def test_an_error_of_a_time_names_the_argument(node: RunningNode) -> None:
             ball.send("orders", "x", after="1h", expires_at="soon")
 
 
-def test_a_preview_and_a_refused_rule(node: RunningNode, dial: Dial) -> None:
+def test_a_preview_computes_the_times_of_a_rule_and_refuses_a_wrong_one(
+    node: RunningNode, dial: Dial
+) -> None:
     with dial(node.http_endpoint) as ball:
         times = ball.schedules.preview({"every": "90m"}, count=2, after="2030-01-01T00:00:00Z")
         assert [time.due_ms % 86_400_000 // 60_000 for time in times] == [90, 180]
@@ -70,7 +68,9 @@ def test_a_preview_and_a_refused_rule(node: RunningNode, dial: Dial) -> None:
             ball.schedules.preview({"every": "soon"})
 
 
-def test_all_pages_are_read(node: RunningNode, monkeypatch: pytest.MonkeyPatch, dial: Dial) -> None:
+def test_all_pages_of_schedules_are_read(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, dial: Dial
+) -> None:
     monkeypatch.setattr("timeball.edges.http.handlers.schedules.PAGE_ROWS", 2)
     with dial(node.http_endpoint) as ball:
         for name in ("p1", "p2", "p3", "p4", "p5"):
@@ -78,12 +78,12 @@ def test_all_pages_are_read(node: RunningNode, monkeypatch: pytest.MonkeyPatch, 
         assert [each.name for each in ball.schedules.all("pages")] == ["p1", "p2", "p3", "p4", "p5"]
 
 
-def test_schedules_need_http(node: RunningNode) -> None:
+def test_schedules_are_refused_without_an_address_of_http(node: RunningNode) -> None:
     with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="http://"):
         _ = ball.schedules
 
 
-def test_the_awaitable_methods_are_the_same(node: RunningNode) -> None:
+def test_asyncschedules_has_all_methods_of_schedules(node: RunningNode) -> None:
     names = {name for name in dir(Schedules) if not name.startswith("_")}
     assert names == {name for name in dir(AsyncSchedules) if not name.startswith("_")}
     assert all(inspect.iscoroutinefunction(getattr(AsyncSchedules, name)) for name in names)

@@ -14,7 +14,7 @@ from timeball.client.async_timeball import AsyncSelections
 from timeball.client.selections import Selections
 
 
-def test_a_selection_from_its_dry_run_to_its_undo(node: RunningNode) -> None:
+def test_a_cancelling_selection_is_counted_made_and_undone(node: RunningNode) -> None:
     with Timeball(node.http_endpoint) as ball:
         sent = [ball.send("selected", "x", after="1h", tag=tag) for tag in ("red", "blue")]
         counted = ball.selections.dry_run("tag = 'red'", topics=["selected"])
@@ -33,7 +33,7 @@ def test_a_selection_from_its_dry_run_to_its_undo(node: RunningNode) -> None:
         assert ball.cancel(sent[0].id).verdict == "already_cancelled"
 
 
-def test_each_operation_is_seen_and_undone(node: RunningNode) -> None:
+def test_shift_move_pause_resume_and_release_change_the_selected_message(node: RunningNode) -> None:
     with Timeball(node.http_endpoint) as ball:
         sent = ball.send("changed", "x", after="1h")
         assert sent.due_ms is not None
@@ -61,7 +61,7 @@ def test_each_operation_is_seen_and_undone(node: RunningNode) -> None:
         assert ball.get(sent.id).topic == "elsewhere"
 
 
-def test_what_is_refused(node: RunningNode) -> None:
+def test_wrong_arguments_of_selections_are_refused(node: RunningNode) -> None:
     with Timeball(node.http_endpoint) as ball:
         with pytest.raises(InvalidMessage, match="give a condition"):
             ball.selections.cancel()
@@ -74,7 +74,7 @@ def test_what_is_refused(node: RunningNode) -> None:
             ball.selections.undo("77")
 
 
-def test_the_awaitable_methods_are_all_of_them(node: RunningNode) -> None:
+def test_asyncselections_has_all_methods_of_selections(node: RunningNode) -> None:
     names = {name for name, _ in inspect.getmembers(Selections, inspect.isfunction) if name[0] != "_"}
     assert names == {name for name in vars(AsyncSelections) if name[0] != "_"}
 

@@ -15,12 +15,14 @@ from timeball.client import tracing
 OWN = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def parents(ball: Timeball, topic: str) -> list[str | None]:
+def pulled_contexts(ball: Timeball, topic: str) -> list[str | None]:
     return [message.properties.get("traceparent") for message in ball.pull(topic, "g", wait="20s")]
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_send_carries_the_current_span_sampled_or_not(ball: Timeball, sampled: bool) -> None:
+def test_a_sent_message_carries_the_current_span_unless_it_has_a_context(
+    ball: Timeball, sampled: bool
+) -> None:
     topic = f"spans-{sampled}"
     ball.create_topic(topic, 1)
     with current(sampled=sampled) as span:
@@ -28,18 +30,18 @@ def test_a_send_carries_the_current_span_sampled_or_not(ball: Timeball, sampled:
         ball.send(topic, "b", properties={"traceparent": OWN})
         ball.send_many([{"body": "c"}, {"body": "d", "properties": {"traceparent": OWN}}], topic=topic)
     ball.send(topic, "e")
-    assert parents(ball, topic) == [span.traceparent, OWN, span.traceparent, OWN, None]
+    assert pulled_contexts(ball, topic) == [span.traceparent, OWN, span.traceparent, OWN, None]
 
 
-def test_a_table_carries_the_current_span(columns: Timeball) -> None:
+def test_rows_of_a_table_carry_the_current_span_unless_they_have_a_context(columns: Timeball) -> None:
     columns.create_topic("span-columns", 1)
     with current() as span:
         rows = pa.table({"body": [b"a", b"b"], "properties": [None, f"traceparent\x01{OWN}\x02"]})
         columns.send_many(rows, topic="span-columns")
-    assert parents(columns, "span-columns") == [span.traceparent, OWN]
+    assert pulled_contexts(columns, "span-columns") == [span.traceparent, OWN]
 
 
-def test_a_send_that_is_awaited_carries_the_span_of_its_task(node: RunningNode, ball: Timeball) -> None:
+def test_an_awaited_send_carries_the_span_of_its_task(node: RunningNode, ball: Timeball) -> None:
     ball.create_topic("awaited", 1)
 
     async def send() -> Current:
@@ -50,10 +52,10 @@ def test_a_send_that_is_awaited_carries_the_span_of_its_task(node: RunningNode, 
             return span
 
     span = asyncio.run(send())
-    assert parents(ball, "awaited") == [span.traceparent, None]
+    assert pulled_contexts(ball, "awaited") == [span.traceparent, None]
 
 
-def test_a_send_that_is_repeated_in_another_span_is_the_same_send(ball: Timeball) -> None:
+def test_a_send_repeated_by_its_id_in_another_span_is_recognized(ball: Timeball) -> None:
     """By `message_id`, as a program that sends again after a restart: only its span differs."""
     seqs = []
     for _ in range(2):
@@ -63,7 +65,7 @@ def test_a_send_that_is_repeated_in_another_span_is_the_same_send(ball: Timeball
     assert len(set(seqs)) == 1
 
 
-def test_a_handler_runs_in_the_trace_of_its_message(ball: Timeball) -> None:
+def test_a_handler_of_a_worker_runs_in_the_trace_of_its_message(ball: Timeball) -> None:
     ball.create_topic("handled", 1)
     with current() as span:
         ball.send("handled", "a")
@@ -82,7 +84,9 @@ def test_a_handler_runs_in_the_trace_of_its_message(ball: Timeball) -> None:
     assert second == "0" * 32 and none == {}
 
 
-def test_without_the_api_nothing_is_carried(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_opentelemetry_a_message_carries_no_context(
+    ball: Timeball, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracing, "is_used", lambda: False)
     done = threading.Event()
     ball.create_topic("bare", 1)
@@ -90,4 +94,4 @@ def test_without_the_api_nothing_is_carried(ball: Timeball, monkeypatch: pytest.
         ball.send("bare", "a")
     with Worker(ball, "workers", "bare", lambda _: done.set()):
         eventually(done.is_set, "it is handled")
-    assert parents(ball, "bare") == [None]
+    assert pulled_contexts(ball, "bare") == [None]

@@ -39,9 +39,10 @@ class Credentials(NamedTuple):
 def credentials(
     access_key: str | None = None, secret_key: str | None = None, tls_roots: bytes | None = None
 ) -> Credentials:
-    """Complete credentials from the environment.
+    """Build credentials from the arguments, and from the environment where an argument is None.
 
-    Raises RequestError if only one key is set, a key cannot be sent in a header, or the certificates cannot be read.
+    `tls_roots`: PEM certificates. Raises RequestError if only one key is set, if a key cannot be sent in a header, or
+    if the file of certificates cannot be read.
     """
     if (access_key is None) != (secret_key is None):
         raise RequestError("access_key and secret_key go together: give both, or none")
@@ -50,7 +51,7 @@ def credentials(
     if bool(key) != bool(secret):
         present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
         raise RequestError(f"{present} is set and {missing} is not: set both, or none")
-    if not (f"{key}{secret}".isascii() and f"{key}{secret}a".isprintable()):
+    if not (f"{key}{secret}".isascii() and f"{key}{secret}".isprintable()):
         raise RequestError("access key or secret: only printable ASCII can be sent")
     path = os.environ.get(TLS_ROOTS, "")
     if tls_roots is None and path:
@@ -59,7 +60,7 @@ def credentials(
 
 
 def read_roots(path: str, name: str) -> bytes:
-    """Read the certificates at `path`, which the setting `name` gives. Raises RequestError."""
+    """Read the certificates at `path`, the value of the setting `name`. Raises RequestError if that fails."""
     from pathlib import Path  # slow to import, and few clients name a file
 
     try:

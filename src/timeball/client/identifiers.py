@@ -1,10 +1,10 @@
 """Message ids: 32 hexadecimal characters, unique without coordination.
 
-    96 bits of identity (random, drawn once per process and again after 2^32 ids or a fork)
+    96 bits of identity (random; drawn again after a fork, and when the counter has no room for further ids)
     32 bits of counter, big-endian
 
 Like a unique key of RocketMQ, an id exists before the message is sent. So a program can cancel a message whose
-acknowledgement was lost, or send it again as the same message. The ids of one process sort by age.
+acknowledgement was lost, or send it again as the same message. Ids with the same identity sort by age.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Identifiers:
         return f"{identity}{first:08x}"
 
     def reserve(self, count: int) -> tuple[str, int]:
-        """Reserve `count` consecutive ids. Returns their common identity, and the counter of the first of them."""
+        """Reserve `count` consecutive ids. Returns their identity in hexadecimal, and the counter of the first."""
         with self._lock:
             if self._next + count > COUNTER_END:
                 self._renew()

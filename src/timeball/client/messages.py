@@ -57,8 +57,8 @@ class ReceivedRow(Protocol):
 class Member:
     """A member of a consumer group, which answers for messages of one topic by their receipts. Thread safe.
 
-    Each answer has the receipt for the next request about each message, or None if the lease had ended: that message is
-    delivered again, or was answered before.
+    Each method returns for each message, in order, the receipt of its lease from now on. None means that the lease had
+    ended: the message is delivered again, or was answered before.
     """
 
     def __init__(self, calls: HttpCalls, topic: str, group: str) -> None:
@@ -77,7 +77,7 @@ class Member:
 
         `after_ms` None means the delay of the group's retry policy. `counts`: count the attempt.
         """
-        short = _shortened(reason)
+        short = _shorten(reason)
         return await self._answer(
             receipts, lambda chunk: nack(self.topic, self.group, chunk, after_ms, short, counts=counts)
         )
@@ -92,13 +92,13 @@ class Member:
 
     async def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[str | None]:
         """Move messages to the group's dead letters, for `reason`."""
-        short = _shortened(reason)
+        short = _shorten(reason)
         return await self._answer(receipts, lambda chunk: dead_letter(self.topic, self.group, chunk, short))
 
     async def _answer(
         self, receipts: Sequence[str], operation: Callable[[list[str]], Operation[list[str | None]]]
     ) -> list[str | None]:
-        """Answer for any number of messages, in requests of as many receipts as one may have."""
+        """Answer for any number of messages. `operation` builds a request for at most POP_ROWS_MAX receipts."""
         answered: list[str | None] = []
         for begin in range(0, len(receipts), limits.POP_ROWS_MAX):
             part = await self._calls.run_async(operation([*receipts[begin : begin + limits.POP_ROWS_MAX]]))
@@ -222,6 +222,8 @@ class Leased:
         """Store the new receipt of the lease, or None if the lease had ended."""
         self._receipt, self.is_leased = receipt or self._receipt, receipt is not None
 
+    # `Message` and `AsyncMessage` document these methods. They return False if the lease had ended.
+
     async def _extend(self, lease_ms: int) -> bool:
         member, receipt = self.lease
         (new_receipt,) = await member.extend([receipt], lease_ms)
@@ -308,7 +310,9 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _shortened(reason: str) -> str:
-    # The broker keeps no more bytes of a reason. JSON cannot represent half of a surrogate pair, which an exception's
-    # text may contain.
+def _shorten(reason: str) -> str:
+    """Cut a reason to the length that the broker keeps, and replace characters that JSON cannot represent.
+
+    The text of an exception may contain half of a surrogate pair.
+    """
     return reason[: limits.NACK_REASON_BYTES_MAX].encode(errors="replace").decode()

@@ -33,7 +33,7 @@ class Schedules:
     """The recurring schedules of a broker. All methods may raise NotFound for an unknown name."""
 
     def __init__(self, calls: HttpCalls) -> None:
-        """See `Timeball.schedules`."""
+        """Prepare. `calls`: the calls of operations."""
         self._calls = calls
 
     def put(
@@ -143,4 +143,5 @@ class Schedules:
         return self._calls.ask_json(Request("GET", path("zones")), ZonesInUse, lambda answer: answer)
 
     def _ask_schedule(self, request: Request) -> Schedule:
+        """Make a request that is answered with a schedule, and is safe to repeat."""
         return self._calls.ask_json(request, Schedule, lambda answer: answer)

@@ -21,7 +21,7 @@ class Selections:
     """The bulk operations of a broker. Each covers the pending messages that meet a condition, and can be undone."""
 
     def __init__(self, calls: HttpCalls) -> None:
-        """See `Timeball.selections`."""
+        """Prepare. `calls`: the calls of operations."""
         self._calls = calls
 
     def cancel(
@@ -40,7 +40,7 @@ class Selections:
             InvalidMessage: None of the arguments was given.
             OverLimit: There are too many selections.
         """
-        return self._select(_wanted("cancel", where, topics, start, to))
+        return self._select(_build_selecting("cancel", where, topics, start, to))
 
     def shift(
         self,
@@ -55,7 +55,7 @@ class Selections:
 
         The other arguments and the errors are those of `cancel`.
         """
-        return self._select(_wanted("shift", where, topics, start, to, shift=by))
+        return self._select(_build_selecting("shift", where, topics, start, to, shift=by))
 
     def pause(
         self,
@@ -66,7 +66,7 @@ class Selections:
         to: At | None = None,
     ) -> Selection:
         """Hold the messages until they are resumed. Arguments and errors are those of `cancel`."""
-        return self._select(_wanted("pause", where, topics, start, to))
+        return self._select(_build_selecting("pause", where, topics, start, to))
 
     def resume(
         self,
@@ -77,7 +77,7 @@ class Selections:
         to: At | None = None,
     ) -> Selection:
         """Release held messages at their due times, or at once. Arguments and errors are those of `cancel`."""
-        return self._select(_wanted("resume", where, topics, start, to))
+        return self._select(_build_selecting("resume", where, topics, start, to))
 
     def release(
         self,
@@ -88,7 +88,7 @@ class Selections:
         to: At | None = None,
     ) -> Selection:
         """Release the messages now, also held ones. Arguments and errors are those of `cancel`."""
-        return self._select(_wanted("release", where, topics, start, to))
+        return self._select(_build_selecting("release", where, topics, start, to))
 
     def move(
         self,
@@ -103,7 +103,7 @@ class Selections:
 
         The other arguments and the errors are those of `cancel`.
         """
-        return self._select(_wanted("move", where, topics, start, to, to_topic=to_topic))
+        return self._select(_build_selecting("move", where, topics, start, to, to_topic=to_topic))
 
     def dry_run(
         self,
@@ -116,13 +116,16 @@ class Selections:
         start: At | None = None,
         to: At | None = None,
     ) -> DryRun:
-        """Count the messages that the method `action` with these arguments would cover now, and show the first."""
-        wanted = _wanted(action, where, topics, start, to, shift=by, to_topic=to_topic)
+        """Count the messages that the method `action` with these arguments would cover now, and show the first ones.
+
+        `by` is the argument of `shift`, and `to_topic` that of `move`. The errors are those of `cancel`.
+        """
+        wanted = _build_selecting(action, where, topics, start, to, shift=by, to_topic=to_topic)
         request = Request("POST", path("selections", "dry-run"), encode(wanted), JSON)
         return self._calls.ask_json(request, DryRun, lambda answer: answer)
 
     def undo(self, id: str) -> Selection:
-        """Take back the effect of a selection on all messages that have not ended since. May be repeated."""
+        """Undo a selection for all of its messages that were not due since. May be repeated. Raises NotFound."""
         return self._calls.ask_json(
             Request("POST", path("selections", id, "undo")), Selection, lambda answer: answer
         )
@@ -138,11 +141,12 @@ class Selections:
         )
 
     def _select(self, wanted: Selecting) -> Selection:
+        """Ask for a selection. Not repeated after a lost answer: that would be a second selection."""
         request = Request("POST", path("selections"), encode(wanted), JSON)
         return self._calls.ask_json(request, Selection, lambda answer: answer, is_repeatable=False)
 
 
-def _wanted(
+def _build_selecting(
     action: Action,
     where: str,
     topics: Iterable[str],
@@ -152,6 +156,7 @@ def _wanted(
     shift: timedelta | str | None = None,
     to_topic: str = "",
 ) -> Selecting:
+    """Build the body of a request from the arguments of a method. Raises InvalidDelay and InvalidMessage."""
     start_ms, to_ms = (
         msgspec.UNSET if at is None else due_ms(at, name) for at, name in ((start, "start"), (to, "to"))
     )

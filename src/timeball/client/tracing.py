@@ -23,7 +23,7 @@ def is_used() -> bool:
 
 
 def current_context() -> dict[str, str]:
-    """Read the context of the current span, by the names of W3C's headers. Empty without a span."""
+    """Read the context of the current span, by the names of W3C's headers. Empty if there is no span."""
     context: dict[str, str] = {}
     if is_used():
         from opentelemetry.trace.propagation.tracecontext import (
