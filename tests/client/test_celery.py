@@ -48,25 +48,25 @@ def connection(broker: TestBroker, host: str) -> Iterator[Connection]:
 
 
 @contextmanager
-def consuming(
-    connection: Connection, *queues: Queue, prefetch: int = 0, **options: Any
-) -> Iterator[list[Any]]:
+def consume(connection: Connection, *queues: Queue, prefetch: int = 0, **options: Any) -> Iterator[list[Any]]:
     """Consume on a channel of its own. Returns the messages so far; `drain` adds to them."""
-    found: list[Any] = []
+    received: list[Any] = []
     channel = connection.channel()
-    with Consumer(channel, list(queues), on_message=found.append, prefetch_count=prefetch or None, **options):
-        yield found
+    with Consumer(
+        channel, list(queues), on_message=received.append, prefetch_count=prefetch or None, **options
+    ):
+        yield received
     channel.close()
 
 
-def drain(connection: Connection, found: list[Any], count: int) -> list[Any]:
-    """Wait until there are so many messages."""
-    while len(found) < count:
+def drain(connection: Connection, received: list[Any], count: int) -> list[Any]:
+    """Hand messages over until `received` has `count` of them. Returns it."""
+    while len(received) < count:
         connection.drain_events(timeout=WAIT_S)
-    return found
+    return received
 
 
-def nothing_comes(connection: Connection) -> None:
+def assert_no_message(connection: Connection) -> None:
     with pytest.raises(TimeoutError):
         connection.drain_events(timeout=0.2)
 
@@ -85,105 +85,105 @@ def send(connection: Connection, *bodies: Any, queue: Queue = TASKS, **options: 
 # ---- queues ---------------------------------------------------------------------------------------------------
 
 
-def test_a_message_is_received_once_and_acknowledged(connection: Connection) -> None:
+def test_an_acknowledged_message_is_received_once(connection: Connection) -> None:
     send(connection, {"a": 1}, b"\x00\xff".hex())
-    with consuming(connection, TASKS) as found:
-        first, second = drain(connection, found, 2)
+    with consume(connection, TASKS) as received:
+        first, second = drain(connection, received, 2)
         assert sorted([str(first.decode()), str(second.decode())]) == ["00ff", "{'a': 1}"]
         first.ack()
         second.ack()
-        nothing_comes(connection)
+        assert_no_message(connection)
     eventually(
         lambda: connection.default_channel.queue_declare("tasks", passive=True)[1] == 0, "acknowledged"
     )
 
 
-def test_a_closed_channel_gives_its_messages_back(connection: Connection) -> None:
+def test_a_closed_channel_gives_its_messages_back_without_an_attempt(connection: Connection) -> None:
     send(connection, "a")
-    with consuming(connection, TASKS) as found:
-        drain(connection, found, 1)
-    with consuming(connection, TASKS) as found:
-        (again,) = drain(connection, found, 1)
+    with consume(connection, TASKS) as received:
+        drain(connection, received, 1)
+    with consume(connection, TASKS) as received:
+        (again,) = drain(connection, received, 1)
         assert not again.delivery_info.get("redelivered"), "no attempt was counted"
         again.ack()
 
 
-def test_a_rejected_message_comes_again_or_is_a_dead_letter(
+def test_a_rejected_message_is_redelivered_with_requeue_and_else_a_dead_letter(
     connection: Connection, broker: TestBroker, host: str
 ) -> None:
     send(connection, "a")
-    with consuming(connection, TASKS) as found:
-        drain(connection, found, 1)[0].reject(requeue=True)
-        again = drain(connection, found, 2)[1]
+    with consume(connection, TASKS) as received:
+        drain(connection, received, 1)[0].reject(requeue=True)
+        again = drain(connection, received, 2)[1]
         assert again.delivery_info["redelivered"] and again.decode() == "a"
         again.reject()
-        nothing_comes(connection)
+        assert_no_message(connection)
     (dead,) = broker.client().dead_letters(f"{host}-tasks").dead_letters
     assert dead.topic == f"{host}-tasks"
 
 
-def test_requeues_do_not_use_all_attempts_at_once(
+def test_the_delay_doubles_with_each_requeue_after_the_first(
     connection: Connection, broker: TestBroker, host: str
 ) -> None:
     ball = broker.client()
     send(connection, "a", timeball_id="one")
 
-    def waits_s() -> float | None:
+    def remaining_delay_s() -> float | None:
         """How long the broker holds the message back. None while it is leased."""
         ((state, until_ms),) = [(each.state, each.until_ms) for each in ball.get("one").groups]
         return ((until_ms or 0) - broker.clock.now_ms) / 1_000 if state == "waiting" else None
 
-    with consuming(connection, TASKS) as found:
-        drain(connection, found, 1)[0].reject(requeue=True)
+    with consume(connection, TASKS) as received:
+        drain(connection, received, 1)[0].reject(requeue=True)
         for count, delay_s in ((2, 1), (3, 2), (4, 4)):
-            drain(connection, found, count)[-1].reject(requeue=True)
-            eventually(lambda: waits_s() is not None, "the answer has come")
-            assert waits_s() == delay_s
+            drain(connection, received, count)[-1].reject(requeue=True)
+            eventually(lambda: remaining_delay_s() is not None, "the answer has come")
+            assert remaining_delay_s() == delay_s
             broker.clock.advance(f"{delay_s}s")
-        drain(connection, found, 5)[-1].ack()
-        nothing_comes(connection)
+        drain(connection, received, 5)[-1].ack()
+        assert_no_message(connection)
 
 
-def test_a_prefetch_count_is_a_limit(connection: Connection) -> None:
+def test_a_channel_gets_at_most_its_prefetch_count_of_messages(connection: Connection) -> None:
     send(connection, *"abcd")
-    with consuming(connection, TASKS, prefetch=2) as found:
-        drain(connection, found, 2)
-        nothing_comes(connection)
-        found[0].ack()
-        drain(connection, found, 3)
-        nothing_comes(connection)
-        for message in found[1:]:
+    with consume(connection, TASKS, prefetch=2) as received:
+        drain(connection, received, 2)
+        assert_no_message(connection)
+        received[0].ack()
+        drain(connection, received, 3)
+        assert_no_message(connection)
+        for message in received[1:]:
             message.ack()
-        drain(connection, found, 4)[3].ack()
+        drain(connection, received, 4)[3].ack()
 
 
-def test_messages_without_a_place_go_to_another_consumer(connection: Connection) -> None:
-    """Of two queues that share a prefetch count of 1, one message would wait behind the other."""
+def test_a_message_that_waits_at_the_prefetch_limit_goes_to_another_consumer(connection: Connection) -> None:
+    """Two queues share a prefetch count of 1. While a message of one is processed, one of the other must wait."""
     other = Queue("other", Exchange("other"), routing_key="other")
-    with connection.clone() as idle, consuming(connection, TASKS, other, prefetch=1) as found:
+    with connection.clone() as idle, consume(connection, TASKS, other, prefetch=1) as received:
         send(connection, "a")
-        (held,) = drain(connection, found, 1)
+        (held,) = drain(connection, received, 1)
         send(connection, "b", queue=other)
         with pytest.raises(TimeoutError):
-            connection.drain_events(timeout=2.5)  # it looks whether it must give messages back
-        with consuming(idle, other) as free:
+            connection.drain_events(timeout=2.5)  # longer than FULL_S, after which "b" is given back
+        with consume(idle, other) as free:
             assert drain(idle, free, 1)[0].decode() == "b"
             free[0].ack()
         held.ack()
         send(connection, "c", queue=other)
-        assert drain(connection, found, 2)[1].decode() == "c"
-        found[1].ack()
+        assert drain(connection, received, 2)[1].decode() == "c"
+        received[1].ack()
 
 
-def test_consumers_without_acknowledgement(connection: Connection) -> None:
+def test_messages_of_a_consumer_with_no_ack_are_not_delivered_again(connection: Connection) -> None:
     send(connection, "a", "b")
-    with consuming(connection, TASKS, no_ack=True) as found:
-        drain(connection, found, 2)
-    with consuming(connection, TASKS, no_ack=True):
-        nothing_comes(connection)
+    with consume(connection, TASKS, no_ack=True) as received:
+        drain(connection, received, 2)
+    with consume(connection, TASKS, no_ack=True):
+        assert_no_message(connection)
 
 
-def test_a_single_message_can_be_taken(connection: Connection) -> None:
+def test_get_returns_one_message_or_none(connection: Connection) -> None:
     queue = TASKS(connection)
     queue.declare()
     assert queue.get() is None
@@ -195,7 +195,7 @@ def test_a_single_message_can_be_taken(connection: Connection) -> None:
     assert queue.get() is None
 
 
-def test_the_length_of_a_queue_and_a_purge(connection: Connection) -> None:
+def test_a_purge_empties_a_queue_and_returns_its_length(connection: Connection) -> None:
     channel = connection.default_channel
     with pytest.raises(ChannelError, match="NOT_FOUND"):
         channel.queue_declare("tasks", passive=True)
@@ -204,8 +204,8 @@ def test_the_length_of_a_queue_and_a_purge(connection: Connection) -> None:
     assert TASKS(channel).purge() == 5
     assert channel.queue_declare("tasks", passive=True).message_count == 0
     assert TASKS(channel).purge() == 0
-    with consuming(connection, TASKS):
-        nothing_comes(connection)
+    with consume(connection, TASKS):
+        assert_no_message(connection)
 
 
 def test_a_priority_is_refused(connection: Connection) -> None:
@@ -220,17 +220,17 @@ def test_a_message_of_another_program_becomes_a_dead_letter(
 ) -> None:
     ball = broker.client()
     ball.send(f"{host}-tasks", "hello")
-    with consuming(connection, TASKS):
-        nothing_comes(connection)
+    with consume(connection, TASKS):
+        assert_no_message(connection)
         eventually(lambda: ball.dead_letters(f"{host}-tasks").dead_letters, "a dead letter")
 
 
-def test_a_persistent_message_without_a_known_queue_is_refused(connection: Connection) -> None:
+def test_a_persistent_message_for_an_unknown_queue_is_refused(connection: Connection) -> None:
     with pytest.raises(ChannelError, match="no queue is known"):
         Producer(connection).publish("a", exchange="nowhere", routing_key="tasks")
 
 
-def test_a_repeated_publish_is_one_message(connection: Connection) -> None:
+def test_a_publish_that_kombu_repeats_is_stored_once(connection: Connection) -> None:
     """kombu repeats a publish with the same properties if the connection broke."""
     channel, properties = connection.default_channel, {"delivery_info": {}, "delivery_mode": 2}
     TASKS(channel).declare()
@@ -246,75 +246,75 @@ def temporary(name: str, exchange: Exchange, routing_key: str = "") -> Queue:
     return Queue(name, exchange, routing_key=routing_key, auto_delete=True, durable=False)
 
 
-def test_a_fanout_reaches_each_temporary_queue(connection: Connection) -> None:
+def test_a_fanout_exchange_reaches_each_temporary_queue(connection: Connection) -> None:
     exchange = Exchange("news", type="fanout")
     one, two = temporary("one", exchange), temporary("two", exchange)
     with (
         connection.clone() as other,
-        consuming(connection, one, no_ack=True) as first,
-        consuming(other, two, no_ack=True) as second,
+        consume(connection, one, no_ack=True) as first,
+        consume(other, two, no_ack=True) as second,
     ):
         Producer(connection).publish("a", exchange=exchange, declare=[exchange])
         assert drain(connection, first, 1)[0].decode() == "a"
         assert drain(other, second, 1)[0].decode() == "a"
-        nothing_comes(connection)
+        assert_no_message(connection)
 
 
-def test_a_durable_queue_of_a_fanout_is_a_group(connection: Connection) -> None:
+def test_each_durable_queue_of_a_fanout_exchange_gets_the_message(connection: Connection) -> None:
     exchange = Exchange("orders", type="fanout")
     billing, mail = Queue("billing", exchange), Queue("mail", exchange)
-    with consuming(connection, billing, mail) as found:
+    with consume(connection, billing, mail) as received:
         Producer(connection).publish("a", exchange=exchange, declare=[exchange])
-        for message in drain(connection, found, 2):
+        for message in drain(connection, received, 2):
             message.ack()
-        nothing_comes(connection)
+        assert_no_message(connection)
 
 
-def test_a_topic_exchange_selects_by_patterns(connection: Connection) -> None:
+def test_a_queue_of_a_topic_exchange_gets_the_messages_that_match_its_pattern(connection: Connection) -> None:
     exchange = Exchange("events", type="topic")
     producer = Producer(connection)
-    with consuming(connection, temporary("some", exchange, "task.#"), no_ack=True) as found:
+    with consume(connection, temporary("some", exchange, "task.#"), no_ack=True) as received:
         for key in ("worker.online", "task.sent", "task.multi.x"):
             producer.publish(key, exchange=exchange, routing_key=key, declare=[exchange], delivery_mode=1)
-        assert [each.decode() for each in drain(connection, found, 2)] == ["task.sent", "task.multi.x"]
-        nothing_comes(connection)
+        assert [each.decode() for each in drain(connection, received, 2)] == ["task.sent", "task.multi.x"]
+        assert_no_message(connection)
 
 
-def test_a_reply_may_come_before_it_is_consumed(connection: Connection) -> None:
+def test_a_reply_that_comes_before_its_queue_is_consumed_is_received(connection: Connection) -> None:
     exchange = Exchange("replies", type="direct", durable=False, delivery_mode="transient")
     queue = temporary("mine", exchange, "mine")
     queue(connection.default_channel).declare()
     with connection.clone() as other:
         for key in ("another", "mine"):
             Producer(other).publish(key, exchange=exchange, routing_key=key)
-    with consuming(connection, queue, no_ack=True) as found:
-        assert drain(connection, found, 1)[0].decode() == "mine"
-        nothing_comes(connection)
+    with consume(connection, queue, no_ack=True) as received:
+        assert drain(connection, received, 1)[0].decode() == "mine"
+        assert_no_message(connection)
     connection.default_channel.after_reply_message_received("mine")
 
 
 # ---- outages --------------------------------------------------------------------------------------------------
 
 
-def test_a_consumer_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> None:
+def test_consumers_continue_after_a_restart_of_the_broker(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
         exchange = Exchange("news", type="fanout")
         with (
             Connection(node.http_endpoint.replace("http", "timeball", 1)) as connection,
-            consuming(connection, TASKS) as found,
-            consuming(connection, temporary("one", exchange), no_ack=True) as news,
+            consume(connection, TASKS) as received,
+            consume(connection, temporary("one", exchange), no_ack=True) as news,
         ):
             send(connection, "before")
-            (running,) = drain(connection, found, 1)
+            (running,) = drain(connection, received, 1)
             node.stop()
             node.start()
             running.ack()  # its lease is still the same one
             send(connection, "after")
             Producer(connection).publish("told", exchange=exchange, declare=[exchange])
-            while not (len(found) == 2 and news):
+            while not (len(received) == 2 and news):
                 connection.drain_events(timeout=WAIT_S)
-            assert (found[1].decode(), news[0].decode()) == ("after", "told")
-            found[1].ack()
+            assert (received[1].decode(), news[0].decode()) == ("after", "told")
+            received[1].ack()
             count = connection.default_channel
             eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
 
@@ -328,32 +328,34 @@ def outage(tmp_path: Path) -> Iterator[tuple[RunningNode, Connection]]:
             yield node, connection
 
 
-def test_a_prefetch_count_changes_while_the_broker_is_away(tmp_path: Path) -> None:
+def test_a_prefetch_count_that_changes_during_an_outage_counts_afterwards(tmp_path: Path) -> None:
     with outage(tmp_path) as (node, connection):
-        channel, found = connection.channel(), list[Any]()
-        with Consumer(channel, [TASKS], on_message=found.append, prefetch_count=1) as consumer:
+        channel, received = connection.channel(), list[Any]()
+        with Consumer(channel, [TASKS], on_message=received.append, prefetch_count=1) as consumer:
             node.stop()
             consumer.qos(prefetch_count=2)
             node.start()
             send(connection, "a", "b")
-            assert len(drain(connection, found, 2)) == 2
+            assert len(drain(connection, received, 2)) == 2
 
 
-def test_a_consumer_whose_first_try_has_failed_receives_later(tmp_path: Path) -> None:
-    """kombu's consumer has its tag by then, and does not try again."""
+def test_a_consumer_whose_first_attempt_failed_receives_after_the_outage(tmp_path: Path) -> None:
+    """kombu counts the consumer as begun, and does not try again."""
     with outage(tmp_path) as (node, connection):
-        channel, found = connection.channel(), list[Any]()
-        consumer = Consumer(channel, [TASKS], on_message=found.append)
+        channel, received = connection.channel(), list[Any]()
+        consumer = Consumer(channel, [TASKS], on_message=received.append)
         node.stop()
         with pytest.raises(Unavailable):
             consumer.consume()
         node.start()
         send(connection, "a")
-        assert drain(connection, found, 1)[0].decode() == "a"
+        assert drain(connection, received, 1)[0].decode() == "a"
 
 
-def test_a_paused_queue_goes_on_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place for its messages gets free while the broker is away."""
+def test_a_queue_paused_at_its_prefetch_limit_continues_after_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message that is processed is acknowledged while the broker is away, so the limit is no longer reached."""
     monkeypatch.setattr(transport, "FULL_S", 0.01)
     other = Queue("other", Exchange("other"), routing_key="other")
 
@@ -364,10 +366,10 @@ def test_a_paused_queue_goes_on_after_an_outage(tmp_path: Path, monkeypatch: pyt
     with (
         outage(tmp_path) as (node, connection),
         connection.clone() as free,
-        consuming(connection, TASKS, other, prefetch=1) as found,
+        consume(connection, TASKS, other, prefetch=1) as received,
     ):
         send(connection, "a")
-        (running,) = drain(connection, found, 1)
+        (running,) = drain(connection, received, 1)
         send(connection, "b", queue=other)
         given_back = other(free)
         while (message := given_back.get()) is None:
@@ -375,10 +377,10 @@ def test_a_paused_queue_goes_on_after_an_outage(tmp_path: Path, monkeypatch: pyt
         message.ack()
         node.stop()
         running.ack()
-        turn()  # sees the free place
+        turn()  # notices that the limit is no longer reached
         node.start()
         send(connection, "c", queue=other)
-        assert drain(connection, found, 2)[1].decode() == "c"
+        assert drain(connection, received, 2)[1].decode() == "c"
         count = connection.default_channel
         eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
 
@@ -420,7 +422,7 @@ def shop(broker: TestBroker, host: str) -> Shop:
 
 
 @pytest.mark.parametrize("days", [1 / 12, 3_652], ids=["2 h", "10 years"])
-def test_a_task_with_an_eta_waits_at_the_broker(
+def test_a_task_with_an_eta_is_pending_at_the_broker_until_its_eta(
     broker: TestBroker, host: str, shop: Shop, days: float
 ) -> None:
     eta = broker.clock.now + timedelta(days=days)
@@ -436,7 +438,9 @@ def test_a_task_with_an_eta_waits_at_the_broker(
         eventually(lambda: shop.ran == ["now", "17"], "the task")
 
 
-def test_a_countdown_and_a_retry_wait_at_the_broker(broker: TestBroker, host: str, shop: Shop) -> None:
+def test_a_task_with_a_countdown_and_its_retry_are_pending_at_the_broker(
+    broker: TestBroker, host: str, shop: Shop
+) -> None:
     tries: list[int] = []
 
     @shop.app.task(
@@ -458,12 +462,12 @@ def test_a_countdown_and_a_retry_wait_at_the_broker(broker: TestBroker, host: st
         eventually(lambda: tries == [0, 1], "the second try")
 
 
-def test_an_eta_beyond_the_limit_is_refused(broker: TestBroker, shop: Shop) -> None:
+def test_an_eta_beyond_the_limit_of_the_broker_is_refused(broker: TestBroker, shop: Shop) -> None:
     with pytest.raises(InvalidDelay):
         shop.close.apply_async(["17"], eta=broker.clock.now + timedelta(days=5_000))
 
 
-def test_a_revoked_task_is_cancelled(broker: TestBroker, host: str, shop: Shop) -> None:
+def test_a_revoked_task_is_cancelled_at_the_broker(broker: TestBroker, host: str, shop: Shop) -> None:
     one, two = (shop.close.apply_async([each], countdown=3_600) for each in "ab")
     assert [verdict.verdict for verdict in shop.app.control.revoke(one.id)] == ["cancelled"]
     two.revoke()
@@ -472,7 +476,7 @@ def test_a_revoked_task_is_cancelled(broker: TestBroker, host: str, shop: Shop) 
     assert [verdict.verdict for verdict in verdicts] == ["already_cancelled", "not_found"]
 
 
-def test_a_task_that_rejects_is_a_dead_letter(broker: TestBroker, host: str, shop: Shop) -> None:
+def test_a_task_that_raises_reject_is_a_dead_letter(broker: TestBroker, host: str, shop: Shop) -> None:
     with shop.worker():
         shop.refuse.delay()
         ball = broker.client()
@@ -483,7 +487,7 @@ def _dead(ball: Any, group: str) -> bool:
     return any(each.group == group for each in ball.groups()) and bool(ball.dead_letters(group).dead_letters)
 
 
-def test_remote_control(shop: Shop) -> None:
+def test_a_worker_answers_to_remote_control(shop: Shop) -> None:
     with shop.worker() as worker:
         inspect = shop.app.control.inspect([worker.hostname], timeout=WAIT_S)
         assert list(inspect.ping()) == [worker.hostname]
@@ -491,7 +495,7 @@ def test_remote_control(shop: Shop) -> None:
         assert inspect.scheduled() == {worker.hostname: []}
 
 
-def test_events(shop: Shop) -> None:
+def test_events_of_a_task_reach_a_receiver(shop: Shop) -> None:
     seen: list[str] = []
     ready = threading.Event()
     with shop.worker(task_events=True), shop.app.connection_for_read() as connection:
@@ -510,7 +514,7 @@ def test_events(shop: Shop) -> None:
             thread.join(WAIT_S)
 
 
-def test_results_by_rpc(shop: Shop) -> None:
+def test_results_arrive_over_rpc(shop: Shop) -> None:
     shop.app.conf.result_backend = "rpc://"
 
     @shop.app.task(shared=False, name="shop.add")
@@ -522,7 +526,9 @@ def test_results_by_rpc(shop: Shop) -> None:
         assert [result.get(timeout=WAIT_S) for result in results] == [1, 2, 3]
 
 
-def test_a_canvas_waits_at_the_broker(broker: TestBroker, host: str, shop: Shop) -> None:
+def test_chain_group_and_chord_with_etas_have_the_results_of_celery(
+    broker: TestBroker, host: str, shop: Shop
+) -> None:
     """chain, group and chord with ETAs: the tasks wait, and the results are those of Celery."""
     shop.app.conf.result_backend = "cache+memory://"
 
@@ -563,14 +569,16 @@ def test_a_canvas_waits_at_the_broker(broker: TestBroker, host: str, shop: Shop)
         ("timeball://broker", {"ssl": True}, "https://broker:7480"),
     ],
 )
-def test_a_url_names_the_nodes(url: str, options: dict[str, Any], endpoint: str) -> None:
+def test_a_url_of_kombu_becomes_the_endpoint_of_all_nodes(
+    url: str, options: dict[str, Any], endpoint: str
+) -> None:
     connection = Connection(url, **options)
     assert connection.transport.link.calls._endpoints == tuple(
         f"{endpoint.partition('://')[0]}://{address}" for address in endpoint.partition("://")[2].split(",")
     )
 
 
-def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_certificates_is_refused_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "roots.pem"
     with pytest.raises(RequestError, match=f"ca_certs={path}"):
         Connection("timeball://broker", ssl={"ca_certs": str(path)}).transport  # noqa: B018

@@ -32,15 +32,15 @@ NUMBERS = count(1)
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[TestBroker]:
+def shared_broker() -> Iterator[TestBroker]:
     with TestBroker() as broker:
         yield broker
 
 
 @pytest.fixture
-def broker(kit: TestBroker) -> Iterator[TimeballBroker]:
+def broker(shared_broker: TestBroker) -> Iterator[TimeballBroker]:
     """Topics of its own for each test."""
-    found = TimeballBroker(Timeball(kit.endpoint), prefix=f"t{next(NUMBERS)}-")
+    found = TimeballBroker(Timeball(shared_broker.endpoint), prefix=f"t{next(NUMBERS)}-")
     yield found
     found.close()
 
@@ -60,27 +60,29 @@ def actor(broker: TimeballBroker, function: Callable[..., Any], **options: Any) 
 
 
 def in_group(broker: TimeballBroker, queue: str = "default") -> tuple[int, int]:
-    """The lag of the group, and its messages in flight."""
+    """The lag of the group of a queue, and the number of its messages in flight."""
     (group,) = broker.ball.groups(broker.topic(queue))
     return group.lag, group.in_flight
 
 
-def test_a_message_with_a_delay_is_delivered_at_its_due_time(broker: TimeballBroker, kit: TestBroker) -> None:
+def test_a_message_with_a_delay_is_delivered_at_its_due_time(
+    broker: TimeballBroker, shared_broker: TestBroker
+) -> None:
     seen: list[int] = []
     run = actor(broker, seen.append)
     with working(broker):
         run.send_with_options(args=(17,), delay=timedelta(days=40))
-        kit.assert_scheduled(broker.topic("default"), after="40d")
-        kit.clock.advance("39d")
+        shared_broker.assert_scheduled(broker.topic("default"), after="40d")
+        shared_broker.clock.advance("39d")
         broker.join("default", timeout=BOUND_S * 1000)
         assert seen == []
-        kit.clock.advance("1d")
+        shared_broker.clock.advance("1d")
         eventually(lambda: seen == [17], "delivered")
         broker.join("default", timeout=BOUND_S * 1000)
     assert in_group(broker) == (0, 0)
 
 
-def test_messages_are_processed_once_in_their_queues(broker: TimeballBroker) -> None:
+def test_messages_of_two_queues_are_processed_once_by_their_actors(broker: TimeballBroker) -> None:
     seen: list[tuple[str, int]] = []
 
     def mail(number: int) -> None:
@@ -98,14 +100,16 @@ def test_messages_are_processed_once_in_their_queues(broker: TimeballBroker) -> 
     assert sorted(seen) == sorted((("mail", "other")[number % 2], number) for number in range(20))
 
 
-def test_a_message_is_cancelled_by_its_id(broker: TimeballBroker, kit: TestBroker) -> None:
+def test_a_delayed_message_is_cancelled_by_its_id(broker: TimeballBroker, shared_broker: TestBroker) -> None:
     seen: list[int] = []
     message = actor(broker, seen.append).send_with_options(args=(1,), delay=60_000)
     assert [each.verdict for each in broker.ball.cancel(key=message.message_id)] == ["cancelled"]
-    assert kit.pending(broker.topic("default")) == []
+    assert shared_broker.pending(broker.topic("default")) == []
 
 
-def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, kit: TestBroker) -> None:
+def test_a_retry_is_scheduled_and_runs_at_its_due_time(
+    broker: TimeballBroker, shared_broker: TestBroker
+) -> None:
     attempts: list[int] = []
 
     def fail_once() -> None:
@@ -115,16 +119,18 @@ def test_a_retry_is_a_message_with_a_delay(broker: TimeballBroker, kit: TestBrok
 
     actor(broker, fail_once, min_backoff=3_600_000, max_backoff=3_600_000).send()
     with working(broker):
-        eventually(lambda: kit.pending(broker.topic("default")), "the retry is scheduled")
+        eventually(lambda: shared_broker.pending(broker.topic("default")), "the retry is scheduled")
         broker.join("default", timeout=BOUND_S * 1000)
         # Not further: the lease of the retry would end.
-        kit.clock.advance_to(kit.assert_scheduled(broker.topic("default")).due)
+        shared_broker.clock.advance_to(shared_broker.assert_scheduled(broker.topic("default")).due)
         eventually(lambda: len(attempts) == 2, "the retry has run")
         broker.join("default", timeout=BOUND_S * 1000)
     assert broker.ball.dead_letters(broker.topic("default")).dead_letters == []
 
 
-def test_a_rejected_message_is_a_dead_letter_with_its_reason(broker: TimeballBroker) -> None:
+def test_a_message_without_retries_that_fails_is_a_dead_letter_with_its_reason(
+    broker: TimeballBroker,
+) -> None:
     def fail() -> None:
         raise ValueError("a fault of the actor")
 
@@ -135,7 +141,7 @@ def test_a_rejected_message_is_a_dead_letter_with_its_reason(broker: TimeballBro
     assert letter.reason == "ValueError: a fault of the actor"
 
 
-def test_a_message_that_is_not_of_dramatiq_is_a_dead_letter(broker: TimeballBroker) -> None:
+def test_a_message_of_another_program_becomes_a_dead_letter(broker: TimeballBroker) -> None:
     seen: list[int] = []
     run = actor(broker, seen.append)
     for body in ("no JSON", "{}"):
@@ -148,19 +154,23 @@ def test_a_message_that_is_not_of_dramatiq_is_a_dead_letter(broker: TimeballBrok
     assert sorted(letter.body for letter in letters) == [b"no JSON", b"{}"]
 
 
-def test_a_message_whose_workers_die_becomes_a_dead_letter(broker: TimeballBroker, kit: TestBroker) -> None:
+def test_a_message_that_kills_17_workers_becomes_a_dead_letter(
+    broker: TimeballBroker, shared_broker: TestBroker
+) -> None:
     actor(broker, print).send("x")
     attempts, letters, topic = 0, list[Any](), broker.topic("default")
     while not letters:
         if next(broker.consume("default", timeout=10)) is not None:
             attempts += 1
-            broker._held.clear()  # as by kill -9: nobody answers
-        kit.clock.advance("61s")
+            broker._held.clear()  # nobody answers for the message, as after a kill -9
+        shared_broker.clock.advance("61s")
         letters = broker.ball.dead_letters(topic).dead_letters
     assert attempts == 17 and [letter.attempts for letter in letters] == [17]
 
 
-def test_a_worker_holds_no_more_than_it_may_prefetch_and_gives_back_the_rest(broker: TimeballBroker) -> None:
+def test_a_worker_holds_at_most_its_prefetch_and_gives_back_the_others_at_a_stop(
+    broker: TimeballBroker,
+) -> None:
     begun, may_end = threading.Semaphore(0), threading.Event()
 
     def hold(number: int) -> None:
@@ -187,7 +197,9 @@ def test_a_worker_holds_no_more_than_it_may_prefetch_and_gives_back_the_rest(bro
     assert len(left) == 18 and {message.attempts for message in left} == {0}
 
 
-def test_a_flush_drops_what_is_due_and_what_is_scheduled(broker: TimeballBroker, kit: TestBroker) -> None:
+def test_a_flush_removes_the_due_and_the_scheduled_messages(
+    broker: TimeballBroker, shared_broker: TestBroker
+) -> None:
     seen: list[int] = []
     run = actor(broker, seen.append)
     broker.declare_queue("unused")
@@ -196,14 +208,14 @@ def test_a_flush_drops_what_is_due_and_what_is_scheduled(broker: TimeballBroker,
         run.send(number)
         run.send_with_options(args=(number,), delay=60_000)
     broker.flush_all()
-    assert kit.pending(broker.topic("default")) == []
+    assert shared_broker.pending(broker.topic("default")) == []
     with working(broker):
         run.send(99)
         broker.join("default", timeout=BOUND_S * 1000)
     assert seen == [99]
 
 
-def test_a_join_ends_after_its_time_or_when_nothing_was_sent(broker: TimeballBroker) -> None:
+def test_a_join_returns_without_messages_and_raises_after_its_time_limit(broker: TimeballBroker) -> None:
     run = actor(broker, print)
     broker.join("default", timeout=1_000)
     run.send("x")
@@ -211,21 +223,23 @@ def test_a_join_ends_after_its_time_or_when_nothing_was_sent(broker: TimeballBro
         broker.join("default", timeout=1, interval=1)
 
 
-def test_what_cannot_be_is_refused_by_name(broker: TimeballBroker, kit: TestBroker) -> None:
+def test_invalid_queue_names_and_a_client_without_http_are_refused(
+    broker: TimeballBroker, shared_broker: TestBroker
+) -> None:
     with pytest.raises(InvalidName, match=r"with\.dot"):
         broker.declare_queue("with.dot")
     with pytest.raises(InvalidName, match="120 letters"):
         TimeballBroker(broker.ball).declare_queue("q" * 112)
     with pytest.raises(QueueNotFound):
         broker.consume("never declared")
-    with Timeball(kit.flight) as ball, pytest.raises(RequestError, match="http://"):
+    with Timeball(shared_broker.flight) as ball, pytest.raises(RequestError, match="http://"):
         TimeballBroker(ball)
 
 
 # ---- with the real clock ------------------------------------------------------------------------------------
 
 
-def test_an_actor_may_take_many_leases(node: RunningNode) -> None:
+def test_the_lease_of_a_running_actor_is_renewed(node: RunningNode) -> None:
     broker = TimeballBroker(Timeball(node.http_endpoint), prefix="leased-", lease="300ms")
     attempts: list[int] = []
     may_end = threading.Event()
@@ -253,7 +267,7 @@ def test_an_actor_may_take_many_leases(node: RunningNode) -> None:
     broker.close()
 
 
-def test_a_retry_that_cannot_be_sent_does_not_lose_the_message(tmp_path: Path, no_pauses: None) -> None:
+def test_a_message_whose_retry_cannot_be_sent_is_delivered_again(tmp_path: Path, no_pauses: None) -> None:
     with running_node(tmp_path / "data") as node:
         broker = TimeballBroker(Timeball(node.http_endpoint), middleware=[Retries()])
         message_id = actor(broker, print).send("x").message_id
@@ -273,7 +287,7 @@ def test_a_retry_that_cannot_be_sent_does_not_lose_the_message(tmp_path: Path, n
         broker.close()
 
 
-def test_a_retry_that_is_refused_does_not_lose_the_message(broker: TimeballBroker) -> None:
+def test_a_message_whose_retry_is_refused_is_delivered_again(broker: TimeballBroker) -> None:
     """A traceback, for instance, makes the message too large."""
     actor(broker, print).send("x")
     consumer = broker.consume("default", timeout=1_000)
@@ -288,7 +302,7 @@ def test_a_retry_that_is_refused_does_not_lose_the_message(broker: TimeballBroke
     consumer.close()
 
 
-def test_a_delay_below_zero_is_none(broker: TimeballBroker) -> None:
+def test_a_message_with_a_negative_delay_is_delivered_at_once(broker: TimeballBroker) -> None:
     seen: list[int] = []
     run = actor(broker, seen.append)
     with working(broker):
@@ -297,7 +311,7 @@ def test_a_delay_below_zero_is_none(broker: TimeballBroker) -> None:
     assert seen == [1]
 
 
-def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:
+def test_a_consumer_receives_again_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:
     with running_node(tmp_path / "data") as node:
         broker = TimeballBroker(Timeball(node.http_endpoint))
         run = actor(broker, print)
@@ -316,7 +330,7 @@ def test_a_consumer_goes_on_when_its_broker_is_back(tmp_path: Path, no_pauses: N
 
 
 @pytest.mark.slow
-def test_messages_whose_workers_are_killed_run_again(node: RunningNode) -> None:
+def test_all_messages_are_processed_although_their_workers_are_killed(node: RunningNode) -> None:
     """Twice, kill -9 of all processes while they work."""
     words, seen = [str(number) for number in range(200)], Counter[str]()
     with Timeball(node.http_endpoint) as ball:
@@ -328,7 +342,7 @@ def test_messages_whose_workers_are_killed_run_again(node: RunningNode) -> None:
         run = actor(broker, forward, queue_name="forwarding")
         for word in words:
             run.send("survived-dramatiq", word)
-        arriving = ball.consume("survived-dramatiq", "looking")
+        arriving = ball.consume("survived-dramatiq", "observers")
         for kill_at in (60, 130, len(words)):
             process = subprocess.Popen(
                 [sys.executable, "-m", "dramatiq", "tests.client.dramatiq_actors", "--processes=2", "--threads=2"],

@@ -59,8 +59,8 @@ class TimeballBroker(Broker):
         super().__init__(middleware)
         self.ball, self._calls = ball, ball._operations
         self._prefix, self._lease = prefix, lease
-        # Messages that workers of this process have leased, by queue. They outlive a consumer, which Dramatiq may
-        # replace while actors run.
+        # Messages that workers of this process have leased, by queue. They are kept here and not in a consumer, because
+        # Dramatiq may replace a consumer while actors run.
         self._held = defaultdict[str, set[Received]](set)
 
     def close(self) -> None:
@@ -86,14 +86,13 @@ class TimeballBroker(Broker):
             self.emit_after("declare_queue", queue_name)
 
     def enqueue(self, message: Any, *, delay: float | None = None) -> Any:
-        """Send a message, to be delivered after `delay` milliseconds, at once if they are negative.
+        """Send a message, to be delivered after `delay` milliseconds. A negative delay counts as 0.
 
-        It is on the broker's disk on return.
+        The message is on the broker's disk on return. It has its id as a key, so
+        `ball.cancel(key=message.message_id)` cancels it.
 
-        The message has its id as a key, so `ball.cancel(key=message.message_id)` cancels it.
-
-        Raises ConnectionClosed if the broker cannot be reached, or if the answer was lost, and RequestError if the
-        message is refused.
+        Raises ConnectionClosed if the broker cannot be reached, if the answer was lost, or if the broker has reached a
+        limit, and RequestError if it refuses the message.
         """
         self.declare_queue(message.queue_name)
         self.emit_before("enqueue", message, delay)
@@ -106,7 +105,8 @@ class TimeballBroker(Broker):
                 keys=message.message_id,
                 retry=True,
             )
-        except Exception as error:  # of any kind, because Dramatiq logs it and acknowledges the message
+        except Exception as error:
+            # Of any kind: Dramatiq logs it, and acknowledges the message whose retry it was.
             if isinstance(message, LeasedMessage):
                 message.is_lost = True
             if isinstance(error, (Unavailable, OverLimit)):
@@ -116,12 +116,15 @@ class TimeballBroker(Broker):
         return message
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 30_000) -> LeasedMessages:
-        """Receive the messages of a queue, `prefetch` at a time at most. A wait ends after `timeout` milliseconds."""
+        """Receive the messages of a queue. Workers hold at most `prefetch` of them. A wait takes up to `timeout` ms."""
         held = self._held[queue_name]
         return LeasedMessages(self.ball, self.topic(queue_name), held, prefetch, timeout, self._lease)
 
     def flush(self, queue_name: str) -> None:
-        """Cancel the scheduled messages of a queue, and acknowledge those that no worker has."""
+        """Cancel the scheduled messages of a queue, and acknowledge visible ones that no worker has.
+
+        Raises QueueNotFound for a queue that was not declared.
+        """
         topic, page = self.topic(queue_name), None
         try:
             while page != "":
@@ -149,10 +152,11 @@ class TimeballBroker(Broker):
             pause.wait(interval / 1000)
 
     def _is_processed(self, topic: str) -> bool:
+        """Check whether the group of a queue has acknowledged all visible messages."""
         try:
             (group,) = self.ball.groups(topic)
             return group.lag == group.in_flight == 0
-        except GroupNotFound:  # no worker has come yet
+        except GroupNotFound:  # no worker has received anything yet
             return topic not in self.ball.topics()
 
 
@@ -168,20 +172,21 @@ class LeasedMessage(MessageProxy):
 
 
 class LeasedMessages(Consumer):
-    """The messages of a queue for the workers of a process."""
+    """The messages of a queue for the workers of a process, as Dramatiq's Consumer."""
 
     def __init__(
         self, ball: Timeball, topic: str, held: set[Received], prefetch: int, timeout_ms: int, lease: After
     ) -> None:
+        """Begin. `held`: the messages that workers of this process have leased, which this object changes."""
         self._ball, self._topic, self._prefetch = ball, topic, prefetch
         self._wait, self._lease = timedelta(milliseconds=timeout_ms), timedelta(milliseconds=delay_ms(lease))
         self._changed = threading.Condition()  # guards `_held`, and is notified when it gets smaller
         self._held = held
-        self._ready: deque[Received] = deque()  # received, and not handed out. They are in `_held` too
-        self._renew_ns = 0  # at once, because a consumer before this one may have leased messages
+        self._ready: deque[Received] = deque()  # received, and not handed out; also in `_held`
+        self._renew_ns = 0  # the next renewal: at once, because an earlier consumer may have leased messages
 
     def __next__(self) -> LeasedMessage | None:
-        """Return the next message, or None if there is none in time."""
+        """Return the next message. None if none came in time, or if it was not a message of Dramatiq."""
         try:
             self._renew()
             if not self._ready:
@@ -201,7 +206,10 @@ class LeasedMessages(Consumer):
             return None
 
     def _renew(self) -> None:
-        """Renew the leases when half of their time has passed. Each renewal counts, in case this process dies."""
+        """Renew the leases when half of their time has passed. Raises Unavailable and OverLimit.
+
+        Each renewal counts as an attempt, so a message that kills each of its workers becomes a dead letter.
+        """
         now_ns, lease_ms = self._ball._clock.monotonic_ns(), delay_ms(self._lease)
         if now_ns >= self._renew_ns:
             with self._changed:
@@ -210,7 +218,7 @@ class LeasedMessages(Consumer):
             self._renew_ns = now_ns + lease_ms * 500_000
 
     def _receive(self) -> None:
-        """Lease as many messages as may be prefetched, or wait until an actor has finished."""
+        """Lease messages until as many as may be prefetched are held. If they are, wait until an actor has finished."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._held) < self._prefetch, self._wait.total_seconds())
             free, topic = self._prefetch - len(self._held), self._topic
@@ -231,6 +239,7 @@ class LeasedMessages(Consumer):
         self._answer(message.received, lambda: message.received.dead_letter(reason=reason))
 
     def _answer(self, received: Received, answer: Callable[[], bool]) -> None:
+        """Make a call that answers for a message, which is not held any more then. Raises ConnectionClosed."""
         try:
             is_leased = answer()
         except (Unavailable, OverLimit) as error:

@@ -51,7 +51,7 @@ def content(each: BeatSchedule) -> dict[str, Any]:
     return payload
 
 
-def test_the_message_of_an_entry_is_that_of_celery() -> None:
+def test_the_message_of_an_entry_is_the_one_that_celery_would_send() -> None:
     app = app_of({"report": entry(crontab(minute=0, hour=4), kwargs={"copies": 2})})
     each = read(app)["report"]
     assert (each.name, each.topic, each.tag) == ("vh-shop-report", "vh-celery", "shop.report")
@@ -68,14 +68,14 @@ def test_the_message_of_an_entry_is_that_of_celery() -> None:
     assert message.decode()[:2] == [["daily"], {"copies": 2}]
 
 
-def test_a_read_gives_the_same_messages_each_time() -> None:
+def test_the_messages_of_an_entry_are_the_same_at_each_read() -> None:
     beat = {"report": entry(options={"expires": 60}), "unknown": {"task": "other.task", "schedule": 5}}
     first, second = (TimeballScheduler(app_of(beat)).read() for _ in range(2))
     assert first == second and len(first) == 2
     assert not {"id", "root_id"} & {key for key, value in content(first[0])["headers"].items() if value}
 
 
-def test_options_and_routes_decide_the_queue() -> None:
+def test_the_queue_of_an_entry_comes_from_its_options_or_from_the_routes() -> None:
     app = app_of(
         {
             "option": entry(options={"queue": "mail.high"}),
@@ -96,31 +96,30 @@ def test_options_and_routes_decide_the_queue() -> None:
         ({}, None),
     ],
 )
-def test_a_relative_expiry_counts_for_each_occurrence(more: dict[str, Any], expires_s: str | None) -> None:
+def test_a_relative_expiry_is_a_property_and_no_part_of_the_message(
+    more: dict[str, Any], expires_s: str | None
+) -> None:
     each = read(app_of({"report": entry(**more)}))["report"]
     assert each.properties.get(messages.EXPIRES) == expires_s
     assert content(each)["headers"]["expires"] is None
 
 
-def test_the_expiry_of_a_task_and_an_absolute_one() -> None:
+def test_the_expiry_of_an_entry_overrides_that_of_its_task() -> None:
     at = datetime(2030, 1, 1, tzinfo=UTC)
     beat = {"task": entry(), "own": entry(options={"expires": at}), "none": entry(options={"expires": None})}
-    found = read(app_of(beat, expires=20))
-    assert [found[name].properties.get(messages.EXPIRES) for name in ("task", "own", "none")] == [
-        "20",
-        None,
-        None,
-    ]
-    assert content(found["own"])["headers"]["expires"] == at.isoformat()
+    schedules = read(app_of(beat, expires=20))
+    expiries = {name: schedule.properties.get(messages.EXPIRES) for name, schedule in schedules.items()}
+    assert expiries == {"task": "20", "own": None, "none": None}
+    assert content(schedules["own"])["headers"]["expires"] == at.isoformat()
 
 
-def test_the_deadline_of_beat_limits_missed_times_of_crontabs() -> None:
+def test_the_deadline_of_beat_limits_the_missed_times_of_crontabs_only() -> None:
     app = app_of({"cron": entry(crontab()), "interval": entry(30)}, beat_cron_starting_deadline=3_600)
     found = read(app)
     assert (found["cron"].catch_up_within, found["interval"].catch_up_within) == ("3600s", "1d")
 
 
-def test_names_of_whole_signatures_are_shortened() -> None:
+def test_names_that_are_too_long_are_shortened_and_stay_distinct() -> None:
     app = app_of({})
     for number in range(2):
         app.add_periodic_task(10, app.tasks["shop.report"].s("x" * 200 + str(number)))
@@ -128,7 +127,7 @@ def test_names_of_whole_signatures_are_shortened() -> None:
     assert len(set(names)) == 2 and {len(name) for name in names} == {NAME_BYTES_MAX}
 
 
-def test_the_entry_that_celery_adds_is_stored_too() -> None:
+def test_the_cleanup_entry_that_celery_adds_is_read_too() -> None:
     found = read(app_of({}, result_backend="file:///tmp", result_expires=60))
     assert found["celery.backend_cleanup"].name == "vh-shop-celery%2Ebackend_cleanup"
     assert found["celery.backend_cleanup"].properties[messages.EXPIRES] == "43200"
@@ -158,17 +157,17 @@ def test_entries_that_cannot_be_stored_are_refused_by_name(beat: dict[str, Any],
     assert reason in text.partition("entry 'wrong': ")[2]
 
 
-def test_an_app_of_another_broker_is_refused() -> None:
+def test_an_app_with_another_kind_of_broker_is_refused() -> None:
     with pytest.raises(RequestError, match="set broker_url to timeball://"):
         read(app_of({"report": entry()}, url="memory://"))
 
 
-def test_an_app_that_runs_tasks_where_they_are_sent_is_refused() -> None:
+def test_an_app_with_task_always_eager_is_refused() -> None:
     with pytest.raises(RequestError, match="task_always_eager"):
         read(app_of({"report": entry()}, task_always_eager=True))
 
 
-def test_bodies_are_json() -> None:
+def test_the_body_of_an_entry_is_json() -> None:
     assert json.loads(read(app_of({"report": entry()}))["report"].body)["content-type"] == "application/json"
 
 
@@ -178,26 +177,27 @@ APP = Celery("shop", set_as_current=False, timezone="Europe/Berlin")
 BEGIN = datetime(2026, 1, 1, 12, 30, tzinfo=UTC)
 
 
-def bound(each: Any, app: Celery = APP) -> Any:
-    """As an entry of beat binds a schedule to its app."""
+def bind(each: Any, app: Celery = APP) -> Any:
+    """Bind a schedule to an app, as an entry of beat does."""
     each.app = app
     return each
 
 
-def times_of_celery(each: crontab, number: int) -> list[datetime]:
-    """The next times by Celery's own arithmetic, with its clock at the time before each."""
-    found, now = [], BEGIN
+def celery_times(each: crontab, number: int) -> list[datetime]:
+    """Compute the next times after BEGIN by Celery. Its clock shows the previous time for each."""
+    times, now = [], BEGIN
     for _ in range(number):
         clock = crontab(
             minute=each.minute, hour=each.hour, day_of_week=each.day_of_week, day_of_month=each._orig_day_of_month,
             month_of_year=each._orig_month_of_year, nowfun=lambda now=now: now, app=each.app,
         )  # fmt: skip
         now = now + clock.remaining_estimate(now)
-        found.append(now.astimezone(UTC))
-    return found
+        times.append(now.astimezone(UTC))
+    return times
 
 
-def times_of(rule: dict[str, object], number: int) -> list[datetime]:
+def rule_times(rule: dict[str, object], number: int) -> list[datetime]:
+    """Compute the next times after BEGIN by the broker."""
     begin_ms = int(BEGIN.timestamp() * 1000)
     return [
         datetime.fromtimestamp(each.due_ms / 1000, UTC) for each in Rule.parse(rule).after(begin_ms, number)
@@ -220,11 +220,11 @@ def times_of(rule: dict[str, object], number: int) -> list[datetime]:
     ],
     ids=repr,
 )
-def test_a_crontab_is_a_cron_expression(each: crontab, cron: str) -> None:
-    rule = rule_of(bound(each))
+def test_a_crontab_becomes_a_cron_expression_with_the_same_times(each: crontab, cron: str) -> None:
+    rule = rule_of(bind(each))
     assert rule["zone"] == "Europe/Berlin"
     assert Rule.parse(rule) == Rule.parse({"cron": cron, "zone": "Europe/Berlin"})
-    assert times_of(rule, 5) == times_of_celery(each, 5)
+    assert rule_times(rule, 5) == celery_times(each, 5)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,12 @@ def test_a_crontab_is_a_cron_expression(each: crontab, cron: str) -> None:
     ],
     ids=repr,
 )
-def test_both_days_have_to_match_as_in_celery(each: crontab) -> None:
-    rule = rule_of(bound(each))
+def test_a_crontab_with_both_kinds_of_days_becomes_a_recurrence_rule_with_the_same_times(
+    each: crontab,
+) -> None:
+    rule = rule_of(bind(each))
     assert "rrule" in rule
-    assert times_of(rule, 3) == times_of_celery(each, 3)
+    assert rule_times(rule, 3) == celery_times(each, 3)
 
 
 def test_random_crontabs_have_the_times_of_celery() -> None:
@@ -251,14 +253,14 @@ def test_random_crontabs_have_the_times_of_celery() -> None:
         return "*" if chance.random() < 0.4 else set(chance.sample(values, chance.randint(1, len(values))))
 
     for _ in range(60):
-        each = bound(
+        each = bind(
             crontab(
                 minute=some(0, 59), hour=some(0, 23), day_of_month=some(1, 28), month_of_year=some(1, 12),
                 day_of_week=some(0, 6),
             ),
             Celery(set_as_current=False),  # in UTC: Celery has other times where clocks change
         )  # fmt: skip
-        assert times_of(rule_of(each), 4) == times_of_celery(each, 4), each
+        assert rule_times(rule_of(each), 4) == celery_times(each, 4), each
 
 
 @pytest.mark.parametrize(
@@ -280,16 +282,18 @@ def test_random_crontabs_have_the_times_of_celery() -> None:
     ],
     ids=str,
 )
-def test_an_interval_and_a_relative_one(each: schedule, rule: dict[str, object]) -> None:
-    assert rule_of(bound(each)) == rule
+def test_an_interval_becomes_an_interval_or_with_relative_a_cron_expression(
+    each: schedule, rule: dict[str, object]
+) -> None:
+    assert rule_of(bind(each)) == rule
     Rule.parse(rule)
 
 
-def test_the_zone_is_that_of_the_app() -> None:
-    assert rule_of(bound(crontab(), Celery(set_as_current=False)))["zone"] == "UTC"
+def test_a_rule_has_the_zone_of_the_app_which_needs_a_name() -> None:
+    assert rule_of(bind(crontab(), Celery(set_as_current=False)))["zone"] == "UTC"
     nameless = Celery(set_as_current=False, timezone=timezone(timedelta(hours=1)))
     with pytest.raises(InvalidDelay, match="has no name: set `timezone`"):
-        rule_of(bound(crontab(), nameless))
+        rule_of(bind(crontab(), nameless))
 
 
 def sunset() -> solar:
@@ -299,7 +303,7 @@ def sunset() -> solar:
     return event
 
 
-class Weekly(crontab):
+class OwnCrontab(crontab):
     """A schedule of the application."""
 
 
@@ -307,7 +311,7 @@ class Weekly(crontab):
     ("each", "advice"),
     [
         (sunset(), "solar event sunset: the broker does not know the sun; use a crontab"),
-        (Weekly(), "Weekly: the broker stores a crontab"),
+        (OwnCrontab(), "OwnCrontab: the broker stores a crontab"),
         (object(), "object: the broker stores a crontab"),
         (crontab(nowfun=lambda: BEGIN), "nowfun: the clock of the broker counts; leave it out"),
         (schedule(0.5), "an interval of 0.5 s: the shortest of the broker is 1 s"),
@@ -320,5 +324,5 @@ class Weekly(crontab):
 )
 def test_schedules_that_cannot_be_stored_are_refused(each: Any, advice: str) -> None:
     with pytest.raises(InvalidDelay) as refusal:
-        rule_of(each if type(each) is object else bound(each))
+        rule_of(each if type(each) is object else bind(each))
     assert advice in str(refusal.value)

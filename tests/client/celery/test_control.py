@@ -35,7 +35,7 @@ def close_task(broker: TestBroker, backend: str | None, host: str = "") -> Any:
     return close
 
 
-def test_nobody_waits_for_the_result_of_a_cancelled_task(broker: TestBroker) -> None:
+def test_the_result_of_a_cancelled_task_is_revoked(broker: TestBroker) -> None:
     close = close_task(broker, "cache+memory://")
     results = [close.apply_async(countdown=60) for _ in range(2)]
     results[0].revoke()
@@ -47,7 +47,7 @@ def test_nobody_waits_for_the_result_of_a_cancelled_task(broker: TestBroker) -> 
             result.get(timeout=1)
 
 
-def test_a_result_that_is_there_stays(broker: TestBroker) -> None:
+def test_a_revoke_keeps_a_result_that_is_stored(broker: TestBroker) -> None:
     close = close_task(broker, "cache+memory://")
     result = close.apply_async(countdown=60)
     close.app.backend.mark_as_done(result.id, 17)
@@ -56,7 +56,7 @@ def test_a_result_that_is_there_stays(broker: TestBroker) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "rpc://"])
-def test_a_backend_without_such_results(
+def test_a_revoke_without_a_backend_for_results_cancels_and_logs_nothing(
     broker: TestBroker, backend: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     close = close_task(broker, backend)
@@ -64,7 +64,7 @@ def test_a_backend_without_such_results(
     assert verdict.verdict == "cancelled" and not caplog.records
 
 
-def test_a_backend_that_fails(
+def test_a_revoke_cancels_although_the_backend_fails(
     broker: TestBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     close = close_task(broker, "cache+memory://")
@@ -91,7 +91,7 @@ def test_a_revoke_cancels_nothing_of_another_virtual_host(broker: TestBroker) ->
     assert broker.pending("revoke-shop-celery") == []
 
 
-def test_an_id_that_cannot_be_a_key_stops_no_list(broker: TestBroker) -> None:
+def test_an_id_that_cannot_be_a_key_does_not_stop_the_others_of_a_list(broker: TestBroker) -> None:
     close = close_task(broker, "cache+memory://")
     good, odd, rest = (close.apply_async(countdown=60, task_id=id) for id in ("good-1", "order 17", "rest-1"))
     verdicts = close.app.control.revoke([good.id, odd.id, rest.id])

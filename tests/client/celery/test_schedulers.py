@@ -79,7 +79,7 @@ def names(ball: Timeball) -> list[str]:
     return [each.name for each in ball.schedules.all()]
 
 
-def test_occurrences_are_tasks_with_an_id_of_their_own(broker: TestBroker) -> None:
+def test_each_occurrence_and_each_run_by_hand_is_a_task_with_its_own_id(broker: TestBroker) -> None:
     shop = Shop(broker, {"report": entry(crontab(minute=0, hour="*/6"))})
     shop.beat().close()  # from here on there is no beat
     with shop.worker():
@@ -93,7 +93,7 @@ def test_occurrences_are_tasks_with_an_id_of_their_own(broker: TestBroker) -> No
             eventually(lambda: len(dict(shop.ran)) == 5, "a run by hand")
 
 
-def test_several_beats_store_each_schedule_once(broker: TestBroker) -> None:
+def test_several_beats_at_once_store_each_schedule_once(broker: TestBroker) -> None:
     beat = {"report": entry(), "weekly": entry(crontab(day_of_week="mon"), "weekly")}
     shops = [Shop(broker, beat) for _ in range(3)]
     threads = [threading.Thread(target=lambda shop=shop: shop.beat().close()) for shop in shops]
@@ -108,7 +108,7 @@ def test_several_beats_store_each_schedule_once(broker: TestBroker) -> None:
         assert ball.schedules.all() == before, "a further start changes nothing"
 
 
-def test_entries_that_are_gone_are_deleted_and_others_stay(broker: TestBroker) -> None:
+def test_a_beat_deletes_schedules_of_removed_entries_and_no_others(broker: TestBroker) -> None:
     with broker.client() as ball:
         ball.schedules.put("mine", {"every": "1m"}, topic="celery", body="x")
         Shop(broker, {"report": entry(), "old": entry()}).beat().close()
@@ -121,7 +121,7 @@ def test_entries_that_are_gone_are_deleted_and_others_stay(broker: TestBroker) -
         assert len(broker.pending("celery")) == 3
 
 
-def test_a_running_beat_stores_what_the_app_changes(broker: TestBroker) -> None:
+def test_a_running_beat_stores_changed_entries_at_its_next_tick(broker: TestBroker) -> None:
     beat = Shop(broker, {"report": entry()}).beat()
     with broker.client() as ball:
         beat.add(name="more", **entry(30.0))
@@ -134,7 +134,9 @@ def test_a_running_beat_stores_what_the_app_changes(broker: TestBroker) -> None:
     beat.close()
 
 
-def test_a_schedule_of_another_owner_is_not_replaced(broker: TestBroker) -> None:
+def test_an_entry_with_the_name_of_anothers_schedule_is_refused_and_nothing_stored(
+    broker: TestBroker,
+) -> None:
     with broker.client() as ball:
         ball.schedules.put("shop-report", {"every": "1m"}, topic="mine", body="x")
         with pytest.raises(RequestError, match="entry 'report': there is a schedule 'shop-report'"):
@@ -143,14 +145,14 @@ def test_a_schedule_of_another_owner_is_not_replaced(broker: TestBroker) -> None
         assert ball.schedules.get("shop-report").topic == "mine"
 
 
-def test_a_refused_entry_stores_none(broker: TestBroker) -> None:
+def test_if_an_entry_is_refused_no_entry_is_stored(broker: TestBroker) -> None:
     with pytest.raises(RequestError, match=r"entry 'wrong': an interval of 0\.1 s"):
         Shop(broker, {"fine": entry(), "wrong": entry(0.1)}).beat()
     with broker.client() as ball:
         assert names(ball) == []
 
 
-def test_a_beat_waits_for_a_broker_that_stops(broker: TestBroker) -> None:
+def test_a_beat_tries_again_if_no_broker_answers(broker: TestBroker) -> None:
     beat = Shop(broker, {"report": entry()}).beat()
     beat.add(name="more", **entry(30.0))
     broker.stop()
@@ -176,7 +178,7 @@ def test_an_interval_counts_from_1970(broker: TestBroker) -> None:
     assert pending.due.timestamp() % 90 == 0 and pending.due - broker.clock.now <= timedelta(seconds=90)
 
 
-def test_the_last_missed_time_is_delivered_once(broker: TestBroker) -> None:
+def test_of_several_missed_times_only_the_last_is_delivered(broker: TestBroker) -> None:
     shop = Shop(broker, {"report": entry(timedelta(hours=1))})
     shop.beat().close()
     with broker.client() as ball:
@@ -191,7 +193,7 @@ def test_the_last_missed_time_is_delivered_once(broker: TestBroker) -> None:
         assert [kind for _, kind in shop.ran] == ["daily", "end"]
 
 
-def test_an_occurrence_expires_by_its_own_time() -> None:
+def test_an_occurrence_whose_expiry_has_passed_by_the_workers_clock_does_not_run() -> None:
     """The broker's clock is in 2020, so an expiry that counts from there has passed on the worker's clock."""
     with TestBroker(start="2020-01-01T00:00:00Z") as broker:
         shop = Shop(broker, {"short": entry(crontab(), "short", options={"expires": 30})})
@@ -203,7 +205,7 @@ def test_an_occurrence_expires_by_its_own_time() -> None:
             assert [kind for _, kind in shop.ran] == ["end"]
 
 
-def test_a_changed_entry_keeps_its_next_time() -> None:
+def test_a_changed_entry_keeps_its_pending_occurrence() -> None:
     with TestBroker(start="2026-03-02T10:00:00Z") as broker:
         daily = crontab(minute=0, hour=4)
         Shop(broker, {"report": entry(daily)}).beat().close()
@@ -214,7 +216,7 @@ def test_a_changed_entry_keeps_its_next_time() -> None:
         assert after == before
 
 
-def test_one_occurrence_can_be_cancelled(broker: TestBroker) -> None:
+def test_after_a_cancelled_occurrence_the_next_one_is_pending(broker: TestBroker) -> None:
     Shop(broker, {"report": entry()}).beat().close()
     (pending,) = broker.pending("celery")
     assert pending.id == f"shop-report.{pending.due_ms}"

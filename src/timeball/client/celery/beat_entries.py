@@ -1,10 +1,10 @@
 """The entries of `beat_schedule` as schedules of the broker.
 
 The message of a schedule is the one that Celery would send now for the entry: with the routes, serializer and defaults
-of the app. The id of the task is missing in it. Each worker makes it from the id of the received message
-(messages.py), so it is another one for each occurrence, and the same one if an occurrence is delivered again.
+of the app. It does not contain the id of the task. Each worker makes the id from that of the received message
+(messages.py). So each occurrence has another task id, and the same one if it is delivered again.
 
-    name        that of the app, a dash and that of the entry. Characters that a name cannot have are as in a URL
+    name        of the app, a dash, and the name of the entry. Other characters are encoded as in a URL
     property    `celery_app`: the app. A schedule of this app whose entry is gone is deleted
 """
 
@@ -58,10 +58,10 @@ class BeatSchedule(msgspec.Struct, frozen=True):
 def read_entries(
     app: Celery, connection: Connection, entries: Mapping[str, ScheduleEntry]
 ) -> list[BeatSchedule]:
-    """Build the schedules of all entries. Nothing is sent.
+    """Build the schedules of all entries, by name. Nothing is sent.
 
-    `connection` is one of kombu to a broker; it need not be open. Raises RequestError, which names each entry that
-    the broker cannot store, and if `connection` is to another kind of broker.
+    `connection`: kombu's connection to a Timeball broker, which need not be open. Raises RequestError for another kind
+    of broker, and if the broker cannot store an entry: the text names each such entry and the reason.
     """
     transport = connection.transport
     if not isinstance(transport, Transport):
@@ -70,31 +70,31 @@ def read_entries(
             "environment variable CELERY_BROKER_URL"
         )
     owner = transport.topic(app.main or "celery")
-    channel, read, refused = _TemplateChannel(transport), list[BeatSchedule](), list[str]()
+    channel, schedules, refused = _TemplateChannel(transport), list[BeatSchedule](), list[str]()
     for name, entry in sorted(entries.items()):
         try:
-            read.append(_read_entry(app, channel, owner, name, entry))
+            schedules.append(_read_entry(app, channel, owner, name, entry))
         except Exception as error:  # of any kind, because routes and tasks are code of the app
             kind = "" if isinstance(error, TimeballError) else f"{type(error).__name__}: "
             refused.append(f"entry {name!r}: {kind}{error}")
     channel.close()
     if refused:
         raise RequestError(f"beat_schedule cannot be stored in the broker: {'; '.join(refused)}")
-    return read
+    return schedules
 
 
 def store_entries(
     schedules: Schedules, owner: str, wanted: list[BeatSchedule]
 ) -> tuple[list[str], list[str]]:
-    """Store the schedules, and delete those of the app `owner` whose entries are gone.
+    """Store the schedules `wanted`, and delete other schedules of the app `owner`, whose entries are gone.
 
-    Each is put by its name, so several processes may do this at the same time. Returns the names of the schedules that
-    were created or replaced, and of those that were deleted. Raises RequestError, before anything is stored, if a
-    schedule of the same name belongs to another owner.
+    Several processes may do this at the same time, because equal schedules change nothing. Returns the names of the
+    schedules that were created or replaced, and of those that were deleted. Raises RequestError, before anything is
+    stored, if a schedule of the same name belongs to another app.
     """
-    found = {each.name: each.properties.get(APP) for each in schedules.all()}
+    owners = {each.name: each.properties.get(APP) for each in schedules.all()}
     for each in wanted:
-        if found.get(each.name, owner) != owner:
+        if owners.get(each.name, owner) != owner:
             raise RequestError(
                 f"entry {each.entry!r}: there is a schedule {each.name!r} that is none of this app; rename the entry"
             )
@@ -106,7 +106,7 @@ def store_entries(
         )  # fmt: skip
         if stored.outcome != "unchanged":
             changed.append(each.name)
-    deleted = sorted({name for name, app in found.items() if app == owner} - {each.name for each in wanted})
+    deleted = sorted({name for name, app in owners.items() if app == owner} - {each.name for each in wanted})
     for name in deleted:
         with suppress(NotFound):  # another beat has deleted it
             schedules.delete(name)
@@ -121,19 +121,23 @@ class _TemplateChannel(TopicChannel):
 
     def __init__(self, connection: Transport, **options: Any) -> None:
         super().__init__(connection, **options)
-        self.kept: list[tuple[str, str | None, dict[str, Any]]] = []
+        self.kept: list[
+            tuple[str, str | None, dict[str, Any]]
+        ] = []  # topic, tag (None: that of the task), message
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **options: Any) -> None:
-        """Keep a message, once for each topic."""
+        """Keep a message, once for each topic that it would go to."""
         self._inplace_augment_message(message, exchange, routing_key)
-        self.kept += [(*to, message) for to in self._destinations(message, exchange, routing_key or "")]
+        destinations = self._destinations(message, exchange, routing_key or "")
+        self.kept += [(topic, tag, message) for topic, tag in destinations]
 
 
 def _read_entry(
     app: Celery, channel: _TemplateChannel, owner: str, name: str, entry: ScheduleEntry
 ) -> BeatSchedule:
+    """Build the schedule of one entry. Raises InvalidDelay and InvalidMessage, and any error of the app's code."""
     rule = rule_of(entry.schedule)
-    topic, tag, message, expires_s = _template(app, channel, entry)
+    topic, tag, message, expires_s = _make_template(app, channel, entry)
     fields = messages.fields_of(message)
     if (size_bytes := len(fields["body"].encode())) > limits.SCHEDULE_BODY_BYTES_MAX:
         raise InvalidMessage(
@@ -150,20 +154,22 @@ def _read_entry(
 
 
 def _schedule_name(owner: str, entry: str) -> str:
+    """Build the name of the schedule of an entry. A name that is too long ends with a part of its SHA-256."""
     name = f"{owner}-{messages.topic_name(entry)}"
     if len(name) <= NAME_BYTES_MAX:
         return name
-    # `add_periodic_task` makes names of whole signatures.
+    # `add_periodic_task` makes such names: they contain a whole signature.
     digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST_CHARACTERS]
     return f"{name[: NAME_BYTES_MAX - len(digest) - 1]}-{digest}"
 
 
-def _template(
+def _make_template(
     app: Celery, channel: _TemplateChannel, entry: ScheduleEntry
 ) -> tuple[str, str | None, dict[str, Any], float | None]:
     """Let Celery make the message of an entry. Returns its topic, tag, content and relative expiry in seconds.
 
-    It is the same in each process and at each time, so a repeated put changes nothing.
+    The message is the same in each process and at each time, so a repeated put changes nothing. Raises InvalidMessage
+    for an option that the broker cannot keep, and any error of the app's code.
     """
     if app.conf.task_always_eager:
         raise InvalidMessage("task_always_eager: tasks run where they are sent, and nothing can be stored")
@@ -172,6 +178,7 @@ def _template(
         raise InvalidMessage(
             "BeatLazyFunc: beat computes the argument when it sends, and the broker cannot; compute it in the task"
         )
+    # Celery makes the message here as if it sent it. Options whose value depends on this time are taken out before.
     options, task = dict(entry.options), app.tasks.get(entry.task)
     for name, advice in _REFUSED_OPTIONS.items():
         if options.get(name) is not None:
@@ -195,6 +202,7 @@ def _template(
     if headers["expires"] is not None:
         raise InvalidMessage("expires in task_routes: write it into the options of the entry")
     headers |= {"id": None, "root_id": None, "origin": "celery beat", "ignore_result": ignores_result}
+    # An absolute expiry is part of the message. A relative one counts from each occurrence, so it is a property.
     if isinstance(expires, (datetime, str)):
         at = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
         headers["expires"], expires = maybe_make_aware(at, app.timezone).isoformat(), None
@@ -227,25 +235,28 @@ _SHORTEST = timedelta(seconds=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
 
-def rule_of(given: Any) -> Rule:
-    """Build the rule of a schedule of celery beat. Raises InvalidDelay for one that the broker cannot store."""
-    if isinstance(given, solar):
+def rule_of(beat: Any) -> Rule:
+    """Build the rule of a schedule of celery beat (docs/recurring-rules.md).
+
+    Raises InvalidDelay for a schedule that the broker cannot store. The text names an alternative.
+    """
+    if isinstance(beat, solar):
         raise InvalidDelay(
-            f"solar event {given.event}: the broker does not know the sun; use a crontab, or run this entry by "
+            f"solar event {beat.event}: the broker does not know the sun; use a crontab, or run this entry by "
             "Celery's own scheduler in a beat of an app of its own"
         )
-    if type(given) not in (crontab, schedule):
+    if type(beat) not in (crontab, schedule):  # a subclass may compute its times in any way
         raise InvalidDelay(
-            f"{type(given).__name__}: the broker stores a crontab, a number of seconds and a timedelta"
+            f"{type(beat).__name__}: the broker stores a crontab, a number of seconds and a timedelta"
         )
-    if given.nowfun is not None:
+    if beat.nowfun is not None:
         raise InvalidDelay("nowfun: the clock of the broker counts; leave it out")
-    return _crontab_rule(given) if isinstance(given, crontab) else _interval_rule(given)
+    return _crontab_rule(beat) if isinstance(beat, crontab) else _interval_rule(beat)
 
 
-def _zone(given: crontab | schedule) -> str:
-    """The IANA name of the zone of the app."""
-    zone = given.tz
+def _zone(beat: crontab | schedule) -> str:
+    """Find the IANA name of the zone of the app. Raises InvalidDelay for a zone without a name."""
+    zone = beat.tz
     name = getattr(zone, "key", None) or ("UTC" if str(zone) == "UTC" else None)
     if name is None:
         raise InvalidDelay(
@@ -254,53 +265,61 @@ def _zone(given: crontab | schedule) -> str:
     return str(name)
 
 
-def _crontab_rule(given: crontab) -> Rule:
-    if len(given.day_of_month) < 31 and len(given.day_of_week) < 7:
-        return {"rrule": _both_days(given), "zone": _zone(given)}
+def _crontab_rule(beat: crontab) -> Rule:
+    """Build a cron expression, or a recurrence rule if the crontab limits both the day of the month and of the week."""
+    if len(beat.day_of_month) < 31 and len(beat.day_of_week) < 7:
+        return {"rrule": _both_days(beat), "zone": _zone(beat)}
     fields = (
-        _field(given.minute, 0, 59), _field(given.hour, 0, 23), _field(given.day_of_month, 1, 31),
-        _field(given.month_of_year, 1, 12), _field(given.day_of_week, 0, 6, may_step=False),
+        _field(beat.minute, 0, 59), _field(beat.hour, 0, 23), _field(beat.day_of_month, 1, 31),
+        _field(beat.month_of_year, 1, 12), _field(beat.day_of_week, 0, 6, may_step=False),
     )  # fmt: skip
-    return {"cron": " ".join(fields), "zone": _zone(given)}
+    return {"cron": " ".join(fields), "zone": _zone(beat)}
 
 
 def _field(values: Collection[int], low: int, high: int, *, may_step: bool = True) -> str:
-    """Write the values of a field: `*`, a step such as `*/15`, or a list with ranges."""
+    """Write the values of a field of a cron expression: `*`, a step such as `*/15`, or a list with ranges.
+
+    `low` and `high` are the smallest and the largest value of the field.
+    """
     ordered = sorted(values)
     if len(ordered) == high - low + 1:
         return "*"
     step = ordered[1] - ordered[0] if len(ordered) > 2 else 0
     if may_step and step > 1 and ordered == list(range(low, high + 1, step)):
         return f"*/{step}"
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []  # of consecutive values
     for value in ordered:
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1].append(value)
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
         else:
-            parts.append([value])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
+            runs.append([value])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else _listed(run) for run in runs)
 
 
-def _both_days(given: crontab) -> str:
-    """Write a crontab whose two fields for days both have to match. In a cron expression, one of them is enough."""
+def _both_days(beat: crontab) -> str:
+    """Write a crontab that limits the day of the month and of the week as a recurrence rule with a start.
+
+    In Celery and in a recurrence rule both fields have to match. In a cron expression one of them is enough.
+    """
     days = map(date.fromordinal, count(date(1970, 1, 1).toordinal()))
-    # The calendar repeats after 400 years, and Celery refuses a crontab without a date.
+    # A matching day exists, because Celery refuses any other crontab. It is found within 400 years, after which the
+    # calendar repeats.
     first = next(
         day
         for day in days
-        if day.month in given.month_of_year
-        and day.day in given.day_of_month
-        and day.isoweekday() % 7 in given.day_of_week
+        if day.month in beat.month_of_year
+        and day.day in beat.day_of_month
+        and day.isoweekday() % 7 in beat.day_of_week
     )
     parts = {
         "FREQ": "MONTHLY",
-        "BYMONTH": _listed(given.month_of_year),
-        "BYMONTHDAY": _listed(given.day_of_month),
-        "BYDAY": ",".join(_WEEKDAYS[number] for number in sorted(given.day_of_week)),
-        "BYHOUR": _listed(given.hour),
-        "BYMINUTE": _listed(given.minute),
+        "BYMONTH": _listed(beat.month_of_year),
+        "BYMONTHDAY": _listed(beat.day_of_month),
+        "BYDAY": ",".join(_WEEKDAYS[number] for number in sorted(beat.day_of_week)),
+        "BYHOUR": _listed(beat.hour),
+        "BYMINUTE": _listed(beat.minute),
     }
-    start = f"{first:%Y%m%d}T{min(given.hour):02}{min(given.minute):02}00"
+    start = f"{first:%Y%m%d}T{min(beat.hour):02}{min(beat.minute):02}00"
     return f"DTSTART:{start}\nRRULE:" + ";".join(f"{name}={value}" for name, value in parts.items())
 
 
@@ -308,18 +327,22 @@ def _listed(numbers: Collection[int]) -> str:
     return ",".join(map(str, sorted(numbers)))
 
 
-def _interval_rule(given: schedule) -> Rule:
-    every: timedelta = given.run_every
+def _interval_rule(beat: schedule) -> Rule:
+    """Build an interval, or with `relative` and at least a minute a rule for round times. Raises InvalidDelay."""
+    every: timedelta = beat.run_every
     if every < _SHORTEST:
         raise InvalidDelay(f"an interval of {every.total_seconds():g} s: the shortest of the broker is 1 s")
-    if given.relative and every >= _MINUTE:
-        return _round_times(every, _zone(given))
+    if beat.relative and every >= _MINUTE:
+        return _round_times(every, _zone(beat))
     whole_s, rest = divmod(every, _SHORTEST)
     return {"every": f"{whole_s}s" if not rest else f"{every // _MILLISECOND}ms"}
 
 
 def _round_times(every: timedelta, zone: str) -> Rule:
-    """Write an interval with `relative`: Celery rounds its times down to whole days, hours or minutes."""
+    """Write an interval with `relative`: Celery rounds its times down to whole days, hours or minutes.
+
+    Raises InvalidDelay unless these are whole days, hours that divide a day, or minutes that divide an hour.
+    """
     rule: Any = None
     if every % _DAY == timedelta(0):
         days = every // _DAY

@@ -14,7 +14,7 @@ from timeball.model.answers import Verdict
 
 logger = logging.getLogger(__name__)
 
-# A worker of Celery, too, stores REVOKED over these states only.
+# The states of a result that REVOKED may replace, as in Celery's own workers.
 OPEN_STATES = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 

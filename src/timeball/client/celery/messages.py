@@ -32,18 +32,18 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def topic_name(name: str) -> str:
-    """The name of the topic and group of a queue. Other characters are as in a URL: "mail.high" is "mail%2Ehigh"."""
+    """Encode the name of a queue as that of a topic and group, as in a URL: "mail.high" becomes "mail%2Ehigh"."""
     return _NOT_IN_NAME.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), name)
 
 
 def topic_prefix(virtual_host: str) -> str:
-    """The prefix of all names of a virtual host, "shop-" for the one of timeball://host/shop."""
+    """Build the prefix of all names of a virtual host: "shop-" for timeball://host/shop, "" for none."""
     name = virtual_host.strip("/")
     return f"{topic_name(name)}-" if name else ""
 
 
 def due_ms(eta: object) -> int:
-    """The due time of an ETA as Celery sends it, rounded up: no task runs before its ETA. Raises InvalidDelay."""
+    """Convert an ETA as Celery sends it to a due time, rounded up, so that no task runs early. Raises InvalidDelay."""
     try:
         at = datetime.fromisoformat(str(eta))
     except ValueError:
@@ -54,7 +54,10 @@ def due_ms(eta: object) -> int:
 
 
 def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Timeball.send` for a message of kombu. Raises InvalidMessage for one with a priority."""
+    """Build the arguments of `Timeball.send`, but the topic, for a message of kombu.
+
+    Raises InvalidMessage for a message with a priority, and InvalidDelay for a wrong ETA.
+    """
     headers, properties = message.get("headers") or {}, message["properties"]
     if properties.get("priority"):
         raise InvalidMessage(
@@ -74,11 +77,12 @@ def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key_of(task_id: object) -> str | None:
-    """The key of the messages of a task, which is its id. None for an id that cannot be a key, such as "order 17"."""
+    """Return the key of the messages of a task, which is its id. None if it cannot be a key, such as "order 17"."""
     return _label(task_id, limits.UNIQUE_KEY_BYTES_MAX)
 
 
 def _label(text: object, bytes_max: int) -> str | None:
+    """Return a text that can be a tag or a key of at most `bytes_max` bytes. None for anything else."""
     if isinstance(text, str) and 0 < len(text.encode()) <= bytes_max and not _NOT_IN_LABEL.search(text):
         return text
     return None
@@ -87,9 +91,9 @@ def _label(text: object, bytes_max: int) -> str | None:
 def payload_of(
     body: bytes, message_id: str | None, message_properties: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Decode a message of kombu that has been received. None if the body is something else.
+    """Decode the body of a received message to the payload of kombu. None if it is no message of kombu.
 
-    The payload has no ETA: a released task is due, and a worker whose clock is slow would hold it.
+    The payload has no ETA, because a released task is due: a worker whose clock is slow would wait again.
     """
     try:
         payload = loads(body)
@@ -112,7 +116,7 @@ def _complete_occurrence(
     message_id: str,
     message_properties: Mapping[str, str],
 ) -> None:
-    """Give the task of an occurrence its id, the same one for each delivery, and its time of expiry."""
+    """Set the id of the task of an occurrence, which is the same at each delivery, and its time of expiry, if any."""
     task_id = str(uuid.uuid5(_OCCURRENCES, message_id))
     headers["id"] = headers["root_id"] = properties["correlation_id"] = task_id
     expires_s, scheduled_ms = (message_properties.get(name) for name in (EXPIRES, SCHEDULED_MS))
@@ -121,8 +125,8 @@ def _complete_occurrence(
         headers["expires"] = (_EPOCH + after).isoformat()
 
 
-def received(message: Leased, delivery_tag: str) -> dict[str, Any] | None:
-    """Build kombu's payload of a leased message. None if it is no message of kombu."""
+def leased_payload(message: Leased, delivery_tag: str) -> dict[str, Any] | None:
+    """Build kombu's payload of a leased message, with its delivery tag. None if it is no message of kombu."""
     payload = payload_of(message.body, message.id, message.properties)
     if payload is not None:
         payload["properties"]["delivery_tag"] = delivery_tag
@@ -132,10 +136,11 @@ def received(message: Leased, delivery_tag: str) -> dict[str, Any] | None:
 
 
 def requeue_delay_ms(attempts: int) -> int:
-    """The delay before a message that was rejected with requeue comes again, after so many earlier attempts.
+    """Compute the delay of a message that was rejected with requeue, from the number of its earlier attempts.
 
-    Redis delivers it at once and without end. So does the first requeue here, for example after the death of a child
-    process. But each requeue is a counted attempt of 17: without delays, a task that waits for a lock would be a dead
-    letter within a second. The delays double up to those of the broker's own retries, and are 6 h in all.
+    Redis delivers such a message at once, again and again. Here, too, the first requeue has no delay, for example after
+    the death of a child process. But each requeue is an attempt, and after 17 attempts the message is a dead letter.
+    Without delays, a task that waits for a lock would be one within a second. So the delays double up to 2 h, and are
+    6 h in all.
     """
     return min(_REQUEUE_MS << (attempts - 1), _REQUEUE_MS_MAX) if attempts else 0

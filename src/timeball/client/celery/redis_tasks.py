@@ -31,32 +31,31 @@ _NAMESPACE = uuid.UUID("7c3cf3c0-7d0f-4b64-93a4-0d3c2b4f7d5b")  # of the ids of 
 
 
 class Moved(msgspec.Struct):
-    """The tasks that were moved, or with a dry run would be. Times are milliseconds since 1970 UTC.
-
-    `left`: tasks without an ETA in the future, which stay for the workers of Redis. `priorities`: moved tasks that had
-    a priority and have none any more.
-    """
+    """The numbers of tasks that were moved, or with a dry run would be. Times are milliseconds since 1970 UTC."""
 
     moved: int = 0
-    left: int = 0
-    priorities: int = 0
-    queues: dict[str, int] = {}
+    left: int = 0  # tasks without an ETA in the future, which stay for the workers of Redis
+    priorities: int = 0  # moved tasks that had a priority and lost it
+    queues: dict[str, int] = {}  # moved tasks by queue
     first_due_ms: int | None = None
     last_due_ms: int | None = None
 
 
 class _Task(NamedTuple):
+    """A task in Redis."""
+
     queue: str
     payload: dict[str, Any]
-    remove: Callable[[], object]
+    remove: Callable[[], object]  # removes it from Redis
 
 
 def move(
     url: str, ball: Timeball, *, prefix: str = "", is_dry_run: bool = False, force: bool = False
 ) -> Moved:
-    """Move the tasks with an ETA in the future from the Redis at `url` to topics named `prefix` and their queues.
+    """Move the tasks with an ETA in the future from the Redis at `url` to Timeball.
 
-    Raises SetupError if Redis does not answer, and RequestError if workers seem to use it and not `force`.
+    The topic of a task is `prefix` and the encoded name of its queue. Raises SetupError if Redis does not answer,
+    RequestError if workers seem to use it and not `force`, and the errors of a send.
     """
     client, report = redis.Redis.from_url(url), Moved()
     try:
@@ -84,6 +83,7 @@ def move(
 
 
 def _send(ball: Timeball, prefix: str, task: _Task, report: Moved) -> None:
+    """Send a task without its priority. Its message id depends on its delivery tag, so a repetition is recognized."""
     properties = task.payload["properties"]
     if properties.pop("priority", 0):
         report.priorities += 1
@@ -92,6 +92,7 @@ def _send(ball: Timeball, prefix: str, task: _Task, report: Moved) -> None:
 
 
 def _count(report: Moved, queue: str, due_ms: int) -> None:
+    """Count a moved task."""
     report.moved += 1
     report.queues[queue] = report.queues.get(queue, 0) + 1
     report.first_due_ms = min(due_ms, report.first_due_ms or due_ms)
@@ -99,6 +100,7 @@ def _count(report: Moved, queue: str, due_ms: int) -> None:
 
 
 def _due_ms(payload: dict[str, Any]) -> int | None:
+    """Read the ETA of a task as a due time. None if it has none, or one that cannot be read."""
     eta = (payload.get("headers") or {}).get("eta")
     try:
         return messages.due_ms(eta) if eta else None
@@ -107,7 +109,7 @@ def _due_ms(payload: dict[str, Any]) -> int | None:
 
 
 def _workers(client: redis.Redis) -> int:
-    """The number of connections by which workers wait for tasks or for remote control."""
+    """Count the connections to this database by which workers wait for tasks (brpop) or for remote control (psub)."""
     own_db = str(client.get_connection_kwargs().get("db") or 0)
     return sum(
         str(each.get("db")) == own_db and (each.get("cmd") == "brpop" or str(each.get("psub", "0")) != "0")
@@ -116,26 +118,27 @@ def _workers(client: redis.Redis) -> int:
 
 
 def _tasks(client: redis.Redis) -> Iterator[_Task]:
-    """Yield all tasks. Those that the caller has removed are not counted as places in the lists."""
+    """Yield all tasks. The caller may remove each task before it asks for the next one."""
     bindings = _bindings(client)
-    queues = {queue for found in bindings.values() for _, queue in found}
+    queues = {queue for pairs in bindings.values() for _, queue in pairs}
     for key in sorted(_lists(client, queues)):
         queue = key.partition(SEPARATOR)[0]
-        passed = 0  # from the end of the list, where workers fetch and nobody adds
+        passed = 0  # tasks that stay, counted from the end of the list, where workers fetch and nobody adds
         while chunk := client.lrange(key, -(passed + CHUNK), -(passed + 1)):
-            before = client.llen(key)
+            length_before = client.llen(key)
             for raw in reversed(chunk):
                 payload = _payload(raw)
                 if payload is not None:
-                    yield _Task(queue, payload, partial(_forget_listed, client, key, raw))
-            passed += len(chunk) - (before - client.llen(key))
+                    yield _Task(queue, payload, partial(_remove_listed, client, key, raw))
+            passed += len(chunk) - (length_before - client.llen(key))  # without those that the caller removed
     for tag, raw in list(client.hscan_iter(UNACKED)):
         payload, exchange, routing_key = loads(raw)
         for queue in _destinations(bindings, exchange, routing_key):
-            yield _Task(queue, payload, partial(_forget_unacked, client, tag))
+            yield _Task(queue, payload, partial(_remove_unacked, client, tag))
 
 
 def _payload(raw: bytes | str) -> dict[str, Any] | None:
+    """Decode an entry of a list. None if it is no message of kombu."""
     try:
         payload = loads(raw)
     except ValueError:
@@ -143,12 +146,13 @@ def _payload(raw: bytes | str) -> dict[str, Any] | None:
     return payload if isinstance(payload, dict) and isinstance(payload.get("properties"), dict) else None
 
 
-def _forget_listed(client: redis.Redis, key: str, raw: bytes | str) -> None:
+def _remove_listed(client: redis.Redis, key: str, raw: bytes | str) -> None:
     # redis-py's annotation has no bytes here, although it takes them.
     client.lrem(key, -1, raw)  # type: ignore[arg-type]
 
 
-def _forget_unacked(client: redis.Redis, tag: bytes | str) -> None:
+def _remove_unacked(client: redis.Redis, tag: bytes | str) -> None:
+    """Remove a task from the hash of unacknowledged tasks and from its index, as kombu does."""
     with client.pipeline() as pipeline:
         pipeline.zrem(UNACKED_INDEX, tag)
         pipeline.hdel(UNACKED, tag)
@@ -156,12 +160,15 @@ def _forget_unacked(client: redis.Redis, tag: bytes | str) -> None:
 
 
 def _bindings(client: redis.Redis) -> dict[str, list[tuple[str, str]]]:
-    """The routing keys and queues of each exchange."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    """Read the bindings of each exchange: pairs of a routing key and a queue.
+
+    kombu stores a binding as routing key, pattern and queue, with separators.
+    """
+    bindings: dict[str, list[tuple[str, str]]] = {}
     for key in client.scan_iter(f"{BINDINGS}*"):
         members = [_text(member).split(SEPARATOR) for member in client.smembers(key)]
-        found[_text(key).removeprefix(BINDINGS)] = [(each[0], each[-1]) for each in members]
-    return found
+        bindings[_text(key).removeprefix(BINDINGS)] = [(each[0], each[-1]) for each in members]
+    return bindings
 
 
 def _text(value: bytes | str) -> str:
@@ -169,12 +176,13 @@ def _text(value: bytes | str) -> str:
 
 
 def _lists(client: redis.Redis, queues: set[str]) -> set[str]:
-    """The lists of these queues, and of their priority steps."""
+    """Find the keys of the lists of these queues, and of their priority steps (queue, separator, step)."""
     keys = {_text(key) for key in client.scan_iter(_type="list")}
     return {key for key in keys if key.partition(SEPARATOR)[0] in queues}
 
 
 def _destinations(bindings: dict[str, list[tuple[str, str]]], exchange: str, routing_key: str) -> list[str]:
+    """Find the queue of a task that a worker has fetched: the first one bound by its routing key, or named as it."""
     if not exchange:
         return [routing_key]
     queues = [queue for key, queue in bindings.get(exchange, []) if key == routing_key]

@@ -35,7 +35,7 @@ class TimeballScheduler(Scheduler):
         self.install_default_entries(self.schedule)
 
     def read(self) -> list[BeatSchedule]:
-        """Build the schedules of all entries. Raises RequestError, which names those that are refused."""
+        """Build the schedules of all entries. Raises RequestError, which names the entries that are refused."""
         return read_entries(self.app, self.connection, self.schedule)
 
     def store(self, schedules: Schedules) -> tuple[list[str], list[str]]:
@@ -44,7 +44,10 @@ class TimeballScheduler(Scheduler):
         return store_entries(schedules, owner, self.read())
 
     def tick(self, *arguments: Any, **options: Any) -> float:
-        """Store the entries if they have changed. Returns the number of seconds until the next call."""
+        """Store the entries if they have changed. Returns the number of seconds until the next call.
+
+        Raises RequestError for entries that are refused. If no broker answers, the next call tries again.
+        """
         if self.schedules_equal(self._stored, self.schedule):
             return float(self.max_interval)
         self._ensure_connected()

@@ -47,8 +47,8 @@ LEASE_MS = 30_000  # renewed every 10 s: the tasks of a dead worker run again af
 TIMEOUT_MS = 10_000  # of a call
 CREDIT = 256  # without a prefetch count
 TURN_S = 0.005  # messages are handed over for this time before the event loop looks at its other sockets
-FULL_S = 1.0  # after this time without a free place, messages that wait here go to other workers
-CHECK_S, FULL_CHECK_S = 0.5, 0.05
+FULL_S = 1.0  # after this time at the prefetch limit, messages that wait here go to other workers
+CHECK_S, FULL_CHECK_S = 0.5, 0.05  # time between two checks for that, and while a consumer is at its limit
 TRANSIENT = 1  # the delivery mode of replies and events
 
 # (endpoint, topic, queue) -> where the replies to a temporary queue begin. Celery declares the queue of `rpc://` on one
@@ -68,7 +68,7 @@ class LeaseQoS(virtual.QoS):
         self._answer(delivery_tag, "nack" if requeue else "dead_letter")
 
     def restore_unacked(self) -> list[Any]:
-        """Give all messages back that have no answer yet. No attempt is counted."""
+        """Give all messages back that have no answer yet. No attempt is counted. Returns an empty list."""
         self._flush()
         for delivery_tag in list(self._delivered):
             self._answer(delivery_tag, "give_back")
@@ -76,6 +76,7 @@ class LeaseQoS(virtual.QoS):
         return []
 
     def _answer(self, delivery_tag: str, answer: Answer) -> None:
+        """Answer for a message at the broker, unless the channel is closed, and forget it here."""
         if (connection := self.channel.connection) is not None:
             connection.answer(delivery_tag, answer)
         self._quick_ack(delivery_tag)
@@ -125,7 +126,10 @@ class TopicChannel(virtual.Channel):
     def _destinations(
         self, message: Mapping[str, Any], exchange: str, routing_key: str
     ) -> list[tuple[str, str | None]]:
-        """The topics of a message, and its tag there; None is that of the task."""
+        """Find the topics of a message, each with its tag there. None means the tag of the task.
+
+        Raises ChannelError if no queue is known for the routing key.
+        """
         connection = self.connection
         is_transient = message["properties"].get("delivery_mode") == TRANSIENT
         kind = self.typeof(exchange).type if exchange else "direct"
@@ -154,7 +158,7 @@ class TopicChannel(virtual.Channel):
         self.connection.consume(self, queue, no_ack)
 
     def basic_cancel(self, consumer_tag: str) -> None:
-        """Consume no more. Messages that were not handed over go back."""
+        """Stop a consumer. Messages that were not handed over are given back."""
         queue = self._tag_to_queue.get(consumer_tag)
         super().basic_cancel(consumer_tag)
         if queue is not None and self.connection is not None:
@@ -189,7 +193,7 @@ class TopicChannel(virtual.Channel):
     # ---- beyond kombu -----------------------------------------------------------------------------------
 
     def cancel(self, task_id: str) -> Verdict:
-        """Cancel a pending task. Returns its verdict."""
+        """Cancel a pending task. Returns the verdict of the broker."""
         verdict: Verdict = self.connection.cancel(task_id)
         return verdict
 
@@ -201,15 +205,17 @@ class TopicChannel(virtual.Channel):
 
 
 class _Consumer:
-    """A queue that a channel consumes."""
+    """The consumer of a queue by a channel."""
 
     def __init__(self, channel: TopicChannel, no_ack: bool) -> None:
         self.channel, self.no_ack = channel, no_ack
-        self.full_s: float | None = None  # since when messages wait here without a free place
-        self.is_paused = False
+        # Since when messages wait here, because the prefetch limit is reached.
+        self.full_since_s: float | None = None
+        self.is_paused = False  # it has no source, because its messages had waited for FULL_S
 
     @property
     def has_place(self) -> bool:
+        """True if a further message may be handed over."""
         return self.no_ack or bool(self.channel.qos.can_consume())
 
 
@@ -232,14 +238,13 @@ class Transport(virtual.Transport):
     )
 
     def __init__(self, client: Any, **options: Any) -> None:
+        """Prepare a connection. `client`: kombu's Connection. Raises RequestError for wrong options or certificates."""
         super().__init__(client, **options)
-        given = client.transport_options
-        self._lease_ms, timeout_ms = given.get("lease_ms", LEASE_MS), given.get("timeout_ms", TIMEOUT_MS)
-        endpoint, keys, tls_roots = (
-            _endpoint_of(client),
-            (client.userid, client.password),
-            _tls_roots(client.ssl),
-        )
+        settings = client.transport_options
+        self._lease_ms = settings.get("lease_ms", LEASE_MS)
+        timeout_ms = settings.get("timeout_ms", TIMEOUT_MS)
+        endpoint, keys = _endpoint_of(client), (client.userid, client.password)
+        tls_roots = _tls_roots(client.ssl)
         self._endpoint = endpoint
         self._ball = Timeball(
             endpoint, timeout_ms=timeout_ms, access_key=keys[0], secret_key=keys[1], tls_roots=tls_roots
@@ -252,8 +257,8 @@ class Transport(virtual.Transport):
         self._consumers: dict[str, _Consumer] = {}
         self._unanswered: dict[str, Message] = {}  # by delivery tag
         self._clock = SystemClock()
-        self._loop: Any = None
-        self._check: Any = None
+        self._loop: Any = None  # of a worker with an event loop
+        self._check: Any = None  # the timer of the next check in this loop
 
     @property
     def default_connection_params(self) -> dict[str, Any]:
@@ -271,9 +276,9 @@ class Transport(virtual.Transport):
         return self
 
     def close_connection(self, connection: Any) -> None:
-        """Close the channels, which gives their messages back, and end the thread."""
+        """Close the channels, which gives their messages back, and end the thread of the link."""
         super().close_connection(connection)
-        # A poll that a child process has inherited is still the parent's.
+        # In a child process after a fork, the poll object of the loop is shared with the parent.
         if self._loop is not None and not self.link.is_inherited:
             self._loop.remove(self.link.bell.descriptor)
             self._check.cancel()
@@ -309,24 +314,28 @@ class Transport(virtual.Transport):
     def cancel(self, task_id: str) -> Verdict:
         """Cancel a pending task of this virtual host. Returns the verdict of the message that was settled.
 
-        `not_found` for an id that cannot be a key: the message of such a task has none.
+        The verdict is `not_found` if no message has the task's id as a key, and for an id that cannot be a key.
         """
-        key, found = messages.key_of(task_id), list[Verdict]()
+        key, verdicts = messages.key_of(task_id), list[Verdict]()
         if key is None:
             return Verdict(task_id, "not_found", None, None)
+        # The same id may be pending in another virtual host. Only the topics tell the messages apart.
         pending = self._pending(key) if self._prefix else {}
         own_ids = [id for id, topic in pending.items() if topic.startswith(self._prefix)]
         if own_ids:
-            found = self._ball.cancel(ids=own_ids)
-        elif not pending:  # with a prefix nothing is left to cancel, and this only tells the outcome
-            found = self._ball.cancel(key=key)
-        settled = next((each for each in found if each.verdict == "cancelled"), found[-1] if found else None)
+            verdicts = self._ball.cancel(ids=own_ids)
+        elif not pending:
+            # Without a prefix, all messages with the key are meant. With one, none is pending in any virtual host, so
+            # this cancels nothing, and only tells the outcome of an earlier message.
+            verdicts = self._ball.cancel(key=key)
+        last = verdicts[-1] if verdicts else None
+        settled = next((each for each in verdicts if each.verdict == "cancelled"), last)
         if settled is None:
             return Verdict(task_id, "not_found", None, None)
         return msgspec.structs.replace(settled, subject=task_id)
 
     def _pending(self, key: str) -> dict[str, str]:
-        """The topics of the pending messages with a key in all virtual hosts, by their ids."""
+        """Find the pending messages with a key in all virtual hosts. Returns their topics by message id."""
 
         def page_after(page: str | None) -> Operation[Page[dict[str, Any]]]:
             target = path("messages", key=key, max=limits.LISTED_ROWS_MAX, page=page)
@@ -337,7 +346,7 @@ class Transport(virtual.Transport):
         return {each["id"]: each["topic"] for each in listed if each.get("id")}
 
     def has_queue(self, queue: str) -> bool:
-        """True if a durable queue has its topic."""
+        """Check whether a durable queue exists, that is, whether the broker has its topic."""
         try:
             self._ball.queues(self.topic(queue))
         except NotFound:
@@ -345,19 +354,20 @@ class Transport(virtual.Transport):
         return True
 
     def size(self, queue: str) -> int:
-        """The number of messages of a durable queue that were not acknowledged. Pending ones do not count."""
+        """Count the visible messages of a durable queue that were not acknowledged. Pending ones do not count."""
         return sum(self._lags(queue).values())
 
     def purge(self, queue: str) -> int:
         """Skip all messages of a durable queue. Pending tasks stay. Returns the number of skipped messages."""
-        lags, (topic, group) = self._lags(queue), self._place(queue)
+        lags, (topic, group) = self._lags(queue), self._topic_and_group(queue)
         if lags:
             ends = {number: each.max for number, each in self._ball.queues(topic).items()}
             self._ball.commit(topic, group, ends)
         return sum(lags.values())
 
     def _lags(self, queue: str) -> dict[int, int]:
-        topic, group = self._place(queue)
+        """Count the messages after the group's offset in each queue of the topic. Empty if there is no such topic."""
+        topic, group = self._topic_and_group(queue)
         try:
             ranges, offsets = self._ball.queues(topic), self._ball.offsets(group, topic)
         except GroupNotFound:
@@ -368,23 +378,28 @@ class Transport(virtual.Transport):
             number: each.max - max(each.min, offsets.get(number, each.min)) for number, each in ranges.items()
         }
 
-    def _place(self, queue: str) -> tuple[str, str]:
-        """The topic and the group of a durable queue."""
+    def _topic_and_group(self, queue: str) -> tuple[str, str]:
+        """Find the topic and the group of a durable queue. Bound to a fanout exchange, it has the exchange's topic."""
         return self._groups.get(queue, self.topic(queue)), self.topic(queue)
 
     # ---- bindings and consumers -------------------------------------------------------------------------
 
     def bind(self, kind: str, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:
-        """Bind a queue to an exchange of this kind. Replies may come before they are consumed."""
+        """Bind a queue to an exchange, whose `kind` is direct, topic or fanout.
+
+        A temporary queue receives the messages of the exchange from now on: by its routing key, by `pattern` (a regular
+        expression for routing keys), or all. A durable queue is bound only to a fanout exchange. A direct exchange
+        finds it by its name.
+        """
         if self.is_temporary.get(queue):
-            is_direct, wanted = kind == "direct", re.compile(pattern or "") if kind == "topic" else None
+            is_direct, key_pattern = kind == "direct", re.compile(pattern or "") if kind == "topic" else None
             source = TailSource(
                 self.link.calls, self.exchange_topic(exchange), routing_key if is_direct else None,
-                lambda key: wanted is None or wanted.match(key) is not None,
+                lambda key: key_pattern is None or key_pattern.match(key) is not None,
             )  # fmt: skip
             self._sources.setdefault(queue, []).append(source)
             if is_direct:
-                self.link.subscribe(source)
+                self.link.subscribe(source)  # at once, because replies may come before the queue is consumed
         elif kind == "fanout":
             self._groups[queue] = self.exchange_topic(exchange)
 
@@ -401,13 +416,14 @@ class Transport(virtual.Transport):
         self.link.bell.ring()
 
     def _group_source(self, channel: TopicChannel, queue: str) -> GroupSource:
-        topic, group = self._place(queue)
-        # Who joins a fanout exchange gets its messages from now on.
+        """Create the source of a durable queue, with the prefetch count of the channel as its credit."""
+        topic, group = self._topic_and_group(queue)
+        # A new queue of a fanout exchange gets only later messages, as in other brokers.
         start: Literal["latest", "earliest"] = "latest" if queue in self._groups else "earliest"
         return GroupSource(self.link.calls, topic, group, _credit(channel), self._lease_ms, start)
 
     def begin_replies(self, queue: str) -> None:
-        """Remember where the replies to a temporary queue begin, if it is declared for the first time here."""
+        """Store the position at which the replies to a temporary queue begin, when it is first declared here."""
         if self.is_temporary.get(queue) and self._begin_key(queue) not in _BEGINS:
             source = self._reply_source(queue)
             source.read()
@@ -415,7 +431,7 @@ class Transport(virtual.Transport):
             _BEGINS[self._begin_key(queue)] = source.position
 
     def _reply_source(self, queue: str) -> TailSource:
-        """The messages that were sent to a temporary queue by its name."""
+        """Create the source of the messages that are sent to a temporary queue by its name."""
         topic, begin = self.exchange_topic(""), _BEGINS.get(self._begin_key(queue), "")
         return TailSource(self.link.calls, topic, queue, lambda _: True, begin)
 
@@ -423,7 +439,7 @@ class Transport(virtual.Transport):
         return self._endpoint, self.exchange_topic(""), queue
 
     def stop_consuming(self, queue: str) -> None:
-        """Receive no more messages of a queue. Those that wait here go back."""
+        """Receive no more messages of a queue. Messages that wait here are given back."""
         self._consumers.pop(queue, None)
         for source in self._sources.get(queue, ()):
             self.link.unsubscribe(source)
@@ -442,7 +458,7 @@ class Transport(virtual.Transport):
             self.purge(queue)
 
     def change_credit(self, channel: TopicChannel) -> None:
-        """Open the streams of a channel anew if its prefetch count has changed."""
+        """Replace the sources of a channel whose prefetch count has changed, because a stream keeps its credit."""
         for queue, consumer in self._consumers.items():
             sources = self._sources.get(queue, [])
             is_changed = any(
@@ -452,6 +468,7 @@ class Transport(virtual.Transport):
                 self._replace_sources(queue, [self._group_source(channel, queue)])
 
     def _replace_sources(self, queue: str, sources: list[Source]) -> None:
+        """Receive a queue from these sources. Messages of the old ones that wait here are given back."""
         old, self._sources[queue] = self._sources.get(queue, []), sources
         self.link.replace(old, sources)
 
@@ -461,7 +478,7 @@ class Transport(virtual.Transport):
         return self._clock.monotonic_ns() / 1e9
 
     def drain_events(self, connection: Any, timeout: float | None = None) -> None:
-        """Hand one message over. Raises TimeoutError if none comes within `timeout` seconds."""
+        """Hand one message over to its callback. Raises TimeoutError if none comes within `timeout` seconds."""
         give_up_s = None if timeout is None else self._now_s() + timeout
         while True:
             self.link.bell.silence()
@@ -480,10 +497,12 @@ class Transport(virtual.Transport):
         self._check = loop.call_later(CHECK_S, self._check_again)
 
     def _on_readable(self) -> None:
+        """Hand messages over, because the link has received something. Called by the event loop."""
         self.link.bell.silence()
         self._hand_over(None)
 
     def _check_again(self) -> None:
+        """Check the consumers regularly. Called by the event loop, and plans its next call."""
         if self._loop is not None:
             is_full = False
             try:
@@ -493,7 +512,10 @@ class Transport(virtual.Transport):
                 self._check = self._loop.call_later(FULL_CHECK_S if is_full else CHECK_S, self._check_again)
 
     def _hand_over(self, messages_max: int | None) -> int:
-        """Call the callbacks for messages, for TURN_S at most. Returns the number of messages."""
+        """Hand messages of all queues in turn over to their callbacks, for TURN_S at most. Returns their number.
+
+        `messages_max`: stop after this many messages; None: no limit.
+        """
         count, end_s, is_done = 0, self._now_s() + TURN_S, False
         while not is_done:
             is_done = True
@@ -511,19 +533,21 @@ class Transport(virtual.Transport):
         return count
 
     def get(self, queue: str) -> dict[str, Any] | None:
-        """Take one message of a queue that is not consumed. None if there is none."""
+        """Take one message of a queue that has no consumer. Returns kombu's payload, or None if there is no message."""
         if self._sources.get(queue) or self.is_temporary.get(queue):
             return self._take(queue)
-        topic, group = self._place(queue)
+        topic, group = self._topic_and_group(queue)
         try:
-            found = self._ball.pull(topic, group, max_messages=1, wait=0, lease=f"{self._lease_ms}ms")
+            pulled = self._ball.pull(topic, group, max_messages=1, wait=0, lease=f"{self._lease_ms}ms")
         except NotFound:
             return None
-        for message in found:
-            self.link.hold(message)
-        return self._payload_of(found[0]) if found else None
+        if not pulled:
+            return None
+        self.link.hold(pulled[0])
+        return self._payload_of(pulled[0])
 
     def _take(self, queue: str) -> dict[str, Any] | None:
+        """Take the next received message of a queue. Returns kombu's payload, or None if there is no message."""
         for source in self._sources.get(queue, ()):
             while source.received:
                 item = source.received.popleft()
@@ -533,9 +557,9 @@ class Transport(virtual.Transport):
         return None
 
     def _payload_of(self, message: Message) -> dict[str, Any] | None:
-        """Build kombu's payload. A message that is none of kombu's becomes a dead letter."""
+        """Build kombu's payload of a leased message. None if it is none of kombu's: then it becomes a dead letter."""
         delivery_tag = uuid()  # a repeated delivery has its own
-        payload = messages.received(message, delivery_tag)
+        payload = messages.leased_payload(message, delivery_tag)
         if payload is None:
             self.link.settle("dead_letter", message)
         else:
@@ -548,24 +572,28 @@ class Transport(virtual.Transport):
         if message is not None:
             self.link.settle(answer, message)
         if any(source.received for sources in self._sources.values() for source in sources):
-            self.link.bell.ring()  # there may be a free place
+            self.link.bell.ring()  # received messages wait, and the answer may have made room for one of them
 
     def _check_places(self) -> bool:
-        """Give messages back that have waited FULL_S for a place, and go on when there is one. True if one is full."""
+        """Pause consumers whose messages have waited for FULL_S at the prefetch limit, and resume those below it.
+
+        A pause gives the waiting messages back, so that other workers get them. Returns True if a consumer is at its
+        limit.
+        """
         now_s, is_full = self._now_s(), False
         for queue, consumer in list(self._consumers.items()):
             sources = self._sources.get(queue, [])
             if consumer.has_place:
-                consumer.full_s = None
+                consumer.full_since_s = None
                 if consumer.is_paused:
                     consumer.is_paused = False
                     self._replace_sources(queue, [self._group_source(consumer.channel, queue)])
                 continue
             is_full = True
             is_waiting = any(isinstance(each, GroupSource) and each.received for each in sources)
-            if is_waiting and consumer.full_s is None:
-                consumer.full_s = now_s
-            if is_waiting and consumer.full_s is not None and now_s - consumer.full_s >= FULL_S:
+            if is_waiting and consumer.full_since_s is None:
+                consumer.full_since_s = now_s
+            if is_waiting and consumer.full_since_s is not None and now_s - consumer.full_since_s >= FULL_S:
                 consumer.is_paused = True
                 self._replace_sources(queue, [])
         return is_full
@@ -576,12 +604,13 @@ def _credit(channel: TopicChannel) -> int:
 
 
 def _page_of(data: bytes) -> Page[dict[str, Any]]:
+    """Decode a page of pending messages."""
     listed = msgspec.json.decode(data)
     return listed["messages"], listed.get("next_page")
 
 
 def _endpoint_of(client: Any) -> str:
-    """The endpoint of a connection: all its URLs, so that each node of a cluster can answer."""
+    """Build the endpoint of kombu's Connection from all of its URLs, so that each node of a cluster can answer."""
     addresses = [
         f"{_bracketed(parts.hostname or '127.0.0.1')}:{parts.port or DEFAULT_PORT}"
         for parts in (url_to_parts(url) for url in client.alt)
@@ -594,6 +623,9 @@ def _bracketed(host: str) -> str:
 
 
 def _tls_roots(ssl: Any) -> bytes | None:
-    """The certificates of `broker_use_ssl={"ca_certs": path}`; True means those of the system."""
+    """Read the certificates of `broker_use_ssl={"ca_certs": path}`. None for True: those of the system.
+
+    Raises RequestError if the file cannot be read.
+    """
     path = ssl.get("ca_certs") or ssl.get("ssl_ca_certs") if isinstance(ssl, Mapping) else None
     return None if path is None else read_roots(str(path), "ca_certs")
