@@ -46,7 +46,7 @@ def bodies(messages: list[ReleasedMessage]) -> list[bytes]:
     return [message.body for message in messages]
 
 
-def test_a_message_is_released_at_its_due_time_and_not_before(broker: TestBroker) -> None:
+def test_a_message_is_released_at_its_due_time_and_not_earlier(broker: TestBroker) -> None:
     begin = broker.clock.now
     broker.client().send("orders", b"close 17", after="40d", keys="17", tag="late", properties={"a": "b"})
     assert broker.clock.advance(timedelta(days=40, milliseconds=-1)) == []
@@ -92,33 +92,33 @@ def test_a_handler_runs_at_the_due_time_and_again_after_a_failure(broker: TestBr
     assert seen == [(hour, 0), (hour + timedelta(seconds=10), 1), (hour + timedelta(seconds=40), 2)]
 
 
-def test_without_the_extra_the_import_names_it() -> None:
+def test_an_import_without_the_extra_broker_names_it() -> None:
     program = "import sys; sys.modules['numpy'] = None; import timeball.testing"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.stderr.endswith(f"ModuleNotFoundError: {missing_text('numpy', 'broker')}\n")
 
 
-def test_a_handler_may_ask_for_a_later_attempt_and_may_give_up_as_that_of_a_worker(
+def test_a_handler_that_raises_retry_runs_later_and_one_that_raises_dead_makes_a_dead_letter(
     broker: TestBroker,
 ) -> None:
     begin, seen = broker.clock.now, list[timedelta]()
 
-    def ask_once(message: ReleasedMessage) -> None:
+    def retry_once(message: ReleasedMessage) -> None:
         seen.append(broker.clock.now - begin)
         if message.attempts == 0:
             raise Retry("5m")
         raise Dead("no such order")
 
-    broker.handle("asking", ask_once, group="askers")
+    broker.handle("retried", retry_once, group="retriers")
     client = broker.client()
-    client.send("asking", b"17", after="1m")
+    client.send("retried", b"17", after="1m")
     broker.clock.advance("1d")
     assert seen == [timedelta(minutes=1), timedelta(minutes=6)]
-    (letter,) = client.dead_letters("askers").dead_letters
+    (letter,) = client.dead_letters("retriers").dead_letters
     assert (letter.reason, letter.attempts) == ("Dead: no such order", 2)
 
 
-def test_a_handler_that_counts_failed_attempts_runs_as_in_a_worker(
+def test_a_failed_handler_is_logged_and_gets_the_number_of_earlier_attempts(
     broker: TestBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = []
@@ -138,13 +138,13 @@ def test_a_handler_that_counts_failed_attempts_runs_as_in_a_worker(
     assert "topic=counting attempts=0" in failures[0].getMessage()
 
 
-def test_a_handler_may_schedule_the_next_message(broker: TestBroker) -> None:
+def test_an_advance_releases_the_messages_that_a_handler_schedules_on_the_way(broker: TestBroker) -> None:
     client = broker.client()
 
-    def again(message: ReleasedMessage) -> None:
+    def send_again(message: ReleasedMessage) -> None:
         client.send("daily", message.body, after="1d")
 
-    broker.handle("daily", again, group="daily")
+    broker.handle("daily", send_again, group="daily")
     client.send("daily", b"run", after="1d")
     released = broker.clock.advance("30d")
     assert [message.due - released[0].due for message in released] == [
@@ -153,7 +153,7 @@ def test_a_handler_may_schedule_the_next_message(broker: TestBroker) -> None:
     client.cancel(broker.assert_scheduled("daily").id or "")
 
 
-def test_a_lease_ends_with_the_clock(broker: TestBroker) -> None:
+def test_a_lease_ends_when_the_clock_has_advanced_by_its_time(broker: TestBroker) -> None:
     client = broker.client()
     client.send("leases", b"x", after="1s")
     broker.clock.advance("1s")
@@ -166,7 +166,7 @@ def test_a_lease_ends_with_the_clock(broker: TestBroker) -> None:
     assert (first["body"], first["attempt"], second["body"], second["attempt"]) == ("x", 1, "x", 2)
 
 
-def test_a_push_and_its_retry_run_within_an_advance(broker: TestBroker) -> None:
+def test_an_advance_runs_a_push_and_its_retry(broker: TestBroker) -> None:
     replies = iter([Reply(500), Reply()])
     with receiver_of(lambda _: next(replies)) as receiver:
         subscription = {"topic": "pushed", "group": "pushed", "url": receiver.url}
@@ -180,7 +180,9 @@ def test_a_push_and_its_retry_run_within_an_advance(broker: TestBroker) -> None:
         call(broker, "DELETE", "/v1/subscriptions/pushed")
 
 
-def test_a_push_comes_at_its_time_after_messages_that_the_filter_leaves_out(broker: TestBroker) -> None:
+def test_pushes_come_at_their_times_although_the_filter_skips_messages_between_them(
+    broker: TestBroker,
+) -> None:
     with receiver_of(lambda _: Reply()) as receiver:
         subscription = {"topic": "filtered", "group": "filtered", "url": receiver.url, "filter": "red"}
         call(broker, "PUT", "/v1/subscriptions/filtered", subscription)
@@ -217,7 +219,7 @@ def trace_of_daily_runs(days: int) -> list[object]:
     return trace
 
 
-def test_runs_with_handlers_give_the_same_trace() -> None:
+def test_two_runs_with_handlers_give_the_same_trace() -> None:
     trace = trace_of_daily_runs(10)
     assert len(trace) > 40 and trace == trace_of_daily_runs(10)
 
@@ -231,7 +233,7 @@ def test_many_runs_give_the_same_trace() -> None:
         assert trace_of_daily_runs(20) == trace
 
 
-def test_a_handler_runs_at_the_time_of_a_visible_message(broker: TestBroker) -> None:
+def test_a_handler_gets_a_visible_message_before_the_clock_moves(broker: TestBroker) -> None:
     begin = broker.clock.now
     seen: list[datetime] = []
     broker.handle("visible", lambda message: seen.append(broker.clock.now), group="visible")
@@ -240,7 +242,7 @@ def test_a_handler_runs_at_the_time_of_a_visible_message(broker: TestBroker) -> 
     assert seen == [begin]
 
 
-def test_a_handler_may_advance_the_clock_past_the_end_of_the_advance(broker: TestBroker) -> None:
+def test_a_handler_can_advance_the_clock_beyond_the_end_of_the_outer_advance(broker: TestBroker) -> None:
     begin, seen = broker.clock.now, list[tuple[bytes, timedelta]]()
 
     def take_two_hours(message: ReleasedMessage) -> None:
@@ -255,7 +257,7 @@ def test_a_handler_may_advance_the_clock_past_the_end_of_the_advance(broker: Tes
     assert broker.clock.now - begin == timedelta(hours=4)
 
 
-def test_the_clock_goes_only_forward(broker: TestBroker) -> None:
+def test_the_clock_moves_only_forward(broker: TestBroker) -> None:
     with pytest.raises(OutOfRange, match="advance to a time from then on"):
         broker.clock.advance_to(broker.clock.now - timedelta(seconds=2))
     with pytest.raises(InvalidDelay):
@@ -274,7 +276,7 @@ def test_a_failed_assertion_lists_the_pending_messages(broker: TestBroker) -> No
     broker.clock.advance("1d")  # later tests find nothing pending
 
 
-def test_a_broker_continues_after_a_restart_at_its_own_time(tmp_path: Path) -> None:
+def test_a_restarted_broker_continues_at_the_time_of_its_stop(tmp_path: Path) -> None:
     with TestBroker(start=START, data=tmp_path / "data") as broker:
         broker.client().send("kept", b"x", after="400d")
         broker.client().send("kept", b"first", after="300d")
@@ -285,7 +287,7 @@ def test_a_broker_continues_after_a_restart_at_its_own_time(tmp_path: Path) -> N
         assert bodies(broker.clock.advance("100d")) == [b"x"]
 
 
-def test_a_clock_may_begin_in_1970() -> None:
+def test_a_clock_can_begin_in_1970() -> None:
     with TestBroker(start="1970-01-01T00:00:00Z") as first:
         assert first.clock.now_ms == 0
 
@@ -303,23 +305,23 @@ def test_a_start_that_fails_leaves_no_thread_and_no_folder(
     assert set(threading.enumerate()) <= threads and list(tmp_path.iterdir()) == []
 
 
-def test_a_broker_that_does_not_run_says_so() -> None:
+def test_calls_to_a_broker_that_does_not_run_and_a_second_start_are_refused() -> None:
     broker = TestBroker()
-    for call_it in (
+    for operation in (
         broker.client,
         broker.pending,
         lambda: broker.clock.now,
         lambda: broker.clock.advance("1h"),
     ):
         with pytest.raises(SetupError, match="does not run"):
-            call_it()
+            operation()
     with broker, pytest.raises(SetupError, match="runs already"):
         broker.start()
     with pytest.raises(SetupError, match="does not run"):
         broker.clock.advance_to("2100-01-01T00:00:00Z")
 
 
-def test_all_interfaces_have_a_port(broker: TestBroker) -> None:
+def test_each_interface_has_a_port(broker: TestBroker) -> None:
     assert sorted(broker.ports) == ["flight", "grpc", "http", "name_server", "remoting"]
     assert min(broker.ports.values()) > 0
 

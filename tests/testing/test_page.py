@@ -15,7 +15,7 @@ from tests.docs_pages import page, section
 PAGE = page("docs/testing.md")
 
 
-def test_the_tests_of_the_page_pass(tmp_path: Path) -> None:
+def test_the_python_tests_of_the_page_pass(tmp_path: Path) -> None:
     for name, code in re.findall(r'^```python title="(\w+\.py)"\n(.*?)^```', PAGE, re.M | re.S):
         (tmp_path / name).write_text(code)
     run = subprocess.run(
@@ -25,7 +25,7 @@ def test_the_tests_of_the_page_pass(tmp_path: Path) -> None:
     assert "3 passed" in run.stdout, run.stdout
 
 
-def test_the_commands_of_the_page_advance_the_clock(tmp_path: Path) -> None:
+def test_the_shell_commands_of_the_page_advance_the_clock(tmp_path: Path) -> None:
     (commands,) = re.findall(r"^```sh\n(.*?)^```", section(PAGE, "Other languages"), re.M | re.S)
     serve, look, advance = commands.splitlines()
     arguments = serve.replace("/tmp/test-data", str(tmp_path / "data")).split()[1:]

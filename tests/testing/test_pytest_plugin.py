@@ -31,12 +31,12 @@ def test_not_scheduled(timeball_broker):
 """
 
 
-def test_the_fixtures_are_found_without_an_import(tmp_path: Path) -> None:
+def test_pytest_finds_the_fixtures_in_an_application_without_an_import(tmp_path: Path) -> None:
     (tmp_path / "test_application.py").write_text(SESSION)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True, text=True, timeout=BOUND_S, check=False, cwd=tmp_path,
     )  # fmt: skip
-    # The last test fails: an assertion that cannot fail would show nothing.
+    # The last test of SESSION must fail, which shows that `assert_scheduled` can.
     assert "1 failed, 3 passed" in run.stdout, run.stdout
     assert "0 messages are scheduled with topic 'orders'; pending are: none" in run.stdout

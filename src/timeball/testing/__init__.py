@@ -3,7 +3,7 @@
     from timeball.testing import TestBroker
 
     with TestBroker() as broker:
-        broker.client().send("orders", b"close 17", after="40d", key="17")
+        broker.client().send("orders", b"close 17", after="40d", keys="17")
         broker.assert_scheduled("orders", key="17", after="40d")
         assert [message.body for message in broker.clock.advance("40d")] == [b"close 17"]
 
@@ -16,7 +16,7 @@ try:
     from timeball.testing.broker import ReleasedMessage, ScheduledMessage, TestBroker, VirtualClock
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] == "timeball":
-        raise  # its text is good already
+        raise  # a module of Timeball is missing, or Timeball has written the text
     raise ModuleNotFoundError(missing_text(error.name, "broker"), name=error.name) from error
 
 __all__ = ["ReleasedMessage", "ScheduledMessage", "TestBroker", "VirtualClock"]

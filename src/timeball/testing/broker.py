@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 GROUP = "test"  # the consumer group of `handle`, unless the test names another one
 _LEASE_MS = limits.INVISIBLE_MS_MAX  # a handler acknowledges before the clock moves on
-# A test does not wait for a delivered message to be old, and it does not survive a power cut.
+# Free ports, and nothing that only a long run or a power cut needs: no retention, and no sync of each commit.
 _SETTINGS = {
     "port": 0, "http_port": 0, "name_server_port": 0, "remoting_port": 0, "grpc_port": 0,
     "segment_bytes": 4 * 1024 * 1024, "durability": "async", "clock": "manual", "retention_ms": 36_500 * limits.DAY_MS,
@@ -75,7 +75,7 @@ Handler = Callable[[ReleasedMessage], object]
 
 
 class _Delivered(NamedTuple):
-    """A message that a handler has received."""
+    """A message that the broker has leased to a handler. `receipt`: for its answer."""
 
     handler: Handler
     message: ReleasedMessage
@@ -107,20 +107,25 @@ class VirtualClock:
         return self._broker._advance(self.now_ms + time_parsing.delay_ms(after))
 
     def advance_to(self, at: At) -> list[ReleasedMessage]:
-        """Move the clock to an instant, as `advance` does. Raises OutOfRange if it is in the past."""
+        """Move the clock to the time `at`, as `advance` does. Raises InvalidDelay, and OutOfRange for a past time."""
         return self._broker._advance(time_parsing.due_ms(at))
 
 
 class TestBroker:
     """A broker with a virtual clock. Use it as a context manager, or call `start` and `stop`."""
 
-    __test__ = False  # no test class, although pytest may think so of its name
+    __test__ = False  # pytest must not take this class for a test because of its name
 
     def __init__(self, *, start: At | None = None, data: Path | None = None, **settings: Any) -> None:
-        """Create a broker whose clock begins at `start`; None: the real time.
+        """Prepare a broker, which `start` starts.
 
-        `data` is its folder, which is kept; None: a temporary one. Other arguments are settings of the broker, such as
-        `idempotency_ms=60_000`.
+        Args:
+            start: The time at which its clock begins, in the forms of `Timeball.send`. The default is the real time.
+            data: Its folder, which is kept. The default is a temporary folder.
+            **settings: Other settings of the broker, such as `idempotency_ms=60_000`.
+
+        Raises:
+            InvalidDelay: `start` is not a time.
         """
         self._start_ms = None if start is None else time_parsing.due_ms(start, "start")
         self._data, self._settings = data, settings
@@ -133,7 +138,7 @@ class TestBroker:
     # -- start and stop ------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the broker.
+        """Start the broker, and return this object.
 
         Raises SetupError if it runs already, if the extra `timeball[broker]` is not installed, or for a wrong setting.
         """
@@ -149,6 +154,7 @@ class TestBroker:
         return self
 
     def _start(self) -> None:
+        """Start the event loop in a thread, and the broker in it. `stop` releases both, also after an error."""
         from timeball.io.clock import ManualClock, SystemClock
         from timeball.io.files import RealFiles
         from timeball.log.disk_thread import InlineDisk
@@ -199,11 +205,13 @@ class TestBroker:
         self.stop()
 
     def _end_loop(self, thread: threading.Thread) -> None:
+        """End the event loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         thread.join()
         self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the broker's event loop. Returns its result. Raises SetupError if no broker runs."""
         if self._started is None:
             coroutine.close()
         self._node  # noqa: B018  # raises if the broker does not run
@@ -254,6 +262,7 @@ class TestBroker:
         self._handlers.append((request, handler))
 
     def _advance(self, target_ms: int) -> list[ReleasedMessage]:
+        """Move the clock to `target_ms`, and call handlers on the way. Returns the released messages, in order."""
         first = len(self._released)
         delivered = self._run(self._advance_to_handler(target_ms))
         while delivered is not None:
@@ -263,12 +272,13 @@ class TestBroker:
             delivered = self._run(self._settle_and_advance(delivered.receipt, failure, target_ms))
         return self._released[first:]
 
-    # The coroutines below run on the broker's event loop. A handler runs in the thread of the test, and only for it
-    # the threads switch: a switch and back costs as much as a step of the clock.
+    # The coroutines below run on the broker's event loop, and a handler runs in the thread of the test. A switch
+    # between the threads and back costs as much as a step of the clock, so they switch only to call a handler.
 
     async def _settle_and_advance(
         self, receipt: Receipt, failure: Exception | None, target_ms: int
     ) -> _Delivered | None:
+        """Answer for a message as a Worker does after its handler has raised `failure`, and advance further."""
         from timeball.client.messages import reason_of
         from timeball.client.worker import Dead, Retry
 
@@ -285,7 +295,7 @@ class TestBroker:
         return await self._advance_to_handler(target_ms)
 
     async def _advance_to_handler(self, target_ms: int) -> _Delivered | None:
-        """Advance until a handler has a message, or to `target_ms`."""
+        """Advance until a handler has a message, which is returned, or to `target_ms`: then the result is None."""
         is_last = False
         # Before the first step, because a handler may have scheduled a message or a retry that is due now.
         while (delivered := await self._receive_next()) is None and not is_last:
@@ -300,7 +310,7 @@ class TestBroker:
         consuming = self._node.broker.consuming
         for request, handler in self._handlers:
             try:
-                # Cheaper than a receive, and most questions are asked for nothing.
+                # This check is cheaper than a receive, and most times there is no message.
                 if not await consuming.wait_for_rows(request, 0):
                     continue
                 received = await consuming.receive(request, 0)
@@ -308,7 +318,7 @@ class TestBroker:
                 continue  # the first message creates the topic
             if received.receipts:
                 (message,) = _messages_of(received.rows)
-                # A repeated message comes from the retry topic of the group.
+                # A message that is delivered again has the retry topic of the group.
                 message = msgspec.structs.replace(message, topic=request.topic)
                 return _Delivered(handler, message, received.receipts[0])
         return None
@@ -316,14 +326,15 @@ class TestBroker:
     # -- questions of a test ------------------------------------------------------------------------------------------
 
     def released(self, topic: str | None = None) -> list[ReleasedMessage]:
-        """All messages that advances have released so far, in order, of one topic if it is named."""
+        """List the messages that advances have released so far, in order, of one topic if it is named."""
         return [message for message in self._released if topic in (None, message.topic)]
 
     def pending(self, topic: str | None = None, key: str | None = None) -> list[ScheduledMessage]:
-        """The pending messages in the order of their due times, of a topic and with a key if these are named."""
+        """List the pending messages in the order of their due times, of a topic and with a key if these are named."""
         return self._run(self._list_pending(topic, key))
 
     async def _list_pending(self, topic: str | None, key: str | None) -> list[ScheduledMessage]:
+        """Read all pages of the pending messages."""
         messages: list[ScheduledMessage] = []
         page_begin = None
         while True:
@@ -347,25 +358,25 @@ class TestBroker:
 
         `after` counts from the present time of the clock. Raises AssertionError, which lists the pending messages.
         """
-        found = pending = self.pending(topic, key)
+        matching = pending = self.pending(topic, key)
         delay_ms, due_ms = time_parsing.when(after, at)
         if delay_ms is not None:
             due_ms = self.clock.now_ms + delay_ms
         if due_ms is not None:
-            found = [message for message in pending if message.due_ms == due_ms]
-        if len(found) != 1:
+            matching = [message for message in pending if message.due_ms == due_ms]
+        if len(matching) != 1:
             wanted = [f"topic {topic!r}"]
             wanted += [] if key is None else [f"key {key!r}"]
             wanted += [] if due_ms is None else [f"due {_show(due_ms)}"]
             listed = "".join(f"\n  {_show(each.due_ms)}, keys {', '.join(each.keys)}" for each in pending)
             raise AssertionError(
-                f"{len(found)} messages are scheduled with {', '.join(wanted)}; pending are:{listed or ' none'}"
+                f"{len(matching)} messages are scheduled with {', '.join(wanted)}; pending are:{listed or ' none'}"
             )
-        return found[0]
+        return matching[0]
 
 
 def _failure_of(delivered: _Delivered) -> Exception | None:
-    """Run the handler of a message. Returns the exception that it raised, or None."""
+    """Run the handler of a message. Returns the exception that it raised, or None. Logs all but Dead and Retry."""
     from timeball.client.worker import Dead, Retry
 
     try:
@@ -382,6 +393,7 @@ def _failure_of(delivered: _Delivered) -> Exception | None:
 
 
 def _show(time_ms: int) -> str:
+    """Format a time for the text of a failed assertion, as ISO 8601 in UTC."""
     return (datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=time_ms)).isoformat()
 
 
@@ -390,7 +402,7 @@ def _split_keys(keys: str | None) -> tuple[str, ...]:
 
 
 def _messages_of(rows: pa.RecordBatch) -> list[ReleasedMessage]:
-    """Convert rows (READ_SCHEMA) to messages."""
+    """Convert rows (READ_SCHEMA) to messages. The due time of a message without a delay is 0."""
     names = (
         "topic",
         "due_ms",
@@ -406,7 +418,7 @@ def _messages_of(rows: pa.RecordBatch) -> list[ReleasedMessage]:
     return [
         ReleasedMessage(
             topic, due_ms or 0, unique_key, _split_keys(keys), tag,
-            readable_body(body or b"", sys_flag), decode_properties(properties or ""), times or 0,
+            readable_body(body or b"", sys_flag), decode_properties(properties or ""), attempts or 0,
         )
-        for topic, due_ms, unique_key, keys, tag, body, properties, times, sys_flag in zip(*columns, strict=True)
+        for topic, due_ms, unique_key, keys, tag, body, properties, attempts, sys_flag in zip(*columns, strict=True)
     ]  # fmt: skip
