@@ -40,16 +40,16 @@ async def samples(world: World, caller: Caller = ANONYMOUS) -> dict[tuple[str, .
 
 
 @on_node()
-async def test_a_due_time_in_the_past_pages_no_operator(world: World) -> None:
+async def test_a_due_time_in_the_past_does_not_count_as_lateness(world: World) -> None:
     await world.broker.send(batch(1, due_ms=[world.clock.wall - DAY_MS]))
     await world.until(lambda: world.broker.lateness.released == 1, "it is released")
-    found = await samples(world)
-    assert found["timeball_release_lateness_seconds_bucket", "0.0"] == 1
-    assert found["timeball_release_lateness_seconds_sum",] == 0
+    values = await samples(world)
+    assert values["timeball_release_lateness_seconds_bucket", "0.0"] == 1
+    assert values["timeball_release_lateness_seconds_sum",] == 0
 
 
 @on_node()
-async def test_figures_of_a_brokers_work_and_contents(world: World) -> None:
+async def test_metrics_count_sends_releases_cancels_pending_messages_and_commits(world: World) -> None:
     broker = world.broker
     await broker.send(batch(3, unique_key=["a", "b", "c"], delay_ms=[None, HOUR_MS // 2, 30 * HOUR_MS]))
     await broker.send(batch(2, unique_key=["d", "e"], delay_ms=[2_000, 3 * HOUR_MS]))
@@ -57,27 +57,27 @@ async def test_figures_of_a_brokers_work_and_contents(world: World) -> None:
     await broker.reschedule(ids=["e"], delay_ms=4 * HOUR_MS)
     await world.advance(3_000)
     await broker.commit_offsets("readers", "orders", {0: 0, 1: 0})
-    found = await samples(world)
-    assert found["timeball_accepted_messages_total", "orders"] == 2  # one at once, one released
-    assert found["timeball_released_messages_total", "orders"] == 1
-    assert found["timeball_cancelled_messages_total", "orders"] == 1
-    assert found["timeball_rescheduled_messages_total", "orders"] == 1
-    assert found["timeball_release_lateness_seconds_count",] == 1
-    assert found["timeball_release_lateness_seconds_bucket", "+Inf"] == 1
-    assert found["timeball_waiting_messages",] == 2
-    assert found["timeball_schedule_rows", "tail"] + found["timeball_schedule_rows", "near"] >= 2
-    assert found["timeball_due_messages", "1h"] <= found["timeball_due_messages", "1d"]
-    assert found["timeball_due_messages", "1d"] >= 1
-    assert found["timeball_group_lag_messages", "readers", "orders"] == 2
-    commits = found["timeball_log_commits_total",]
-    assert commits >= 4 and found["timeball_log_sync_seconds_count",] == commits
-    assert found["timeball_log_commit_seconds_sum",] >= found["timeball_log_sync_seconds_sum",]
-    assert found["timeball_log_stopped",] == found["timeball_disk_full",] == 0
-    assert found["timeball_build_info", world.settings.durability, world.settings.strategy, __version__] == 1
+    values = await samples(world)
+    assert values["timeball_accepted_messages_total", "orders"] == 2  # one at once, one released
+    assert values["timeball_released_messages_total", "orders"] == 1
+    assert values["timeball_cancelled_messages_total", "orders"] == 1
+    assert values["timeball_rescheduled_messages_total", "orders"] == 1
+    assert values["timeball_release_lateness_seconds_count",] == 1
+    assert values["timeball_release_lateness_seconds_bucket", "+Inf"] == 1
+    assert values["timeball_waiting_messages",] == 2
+    assert values["timeball_schedule_rows", "tail"] + values["timeball_schedule_rows", "near"] >= 2
+    assert values["timeball_due_messages", "1h"] <= values["timeball_due_messages", "1d"]
+    assert values["timeball_due_messages", "1d"] >= 1
+    assert values["timeball_group_lag_messages", "readers", "orders"] == 2
+    commits = values["timeball_log_commits_total",]
+    assert commits >= 4 and values["timeball_log_sync_seconds_count",] == commits
+    assert values["timeball_log_commit_seconds_sum",] >= values["timeball_log_sync_seconds_sum",]
+    assert values["timeball_log_stopped",] == values["timeball_disk_full",] == 0
+    assert values["timeball_build_info", world.settings.durability, world.settings.strategy, __version__] == 1
 
 
 @on_node()
-async def test_figures_of_messages_in_flight(world: World) -> None:
+async def test_metrics_count_messages_in_flight_and_in_retry(world: World) -> None:
     consuming, in_flight = world.broker.consuming, "timeball_group_in_flight_messages"
     await world.broker.send(batch(3))
     received = await consuming.receive(ReceiveRequest("g", "orders"), 0)
@@ -85,16 +85,16 @@ async def test_figures_of_messages_in_flight(world: World) -> None:
     consuming.acknowledge_now(received.receipts[:1])
     assert (await samples(world))[in_flight, "g", "orders"] == 2
     await consuming.nack(received.receipts[1], 5_000)
-    found, retries = await samples(world), ("timeball_group_retry_messages", "g", "orders")
-    assert (found[in_flight, "g", "orders"], found[retries]) == (1, 1)
-    assert found["timeball_waiting_messages",] == 0, (
+    values, retries = await samples(world), ("timeball_group_retry_messages", "g", "orders")
+    assert (values[in_flight, "g", "orders"], values[retries]) == (1, 1)
+    assert values["timeball_waiting_messages",] == 0, (
         "a redelivery is no message that a producer has scheduled"
     )
-    assert found["timeball_schedule_rows", "tail"] + found["timeball_schedule_rows", "near"] == 1
+    assert values["timeball_schedule_rows", "tail"] + values["timeball_schedule_rows", "near"] == 1
     await world.advance(5_000)
     await consuming.receive(ReceiveRequest("g", "orders"), 1_000)
-    found = await samples(world)
-    assert (found[in_flight, "g", "orders"], found.get(retries, 0)) == (2, 0)
+    values = await samples(world)
+    assert (values[in_flight, "g", "orders"], values.get(retries, 0)) == (2, 0)
 
 
 @on_node()
@@ -108,13 +108,13 @@ async def test_dead_letters_are_counted_by_group_and_topic(world: World) -> None
     await world.advance(61_000)  # the leases of the others end, after the only attempt
     consuming.wake()
     await world.until(lambda: world.broker.rates.totals(Stat.DEAD_NUMS) == {"orders@g": 3}, "all are dead")
-    found = await samples(world)
-    assert found[dead, "g", "orders"] == 3
-    assert ("timeball_accepted_messages_total", "%DLQ%g") not in found
+    values = await samples(world)
+    assert values[dead, "g", "orders"] == 3
+    assert ("timeball_accepted_messages_total", "%DLQ%g") not in values
 
 
 @on_node()
-async def test_a_pipeline_that_compacts_is_seen(world: World) -> None:
+async def test_a_pipeline_that_compacts_is_shown_while_its_lease_runs(world: World) -> None:
     assert (await samples(world))["timeball_pipeline_compacts",] == 0
     world.broker.mover.lease(60_000)
     assert (await samples(world))["timeball_pipeline_compacts",] == 1
@@ -123,18 +123,18 @@ async def test_a_pipeline_that_compacts_is_seen(world: World) -> None:
 
 
 @on_node()
-async def test_more_topics_than_are_shown_are_one_series(
+async def test_topics_beyond_the_limit_of_series_are_summed_up_in_one_series(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "SERIES_MAX", 2)
     for topic, rows in (("a", 5), ("b", 4), ("c", 2), ("d", 1)):
         await world.broker.send(batch(rows, topic=[topic] * rows))
         await world.broker.commit_offsets("readers", topic, {0: 0, 1: 0})
-    found = await samples(world)
+    values = await samples(world)
     name = "timeball_accepted_messages_total"
-    assert {key[1]: value for key, value in found.items() if key[0] == name} == {"a": 5, "b": 4, OTHERS: 3}
+    assert {key[1]: value for key, value in values.items() if key[0] == name} == {"a": 5, "b": 4, OTHERS: 3}
     name = "timeball_group_lag_messages"
-    assert [value for key, value in found.items() if key[0] == name] == [5, 4, 3]
+    assert [value for key, value in values.items() if key[0] == name] == [5, 4, 3]
 
 
 ACCESS = b"""
@@ -163,8 +163,8 @@ async def test_the_counter_of_the_others_never_falls(world: World, monkeypatch: 
     assert (await samples(world, reader))[name, OTHERS] == 10
     await delete("b", ANONYMOUS)
     await delete("c", ANONYMOUS)
-    found = await samples(world)
-    assert {key[1]: value for key, value in found.items() if key[0] == name} == {OTHERS: 4}
+    values = await samples(world)
+    assert {key[1]: value for key, value in values.items() if key[0] == name} == {OTHERS: 4}
 
 
 class CountingCaller(Caller):
@@ -182,7 +182,7 @@ class CountingCaller(Caller):
 
 
 @on_node()
-async def test_a_reading_holds_the_loop_for_a_share_of_the_topics(world: World) -> None:
+async def test_a_reading_yields_to_the_event_loop_after_each_share_of_topics(world: World) -> None:
     for number in range(1_000):
         world.broker.tables.topics.ensure(f"topic-{number}", 1)
     assert world.node is not None
@@ -197,14 +197,14 @@ async def test_a_reading_holds_the_loop_for_a_share_of_the_topics(world: World) 
 
 
 @on_node(strategy="timer_wheel")
-async def test_another_strategy_says_what_waits(world: World) -> None:
+async def test_pending_messages_of_another_strategy_are_counted(world: World) -> None:
     await world.broker.send(batch(2, delay_ms=[HOUR_MS, 2 * HOUR_MS]))
-    found = await samples(world)
-    assert found["timeball_waiting_messages",] == 2
+    values = await samples(world)
+    assert values["timeball_waiting_messages",] == 2
 
 
 @on_node()
-async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
+async def test_docs_metrics_names_each_metric_of_a_broker_and_no_other(world: World) -> None:
     assert world.node is not None
     named = set(re.findall(r"^\| `(timeball_\w+)", PAGE, re.M))
     # Those of a replica come with a cluster alone (test_figures.py), of a store with a table in one.
@@ -215,44 +215,48 @@ async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
     assert named == families
 
 
-def test_bounds_ascend() -> None:
+def test_the_bounds_of_histograms_ascend() -> None:
     for bounds in (BOUNDS_NS, Lateness.BOUNDS):
         assert list(bounds) == sorted(set(bounds))
 
 
 def replica_samples(figures: ReplicaFigures) -> dict[tuple[str, str], float]:
-    found = {}
+    values = {}
     for metric in replica_metrics(figures):
         for sample in metric.samples:
             about = sample.labels.get("node", sample.labels.get("role", ""))
-            found[sample.name.removeprefix("timeball_cluster_"), about] = sample.value
-    return found
+            values[sample.name.removeprefix("timeball_cluster_"), about] = sample.value
+    return values
 
 
-def test_a_leader_shows_its_replicas() -> None:
+def test_a_leader_has_metrics_of_its_replicas() -> None:
     peers = {"b": PeerFigures("b/1", 90, 250.0), "c": PeerFigures("c/1", 100)}
-    found = replica_samples(
+    values = replica_samples(
         ReplicaFigures(
             "g1", "a/1", "leader", "a", epoch=4, promised=4, log_seq=100, committed_seq=95, peers=peers
         )
     )
-    assert found["role", "leader"] == 1 and sum(found["role", role] for role in ROLES) == 1
-    assert (found["epoch", ""], found["has_leader", ""], found["commit_lag_rows", ""]) == (4, 1, 5)
-    assert (found["replica_lag_rows", "b"], found["replica_lag_rows", "c"]) == (10, 0)
-    assert found["clock_offset_seconds", "b"] == 0.25 and ("clock_offset_seconds", "c") not in found
+    assert values["role", "leader"] == 1 and sum(values["role", role] for role in ROLES) == 1
+    assert (values["epoch", ""], values["has_leader", ""], values["commit_lag_rows", ""]) == (4, 1, 5)
+    assert (values["replica_lag_rows", "b"], values["replica_lag_rows", "c"]) == (10, 0)
+    assert values["clock_offset_seconds", "b"] == 0.25 and ("clock_offset_seconds", "c") not in values
 
 
-def test_a_follower_shows_how_far_it_has_applied() -> None:
-    found = replica_samples(
+def test_a_follower_has_its_apply_lag_and_no_replicas() -> None:
+    values = replica_samples(
         ReplicaFigures(
             "g1", "b/1", "follower", "", promised=4, log_seq=100, committed_seq=120, applied_seq=70
         )
     )
-    assert (found["apply_lag_rows", ""], found["commit_lag_rows", ""], found["has_leader", ""]) == (30, 0, 0)
-    assert not any(name == "replica_lag_rows" for name, _ in found)
+    assert (values["apply_lag_rows", ""], values["commit_lag_rows", ""], values["has_leader", ""]) == (
+        30,
+        0,
+        0,
+    )
+    assert not any(name == "replica_lag_rows" for name, _ in values)
 
 
-def test_the_page_names_every_one() -> None:
+def test_docs_metrics_names_each_metric_of_a_replica_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     peers = {"b": PeerFigures("b/1", 90, 250.0)}
     metrics = {
@@ -261,7 +265,7 @@ def test_the_page_names_every_one() -> None:
     assert set(re.findall(r"^\| `(timeball_cluster_\w+)", page, re.M)) == metrics
 
 
-def test_each_bucket_counts_all_below_its_bound() -> None:
+def test_each_bucket_counts_all_values_up_to_its_bound() -> None:
     (family,) = [histogram("h", "text", [0.1, 1.0], [2, 0, 1], 7.5)]
     samples = {(s.name, *s.labels.values()): s.value for s in family.samples}
     assert samples == {
@@ -269,10 +273,10 @@ def test_each_bucket_counts_all_below_its_bound() -> None:
     }  # fmt: skip
 
 
-def test_durations_are_in_seconds() -> None:
-    found = Durations(ManualClock())
-    found.add(BOUNDS_NS[0])
-    samples = {(s.name, *s.labels.values()): s.value for s in durations("d", "text", found).samples}
+def test_a_histogram_of_durations_is_in_seconds() -> None:
+    values = Durations(ManualClock())
+    values.add(BOUNDS_NS[0])
+    samples = {(s.name, *s.labels.values()): s.value for s in durations("d", "text", values).samples}
     assert samples["d_bucket", str(BOUNDS_NS[0] / 1e9)] == 1
     assert samples["d_sum",] == BOUNDS_NS[0] / 1e9
 
@@ -286,19 +290,19 @@ async def report(world: World, name: str, **fields: object) -> None:
 
 
 @on_node()
-async def test_the_brokers_own_compactions(world: World) -> None:
-    found = await samples(world)
-    assert found["timeball_compaction_lag_seconds",] == found["timeball_compaction_failures_total",] == 0
+async def test_compactions_of_the_broker_are_counted(world: World) -> None:
+    values = await samples(world)
+    assert values["timeball_compaction_lag_seconds",] == values["timeball_compaction_failures_total",] == 0
     await world.broker.send(batch(3, delay_ms=[HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS]))
     await world.advance(5_000)
     assert (await samples(world))["timeball_compaction_lag_seconds",] >= 5
     await world.compact()
-    found = await samples(world)
-    assert found["timeball_compactions_total", "broker"] == 1
-    assert found["timeball_compacted_messages_total", "broker"] == 3
-    assert found["timeball_compaction_seconds_count",] == 1
-    assert found["timeball_compaction_last_timestamp_seconds", "broker"] == world.clock.wall / 1_000
-    assert found["timeball_compaction_lag_seconds",] == 0
+    values = await samples(world)
+    assert values["timeball_compactions_total", "broker"] == 1
+    assert values["timeball_compacted_messages_total", "broker"] == 3
+    assert values["timeball_compaction_seconds_count",] == 1
+    assert values["timeball_compaction_last_timestamp_seconds", "broker"] == world.clock.wall / 1_000
+    assert values["timeball_compaction_lag_seconds",] == 0
 
 
 @on_node()
@@ -314,7 +318,7 @@ async def test_a_compaction_that_fails_is_counted(world: World) -> None:
 
 
 @on_node()
-async def test_a_job_is_behind_by_the_log_as_it_is_now(world: World) -> None:
+async def test_the_lag_of_a_job_grows_with_the_log_after_its_last_report(world: World) -> None:
     await world.broker.send(batch(2))
     last = {
         "epoch": 7,
@@ -324,40 +328,44 @@ async def test_a_job_is_behind_by_the_log_as_it_is_now(world: World) -> None:
         "lag": 9,
     }
     await report(world, "ledger", last=last, epochs=8, rows=70, failures=1)
-    found = await samples(world)
+    values = await samples(world)
     assert (
-        found["timeball_pipeline_lag_rows", "ledger"] == found["timeball_pipeline_lag_seconds", "ledger"] == 0
+        values["timeball_pipeline_lag_rows", "ledger"]
+        == values["timeball_pipeline_lag_seconds", "ledger"]
+        == 0
     )
     await world.broker.send(batch(5))
     await world.advance(30_000)
-    found = await samples(world)
-    assert found["timeball_pipeline_lag_rows", "ledger"] >= 5
-    assert found["timeball_pipeline_lag_seconds", "ledger"] >= 30
-    assert found["timeball_pipeline_last_batch_seconds", "ledger"] == 1.5
-    assert found["timeball_pipeline_batches_total", "ledger"] == 8
-    assert found["timeball_pipeline_rows_total", "ledger"] == 70
-    assert found["timeball_pipeline_failures_total", "ledger"] == 1
-    assert found["timeball_pipeline_job_state", "ledger", "running"] == 1
-    assert found["timeball_pipeline_job_heard_timestamp_seconds", "ledger"] == world.clock.wall / 1_000 - 30
+    values = await samples(world)
+    assert values["timeball_pipeline_lag_rows", "ledger"] >= 5
+    assert values["timeball_pipeline_lag_seconds", "ledger"] >= 30
+    assert values["timeball_pipeline_last_batch_seconds", "ledger"] == 1.5
+    assert values["timeball_pipeline_batches_total", "ledger"] == 8
+    assert values["timeball_pipeline_rows_total", "ledger"] == 70
+    assert values["timeball_pipeline_failures_total", "ledger"] == 1
+    assert values["timeball_pipeline_job_state", "ledger", "running"] == 1
+    assert values["timeball_pipeline_job_heard_timestamp_seconds", "ledger"] == world.clock.wall / 1_000 - 30
 
 
 @on_node()
-async def test_a_job_that_follows_instants_and_one_that_has_just_begun(world: World) -> None:
+async def test_a_job_that_follows_due_times_and_one_that_is_starting_have_no_lag_in_rows(
+    world: World,
+) -> None:
     last = {"epoch": 1, "unit": "due_ms", "position": world.clock.wall - 4_000, "took_ms": 1, "lag": 0}
     await report(world, "dispatch", last=last)
     await report(world, "archive", state="starting")
-    found = await samples(world)
-    assert found["timeball_pipeline_lag_seconds", "dispatch"] == 4
-    assert ("timeball_pipeline_lag_rows", "dispatch") not in found
-    assert found["timeball_pipeline_job_state", "archive", "starting"] == 1
-    assert ("timeball_pipeline_lag_rows", "archive") not in found
+    values = await samples(world)
+    assert values["timeball_pipeline_lag_seconds", "dispatch"] == 4
+    assert ("timeball_pipeline_lag_rows", "dispatch") not in values
+    assert values["timeball_pipeline_job_state", "archive", "starting"] == 1
+    assert ("timeball_pipeline_lag_rows", "archive") not in values
 
 
 @on_node()
-async def test_reports_of_any_content_break_no_scrape(world: World) -> None:
+async def test_malformed_reports_of_jobs_are_left_out(world: World) -> None:
     await report(world, "one", state=5)
     await report(world, "two", last={"unit": "seq", "position": "x", "took_ms": 1})
     await report(world, "three", last={"unit": "seq", "position": -(1 << 40), "took_ms": -1})
     await report(world, "four", job="x" * 5_000)
-    found = await samples(world)
-    assert {key[1] for key in found if key[0] == "timeball_pipeline_job_state"} == {"three"}
+    values = await samples(world)
+    assert {key[1] for key in values if key[0] == "timeball_pipeline_job_state"} == {"three"}

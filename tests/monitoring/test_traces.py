@@ -81,19 +81,19 @@ def check_tree(spans: list[Span], root: str) -> dict[str, Span]:
     return found
 
 
-def sound() -> list[Span]:
+def correct_trace() -> list[Span]:
     """A trace as it should be, by hand."""
-    told = {
+    common = {
         "messaging.system": "timeball", "messaging.destination.name": "orders", "messaging.message.id": "17",
         "timeball.due_ms": 20,
     }  # fmt: skip
     of_group = {"messaging.consumer.group.name": "g"}
     late = {"timeball.lateness_ms": 2}
     kinds = {
-        "send orders": told | {"messaging.operation.type": "send"},
-        "release orders": told | late,
-        "receive orders": told | of_group | {"messaging.operation.type": "receive"},
-        "ack orders": told | of_group | {"messaging.operation.type": "settle"},
+        "send orders": common | {"messaging.operation.type": "send"},
+        "release orders": common | late,
+        "receive orders": common | of_group | {"messaging.operation.type": "receive"},
+        "ack orders": common | of_group | {"messaging.operation.type": "settle"},
     }
     begins, parents = (10, 20, 30, 40), (CALLER, CALLER, CALLER, "id-30")
     return [
@@ -130,7 +130,7 @@ def sound() -> list[Span]:
     ],
 )
 def test_a_trace_with_a_fault_is_noticed(at: int, fault: dict[str, Any] | None) -> None:
-    spans = sound()
+    spans = correct_trace()
     check_tree(spans, CALLER)
     spans[at : at + 1] = [] if fault is None else [spans[at]._replace(**fault)]
     with pytest.raises((AssertionError, KeyError)):
@@ -140,20 +140,23 @@ def test_a_trace_with_a_fault_is_noticed(at: int, fault: dict[str, Any] | None) 
 # ---- one trace over each edge ---------------------------------------------------------------------------------
 
 
-def test_a_trace_spans_http_from_the_callers_header_to_the_acknowledgement(
+def test_over_http_all_spans_are_in_the_trace_of_the_callers_header(
     tmp_path: Path, receiver: Collector
 ) -> None:
     with running_node(tmp_path / "data", http_port=0, traces=True) as node, client_of(node) as client:
         client.send("orders", {"body": "17", "after": "10ms"}, traceparent=PARENT, tracestate="vendor=1")
         reply = client.receive("orders", "g", wait="20s")
-        (got,) = reply.value["messages"]
-        assert (got["properties"][TRACEPARENT], got["properties"]["tracestate"]) == (PARENT, "vendor=1")
-        client.ask("POST", "/v1/topics/orders/ack", {"receipts": [got["receipt"]]}, query={"group": "g"})
+        (received,) = reply.value["messages"]
+        assert (received["properties"][TRACEPARENT], received["properties"]["tracestate"]) == (
+            PARENT,
+            "vendor=1",
+        )
+        client.ask("POST", "/v1/topics/orders/ack", {"receipts": [received["receipt"]]}, query={"group": "g"})
         spans = check_tree(receiver.wait_for(*ALL), CALLER)
     assert spans["send orders"].trace == TRACE and spans["send orders"].parent == CALLER
 
 
-def test_a_trace_spans_grpc_and_a_restart_between_send_and_release(
+def test_over_grpc_all_spans_are_in_one_trace_also_after_a_restart(
     tmp_path: Path, receiver: Collector
 ) -> None:
     clock = ManualClock()
@@ -170,25 +173,27 @@ def test_a_trace_spans_grpc_and_a_restart_between_send_and_release(
     try:
         clock.advance(60_000)
         with Wire.to(node) as wire:
-            (got,) = wire.receive("g", "orders", wait_ms=20_000)
-            wire.ask_ok("AckMessage", acknowledge(got))
+            (received,) = wire.receive("g", "orders", wait_ms=20_000)
+            wire.ask_ok("AckMessage", acknowledge(received))
         check_tree(receiver.wait_for(*ALL, trace=TRACE), CALLER)
     finally:
         node.stop()
 
 
-def acknowledge(got: Any) -> s.AckMessageRequest:
-    system = got.system_properties
+def acknowledge(received: Any) -> s.AckMessageRequest:
+    system = received.system_properties
     entry = s.AckMessageEntry(message_id=system.message_id, receipt_handle=system.receipt_handle)
     return s.AckMessageRequest(group=resource("g"), topic=resource("orders"), entries=[entry])
 
 
-def test_a_trace_spans_flight_below_the_clients_current_span(tmp_path: Path, receiver: Collector) -> None:
+def test_a_client_sends_its_current_span_as_the_parent_of_all_spans(
+    tmp_path: Path, receiver: Collector
+) -> None:
     with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         with current() as span:
             ball.send("orders", "17", after="10ms")
-        (got,) = ball.pull("orders", "g", wait="20s")
-        assert got.ack()
+        (received,) = ball.pull("orders", "g", wait="20s")
+        assert received.ack()
         spans = check_tree(receiver.wait_for(*ALL), span.id)
     assert spans["send orders"].trace == span.trace
 
@@ -196,18 +201,18 @@ def test_a_trace_spans_flight_below_the_clients_current_span(tmp_path: Path, rec
 # ---- roots -------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_without_a_context_begins_a_trace_and_carries_it(
+def test_a_message_without_a_context_begins_a_trace_and_gets_its_context(
     tmp_path: Path, receiver: Collector
 ) -> None:
     with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17", after="10ms", properties={"a": "b"})
-        (got,) = ball.pull("orders", "g", wait="20s")
-        got.ack()
+        (received,) = ball.pull("orders", "g", wait="20s")
+        received.ack()
         spans = receiver.wait_for(*ALL)
         send = by_name(spans)["send orders"]
         check_tree(spans, send.id)
     assert send.parent == "" and send.kind == 4  # a producer
-    assert got.properties == {TRACEPARENT: f"00-{send.trace}-{send.id}-{FLAGS}", "a": "b"}
+    assert received.properties == {TRACEPARENT: f"00-{send.trace}-{send.id}-{FLAGS}", "a": "b"}
 
 
 @pytest.mark.parametrize(
@@ -224,24 +229,24 @@ def test_an_unsampled_message_keeps_its_bytes_and_has_no_spans(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17", after="10ms", properties=properties)
-        (got,) = ball.pull("orders", "g", wait="20s")
-        got.ack()
-        assert got.properties == properties
+        (received,) = ball.pull("orders", "g", wait="20s")
+        received.ack()
+        assert received.properties == properties
         assert counts(node) == {"recorded": 0, "exported": 0, "failed": 0}
     assert receiver.spans == []
 
 
 def counts(node: RunningNode) -> dict[str, int]:
-    made = node.broker.traces
-    assert made is not None
-    return dict(made.counts)
+    traces_of_broker = node.broker.traces
+    assert traces_of_broker is not None
+    return dict(traces_of_broker.counts)
 
 
 def traced_send(world: World) -> Any:
     return traced(world.broker.appender.send, world.broker.traces)
 
 
-def test_a_ratio_samples_about_so_many_messages_of_a_batch_and_changes_no_other(
+def test_a_sampler_with_a_ratio_changes_only_the_sampled_messages_of_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
@@ -265,7 +270,7 @@ def test_a_ratio_samples_about_so_many_messages_of_a_batch_and_changes_no_other(
 
 
 @pytest.mark.parametrize("rows", [3, traces.ROOT_CANDIDATES_MAX + 10])
-def test_columns_of_any_number_carry_contexts(rows: int) -> None:
+def test_messages_in_columns_get_contexts_and_keep_their_own(rows: int) -> None:
     @on_node(traces=True)
     async def run(world: World) -> None:
         columns = {
@@ -288,7 +293,7 @@ def test_columns_of_any_number_carry_contexts(rows: int) -> None:
 
 
 @on_node(traces=True)
-async def test_a_burst_has_as_many_spans_as_are_allowed_and_the_others_are_counted(world: World) -> None:
+async def test_spans_beyond_the_rate_limit_are_left_out_and_counted(world: World) -> None:
     rows = 20_000
     properties = [f"{TRACEPARENT}\x01{PARENT}\x02"] * rows
     await world.broker.send(batch(rows, properties=properties, delay_ms=[5_000] * rows))
@@ -310,17 +315,17 @@ async def _released(world: World, rows: int) -> Any:
 
 
 @on_node(traces=True)
-async def test_leases_that_are_remembered_are_bounded(world: World) -> None:
+async def test_the_number_of_remembered_leases_is_bounded(world: World) -> None:
     await world.broker.send(batch(1, properties=[f"{TRACEPARENT}\x01{PARENT}\x02"]))
-    made, row = world.broker.traces, (await _released(world, 1))
+    traces_of_broker, row = world.broker.traces, (await _released(world, 1))
     for number in range(LEASES_MAX + 10):
         if number % SPANS_AT_ONCE == 0:
             world.clock.advance(1_000)
-        made.received("g", row, [("g", "orders", number, 0)])
-    assert len(made._leased) == LEASES_MAX
+        traces_of_broker.received("g", row, [("g", "orders", number, 0)])
+    assert len(traces_of_broker._leased) == LEASES_MAX
 
 
-def test_a_dead_collector_harms_nothing(
+def test_messages_are_delivered_although_the_collector_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receiver: Collector
 ) -> None:
     receiver.close()  # its port is closed now
@@ -332,14 +337,17 @@ def test_a_dead_collector_harms_nothing(
             ball.send("orders", f"{number}", after="10ms")
         bodies: set[bytes] = set()
         eventually(
-            lambda: bodies.update(m.body for m in ball.pull("orders", "g", wait="1s")) or len(bodies) == 20,
+            lambda: (
+                bodies.update(message.body for message in ball.pull("orders", "g", wait="1s"))
+                or len(bodies) == 20
+            ),
             "all are received",
         )
         assert counts(node)["exported"] == 0 and counts(node)["recorded"] >= 60
     node.stop()
 
 
-def test_a_collector_that_fails_is_counted(tmp_path: Path, receiver: Collector) -> None:
+def test_spans_that_the_collector_refuses_are_counted_as_failed(tmp_path: Path, receiver: Collector) -> None:
     receiver.status = 400
     with running_node(tmp_path / "data", traces=True) as node, node.client() as ball:
         ball.send("orders", "17")
@@ -347,7 +355,7 @@ def test_a_collector_that_fails_is_counted(tmp_path: Path, receiver: Collector) 
         assert counts(node)["exported"] == 0
 
 
-def test_queued_spans_are_exported_at_a_stop(
+def test_queued_spans_are_exported_when_the_broker_stops(
     tmp_path: Path, receiver: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(1_000 * BOUND_S * 10))
@@ -360,7 +368,7 @@ def test_queued_spans_are_exported_at_a_stop(
 # ---- off, and settings -----------------------------------------------------------------------------------------------
 
 
-def test_without_the_option_there_are_no_spans_and_no_check_for_them(
+def test_without_the_option_no_span_is_made_and_no_tracing_code_is_called(
     tmp_path: Path, receiver: Collector
 ) -> None:
     with running_node(tmp_path / "data") as node, node.client() as ball:
@@ -368,13 +376,13 @@ def test_without_the_option_there_are_no_spans_and_no_check_for_them(
         assert broker.sends.accept == broker.appender.send and broker.halves.accept == broker.prepare_nowait
         assert type(broker.consuming).__name__ == "Consuming"
         ball.send("orders", "17", properties={TRACEPARENT: PARENT}, after="10ms")
-        (got,) = ball.pull("orders", "g", wait="20s")
-        got.ack()
-        assert got.properties == {TRACEPARENT: PARENT}
+        (received,) = ball.pull("orders", "g", wait="20s")
+        received.ack()
+        assert received.properties == {TRACEPARENT: PARENT}
     assert receiver.requests == 0
 
 
-def test_without_the_extra_the_operator_is_told_what_to_install(
+def test_a_start_with_traces_but_without_the_extra_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "timeball.monitoring.traces", raising=False)
@@ -384,7 +392,7 @@ def test_without_the_extra_the_operator_is_told_what_to_install(
         node.start()
 
 
-def test_another_protocol_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_export_protocol_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(SetupError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: spans go by http/protobuf"):
         Traces(ManualClock(), "1")
@@ -398,7 +406,7 @@ def test_another_protocol_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
         ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=b,zone=eu"}, "b"),
     ],
 )
-def test_the_service_has_the_name_of_the_environment(
+def test_the_environment_overrides_the_name_of_the_service(
     variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in variables.items():
@@ -408,7 +416,7 @@ def test_the_service_has_the_name_of_the_environment(
     assert found.attributes.get("zone") == ("eu" if "zone" in str(variables) else None)
 
 
-def test_instants_are_those_of_the_wall_clock_and_finer(receiver: Collector) -> None:
+def test_times_follow_the_wall_clock_with_the_digits_of_the_monotonic_one(receiver: Collector) -> None:
     class Fine(ManualClock):
         fine_ns = 0
 
@@ -416,9 +424,9 @@ def test_instants_are_those_of_the_wall_clock_and_finer(receiver: Collector) -> 
             return super().monotonic_ns() + self.fine_ns
 
     clock = Fine()
-    made = Traces(clock, "1")
-    assert made.now_ns() == clock.wall * 1_000_000
+    traces_of_broker = Traces(clock, "1")
+    assert traces_of_broker.now_ns() == clock.wall * 1_000_000
     clock.fine_ns = 400_000
-    assert made.now_ns() == clock.wall * 1_000_000 + 400_000
+    assert traces_of_broker.now_ns() == clock.wall * 1_000_000 + 400_000
     clock.step_wall(-5_000)
-    assert made.now_ns() == clock.wall * 1_000_000
+    assert traces_of_broker.now_ns() == clock.wall * 1_000_000

@@ -51,7 +51,7 @@ class PushFigures:
 
     @property
     def failed(self) -> int:
-        """The number of requests with any other outcome."""
+        """The number of requests with any other outcome than "delivered"."""
         return sum(self.outcomes.values()) - self.delivered
 
 

@@ -44,13 +44,15 @@ BY_TOPIC = (
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Labels = TypeVar("Labels", bound=tuple[str, ...])
-Names = tuple[str, ...]  # of labels: a name is also that of the argument of Policy.allows
+Names = tuple[
+    str, ...
+]  # of labels; `_Reading.may_see` passes them to Policy.allows as names of its arguments
 TOPIC, GROUP, GROUP_TOPIC = ("topic",), ("group",), ("group", "topic")
 HORIZONS = (("1m", MINUTE_MS), ("1h", HOUR_MS), ("1d", DAY_MS))  # of timeball_due_messages
 
 
 class Metrics:
-    """Reads a broker. Each reading calls `free_bytes` and `connections` (by edge)."""
+    """Builds the metrics of a broker. `free_bytes` and `connections` (by edge) are called for each request."""
 
     def __init__(
         self,
@@ -63,20 +65,21 @@ class Metrics:
     ) -> None:
         self._broker, self._version, self._loop_lag = broker, version, loop_lag
         self._free_bytes, self._connections = free_bytes, connections
-        self.replica = replica  # set on a node of a cluster
+        self.replica = replica  # None outside a cluster
         self._process = ProcessCollector(registry=None)
-        self._others, self._one_reading = _Others(), asyncio.Lock()
+        self._others, self._reading_lock = _Others(), asyncio.Lock()
         self.push: dict[str, PushFigures] = {}  # by subscription; the push edge writes these figures
 
     async def text(self, caller: Caller) -> bytes:
-        """Build all metrics in Prometheus' text format. Names that the caller may not look at are left out.
+        """Build all metrics in Prometheus' text format, as `caller` may see them.
 
         Raises Forbidden and Unauthorized.
         """
         self._broker.policy.allow(caller, Verb.LOOK)
         reading, metrics = _Reading(self._broker.policy, caller, self._others), list[Metric]()
-        # One reading at a time: the slower of two would find sums below those of the other, as if they had fallen.
-        async with self._one_reading:
+        # One reading at a time. Of two at once, the slower one could pass smaller sums to `_others` after larger ones,
+        # which would count as a fall.
+        async with self._reading_lock:
             async for metric in self._collect(reading):
                 metrics.append(metric)
                 await asyncio.sleep(0)  # lets the event loop do its other work
@@ -84,7 +87,7 @@ class Metrics:
         return await asyncio.to_thread(as_text, metrics)
 
     async def _collect(self, reading: _Reading) -> AsyncIterator[Metric]:
-        """Yield each metric. Runs on the event loop."""
+        """Yield each metric but those of the pending table and of jobs. Runs on the event loop."""
         async for metric in self._messages(reading):
             yield metric
         for build in (self._waiting, self._log):
@@ -103,19 +106,20 @@ class Metrics:
             yield from replica_metrics(self.replica.figures())
 
     async def _messages(self, reading: _Reading) -> AsyncIterator[Metric]:
+        """Yield the metrics of messages accepted, released, settled and delivered, and of the lateness of releases."""
         broker, rates = self._broker, self._broker.rates
         largest = {stat: _Largest() for stat in BY_TOPIC}
         async for topics in shares(broker.tables.topics.all()):
             for topic in topics:
                 is_visible = reading.may_see(TOPIC, (topic.name,))
-                for stat, of in largest.items():
+                for stat, counts in largest.items():
                     # Dead letters are counted below, by the topics that they were sent to.
                     if stat != Stat.TOPIC_PUT_NUMS or not topic.name.startswith(DLQ_PREFIX):
-                        of.add((topic.name,), rates.total(stat, topic.name), is_visible=is_visible)
+                        counts.add((topic.name,), rates.total(stat, topic.name), is_visible=is_visible)
         dead = {
             (group, topic): count
             for key, count in rates.totals(Stat.DEAD_NUMS).items()
-            for topic, _, group in (key.partition("@"),)
+            for topic, _, group in (key.partition("@"),)  # a key is topic@group
         }
         # Scheduled messages count for RocketMQ's timer topic until they are released into their own topics.
         yield reading.build(
@@ -161,6 +165,7 @@ class Metrics:
         )
 
     def _table(self, table_files: int) -> Iterator[Metric]:
+        """Yield the metrics of the pending table, which has `table_files` data files."""
         yield GaugeMetricFamily(
             "timeball_selected_messages",
             "Scheduled messages that selections have cancelled, and that are not due yet.",
@@ -180,34 +185,34 @@ class Metrics:
         )
 
     def _waiting(self) -> Iterator[Metric]:
+        """Yield the metrics of pending messages, compaction, draining, transactions and idempotency keys."""
         broker = self._broker
-        counts, levels = broker.schedule_statistics(), self._broker.scheduling.levels.statistics()
-        places = {
+        counts, levels = broker.schedule_statistics(), broker.scheduling.levels.statistics()
+        rows_by_place = {
             "near": counts["near_rows"],
-            "tail": counts["tail_rows"]
-            if self._broker.scheduling.compacts
-            else counts["waiting_rows"] - counts["near_rows"],
             "table": counts["table_rows"],
             "levels": levels["waiting_rows"],
         }
+        if broker.scheduling.compacts:
+            rows_by_place["tail"] = counts["tail_rows"]
+        else:  # a strategy without a tail: the rows that are not near are shown as one
+            rows_by_place["tail"] = counts["waiting_rows"] - counts["near_rows"]
         yield GaugeMetricFamily(
-            "timeball_waiting_messages", "Scheduled messages that wait.", self._broker.pending_messages
+            "timeball_waiting_messages", "Scheduled messages that wait.", broker.pending_messages
         )
-        kept = GaugeMetricFamily(
+        schedule_rows = GaugeMetricFamily(
             "timeball_schedule_rows", "What the schedule keeps, by where it lies.", labels=["place"]
         )
-        for place, rows in places.items():
-            kept.add_metric([place], max(0, rows))
-        yield kept
-        now_ms = self._broker.clock.now_ms()
+        for place, rows in rows_by_place.items():
+            schedule_rows.add_metric([place], max(0, rows))
+        yield schedule_rows
+        now_ms = broker.clock.now_ms()
         due = GaugeMetricFamily(
             "timeball_due_messages",
             "Of those in the tail and in the pending table: due within this time, files by their share.",
             labels=["within"],
         )
-        rows_due = self._broker.scheduling.hour_log.rows_due(
-            [now_ms + horizon_ms for _, horizon_ms in HORIZONS]
-        )
+        rows_due = broker.scheduling.hour_log.rows_due([now_ms + horizon_ms for _, horizon_ms in HORIZONS])
         for (name, _), rows in zip(HORIZONS, rows_due, strict=True):
             due.add_metric([name], rows)
         yield due
@@ -220,7 +225,7 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_pipeline_compacts",
             "1 while a pipeline compacts, and the broker leaves that to it.",
-            _flag(broker.mover.external_compactor_until_ms > self._broker.clock.elapsed_ms()),
+            _flag(broker.mover.external_compactor_until_ms > broker.clock.elapsed_ms()),
         )
         yield CounterMetricFamily(
             "timeball_rewritten_messages",
@@ -234,10 +239,11 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_idempotency_keys",
             "Idempotency keys that are known.",
-            len(self._broker.tables.idempotency_keys),
+            len(broker.tables.idempotency_keys),
         )
 
     def _drain(self) -> Iterator[Metric]:
+        """Yield the metrics of a group that hands its messages to another one."""
         out = self._broker.tables.drains.out
         yield CounterMetricFamily(
             "timeball_handed_over_messages",
@@ -251,6 +257,7 @@ class Metrics:
         )
 
     def _log(self) -> Iterator[Metric]:
+        """Yield the metrics of the commit log and its disk."""
         statistics = self._broker.log.writer.statistics
         yield CounterMetricFamily("timeball_log_rows", "Rows written to the log.", statistics.rows)
         yield CounterMetricFamily("timeball_log_commits", "Group commits.", statistics.commits)
@@ -276,6 +283,7 @@ class Metrics:
         yield GaugeMetricFamily("timeball_disk_free_bytes", "Free space of the disk.", self._free_bytes())
 
     async def _consumers(self, reading: _Reading) -> AsyncIterator[Metric]:
+        """Yield the metrics of consumer groups, of messages that wait for their topic's limit, and of connections."""
         groups = self._broker.groups
         for name, text, counts in (
             (
@@ -323,6 +331,7 @@ class Metrics:
         yield connections
 
     def _pushes(self, reading: _Reading) -> Iterator[Metric]:
+        """Yield the metrics of the push subscriptions that the caller may see."""
         requests = CounterMetricFamily(
             "timeball_push_requests",
             "Requests to receivers that have ended.",
@@ -342,7 +351,7 @@ class Metrics:
             "Granted after the lease had ended: sent again.",
             labels=["subscription"],
         )
-        # At most PUSH_SUBSCRIPTIONS_MAX, made by administrators. Those that send the most are shown.
+        # There are at most PUSH_SUBSCRIPTIONS_MAX. Those with the most requests are shown.
         names = self.push if reading.is_all else self.push.keys() & self._broker.push.all(reading.caller)
         shown = sorted(names, key=lambda name: -sum(self.push[name].durations.counts))[:SERIES_MAX]
         for name in shown:
@@ -359,6 +368,7 @@ class Metrics:
         yield from (requests, seconds, in_flight, failing, late)
 
     def _spans(self) -> Iterator[Metric]:
+        """Yield the metrics of traces. Without `--traces` they have no series."""
         traces = self._broker.traces
         spans = CounterMetricFamily("timeball_trace_spans", "Spans, by how far they came.", labels=["state"])
         left_out = CounterMetricFamily(
@@ -373,6 +383,7 @@ class Metrics:
         yield from (spans, left_out)
 
     def _machine(self) -> Iterator[Metric]:
+        """Yield the metrics of the process and of its event loop."""
         settings = self._broker.settings
         info = GaugeMetricFamily(
             "timeball_build_info", "1, with what runs.", labels=["version", "strategy", "durability"]
@@ -405,39 +416,41 @@ def as_text(metrics: Sequence[Metric]) -> bytes:
 
 
 class _Others:
-    """Keeps the counters of `(others)` from falling. Belongs to the event loop.
+    """Converts the sums of `(others)` to counters that never fall. Belongs to the event loop.
 
-    Prometheus takes a counter that falls for a restart, and counts its whole value again. The sum of the others falls
+    Prometheus takes a fall of a counter for a restart, and counts its whole value again. The sum of the others falls
     when one of them is deleted, when one of them takes the place of a deleted topic, when an idle counter is dropped,
-    and when the caller may look at more. The missing part is added from then on.
+    and when the caller may look at more. The amount of each fall is added to all later values.
     """
 
     def __init__(self) -> None:
-        # By account and metric, because each account sees other topics: the latest sum, and the sum of all its falls.
+        # By account and metric, because each account sees other topics: the latest sum, and the total of its falls.
         self._sums: dict[tuple[str, str], tuple[int, int]] = {}
 
     def count(self, account: str, metric: str, value: int) -> int:
-        """Convert the sum of the others to a counter."""
-        latest, fallen = self._sums.get((account, metric), (0, 0))
-        fallen += max(0, latest - value)
-        self._sums[account, metric] = value, fallen
-        return value + fallen
+        """Convert `value`, the present sum of the others in a metric as an account sees it, to a counter."""
+        latest, falls = self._sums.get((account, metric), (0, 0))
+        falls += max(0, latest - value)
+        self._sums[account, metric] = value, falls
+        return value + falls
 
 
 class _Largest:
-    """The SERIES_MAX largest of many counts, and the sum of all others. Takes one count at a time.
+    """Finds the SERIES_MAX largest of many counts, and the sum of all others.
 
-    So a loop over a hundred thousand topics can pause, and keeps nothing of those that are not shown.
+    It receives one count at a time, so a loop over a hundred thousand topics can pause in between, and needs memory
+    only for the largest ones.
     """
 
     def __init__(self) -> None:
         self.others, self.has_others = 0, False
-        # A heap: count, order and labels. Among equal counts the first stays, so that a new topic replaces no series.
+        # A heap of (count, order, values of the labels), with the smallest count first. `order` falls, so that of equal
+        # counts the one that came last is replaced first.
         self._heap: list[tuple[int, int, tuple[str, ...]]] = []
         self._order = 0
 
     def add(self, values: tuple[str, ...], count: int, *, is_visible: bool) -> None:
-        """Take one count. One that is not visible is among the others."""
+        """Add a count. `values`: of its labels. A count that is not visible is always among the others."""
         if is_visible and len(self._heap) < SERIES_MAX:
             self._order -= 1
             heapq.heappush(self._heap, (count, self._order, values))
@@ -449,12 +462,12 @@ class _Largest:
         self.others += count
 
     def shown(self) -> list[tuple[tuple[str, ...], int]]:
-        """List the labels of the largest counts, each with its count, the largest first."""
+        """List the largest counts, the largest first: pairs of the values of the labels and the count."""
         return [(values, count) for count, _, values in sorted(self._heap, reverse=True)]
 
 
 class _Reading:
-    """Builds the metrics of topics and groups for one caller."""
+    """Builds the metrics of topics and groups, as one caller may see them."""
 
     def __init__(self, policy: Policy, caller: Caller, others: _Others) -> None:
         self._policy, self.caller, self._others = policy, caller, others
@@ -469,7 +482,10 @@ class _Reading:
     async def largest(
         self, kind: type[Family], name: str, text: str, labels: Names, counts: Mapping[Labels, int]
     ) -> Family:
-        """Build a metric of the largest counts. Counts that the caller may not see are among the others."""
+        """Build a metric from the counts by the values of its labels: a series for each of the largest, one for others.
+
+        `kind` is its class, `text` its help text. Counts that the caller may not see are among the others.
+        """
         largest = _Largest()
         async for share in shares(counts.items()):
             for values, count in share:
@@ -483,13 +499,14 @@ class _Reading:
             family.add_metric(values, count)
         if isinstance(family, CounterMetricFamily):
             others = self._others.count(self.caller.name, name, others)
-        # Without others of its own, a counter may still have those of deleted topics.
+        # Even if nothing is among the others now, a counter keeps the sum of its falls.
         if others or largest.has_others:
             family.add_metric([OTHERS] * len(labels), others)
         return family
 
 
 def _flag(value: object) -> int:
+    """Convert a truth value to the value of a metric: 1 or 0."""
     return int(bool(value))
 
 
@@ -504,14 +521,14 @@ def durations(name: str, text: str, measured: Durations) -> HistogramMetricFamil
 def histogram(
     name: str, text: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float
 ) -> HistogramMetricFamily:
-    """Build a histogram without labels. `counts` has the number of values in each bucket, not cumulated."""
+    """Build a histogram without labels. `counts` has the number of values in each bucket, as `buckets` expects it."""
     return HistogramMetricFamily(name, text, buckets=buckets(bounds_s, counts), sum_value=sum_s)
 
 
 def buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulate the counts: Prometheus expects the number of values at or below each bound.
+    """Convert the numbers of values in each bucket to the numbers at or below each bound, as Prometheus expects.
 
-    The last count is of values above all bounds.
+    `counts` has one more element than `bounds_s`: the number of values above all bounds.
 
     >>> buckets([0.5, 1.0], [1, 2, 3])
     [('0.5', 1), ('1.0', 3), ('+Inf', 6)]
@@ -532,7 +549,7 @@ def buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str,
 async def table_and_job_metrics(broker: Broker) -> list[Metric]:
     """Build the metrics of compactions, of a table in an object store, and of jobs.
 
-    The reader thread reads the jobs' reports and single rows of the log.
+    Waits for the reader thread, which reads the reports of the jobs and single rows of the log.
     """
     lag_ms = await broker.job_reports.compaction_lag_ms() if broker.mover.tail_count.rows else 0
     compaction, cache = _compaction_metrics(broker.mover.compactions, lag_ms), broker.pending_table.cache
@@ -541,6 +558,7 @@ async def table_and_job_metrics(broker: Broker) -> list[Metric]:
 
 
 def _compaction_metrics(figures: Figures, lag_ms: int) -> list[Metric]:
+    """Build the metrics of compactions. `lag_ms`: the age of the oldest row that is not compacted yet."""
     runs = CounterMetricFamily(
         "timeball_compactions", "Compactions that have ended with an attach.", labels=["by"]
     )
@@ -594,6 +612,7 @@ def _store_metrics(cache: FileCache) -> list[Metric]:
 
 
 def _job_metrics(states: list[JobState]) -> list[Metric]:
+    """Build the metrics of pipeline jobs from their latest reports and their lags."""
     state = GaugeMetricFamily(
         "timeball_pipeline_job_state", "1 for the state it has reported.", labels=["pipeline_job", "state"]
     )
@@ -676,6 +695,7 @@ def replica_metrics(figures: ReplicaFigures) -> Iterator[Metric]:
 
 
 def _peer_metrics(figures: ReplicaFigures) -> Iterator[Metric]:
+    """Yield the metrics of the other replicas, which only a leader has."""
     lag = GaugeMetricFamily(
         "timeball_cluster_replica_lag_rows",
         "Rows of the leader's log that are not on a replica's disk.",

@@ -80,7 +80,7 @@ class Traces:
         _check_protocol()
         self._clock, self._offset_ns = clock, 0
         self._rate_limits = {name: _RateLimit(clock) for name in OPERATIONS}
-        # By receipt, without its last part. The oldest entry is dropped first.
+        # By receipt, without its last part, which may change during a lease. The oldest entry is dropped first.
         self._leased: OrderedDict[tuple[object, ...], _Leased] = OrderedDict()
         self._propagator = TraceContextTextMapPropagator()
         self.left_out = dict.fromkeys(OPERATIONS, 0)
@@ -122,20 +122,24 @@ class Traces:
     # -- send ----------------------------------------------------------------------------------------------------
 
     def send(self, batch: SendBatch, accept: Callable[[SendBatch], Accepting[R]]) -> Accepting[R]:
-        """Accept a batch by `accept`, with a span for each traced message.
+        """Call `accept` for a batch, with a span for each traced message. Returns its result, and raises its errors.
 
-        If a message begins a trace, its context is added to the message.
+        If a message begins a trace, the context of the trace is added to the message before.
         """
         begin_ns = self.now_ns()
         spans, contexts = self._begin_sends(batch, begin_ns)
-        # A refused batch gets no spans, because it may be tried again in parts.
+        # If `accept` raises, no span is ended and exported, because the batch may be tried again in parts.
         answer, durable = accept(with_contexts(batch, contexts))
         if spans:
             durable.add_done_callback(partial(self._end_sends, spans))
         return answer, durable
 
     def _begin_sends(self, batch: SendBatch, begin_ns: int) -> tuple[list[Span], list[str | None]]:
-        """Begin the spans of these sends. Returns the spans, and for each message the context to add, or None."""
+        """Begin the spans of these sends. Returns the spans, and for each message the context to add to it, or None.
+
+        Messages with a context are children of it. Of the others, the first ROOT_CANDIDATES_MAX may begin traces, if
+        the sampler selects them.
+        """
         if isinstance(batch, list):
             count = len(batch)
             with_context = [index for index, row in enumerate(batch) if has_context(row[_PROPERTIES])]
@@ -167,6 +171,7 @@ class Traces:
         return spans, contexts + [None] * (count - len(contexts))
 
     def _end_sends(self, spans: Sequence[Span], durable: asyncio.Future[int]) -> None:
+        """End the spans of sends when their rows are durable, or failed. Called by the future `durable`."""
         now_ns = self.now_ns()
         error = None if durable.cancelled() else durable.exception()
         for span in spans:
@@ -177,11 +182,11 @@ class Traces:
     # -- release, receive, ack ---------------------------------------------------------------------------------------
 
     def released(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
-        """Record the releases of scheduled messages (rows in READ_SCHEMA). The releases are durable since `now_ms`."""
+        """Record the releases of scheduled messages (rows in READ_SCHEMA), which have become durable at `now_ms`."""
         for index in self._limit("release", _rows_with_context(scheduled_rows)):
             row = _row_values(scheduled_rows, index)
             due_ms = row["due_ms"]
-            # The due time may be long before the send.
+            # A due time in the past may be long before the send.
             begin_ns = max(due_ms, row["store_ms"]) * _MS_NS
             parent = self._decode_context(row["properties"])
             span = self._begin("release", SpanKind.INTERNAL, parent, begin_ns, row["topic"])
@@ -236,7 +241,7 @@ class Traces:
     # -- spans -------------------------------------------------------------------------------------------------------
 
     def _limit(self, operation: str, items: list[Any]) -> list[Any]:
-        """Select the first items, as many as the operation's rate limit allows. Counts the others as left out."""
+        """Return the first items, as many as the rate limit of the operation allows. Counts the others as left out."""
         if not items:
             return items
         count = self._rate_limits[operation].take(len(items))
@@ -244,6 +249,7 @@ class Traces:
         return items[:count]
 
     def _begin(self, operation: str, kind: SpanKind, parent: Context, begin_ns: int, topic: str) -> Span:
+        """Begin the span of an operation on a message of `topic`, with the attributes of the operation."""
         attributes = _ATTRIBUTES_BY_OPERATION[operation] | {"messaging.destination.name": topic}
         return self._tracer.start_span(f"{operation} {topic}", parent, kind, attributes, start_time=begin_ns)
 
@@ -261,6 +267,7 @@ class Traces:
 
 
 def _operation_attributes(operation: str, kind: str) -> dict[str, str]:
+    """Build the attributes of all spans of an operation. `kind`: its type in the conventions, or "" for none."""
     attributes = {"messaging.system": "timeball", "messaging.operation.name": operation}
     return attributes | ({"messaging.operation.type": kind} if kind else {})
 
@@ -315,7 +322,7 @@ class _RateLimit:
         self._clock, self._free_spans, self._at_ns = clock, float(SPANS_AT_ONCE), clock.monotonic_ns()
 
     def free_spans(self) -> int:
-        """Compute how many spans may be created now."""
+        """Refill the bucket for the time since the last call. Returns the number of spans that may be created now."""
         now_ns = self._clock.monotonic_ns()
         gained = (now_ns - self._at_ns) / 1e9 * SPANS_PER_S
         self._free_spans, self._at_ns = min(float(SPANS_AT_ONCE), self._free_spans + gained), now_ns
@@ -361,12 +368,15 @@ def _check_protocol() -> None:
 
 
 def _resource(version: str) -> Resource:
-    """Build the attributes of this process. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the name."""
+    """Build the attributes of this process: those of the environment, and the version.
+
+    The name of the service is "timeball", unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES contain one.
+    """
     configured = Resource.create()
     service_name = str(configured.attributes.get("service.name", "unknown_service"))
-    is_named = not service_name.startswith("unknown_service")
+    is_named = not service_name.startswith("unknown_service")  # OpenTelemetry's default
     defaults = Resource({"service.version": version} | ({} if is_named else {"service.name": "timeball"}))
-    # The argument of `merge` wins over the object.
+    # In `merge`, the argument overrides the object.
     return configured.merge(defaults) if not is_named else defaults.merge(configured)
 
 
