@@ -23,7 +23,7 @@ from timeball.node.backup import Manifest
 from timeball.node.data_folder import check_folder
 
 
-def backed_up(source: Path, target: Path) -> Manifest:
+def make_backup(source: Path, target: Path) -> Manifest:
     return backup.backup(RealFiles(source), RealFiles(target), SystemClock())
 
 
@@ -49,12 +49,19 @@ def stopped(data: Path) -> Iterator[Path]:
     yield data
 
 
+class DiskPulledOut(Exception):
+    """The disk of the target is pulled out during a backup."""
+
+
 class Load:
-    """Sends, short delays, cancels and compactions, until stopped. Knows what was acknowledged, and its verdicts."""
+    """Sends, cancels and compacts until the end of the block, and records the acknowledged messages and verdicts.
+
+    The kinds of messages: "now" without a delay, "soon" due during the test, and "far" due after it.
+    """
 
     def __init__(self, node: RunningNode) -> None:
         self._node, self._stopping = node, threading.Event()
-        self.receipts: dict[str, tuple[int, str]] = {}  # id -> (seq, sort)
+        self.receipts: dict[str, tuple[int, str]] = {}  # id -> (seq, kind)
         self.cancelled: dict[str, str] = {}  # id -> verdict
         self.rounds = 0
         self.failure: BaseException | None = None
@@ -76,11 +83,11 @@ class Load:
                 while not self._stopping.is_set():
                     self._round(ball, random.Random(self.rounds))
                     self.rounds += 1
-        except BaseException as error:  # told by the test that waits
+        except BaseException as error:  # reports by the test that waits
             self.failure = error
 
     def _round(self, ball: Timeball, chance: random.Random) -> None:
-        for sort, after in [("now", None), ("soon", 0.02), ("far", 7_200.0), ("far", 90_000.0)] * 5:
+        for kind, after in [("now", None), ("soon", 0.02), ("far", 7_200.0), ("far", 90_000.0)] * 5:
             rows = [
                 {
                     "body": bytes(200),
@@ -90,18 +97,18 @@ class Load:
             summary = ball.send_many(rows, topic="load")
             first = summary.ranges[0][0]
             ids = list(summary.ids)
-            self.receipts |= {id: (first + at, sort) for at, id in enumerate(ids)}
-            if sort == "far":
+            self.receipts |= {id: (first + at, kind) for at, id in enumerate(ids)}
+            if kind == "far":
                 wanted = chance.sample(ids, 5)
-                self.cancelled |= {v.subject: v.verdict for v in ball.cancel(ids=wanted)}
+                self.cancelled |= {verdict.subject: verdict.verdict for verdict in ball.cancel(ids=wanted)}
         if self.rounds % 3 == 2:
             ball.compact()
 
 
-def test_a_backup_ends_while_rows_are_written_faster_than_it_reads(
+def test_a_backup_ends_although_rows_are_written_faster_than_it_reads(
     data: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each look behind the last whole frame, more whole frames are there."""
+    """Whenever the backup looks for frames after the last whole one, the broker has written more."""
     with running_node(data) as node, node.client() as ball:
         before = ball.send("load", "before")
 
@@ -112,26 +119,28 @@ def test_a_backup_ends_while_rows_are_written_faster_than_it_reads(
 
         find_later_proof = backup.find_later_proof
         monkeypatch.setattr(backup, "find_later_proof", look)
-        made = backed_up(data, copy)
-    assert made.row > before.seq
+        manifest = make_backup(data, copy)
+    assert manifest.row > before.seq
 
 
-def test_a_backup_under_load_has_all_that_was_acknowledged_before_it_once(data: Path, copy: Path) -> None:
+def test_a_restored_backup_has_each_message_acknowledged_before_it_exactly_once(
+    data: Path, copy: Path
+) -> None:
     with running_node(data) as node, Load(node) as load:
         eventually(lambda: load.rounds >= 4 or load.failure, "some compactions")
         before = dict(load.receipts)
         cancelled_before = dict(load.cancelled)
-        made = backed_up(data, copy)
+        manifest = make_backup(data, copy)
         at = load.rounds
         eventually(lambda: load.rounds > at or load.failure, "it went on")
-    assert max(seq for seq, _ in before.values()) < made.row and len(load.receipts) > len(before)
-    back = data.with_name("restored")
-    backup.restore(RealFiles(copy), RealFiles(back))
-    with running_node(back) as node, node.client() as ball:
-        acknowledged = {id: sort for id, (seq, sort) in load.receipts.items() if seq < made.row}
+    assert max(seq for seq, _ in before.values()) < manifest.row and len(load.receipts) > len(before)
+    restored = data.with_name("restored")
+    backup.restore(RealFiles(copy), RealFiles(restored))
+    with running_node(restored) as node, node.client() as ball:
+        acknowledged = {id: kind for id, (seq, kind) in load.receipts.items() if seq < manifest.row}
         assert before.keys() <= acknowledged.keys()
         # What was due meanwhile is released now: then each message that is not cancelled is waiting, or visible once.
-        wanted = {id for id, sort in acknowledged.items() if sort != "far"}
+        wanted = {id for id, kind in acknowledged.items() if kind != "far"}
         visible: list[str] = []
 
         def all_are_visible() -> bool:
@@ -140,15 +149,15 @@ def test_a_backup_under_load_has_all_that_was_acknowledged_before_it_once(data: 
 
         eventually(all_are_visible, "released")
         assert sorted(visible) == sorted(wanted), "exactly once"
-        far = [id for id, sort in acknowledged.items() if sort == "far"]
-        states = {id: ball.get(id).state for id in chosen(far, 400) + list(cancelled_before)}
+        far = [id for id, kind in acknowledged.items() if kind == "far"]
+        states = {id: ball.get(id).state for id in sample_of(far, 400) + list(cancelled_before)}
         for id, verdict in cancelled_before.items():
             assert (verdict, states[id]) == ("cancelled", "cancelled")
-        assert {states[id] for id in chosen(far, 400) if id not in load.cancelled} == {"waiting"}
+        assert {states[id] for id in sample_of(far, 400) if id not in load.cancelled} == {"waiting"}
         check_balance(ball, node.endpoint)
 
 
-def chosen(ids: list[str], count: int) -> list[str]:
+def sample_of(ids: list[str], count: int) -> list[str]:
     return random.Random(1).sample(ids, min(count, len(ids)))
 
 
@@ -173,34 +182,29 @@ def check_balance(ball: Timeball, endpoint: str) -> None:
     assert len(accepted) == len(released) + len(cancelled) + sum(waiting.hours.values())
 
 
-def test_a_backup_that_was_interrupted_is_gone_on_with(stopped: Path, copy: Path) -> None:
-    class PulledOut(Exception):
-        pass
-
+def test_an_interrupted_backup_continues_without_copying_finished_files_again(
+    stopped: Path, copy: Path
+) -> None:
     done: list[int] = []
 
     def pull_out(done_bytes: int, _all: int) -> None:
         done.append(done_bytes)
         if len(done) == 3:
-            raise PulledOut
+            raise DiskPulledOut
 
-    with pytest.raises(PulledOut):
+    with pytest.raises(DiskPulledOut):
         backup.backup(RealFiles(stopped), RealFiles(copy), SystemClock(), pull_out)
     with pytest.raises(SetupError, match="not finished"):
         backup.restore(RealFiles(copy), RealFiles(copy.with_name("early")))
     kept = {path: path.stat().st_mtime_ns for path in copy.rglob("*.parquet")}
     assert kept
-    made = backed_up(stopped, copy)
+    manifest = make_backup(stopped, copy)
     assert not (copy / backup.PARTIAL).exists()
     finished = list(kept)[: len(done) - 1]
     assert any(path.stat().st_mtime_ns == kept[path] for path in finished), (
         "what was copied is not copied again"
     )
-    assert {file.name for file in made.files} >= {"FORMAT", "log/0000000001.log"}
-
-
-class Pulled(Exception):
-    """The target disk is pulled out."""
+    assert {file.name for file in manifest.files} >= {"FORMAT", "log/0000000001.log"}
 
 
 def interrupt_at_the_end(source: Path, target: Path) -> None:
@@ -208,35 +212,33 @@ def interrupt_at_the_end(source: Path, target: Path) -> None:
 
     def pull_out(done_bytes: int, all_bytes: int) -> None:
         if done_bytes == all_bytes and any(target.glob("FORMAT")):
-            raise Pulled
+            raise DiskPulledOut
 
-    with pytest.raises(Pulled):
+    with pytest.raises(DiskPulledOut):
         backup.backup(RealFiles(source), RealFiles(target), SystemClock(), pull_out)
 
 
-def check_copies(made: Manifest, source: Path, copy: Path) -> None:
-    for file in made.files:
+def check_copies(manifest: Manifest, source: Path, copy: Path) -> None:
+    for file in manifest.files:
         assert (copy / file.name).read_bytes() == (source / file.name).read_bytes()[: file.used_bytes]
 
 
-def test_a_backup_that_goes_on_after_the_log_has_rolled_copies_the_last_segment_again(
-    data: Path, copy: Path
-) -> None:
+def test_a_continued_backup_copies_a_segment_that_has_grown_since_again(data: Path, copy: Path) -> None:
     with running_node(data) as node, node.client() as ball:
         ball.send("t", "before the backup")
         interrupt_at_the_end(data, copy)
         ball.send("t", "in the same segment")
         node.run(node.node.broker.log.writer.roll())
         ball.send("t", "in the next one")
-        made = backed_up(data, copy)
-        check_copies(made, data, copy)
-    back = copy.with_name("restored")
-    backup.restore(RealFiles(copy), RealFiles(back))
-    with running_node(back) as node, node.client() as ball:
+        manifest = make_backup(data, copy)
+        check_copies(manifest, data, copy)
+    restored = copy.with_name("restored")
+    backup.restore(RealFiles(copy), RealFiles(restored))
+    with running_node(restored) as node, node.client() as ball:
         assert len(ball.browse_batch("t")) == 3
 
 
-def test_a_backup_that_goes_on_copies_the_files_of_a_replaced_folder_again(data: Path, copy: Path) -> None:
+def test_a_continued_backup_copies_the_files_of_a_replaced_source_again(data: Path, copy: Path) -> None:
     for body in ("old", "new"):
         if data.exists():
             interrupt_at_the_end(data, copy)
@@ -245,82 +247,86 @@ def test_a_backup_that_goes_on_copies_the_files_of_a_replaced_folder_again(data:
             ball.send("t", body)
             node.run(node.node.broker.log.writer.roll())
             ball.send("t", body)
-    check_copies(backed_up(data, copy), data, copy)
+    check_copies(make_backup(data, copy), data, copy)
 
 
-def test_a_restore_that_was_interrupted_is_no_data_folder_until_it_is_finished(
+def test_the_folder_of_an_interrupted_restore_is_refused_until_it_is_finished(
     stopped: Path, copy: Path
 ) -> None:
-    backed_up(stopped, copy)
-    back = RealFiles(copy.with_name("restored"))
+    make_backup(stopped, copy)
+    restored = RealFiles(copy.with_name("restored"))
 
     def pull_out(_done: int, _all: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        backup.restore(RealFiles(copy), back, pull_out)
+        backup.restore(RealFiles(copy), restored, pull_out)
     with pytest.raises(SetupError, match="restore was not finished"):
-        check_folder(back)
-    told: list[tuple[int, int]] = []
-    backup.restore(RealFiles(copy), back, lambda done, of: told.append((done, of)))
-    assert told[-1][0] == told[-1][1] > 0
-    check_folder(back)
-    with running_node(back.root) as node, node.client() as ball:
-        assert [v.verdict for v in ball.cancel(key="k7")] == ["cancelled"]
+        check_folder(restored)
+    reports: list[tuple[int, int]] = []
+    backup.restore(RealFiles(copy), restored, lambda done, of: reports.append((done, of)))
+    assert reports[-1][0] == reports[-1][1] > 0
+    check_folder(restored)
+    with running_node(restored.root) as node, node.client() as ball:
+        assert [verdict.verdict for verdict in ball.cancel(key="k7")] == ["cancelled"]
         schedule = ball.status()["schedule"]
         assert (schedule["table_rows"], schedule["tail_rows"]) == (500, 50)
 
 
-def test_a_restore_that_was_not_finished_goes_on_with_the_same_backup_only(data: Path, copy: Path) -> None:
-    tuesday, back = copy.with_name("tuesday"), copy.with_name("restored")
+def test_an_unfinished_restore_continues_with_the_same_backup_only(data: Path, copy: Path) -> None:
+    tuesday, restored = copy.with_name("tuesday"), copy.with_name("restored")
     with running_node(data) as node, node.client() as ball:
         ball.send("t", "on Monday")
-        backed_up(data, copy)
+        make_backup(data, copy)
         node.run(node.node.broker.log.writer.roll())
         ball.send("t", "on Tuesday")
-        backed_up(data, tuesday)
+        make_backup(data, tuesday)
     first, last = sorted(tuesday.glob("log/*.log"))
     last.rename(tuesday / "lost")
     with pytest.raises(Corrupt, match="use another backup"):
-        backup.restore(RealFiles(tuesday), RealFiles(back))
+        backup.restore(RealFiles(tuesday), RealFiles(restored))
     with pytest.raises(SetupError, match="another backup"):
-        backup.restore(RealFiles(copy), RealFiles(back))
-    assert (back / "log" / first.name).read_bytes()[: first.stat().st_size] == first.read_bytes()
+        backup.restore(RealFiles(copy), RealFiles(restored))
+    assert (restored / "log" / first.name).read_bytes()[: first.stat().st_size] == first.read_bytes()
     (tuesday / "lost").rename(last)
-    backup.restore(RealFiles(tuesday), RealFiles(back))
-    with running_node(back) as node, node.client() as ball:
+    backup.restore(RealFiles(tuesday), RealFiles(restored))
+    with running_node(restored) as node, node.client() as ball:
         assert len(ball.browse_batch("t")) == 2
 
 
 @pytest.mark.parametrize("pattern", ["**/*.parquet", "log/*.log"])
 @pytest.mark.parametrize("fault", ["changed", "cut", "missing"])
-def test_a_damaged_backup_is_refused_by_name(stopped: Path, copy: Path, pattern: str, fault: str) -> None:
-    backed_up(stopped, copy)
-    hurt = next(iter(copy.glob(pattern)))
-    content = bytearray(hurt.read_bytes())
+def test_a_restore_refuses_a_damaged_file_by_its_name(
+    stopped: Path, copy: Path, pattern: str, fault: str
+) -> None:
+    make_backup(stopped, copy)
+    damaged = next(iter(copy.glob(pattern)))
+    content = bytearray(damaged.read_bytes())
     if fault == "missing":
-        hurt.unlink()
+        damaged.unlink()
     elif fault == "cut":
-        hurt.write_bytes(content[: len(content) // 100])
+        damaged.write_bytes(content[: len(content) // 100])
     else:
         content[100] ^= 1
-        hurt.write_bytes(content)
-    with pytest.raises(Corrupt, match=hurt.name):
+        damaged.write_bytes(content)
+    with pytest.raises(Corrupt, match=damaged.name):
         backup.restore(RealFiles(copy), RealFiles(copy.with_name("restored")))
 
 
-def test_a_folder_with_something_else_is_left_alone(stopped: Path, copy: Path, tmp_path: Path) -> None:
-    backed_up(stopped, copy)
+def test_backup_and_restore_refuse_folders_with_other_files(
+    stopped: Path, copy: Path, tmp_path: Path
+) -> None:
+    make_backup(stopped, copy)
     with pytest.raises(SetupError, match="holds a whole backup"):
-        backed_up(stopped, copy)
+        make_backup(stopped, copy)
     with pytest.raises(SetupError, match="empty folder only"):
         backup.restore(RealFiles(copy), RealFiles(stopped))
     other = tmp_path / "other"
     other.mkdir()
     (other / "letter").write_text("dear")
     with pytest.raises(SetupError, match="not empty"):
-        backed_up(stopped, other)
+        make_backup(stopped, other)
     with pytest.raises(SetupError, match="no backup"):
         backup.restore(RealFiles(other), RealFiles(tmp_path / "new"))
     with pytest.raises(NotFound, match="no log"):
-        backed_up(other, tmp_path / "new")
+        make_backup(other, tmp_path / "new")

@@ -9,7 +9,7 @@ from timeball.model.errors import SetupError
 from timeball.node.data_folder import FORMAT_NAME, RESTORING, check_folder, write_format
 
 
-def test_an_empty_folder_becomes_ours(tmp_path: Path) -> None:
+def test_an_empty_folder_is_accepted_and_gets_its_format_file(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     check_folder(files)
     write_format(files)
@@ -18,7 +18,7 @@ def test_an_empty_folder_becomes_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "reason"),
     [
         (RESTORING, "", "restore was not finished"),
         ("letter", "dear", "no Timeball data"),
@@ -28,9 +28,9 @@ def test_an_empty_folder_becomes_ours(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_not_ready_is_refused_with_the_reason(
-    tmp_path: Path, name: str, content: str, said: str
+    tmp_path: Path, name: str, content: str, reason: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(SetupError, match=said):
+    with pytest.raises(SetupError, match=reason):
         check_folder(RealFiles(tmp_path))
     assert (tmp_path / name).read_text() == content

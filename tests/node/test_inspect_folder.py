@@ -1,4 +1,4 @@
-"""A report has its selection, and every fault found on the way. tests/cli/test_data_folder.py tests the rest."""
+"""Reports have their selection, and all damage that was found. tests/cli/test_data_folder.py tests the rest."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from timeball.node.inspect_folder import (
     summarise,
 )
 
-SMALL = 4096  # segments of two frames
+SEGMENT_BYTES = 4096  # has room for two frames
 
 
-def everything(files: Files) -> list[WalkResult]:
+def walk_all(files: Files) -> list[WalkResult]:
     folder = FolderDump(files)
-    return [*folder.damage, *(found for segment in folder.segments for found in folder.walk(segment))]
+    return [*folder.damage, *(result for segment in folder.segments for result in folder.walk(segment))]
 
 
-def shown(found: list[WalkResult]) -> dict[int, bytes]:
-    """Body by sequence number."""
+def rows_by_seq(results: list[WalkResult]) -> dict[int, bytes]:
+    """Collect the bodies of all rows in whole frames, by sequence number."""
     rows: dict[int, bytes] = {}
-    for each in found:
+    for each in results:
         if isinstance(each, InspectedFrame):
             rows.update(enumerate(bodies([each.rows]), each.frame.first_seq))
     return rows
 
 
-def damage(found: list[WalkResult]) -> list[Damage]:
-    return [each for each in found if isinstance(each, Damage)]
+def damage(results: list[WalkResult]) -> list[Damage]:
+    return [each for each in results if isinstance(each, Damage)]
 
 
 def flip(files: CrashFiles, name: str, at: int) -> None:
@@ -86,20 +86,20 @@ def three_segments() -> tuple[CrashFiles, list[bytes]]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2_000)), max_size=12))
-def test_it_shows_the_frames_that_recovery_finds(commits: list[tuple[int, int]]) -> None:
+def test_a_walk_finds_the_frames_and_rows_that_recovery_finds(commits: list[tuple[int, int]]) -> None:
     files = CrashFiles()
 
     async def write() -> None:
-        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+        async with opened(files, disk=AtOnce(), segment_bytes=SEGMENT_BYTES) as log:
             for rows, body_bytes in commits:
                 await log.append(batch(log.writer.next_seq, rows, body_bytes=body_bytes))
 
     asyncio.run(write())
-    found = everything(files)
-    segments = open_log(files, segment_bytes=SMALL, now_ms=0).segments
+    results = walk_all(files)
+    segments = open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments
     frames = [
         (f.segment.ordinal, f.frame.position, f.frame.first_seq)
-        for f in found
+        for f in results
         if isinstance(f, InspectedFrame)
     ]
     assert frames == [
@@ -107,26 +107,26 @@ def test_it_shows_the_frames_that_recovery_finds(commits: list[tuple[int, int]])
         for segment in segments.all
         for position, seq in zip(segment.frame_positions, segment.frame_seqs, strict=True)
     ]
-    assert len(frames) == len(found)
-    assert shown(found) == read_all(segments)
+    assert len(frames) == len(results)
+    assert rows_by_seq(results) == read_all(segments)
 
 
-def test_segments_say_what_they_are() -> None:
+def test_segments_have_their_numbers_and_are_last_or_spare() -> None:
     files, _ = three_segments()
     first, second, third = reopened(files).segments.all
-    prepare(files, 4, SMALL)
-    found = FolderDump(files).segments
-    assert [(s.ordinal, s.is_last, s.is_spare) for s in found] == [
+    prepare(files, 4, SEGMENT_BYTES)
+    results = FolderDump(files).segments
+    assert [(s.ordinal, s.is_last, s.is_spare) for s in results] == [
         (1, False, False), (2, False, False), (3, True, False), (4, False, True),
     ]  # fmt: skip
-    assert [(s.first_seq, s.until_seq) for s in found] == [
+    assert [(s.first_seq, s.until_seq) for s in results] == [
         (1, second.first_seq), (second.first_seq, third.first_seq), (third.first_seq, None), (None, None),
     ]  # fmt: skip
-    assert found[0].name == first.name and found[0].size_bytes == first.buffer.size
-    assert found[0].created_ms and found[3].created_ms is None
+    assert results[0].name == first.name and results[0].size_bytes == first.buffer.size
+    assert results[0].created_ms and results[3].created_ms is None
 
 
-def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
+def test_a_frame_has_its_kinds_of_rows_and_its_span() -> None:
     files = CrashFiles()
     mixed = build_rows(3, kind=pa.array([Kind.SCHEDULED, Kind.CANCEL, Kind.SCHEDULED], pa.int8()), topic="t")
 
@@ -136,68 +136,70 @@ def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
             await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
 
     asyncio.run(write())
-    first, second = (found for found in everything(files) if isinstance(found, InspectedFrame))
+    first, second = (result for result in walk_all(files) if isinstance(result, InspectedFrame))
     assert first.kinds() == {"SCHEDULED": 2, "CANCEL": 1}
     assert (second.kinds(), second.frame.rows, second.frame.span) == ({"TABLE": 1}, 1, 10)
     assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "a kind nobody knows has its number"
 
 
-def test_a_new_folder_holds_nothing_and_that_is_no_damage() -> None:
+def test_an_empty_or_a_new_folder_has_no_frames_and_no_damage() -> None:
     files = CrashFiles()
-    assert everything(files) == []
+    assert walk_all(files) == []
     reopened(files)
-    assert everything(files) == []
+    assert walk_all(files) == []
 
 
-def test_looking_changes_nothing() -> None:
+def test_a_walk_over_damage_changes_no_file() -> None:
     files, _ = three_segments()
     save(files, 5)
     flip(files, segment_name(2), 500)
     flip(files, segment_name(3), 64 + 300)
     calls = files.calls
-    assert damage(everything(files))
+    assert damage(walk_all(files))
     assert files.calls == calls
 
 
 # ---- torn or damaged -------------------------------------------------------------------------------------
 
 
-def test_a_torn_tail_is_no_damage_and_recovery_cuts_as_much() -> None:
+def test_a_torn_tail_is_no_damage_and_has_the_bytes_that_recovery_cuts() -> None:
     files = CrashFiles()
     expected = fill(files, 3)
     position = reopened(files).segments.last.frame_positions[-1]
     flip(files, segment_name(1), position + 300)
-    *frames, torn = everything(files)
+    *frames, torn = walk_all(files)
     assert isinstance(torn, Torn)
     assert (torn.file, torn.position) == (segment_name(1), position)
-    assert list(shown(frames).values()) == expected[:6]
+    assert list(rows_by_seq(frames).values()) == expected[:6]
     assert reopened(files).cut_bytes == torn.size_bytes
-    assert len(everything(files)) == 2, "and then it is gone"
+    assert len(walk_all(files)) == 2, "and then it is gone"
 
 
-def test_damage_that_was_acknowledged_is_named_and_stepped_over() -> None:
+def test_a_damaged_frame_that_was_acknowledged_is_reported_and_skipped() -> None:
     files = CrashFiles()
     expected = fill(files, 4)
     position = reopened(files).segments.last.frame_positions[1]
     flip(files, segment_name(1), position + 300)
-    (wrong,) = damage(found := everything(files))
+    (wrong,) = damage(results := walk_all(files))
     assert (wrong.file, wrong.position) == (segment_name(1), position)
     assert "checksum" in wrong.text and "acknowledged" in wrong.text
-    assert list(shown(found).values()) == expected[:3] + expected[6:]
-    assert [type(each) for each in found] == [InspectedFrame, Damage, InspectedFrame, InspectedFrame]
+    assert list(rows_by_seq(results).values()) == expected[:3] + expected[6:]
+    assert [type(each) for each in results] == [InspectedFrame, Damage, InspectedFrame, InspectedFrame]
 
 
-def test_damage_in_a_sealed_segment_costs_one_frame() -> None:
+def test_damage_in_a_sealed_segment_hides_one_frame_only() -> None:
     files, expected = three_segments()
     segment = reopened(files).segments.all[1]
     at, seq = segment.frame_positions[-1], segment.frame_seqs[-1]
     flip(files, segment_name(2), at + 70)
-    found = everything(files)
-    assert [d.position for d in damage(found)] == [at, None], "the frame, and that the segment ends too early"
-    assert shown(found) == {n: body for n, body in enumerate(expected, 1) if not seq <= n < seq + 3}
+    results = walk_all(files)
+    assert [d.position for d in damage(results)] == [at, None], (
+        "the frame, and that the segment ends too early"
+    )
+    assert rows_by_seq(results) == {n: body for n, body in enumerate(expected, 1) if not seq <= n < seq + 3}
 
 
-def test_a_frame_that_belongs_elsewhere_is_damage() -> None:
+def test_a_frame_of_another_position_is_damage() -> None:
     files, _ = three_segments()
     segment = reopened(files).segments.all[0]
     first, second, third, fourth = segment.frame_positions[:4]
@@ -205,21 +207,21 @@ def test_a_frame_that_belongs_elsewhere_is_damage() -> None:
     content = files.content(segment_name(1))
     file = files.open(segment_name(1))
     file.write_at(third, content[first:second])
-    (wrong,) = damage(everything(files))
+    (wrong,) = damage(walk_all(files))
     assert wrong.position == third and "begins with seq 1, expected 7" in wrong.text
 
 
-def test_a_damaged_header_does_not_hide_the_frames() -> None:
+def test_a_damaged_segment_header_hides_no_frame() -> None:
     files, expected = three_segments()
     for ordinal, at in ((1, 3), (2, 17), (3, 60)):
         damaged = files.crash(survival="everything")
         flip(damaged, segment_name(ordinal), at)
-        found = everything(damaged)
-        assert (segment_name(ordinal), 0) in [(d.file, d.position) for d in damage(found)]
-        assert list(shown(found).values()) == expected
+        results = walk_all(damaged)
+        assert (segment_name(ordinal), 0) in [(d.file, d.position) for d in damage(results)]
+        assert list(rows_by_seq(results).values()) == expected
 
 
-def test_rows_of_another_schema_behind_a_right_checksum_are_damage() -> None:
+def test_rows_that_cannot_be_decoded_are_damage_although_their_checksum_is_right() -> None:
     files = CrashFiles()
     fill(files, 1)
     content = bytearray(files.content(segment_name(1)))
@@ -228,35 +230,35 @@ def test_rows_of_another_schema_behind_a_right_checksum_are_damage() -> None:
     struct.pack_into("<I", content, 64 + 52, 0)
     struct.pack_into("<I", content, 64 + 52, google_crc32c.value(bytes(content[64 : 64 + length])))
     files.open(segment_name(1)).write_at(0, bytes(content))
-    (wrong,) = damage(everything(files))
+    (wrong,) = damage(walk_all(files))
     assert wrong.position == 64 and "the rows cannot be decoded" in wrong.text
 
 
-def test_whatever_byte_is_flipped_it_agrees_with_recovery() -> None:
-    """What recovery refuses is damage here, and what recovery takes is shown, row for row."""
+def test_for_any_flipped_byte_a_walk_agrees_with_recovery() -> None:
+    """If recovery refuses the log, there is damage. If it accepts the log, the rows are the same."""
     files = CrashFiles()
 
     async def write() -> None:
-        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+        async with opened(files, disk=AtOnce(), segment_bytes=SEGMENT_BYTES) as log:
             for n in range(5):
                 await log.append(batch(1 + 2 * n, 2))
 
     asyncio.run(write())
-    expected = read_all(open_log(files, segment_bytes=SMALL, now_ms=0).segments)
+    expected = read_all(open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
     refused = taken = 0
     for name in [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER)]:
         content = files.content(name)
         for at in range(0, len(content), 5):
             flip(files, name, at)
-            found = everything(files)
-            assert shown(found).items() <= expected.items(), (name, at)
+            results = walk_all(files)
+            assert rows_by_seq(results).items() <= expected.items(), (name, at)
             try:
-                rows = read_all(open_log(files, segment_bytes=SMALL, now_ms=0).segments)
+                rows = read_all(open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
             except (Corrupt, SetupError):
-                assert damage(found), (name, at)
+                assert damage(results), (name, at)
                 refused += 1
             else:
-                assert not damage(found) and shown(found) == rows, (name, at)
+                assert not damage(results) and rows_by_seq(results) == rows, (name, at)
                 taken += 1
             files.open(name).write_at(0, content)
     assert refused > 700 and taken > 70
@@ -265,32 +267,32 @@ def test_whatever_byte_is_flipped_it_agrees_with_recovery() -> None:
 # ---- files -----------------------------------------------------------------------------------------------
 
 
-def test_a_missing_segment_is_named() -> None:
+def test_a_missing_segment_is_damage_with_its_name() -> None:
     files, _ = three_segments()
     files.remove(segment_name(2))
-    wrong = damage(everything(files))
+    wrong = damage(walk_all(files))
     assert segment_name(2) in [d.file for d in wrong]
 
 
-def test_a_blank_segment_between_others_and_data_behind_a_blank_header() -> None:
+def test_a_blank_segment_between_others_and_one_with_a_blank_header_are_damage() -> None:
     files, _ = three_segments()
     blank = files.crash(survival="everything")
     blank.open(segment_name(2)).write_at(0, bytes(blank.size(segment_name(2))))
-    assert (segment_name(2), 0) in [(d.file, d.position) for d in damage(everything(blank))]
+    assert (segment_name(2), 0) in [(d.file, d.position) for d in damage(walk_all(blank))]
     files.open(segment_name(2)).write_at(0, bytes(64))
-    assert "its header is blank" in damage(everything(files))[0].text
+    assert "its header is blank" in damage(walk_all(files))[0].text
 
 
-def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
+def test_a_last_segment_with_a_torn_header_and_no_frames_is_a_spare() -> None:
     files = CrashFiles()
     fill(files, 1)
-    begin_segment(prepare(files, 2, SMALL), 4, 0)
+    begin_segment(prepare(files, 2, SEGMENT_BYTES), 4, 0)
     flip(files, segment_name(2), 20)
-    assert not damage(everything(files))
+    assert not damage(walk_all(files))
     assert FolderDump(files).segments[1].is_spare
 
 
-def test_a_segment_of_a_newer_format_is_a_matter_of_set_up() -> None:
+def test_a_segment_of_a_newer_format_is_refused() -> None:
     files = CrashFiles()
     fill(files, 1)
     header = bytearray(files.content(segment_name(1))[:60])
@@ -302,36 +304,36 @@ def test_a_segment_of_a_newer_format_is_a_matter_of_set_up() -> None:
         FolderDump(files)
 
 
-def test_the_checkpoint_is_held_against_the_log() -> None:
+def test_a_log_that_ends_before_the_checkpoint_is_damage() -> None:
     files, _ = three_segments()
     save(files, 61)
-    assert everything(files) and not damage(everything(files))
+    assert walk_all(files) and not damage(walk_all(files))
     save(files, 62)
-    (wrong,) = damage(everything(files))
+    (wrong,) = damage(walk_all(files))
     assert wrong.file == segment_name(3) and "covers seq 61" in wrong.text
     gone = CrashFiles()
     save(gone, 62)
-    assert [d.text for d in damage(everything(gone))] == [
+    assert [d.text for d in damage(walk_all(gone))] == [
         "the log is missing, but the checkpoint covers seq 61"
     ]
 
 
-def test_a_damaged_or_a_lost_checkpoint() -> None:
+def test_a_damaged_checkpoint_is_damage_and_a_missing_one_only_without_the_first_segment() -> None:
     files, _ = three_segments()
     save(files, 10)
     flip(files, cp.NAME, 30)
-    assert [d.file for d in damage(everything(files))] == [cp.NAME]
+    assert [d.file for d in damage(walk_all(files))] == [cp.NAME]
     assert FolderDump(files).checkpoint is None
     files.remove(cp.NAME)
-    assert not damage(everything(files)), "the whole log is there: it is only replayed"
+    assert not damage(walk_all(files)), "the whole log is there: it is only replayed"
     files.remove(segment_name(1))
-    assert ["restore it" in d.text for d in damage(everything(files))] == [True]
+    assert ["restore it" in d.text for d in damage(walk_all(files))] == [True]
 
 
 # ---- while a broker writes -------------------------------------------------------------------------------
 
 
-def test_retention_may_take_a_segment_away_while_we_list() -> None:
+def test_segments_that_retention_removes_during_the_listing_are_no_damage() -> None:
     class Retention(CrashFiles):
         """Lets the oldest segments go between a listing and the first look at a file."""
 
@@ -345,13 +347,13 @@ def test_retention_may_take_a_segment_away_while_we_list() -> None:
     files, expected = three_segments()
     files.__class__, files.gone = Retention, [segment_name(1), segment_name(2)]  # type: ignore[attr-defined]
     save(files, 61)
-    found = everything(files)
-    assert not damage(found)
-    assert list(shown(found).values()) == expected[-len(shown(found)) :]
+    results = walk_all(files)
+    assert not damage(results)
+    assert list(rows_by_seq(results).values()) == expected[-len(rows_by_seq(results)) :]
     assert [s.ordinal for s in FolderDump(files).segments] == [3]
 
 
-def test_a_listing_that_never_holds_ends() -> None:
+def test_a_listing_ends_although_files_are_removed_in_each_attempt() -> None:
     class Restless(CrashFiles):
         """Every file is gone when it is looked at."""
 
@@ -364,7 +366,7 @@ def test_a_listing_that_never_holds_ends() -> None:
         FolderDump(files)
 
 
-def test_a_commit_that_is_finished_while_we_look_is_no_damage() -> None:
+def test_a_commit_that_is_completed_during_the_walk_is_no_damage() -> None:
     class Writing(CrashFiles):
         """At the first look the middle frame is half written; when its follower is seen, it is whole."""
 
@@ -381,12 +383,12 @@ def test_a_commit_that_is_finished_while_we_look_is_no_damage() -> None:
     expected = fill(files, 3)
     _, middle, last = reopened(files).segments.last.frame_positions
     files.__class__ = Writing
-    assert list(shown(everything(files)).values()) == expected
+    assert list(rows_by_seq(walk_all(files)).values()) == expected
     assert files.looks == 2, "it was looked at again"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_segment_that_is_begun_between_two_looks_is_no_damage(
+def test_a_segment_that_a_broker_begins_between_two_reads_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, begins: bool
 ) -> None:
     """With a control: frames behind a header that stays blank are damage."""
@@ -398,17 +400,17 @@ def test_a_segment_that_is_begun_between_two_looks_is_no_damage(
     holds_frames = module._holds_frames
 
     def begun_meanwhile(buffer: pa.Buffer) -> bool:
-        found = holds_frames(buffer)
+        holds = holds_frames(buffer)
         if begins:
             data[: fmt.ALIGN] = header
-        return found
+        return holds
 
     monkeypatch.setattr(module, "_holds_frames", begun_meanwhile)
     first_seq, damaged = module._read_header(1, pa.py_buffer(data), is_final=True)
     assert (first_seq, damaged is None) == ((1, True) if begins else (None, False))
 
 
-def test_beside_a_writer_there_is_never_damage_and_nothing_acknowledged_is_missing(tmp_path: Path) -> None:
+def test_while_a_broker_writes_a_walk_finds_no_damage_and_all_acknowledged_rows(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
 
     async def work() -> None:
@@ -424,9 +426,9 @@ def test_beside_a_writer_there_is_never_damage_and_nothing_acknowledged_is_missi
             writing = asyncio.ensure_future(write())
             while not writing.done():
                 before = acknowledged
-                found = await asyncio.to_thread(everything, RealFiles(tmp_path))
-                assert not damage(found)
-                rows = shown(found)
+                results = await asyncio.to_thread(walk_all, RealFiles(tmp_path))
+                assert not damage(results)
+                rows = rows_by_seq(results)
                 assert list(rows) == list(range(1, len(rows) + 1)) and len(rows) >= before
             await writing
             assert log.writer.statistics.rolls > 1
@@ -443,38 +445,40 @@ def files() -> CrashFiles:
 
 
 def seqs(files: CrashFiles, selection: Selection) -> list[int]:
-    frames = [found for found in find_rows(FolderDump(files), selection) if isinstance(found, InspectedFrame)]
+    frames = [
+        result for result in find_rows(FolderDump(files), selection) if isinstance(result, InspectedFrame)
+    ]
     return [row["seq"] for frame in frames for row in describe_rows(frame, selection)]
 
 
-def test_a_selection_bounds_segments_numbers_and_kinds(files: CrashFiles) -> None:
-    everything = seqs(files, Selection())
-    assert everything == list(range(1, len(everything) + 1))
+def test_a_selection_limits_segments_sequence_numbers_and_kinds(files: CrashFiles) -> None:
+    all_seqs = seqs(files, Selection())
+    assert all_seqs == list(range(1, len(all_seqs) + 1))
     assert seqs(files, Selection(from_seq=4, to_seq=9)) == [4, 5, 6, 7, 8]
     second = seqs(files, Selection(segments=frozenset([2])))
-    assert 0 < len(second) < len(everything) and second == everything[second[0] - 1 : second[-1]]
+    assert 0 < len(second) < len(all_seqs) and second == all_seqs[second[0] - 1 : second[-1]]
     assert seqs(files, Selection(kinds=frozenset([int(Kind.CANCEL)]))) == []
 
 
-def test_a_summary_counts_the_columns_of_the_checkpoint(files: CrashFiles) -> None:
+def test_a_summary_counts_the_rows_of_the_tables_in_the_checkpoint(files: CrashFiles) -> None:
     two, three = (np.ones((4, rows), np.int64) for rows in (2, 3))
     cp.save(
         files,
         cp.encode(cp.Checkpoint(cp.Facts(seq=2), np.ones(1, np.int64), np.ones(1, np.int64), two, three)),
     )
-    shown = summarise(FolderDump(files), Selection()).document()["checkpoint"]
-    assert (shown["settled_rows"], shown["moved_rows"], shown["woken_rows"]) == (1, 2, 3)
-    assert "moved" not in shown
+    fields = summarise(FolderDump(files), Selection()).document()["checkpoint"]
+    assert (fields["settled_rows"], fields["moved_rows"], fields["woken_rows"]) == (1, 2, 3)
+    assert "moved" not in fields
 
 
-def test_a_summary_counts_what_is_wanted(files: CrashFiles) -> None:
+def test_a_summary_counts_the_rows_of_the_selection(files: CrashFiles) -> None:
     whole, part = (summarise(FolderDump(files), Selection(to_seq=end)) for end in (None, 2))
     assert sum(segment.rows for segment in whole.segments) == len(seqs(files, Selection()))
     assert len(part.segments) == 1 and part.segments[0].rows < whole.segments[0].rows
     assert whole.flaws == [] and whole.document()["damage"] == []
 
 
-def test_damage_is_in_every_report(files: CrashFiles) -> None:
+def test_damage_is_reported_although_it_is_outside_the_selection(files: CrashFiles) -> None:
     broken = CrashFiles()
     fill(broken, 20)
     first = FolderDump(broken).segments[0]
@@ -483,8 +487,8 @@ def test_damage_is_in_every_report(files: CrashFiles) -> None:
     file.close()
     summary = summarise(FolderDump(broken), Selection())
     assert summary.damage and summary.document()["damage"][0]["file"] == first.name
-    found = list(find_rows(FolderDump(broken), Selection(kinds=frozenset([int(Kind.CANCEL)]))))
-    assert [type(each) for each in found] == [Damage]
+    results = list(find_rows(FolderDump(broken), Selection(kinds=frozenset([int(Kind.CANCEL)]))))
+    assert [type(each) for each in results] == [Damage]
 
 
 KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
@@ -522,11 +526,11 @@ def save_caches(files: CrashFiles, seq: int) -> None:
 
 
 def check(files: CrashFiles) -> list[Damage]:
-    found = FolderDump(files)
-    caches = CacheCheck(found)
-    wrong = list(found.damage)
-    for segment in found.segments:
-        for each in found.walk(segment):
+    results = FolderDump(files)
+    caches = CacheCheck(results)
+    wrong = list(results.damage)
+    for segment in results.segments:
+        for each in results.walk(segment):
             if isinstance(each, InspectedFrame):
                 caches.add(each)
         wrong += caches.finish(segment)
@@ -537,7 +541,7 @@ def overwrite(files: CrashFiles, name: str, at: int, data: bytes) -> None:
     files.open(name).write_at(at, data)
 
 
-def test_the_folder_of_a_broker_is_valid_and_unchanged() -> None:
+def test_the_caches_of_a_broker_have_no_damage_and_are_not_changed() -> None:
     files = folder()
     calls = files.calls
     assert check(files) == []
@@ -545,27 +549,27 @@ def test_the_folder_of_a_broker_is_valid_and_unchanged() -> None:
 
 
 @pytest.mark.parametrize("name", [KEYS, FRAMES])
-def test_a_cache_that_is_made_when_asked_for_may_be_missing(name: str) -> None:
+def test_a_missing_key_run_or_frame_index_is_no_damage(name: str) -> None:
     files = folder()
     files.remove(name)
     assert check(files) == []
 
 
 @pytest.mark.parametrize("name", [KEYS, FRAMES])
-def test_one_that_does_not_match_its_checksum_is_named(name: str) -> None:
+def test_a_key_run_or_frame_index_with_a_wrong_checksum_is_damage(name: str) -> None:
     files = folder()
     overwrite(files, name, 30, b"?")
     assert [d.file for d in check(files)] == [name]
 
 
-def test_a_whole_one_of_another_segment_is_named() -> None:
+def test_a_key_run_and_a_frame_index_of_another_segment_are_damage() -> None:
     files = folder()
     for kind in ("keys", "frames"):
         files.replace(f"log/0000000001.{kind}", files.content(f"log/0000000002.{kind}"))
     assert {d.file for d in check(files)} == {KEYS, FRAMES}
 
 
-def test_a_key_run_that_has_lost_or_swapped_a_pair_is_named() -> None:
+def test_a_key_run_with_a_lost_swapped_or_unsorted_pair_is_damage() -> None:
     files = folder()
     hashes, rows = KeyRun(files.map_readonly(KEYS)).columns()
     swapped = rows.copy()
@@ -578,7 +582,7 @@ def test_a_key_run_that_has_lost_or_swapped_a_pair_is_named() -> None:
 
 
 @pytest.mark.parametrize("at", [20, -13])
-def test_a_file_of_the_queue_index_that_a_bit_flipped_in_is_named(at: int) -> None:
+def test_a_queue_file_with_a_flipped_bit_is_damage(at: int) -> None:
     files = folder()
     data = bytearray(files.content(QUEUE))
     data[at] ^= 4
@@ -587,7 +591,7 @@ def test_a_file_of_the_queue_index_that_a_bit_flipped_in_is_named(at: int) -> No
     assert wrong.file == QUEUE and "checksum" in wrong.text and "delete it" in wrong.text
 
 
-def test_a_whole_one_that_says_something_else_is_named() -> None:
+def test_a_queue_file_with_a_wrong_entry_is_damage() -> None:
     files = folder()
     parts = QueueFile(QUEUE, files.content(QUEUE)).parts()
     parts[0].entries["seq"][3] += 1
@@ -599,13 +603,13 @@ def test_a_whole_one_that_says_something_else_is_named() -> None:
     )
 
 
-def test_one_that_is_gone_is_named() -> None:
+def test_a_missing_queue_file_is_damage() -> None:
     files = folder()
     files.remove(QUEUE)
     assert {(wrong.file, "missing" in wrong.text) for wrong in check(files)} == {(QUEUE, True)}
 
 
-def test_a_file_that_a_checkpoint_is_writing_is_no_damage() -> None:
+def test_a_queue_file_that_is_being_written_is_no_damage() -> None:
     files = folder()
     file = files.create(f"{SECOND}.new")
     file.write_at(0, files.content(SECOND)[:50])
@@ -613,7 +617,7 @@ def test_a_file_that_a_checkpoint_is_writing_is_no_damage() -> None:
     assert check(files) == []
 
 
-def test_a_queue_file_that_retention_removes_while_we_look_is_no_damage() -> None:
+def test_a_queue_file_that_retention_removes_during_the_check_is_no_damage() -> None:
     class Retention(CrashFiles):
         """Removes the oldest queue file between the listing and the look at it."""
 
@@ -627,7 +631,7 @@ def test_a_queue_file_that_retention_removes_while_we_look_is_no_damage() -> Non
     assert check(files) == []
 
 
-def test_only_what_the_checkpoint_vouches_for_is_compared() -> None:
+def test_queue_files_after_the_checkpoint_are_not_compared() -> None:
     files = folder()
     files.remove(SECOND)
     assert [d.file for d in check(files)] == [SECOND] * 2, "once a segment"

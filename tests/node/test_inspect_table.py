@@ -21,9 +21,9 @@ ALL = Selection()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two live data files, one attached before a snapshot and one after it, and two former ones."""
-    folder = tmp_path_factory.mktemp("made") / "data"
+    folder = tmp_path_factory.mktemp("original") / "data"
     with running_node(folder, segment_bytes=1 << 20) as node, node.client() as ball:
         for topic in ("a", "b"):
             rows = [{"body": os.urandom(100), "after": "40d"} for _ in range(500)]
@@ -35,8 +35,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def data(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "data"))
+def data(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "data"))
 
 
 def damage(data: Path, *, verify: bool, selection: Selection = ALL) -> list[tuple[str, str]]:
@@ -56,7 +56,9 @@ def lose(data: Path, file: Path) -> str:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_cut_and_a_missing_file_are_named_also_without_the_checkpoint(data: Path, verify: bool) -> None:
+def test_a_shortened_and_a_missing_data_file_are_damage_also_without_the_checkpoint(
+    data: Path, verify: bool
+) -> None:
     assert damage(data, verify=verify) == []
     first, second = live(data)
     size_bytes = first.stat().st_size
@@ -70,23 +72,23 @@ def test_a_cut_and_a_missing_file_are_named_also_without_the_checkpoint(data: Pa
     assert sorted(damage(data, verify=verify)) == expected
 
 
-def test_a_wrong_byte_is_found_by_verify(data: Path) -> None:
-    for hurt in live(data):
-        content = bytearray(hurt.read_bytes())
+def test_a_wrong_byte_of_a_data_file_is_found_by_verify_only(data: Path) -> None:
+    for damaged in live(data):
+        content = bytearray(damaged.read_bytes())
         content[len(content) // 3] ^= 1
-        hurt.write_bytes(content)
+        damaged.write_bytes(content)
     assert damage(data, verify=False) == []
     assert sorted(name for name, _ in damage(data, verify=True)) == [
-        hurt.relative_to(data).as_posix() for hurt in live(data)
+        damaged.relative_to(data).as_posix() for damaged in live(data)
     ]
 
 
-def test_a_file_that_a_start_restores_from_its_link_is_not_missing(data: Path) -> None:
+def test_a_data_file_whose_link_exists_is_not_missing(data: Path) -> None:
     live(data)[0].unlink()
     assert damage(data, verify=True) == []
 
 
-def test_a_replica_and_a_folder_with_copies_of_an_object_store_need_not_have_all_files(data: Path) -> None:
+def test_missing_data_files_are_no_damage_in_a_replica_or_with_an_object_store(data: Path) -> None:
     lost = lose(data, live(data)[0])
     assert damage(data, verify=True) == [(lost, "it is missing")]
     (data / IDENTITY_NAME).touch()
@@ -96,7 +98,7 @@ def test_a_replica_and_a_folder_with_copies_of_an_object_store_need_not_have_all
     assert damage(data, verify=True) == []
 
 
-def test_a_log_that_is_not_whole_or_not_read_whole_proves_nothing_about_a_missing_file(data: Path) -> None:
+def test_a_missing_data_file_is_no_damage_if_the_log_is_damaged_or_only_partly_read(data: Path) -> None:
     lose(data, live(data)[0])
     assert damage(data, verify=False, selection=Selection(to_seq=0)) == []
     log = data / segment_name(1)
@@ -106,14 +108,14 @@ def test_a_log_that_is_not_whole_or_not_read_whole_proves_nothing_about_a_missin
     assert [name for name, _ in damage(data, verify=False)] == [segment_name(1)]
 
 
-def test_pages_that_the_disk_cannot_read_are_named(data: Path) -> None:
+def test_pages_that_the_disk_cannot_read_are_damage_with_their_positions(data: Path) -> None:
     files = BadDisk(data)
-    hurt = live(data)[0].relative_to(data).as_posix()
+    damaged = live(data)[0].relative_to(data).as_posix()
     end = files.size(segment_name(1)) - PAGE
-    files.bad = {hurt: [2 * PAGE], segment_name(1): [PAGE, end]}
-    found = summarise(FolderDump(files), ALL, verify=True).damage
-    assert {(damage.file, damage.text.partition(";")[0]) for damage in found} == {
+    files.bad = {damaged: [2 * PAGE], segment_name(1): [PAGE, end]}
+    faults = summarise(FolderDump(files), ALL, verify=True).damage
+    assert {(damage.file, damage.text.partition(";")[0]) for damage in faults} == {
         (segment_name(1), f"the disk cannot read byte {PAGE}"),
         (segment_name(1), f"the disk cannot read byte {end}"),
-        (hurt, f"the disk cannot read byte {2 * PAGE}"),
+        (damaged, f"the disk cannot read byte {2 * PAGE}"),
     }

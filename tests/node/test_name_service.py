@@ -21,7 +21,7 @@ def settings(**more: object) -> Settings:
     return Settings(**(PLAIN | {"name_server_port": 9_876} | more))  # type: ignore[arg-type]
 
 
-def test_it_answers_for_the_groups_of_the_coordinator(tmp_path: Path) -> None:
+def test_a_route_request_is_forwarded_to_the_leader_of_the_coordinator(tmp_path: Path) -> None:
     async def run() -> None:
         async with world_of(None) as world:
             coordinator = world.coordinator("a")
@@ -42,7 +42,7 @@ def test_it_answers_for_the_groups_of_the_coordinator(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_it_knows_where_the_pipeline_reads_each_group() -> None:
+def test_the_status_lists_the_flight_addresses_of_each_group_once_it_is_read() -> None:
     async def run() -> None:
         async with world_of(None) as world:
             coordinator = world.coordinator("a")

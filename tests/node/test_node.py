@@ -33,8 +33,8 @@ from timeball.node.data_folder import FORMAT_NAME, FormatFacts, check_folder, wr
 from timeball.node.node import Node, open_traces
 
 
-def refused(data: Path, text: str, **settings: int) -> None:
-    """A start that fails so, and leaves neither a claim on the folder nor a thread at work."""
+def assert_start_refused(data: Path, text: str, **settings: int) -> None:
+    """Assert that a start with these settings raises SetupError with this text."""
 
     async def main() -> None:
         # On ports that the system chooses: tests run beside each other, and none may want a port that another has.
@@ -45,29 +45,29 @@ def refused(data: Path, text: str, **settings: int) -> None:
     asyncio.run(main())
 
 
-# Libraries of what clients need; a start releases what is due before it imports them.
+# Libraries of the edges. A start imports them after it has released the due messages.
 LATE = {"deltalake", "google.protobuf", "lark", "prometheus_client", "starlette", "uvicorn"}
 PUSHES = "aiohttp"  # a fifth of a start's CPU: imported for the first push subscription
 
 
-def imported(module: str) -> set[str]:
-    """Those of them that a new process has after it has imported a module."""
+def libraries_imported_by(module: str) -> set[str]:
+    """Find which of these libraries a new process has after it has imported a module."""
     code = f"import sys, {module}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return {*LATE, PUSHES} & set(done.stdout.split())
 
 
-def test_the_first_release_waits_for_no_library_of_the_edges() -> None:
-    """With a control: the edges import all of them."""
-    assert imported("timeball.node.node") == set()
-    assert imported("timeball.edges.edges") == LATE
-    assert PUSHES in imported("timeball.edges.push.sender")
+def test_a_start_imports_the_libraries_of_the_edges_after_the_first_release() -> None:
+    """The control: the edges import all of these libraries."""
+    assert libraries_imported_by("timeball.node.node") == set()
+    assert libraries_imported_by("timeball.edges.edges") == LATE
+    assert PUSHES in libraries_imported_by("timeball.edges.push.sender")
 
 
 # ---- start and stop -----------------------------------------------------------------------------------------
 
 
-def test_sent_messages_survive_a_stop_and_a_start(tmp_path: Path) -> None:
+def test_visible_and_scheduled_messages_survive_a_stop_and_a_start(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path, clock) as node:
         with node.client() as ball:
@@ -79,7 +79,7 @@ def test_sent_messages_survive_a_stop_and_a_start(tmp_path: Path) -> None:
             eventually(lambda: sum(q.max for q in ball.queues("orders").values()) == 2, "both are visible")
 
 
-def test_a_node_may_start_and_stop_often_in_one_process(tmp_path: Path) -> None:
+def test_a_node_that_starts_and_stops_several_times_leaves_no_threads(tmp_path: Path) -> None:
     threads = threading.active_count()
     node = RunningNode(tmp_path)
     for number in range(3):
@@ -89,26 +89,26 @@ def test_a_node_may_start_and_stop_often_in_one_process(tmp_path: Path) -> None:
     eventually(lambda: threading.active_count() <= threads + 1, "its threads have ended")
 
 
-def test_a_new_folder_is_made_and_marked(tmp_path: Path) -> None:
+def test_a_start_creates_the_data_folder_with_its_format_file(tmp_path: Path) -> None:
     with running_node(tmp_path / "deep" / "down"):
         pass
     text = (tmp_path / "deep/down" / FORMAT_NAME).read_bytes()
     assert msgspec.json.decode(text) == {"product": "timeball", "format": FORMAT_VERSION}
 
 
-def test_a_signal_ends_it_in_order(tmp_path: Path) -> None:
-    """Those who are part of the process end first, while the broker still answers."""
+def test_after_sigterm_the_broker_still_answers_while_before_stop_runs(tmp_path: Path) -> None:
+    """Clients in the same process end in an orderly way there."""
 
     async def main() -> list[int]:
         node = Node(Settings(data=tmp_path, port=0))
         await node.start()
         seqs: list[int] = []
 
-        async def last_words() -> None:
+        async def send_before_stop() -> None:
             seqs.append((await node.broker.send(batch(1))).first_seq)
 
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
-        await node.run_until_signal(last_words)
+        await node.run_until_signal(send_before_stop)
         return seqs
 
     assert asyncio.run(main()) == [2]
@@ -127,25 +127,25 @@ def taken_port() -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-def test_a_port_in_use_is_named_and_the_folder_is_given_back(tmp_path: Path) -> None:
+def test_a_start_with_a_port_in_use_names_it_and_unlocks_the_folder(tmp_path: Path) -> None:
     with taken_port() as port:
-        refused(tmp_path, str(port), port=port)
+        assert_start_refused(tmp_path, str(port), port=port)
     with running_node(tmp_path) as node:
         assert node.run(node.broker.send(batch(1))).first_seq == 2
 
 
-def test_a_folder_that_another_node_holds(tmp_path: Path) -> None:
+def test_a_folder_that_another_node_has_locked_is_refused(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
-        refused(tmp_path, "in use by another Timeball")
+        assert_start_refused(tmp_path, "in use by another Timeball")
         assert node.run(node.broker.send(batch(1))).first_seq == 2, "the other one is undisturbed"
     with running_node(tmp_path):
         pass
 
 
-def test_a_folder_of_a_newer_timeball(tmp_path: Path) -> None:
+def test_a_folder_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     facts = FormatFacts("timeball", FORMAT_VERSION + 1)
     (tmp_path / FORMAT_NAME).write_bytes(msgspec.json.encode(facts))
-    refused(tmp_path, f"has format {FORMAT_VERSION + 1}, written by a newer Timeball")
+    assert_start_refused(tmp_path, f"has format {FORMAT_VERSION + 1}, written by a newer Timeball")
 
 
 @pytest.mark.parametrize(
@@ -158,24 +158,26 @@ def test_a_folder_of_a_newer_timeball(tmp_path: Path) -> None:
         (b'{"product":"kettle","format":1}', "belongs to 'kettle'"),
     ],
 )
-def test_a_folder_of_something_else(tmp_path: Path, content: bytes, text: str) -> None:
+def test_a_folder_with_another_format_file_is_refused_and_not_changed(
+    tmp_path: Path, content: bytes, text: str
+) -> None:
     (tmp_path / FORMAT_NAME).write_bytes(content)
-    refused(tmp_path, text)
+    assert_start_refused(tmp_path, text)
     assert (tmp_path / FORMAT_NAME).read_bytes() == content
 
 
-def test_a_folder_with_somebody_s_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("twenty years of work")
-    refused(tmp_path, "holds 'thesis.txt' but no Timeball data")
+    assert_start_refused(tmp_path, "holds 'thesis.txt' but no Timeball data")
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
 def test_a_file_as_data_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
-    refused(tmp_path / "data", "is a file; name a folder")
+    assert_start_refused(tmp_path / "data", "is a file; name a folder")
 
 
-def test_a_folder_of_ours_passes(tmp_path: Path) -> None:
+def test_a_data_folder_is_accepted_and_its_format_file_is_written_once(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     check_folder(files)  # empty
     write_format(files)
@@ -185,7 +187,7 @@ def test_a_folder_of_ours_passes(tmp_path: Path) -> None:
     assert os.stat(tmp_path / FORMAT_NAME).st_mtime_ns == before
 
 
-def test_a_log_alone_is_a_folder_of_ours(tmp_path: Path) -> None:
+def test_a_folder_with_the_log_alone_is_accepted(tmp_path: Path) -> None:
     """A backup is log and data files."""
     with running_node(tmp_path) as node:
         node.run(node.broker.send(batch(3)))
@@ -196,8 +198,8 @@ def test_a_log_alone_is_a_folder_of_ours(tmp_path: Path) -> None:
     assert (tmp_path / FORMAT_NAME).exists()
 
 
-def test_a_node_begins_with_a_log_and_caches_that_are_there(tmp_path: Path) -> None:
-    """As a follower that takes over does: the folder is claimed by its caller, and stays so."""
+def test_a_node_starts_with_the_open_log_and_the_caches_of_a_follower(tmp_path: Path) -> None:
+    """As a follower does that becomes the leader. The caller has locked the folder, and it stays locked."""
     with running_node(tmp_path) as running:
         running.run(running.broker.send(batch(3)))
     files, settings = RealFiles(tmp_path), Settings(data=tmp_path)
@@ -226,8 +228,8 @@ def test_a_node_begins_with_a_log_and_caches_that_are_there(tmp_path: Path) -> N
 
 
 @on_node(failing=True)
-async def test_the_first_sync_that_fails_is_the_last_one(world: World) -> None:
-    """Whoever waits is told, whoever comes later too, and nothing that was not durable is ever acknowledged."""
+async def test_after_a_failed_sync_all_sends_fail_and_no_further_sync_is_made(world: World) -> None:
+    """Waiting sends and later ones fail, so nothing that is not durable is acknowledged."""
     await world.send("orders", [None, SECOND_MS])
     calls = [name for name, _ in await calls_of_a_send(world)]
     call = world.files.calls + 1 + calls.index("sync")
@@ -242,7 +244,7 @@ async def test_the_first_sync_that_fails_is_the_last_one(world: World) -> None:
 
 
 async def calls_of_a_send(world: World) -> list[tuple[str, str]]:
-    """What a send does to the disk: the next one does the same."""
+    """List the calls that a send makes to the disk. The next send makes the same calls."""
     before = len(world.files.trace)
     await world.broker.send(batch(1))
     return world.files.trace[before:]
@@ -250,7 +252,9 @@ async def calls_of_a_send(world: World) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("call", range(1, 4))
 @on_node(failing=True)
-async def test_a_node_that_has_failed_stops_and_raises_why(world: World, call: int) -> None:
+async def test_a_node_with_a_failed_disk_stops_with_the_error_and_recovers_at_the_next_start(
+    world: World, call: int
+) -> None:
     assert world.node is not None
     await world.send("a", [SECOND_MS])
     world.files.fail_at(world.files.calls + call, DiskFailed("the disk is gone"), forever=True)
@@ -270,7 +274,7 @@ async def test_a_node_that_has_failed_stops_and_raises_why(world: World, call: i
 # ---- status -------------------------------------------------------------------------------------------------
 
 
-def test_status_has_the_fields_that_clients_are_told_of(tmp_path: Path) -> None:
+def test_the_status_has_its_documented_fields_and_is_json(tmp_path: Path) -> None:
     with running_node(tmp_path, ManualClock()) as node:
         node.run(node.broker.send(batch(2, delay_ms=[None, 3_600_000])))
         status = node.node.status()
@@ -285,7 +289,9 @@ def test_status_has_the_fields_that_clients_are_told_of(tmp_path: Path) -> None:
         assert msgspec.json.decode(msgspec.json.encode(status)) == status
 
 
-def test_without_the_extra_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_traces_without_its_extra_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "timeball.monitoring.traces", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)

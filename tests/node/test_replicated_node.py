@@ -31,7 +31,7 @@ def followers(cluster: Cluster, leader: NodeProcess) -> list[NodeProcess]:
     return [node for node in cluster.nodes.values() if node is not leader]
 
 
-def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
+def test_every_node_forwards_requests_to_the_leader(cluster: Cluster) -> None:
     cluster.leader()
     for node in cluster.nodes.values():
         with node.client() as ball:
@@ -39,18 +39,18 @@ def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
             assert "orders" in ball.topics()
 
 
-def test_the_status_names_the_group_and_its_nodes_the_leader_first(cluster: Cluster) -> None:
+def test_the_status_lists_the_nodes_of_the_group_with_the_leader_first(cluster: Cluster) -> None:
     leader = cluster.leader()
-    places = {f"127.0.0.1:{node.ports['port']}" for node in cluster.nodes.values()}
+    addresses = {f"127.0.0.1:{node.ports['port']}" for node in cluster.nodes.values()}
     with followers(cluster, leader)[0].client() as ball:
         status = ball.status()
     [group] = status["groups"]
     assert status["group"] == group["group"] == GROUP
     assert group["addresses"][0] == leader.endpoint.removeprefix("grpc://")
-    assert set(group["addresses"]) == places
+    assert set(group["addresses"]) == addresses
 
 
-def test_a_leader_that_is_asked_to_end_hands_over(cluster: Cluster) -> None:
+def test_a_leader_hands_over_after_sigterm_and_joins_again_as_the_same_replica(cluster: Cluster) -> None:
     leader = cluster.leader()
     epoch = served(leader)
     process = leader.process
@@ -66,14 +66,14 @@ def test_a_leader_that_is_asked_to_end_hands_over(cluster: Cluster) -> None:
     assert len(set(replicas_of(leader))) == 1
 
 
-def test_a_leader_without_a_majority_begins_anew_in_the_same_process(cluster: Cluster) -> None:
+def test_a_leader_without_a_majority_starts_again_as_a_follower_in_its_process(cluster: Cluster) -> None:
     leader = cluster.leader()
-    epoch, lives = served(leader), len(replicas_of(leader))
+    epoch, starts = served(leader), len(replicas_of(leader))
     process = leader.process
     assert process is not None
     for node in followers(cluster, leader):
         node.kill(signal.SIGSTOP)
-    cluster.wait("it begins anew", lambda: len(replicas_of(leader)) > lives)
+    cluster.wait("it begins anew", lambda: len(replicas_of(leader)) > starts)
     assert process.poll() is None and leader.events()[-1]["pid"] == process.pid
     for node in followers(cluster, leader):
         node.kill(signal.SIGCONT)
@@ -81,8 +81,8 @@ def test_a_leader_without_a_majority_begins_anew_in_the_same_process(cluster: Cl
         assert "orders" in ball.topics()
 
 
-def test_a_replica_of_another_cluster_is_hung_up_on(cluster: Cluster) -> None:
-    """Addresses may be given again to a cluster with the same group: its epoch must depose no leader here."""
+def test_a_replica_of_another_cluster_gets_no_answer_and_deposes_no_leader(cluster: Cluster) -> None:
+    """An address may be used again by another cluster with the same group, whose epochs are higher."""
     leader = cluster.leader()
     epoch = served(leader)
     answers = {}
@@ -90,15 +90,17 @@ def test_a_replica_of_another_cluster_is_hung_up_on(cluster: Cluster) -> None:
         "this cluster": Hello(1, f"{CLUSTER}/{GROUP}", "x/1"),
         "another": Hello(1_000, f"another/{GROUP}", "x/1"),
     }.items():
-        with socket.create_connection(("127.0.0.1", leader.ports["replication-port"]), BOUND_S) as stranger:
-            stranger.sendall(b"".join(encode(hello)))
-            answers[name] = stranger.recv(1)
-    assert answers["this cluster"], "the control: an epoch that is over is refused"
+        with socket.create_connection(("127.0.0.1", leader.ports["replication-port"]), BOUND_S) as connection:
+            connection.sendall(b"".join(encode(hello)))
+            answers[name] = connection.recv(1)
+    assert answers["this cluster"], "the control: an old epoch of this cluster is answered with a refusal"
     assert answers["another"] == b""
     assert served(cluster.leader()) == epoch
 
 
-def test_a_port_in_use_is_reported(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_whose_port_is_in_use_ends_with_exit_code_4_and_names_the_port(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     leader = cluster.leader()
     other = NodeProcess("d", tmp_path, leader.etcd, ports=dict(leader.ports))
     other.start()

@@ -34,14 +34,14 @@ CLUSTER, GROUP, NAME = "tests", "g1", "a"
 
 
 class HangingNode(ReplicatedNode):
-    """Its disk hangs as soon as it leads."""
+    """A node whose disk hangs as soon as it leads, until `disk_answers` is set."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.answers = threading.Event()
+        self.disk_answers = threading.Event()
 
     def serve(self, epoch: int) -> None:
-        self.thread.post(lambda: self.answers.wait() and None)
+        self.thread.post(lambda: self.disk_answers.wait() and None)
         super().serve(epoch)
 
 
@@ -68,7 +68,9 @@ def settings_of(folder: Path) -> Settings:
     )  # fmt: skip
 
 
-def test_another_node_follows_in_the_process(tmp_path: Path, coordinator_of: Any) -> None:
+def test_after_a_leader_is_deposed_another_node_can_lead_in_the_same_process(
+    tmp_path: Path, coordinator_of: Any
+) -> None:
     settings, threads, seqs = settings_of(tmp_path), threading.active_count(), list[int]()
 
     async def lead_once() -> None:
@@ -101,7 +103,7 @@ def test_another_node_follows_in_the_process(tmp_path: Path, coordinator_of: Any
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
-def test_nothing_keeps_the_memory_of_a_former_leader(
+def test_the_broker_of_a_former_leader_is_freed(
     tmp_path: Path, coordinator_of: Any, hands_over: bool
 ) -> None:
     settings = settings_of(tmp_path)
@@ -138,8 +140,10 @@ def test_nothing_keeps_the_memory_of_a_former_leader(
     asyncio.run(scenario())
 
 
-def test_it_ends_only_when_the_disk_answers(tmp_path: Path, coordinator_of: Any) -> None:
-    """The system ends no process whose disk hangs, and its ports would stay open, without answers."""
+def test_a_node_that_steps_down_listens_and_ends_only_when_its_disk_answers(
+    tmp_path: Path, coordinator_of: Any
+) -> None:
+    """The system cannot end a process whose disk hangs. Its ports would stay open, without answers."""
     settings = settings_of(tmp_path)
 
     async def scenario() -> None:
@@ -159,18 +163,18 @@ def test_it_ends_only_when_the_disk_answers(tmp_path: Path, coordinator_of: Any)
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0)
                 assert not ended.done()
-                node.answers.set()
+                node.disk_answers.set()
                 cause = await ended
             assert isinstance(cause, LeaseLost) and "has not answered for" in str(cause)
         finally:
-            node.answers.set()
-            node._step_down_task = None  # as a process would end
+            node.disk_answers.set()
+            node._step_down_task = None  # so that `stop` ends all parts, as the end of a process would
             await node.stop()
 
     asyncio.run(scenario())
 
 
-def test_no_thread_of_a_follower_keeps_the_interpreter_for_long(tmp_path: Path, coordinator_of: Any) -> None:
+def test_a_start_shortens_the_switch_interval_of_the_interpreter(tmp_path: Path, coordinator_of: Any) -> None:
     async def scenario() -> None:
         node = ReplicatedNode(settings_of(tmp_path))
         await node.start()

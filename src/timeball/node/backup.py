@@ -51,7 +51,8 @@ def backup(
 ) -> Manifest:
     """Copy a data folder, which may be in use, into an empty folder, or into the folder of an interrupted backup.
 
-    Raises SetupError for a target with other files, Corrupt for damage, and NotFound for a source without a log.
+    Returns the manifest. Raises SetupError for a target with other files, Corrupt for damage, and NotFound for a source
+    without a log.
     """
     made_ms, backup_plan = clock.wall_ms(), plan(source)
     target.make_dir(".")
@@ -60,7 +61,8 @@ def backup(
     copied: list[CopiedFile] = []
     for planned in backup_plan.files:
         copied_file = progress.copied.get(planned.name)
-        if copied_file is not None and _is_of(copied_file, planned) and _is_copied(target, copied_file):
+        # An interrupted run may have copied the file.
+        if copied_file is not None and _is_copy_of(copied_file, planned) and _is_copied(target, copied_file):
             counter.add(planned.used_bytes)
         else:
             copied_file = _copy(planned.name, planned.buffer, planned.used_bytes, target, counter)
@@ -86,7 +88,8 @@ def restore(
 ) -> Manifest:
     """Copy a backup into an empty data folder, or into the folder of an interrupted restore of the same backup.
 
-    Checks every byte. Raises SetupError for a folder with other files, and Corrupt for a damaged backup.
+    Checks every byte. Returns the manifest. Raises SetupError for a folder with other files, and Corrupt for a damaged
+    backup.
     """
     manifest = load(source)
     target.make_dir(".")
@@ -120,7 +123,7 @@ def _claim(target: Files, backup_id: bytes) -> None:
         raise SetupError(
             f"{target.external('.')} is not empty: a backup is restored into an empty folder only"
         )
-    # A start would read the files of the other backup as well.
+    # Continuing would mix the files of two backups.
     elif bytes(target.map_readonly(RESTORING)) != backup_id:
         raise SetupError(
             f"{target.external('.')} holds an unfinished restore of another backup: remove its files, "
@@ -135,6 +138,7 @@ class _ProgressCounter:
         self._report_progress, self._done_bytes, self._total_bytes = report_progress, 0, total_bytes
 
     def add(self, size_bytes: int) -> None:
+        """Count copied bytes."""
         self._done_bytes += size_bytes
         self._report_progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
@@ -142,7 +146,10 @@ class _ProgressCounter:
 def _copy(
     name: str, buffer: pa.Buffer, used_bytes: int, target: Files, counter: _ProgressCounter
 ) -> CopiedFile:
-    """Copy the first `used_bytes` bytes to a new file, durably."""
+    """Copy the first `used_bytes` bytes of `buffer` to the new file `name` of `target`. Durable on return.
+
+    Raises Corrupt if the disk cannot read them.
+    """
     folder = name.rpartition("/")[0] or "."
     target.make_dir(folder)
     file = target.create(name)
@@ -168,16 +175,16 @@ def _check_readable(name: str, buffer: pa.Buffer, begin: int, end: int) -> None:
         raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
 
 
-def _is_of(copied: CopiedFile, planned: PlannedFile) -> bool:
-    """Check whether an interrupted run copied exactly the planned bytes."""
-    # The segment that was the last one has grown since, and the source folder may have been replaced by another one.
+def _is_copy_of(copied: CopiedFile, planned: PlannedFile) -> bool:
+    """Check whether an interrupted run copied exactly the planned bytes, by their checksum."""
+    # They may differ: the last segment grows, and the source folder may have been replaced by another one.
     return (copied.size_bytes, copied.used_bytes) == (planned.buffer.size, planned.used_bytes) and (
         copied.crc32c == crc32c(planned.buffer, planned.used_bytes)
     )
 
 
 def _is_copied(files: Files, file: CopiedFile) -> bool:
-    """Check whether a file exists with the content that was copied, by its checksum."""
+    """Check whether a copied file is still there with its content, by its checksum."""
     try:
         buffer = files.map_readonly(file.name)
     except NotFound:
@@ -202,7 +209,7 @@ def _map_from_backup(source: Files, file: CopiedFile) -> pa.Buffer:
 
 
 def _set_size(files: Files, name: str, size_bytes: int, *, sparse: bool) -> None:
-    """Extend a file with zeros. With `sparse` they use no disk blocks."""
+    """Extend a file with zeros to `size_bytes`. With `sparse` the zeros use no disk blocks. Durable on return."""
     file = files.open(name)
     try:
         if sparse:
@@ -246,17 +253,17 @@ class Plan:
 
 @dataclass(slots=True)
 class _Segment:
-    """A mapped segment, and the result of its scan: frames up to `end`, rows below `next_seq`."""
+    """A mapped segment, and the result of its scan."""
 
     name: str
     buffer: pa.Buffer
     first_seq: int
-    next_seq: int
+    next_seq: int  # the number after the last row of the whole frames
     end: int = fmt.ALIGN  # the position after the last whole frame
     snapshot_at: int | None = None  # the position of the last frame that is a snapshot
 
     def frames(self) -> Iterator[fmt.Frame]:
-        """Read the headers of the scanned frames. They are read again, because a list could fill the memory."""
+        """Yield the headers of the scanned frames. They are read again, because a list could fill the memory."""
         position = fmt.ALIGN
         while position < self.end:
             frame = fmt.read_frame_header(self.buffer, position)
@@ -266,7 +273,10 @@ class _Segment:
 
 
 def plan(files: Files) -> Plan:
-    """List the files of a consistent backup. Raises Corrupt for damage, NotFound for a folder without a log."""
+    """List and map the files of a consistent backup. Raises Corrupt for damage, NotFound for a folder without a log.
+
+    If retention removes a file meanwhile, the list is made again.
+    """
     missing = ""
     for _ in range(ATTEMPTS_MAX):
         try:
@@ -280,10 +290,9 @@ def plan(files: Files) -> Plan:
         last = segments[-1]
         log_files = [PlannedFile(segment.name, segment.buffer, segment.end) for segment in segments]
         return Plan([*data_files, *log_files], segments[0].first_seq, last.next_seq)
-    object_store_hint = (
-        "; a pending table in an object store (serve --table) cannot be backed up by this command"
-    )
-    hint = object_store_hint if missing.startswith(f"{TABLE}/") else ""
+    hint = ""
+    if missing.startswith(f"{TABLE}/"):
+        hint = "; a pending table in an object store (serve --table) cannot be backed up by this command"
     raise Corrupt(f"{missing} is missing, also at a second search: restore it from a copy{hint}")
 
 
@@ -292,7 +301,7 @@ class _FileRemoved(Exception):
 
 
 def _list_segments(files: Files) -> list[_Segment]:
-    """Map and scan all segments in use. Raises NotFound if there are none, and Corrupt."""
+    """Map and scan all segments in use. Raises NotFound if there are none, Corrupt, and _FileRemoved."""
     ordinals = sorted(int(n.removesuffix(SUFFIX)) for n in files.list_dir(LOG) if n.endswith(SUFFIX))
     segments: list[_Segment] = []
     for ordinal in ordinals:
@@ -311,10 +320,10 @@ def _list_segments(files: Files) -> list[_Segment]:
 
 
 def _scan(segment: _Segment, until_seq: int | None) -> None:
-    """Find the end of a segment's whole frames, and its last snapshot. Raises Corrupt.
+    """Find the end of a segment's whole frames, and its last snapshot. Each frame is checked against its checksum.
 
-    Each frame is checked against its checksum. `until_seq` is the first number of the next segment, or None for the
-    last segment.
+    `until_seq`: the first number of the next segment, or None for the last segment. Raises Corrupt if frames before
+    this number are missing, or in the last segment if a later frame proves that a damaged one was acknowledged.
     """
     for _ in range(ATTEMPTS_MAX):
         fault = "nothing behind it"
@@ -331,8 +340,9 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
             fault = str(error)
         if until_seq is None:
             _check_readable(segment.name, segment.buffer, segment.end, segment.buffer.size)
-        # Later bytes prove nothing if the broker has written them during this look. Else they belong to a commit that
-        # is being written or was never acknowledged, unless a frame among them proves the contrary.
+        # Bytes after the last whole frame belong to a commit that is being written or was never acknowledged, unless a
+        # later frame proves the contrary. If the scan came to the former end of the bytes, the broker has written them
+        # during the scan.
         if until_seq is None and (
             segment.end >= written or find_later_proof(segment.buffer, segment.end, segment.next_seq) is None
         ):
@@ -360,7 +370,10 @@ def _live_data_files(segments: list[_Segment]) -> list[FileEntry]:
 
 
 def _last_snapshot(segments: list[_Segment]) -> cp.Facts:
-    """Decode the last snapshot, or an empty one for a log from its first row on. Raises Corrupt if both are missing."""
+    """Decode the last snapshot of these segments. For a log from its first row on without one, build an empty one.
+
+    Raises Corrupt if there is no snapshot and the log does not begin with its first row.
+    """
     for segment in reversed(segments):
         if segment.snapshot_at is not None:
             frame = fmt.read_frame_header(segment.buffer, segment.snapshot_at)
@@ -374,7 +387,10 @@ def _last_snapshot(segments: list[_Segment]) -> cp.Facts:
 
 
 def _attachments(rows: pa.RecordBatch, first_seq: int, from_seq: int) -> list[tuple[int, Attachment]]:
-    """Decode the attachments in the rows from `from_seq` on, with their numbers. The first row is `first_seq`."""
+    """Decode the attachments in rows whose first one is `first_seq`, without those below `from_seq`.
+
+    Returns pairs of a sequence number and an attachment.
+    """
     kinds = rows.column("kind").to_numpy(zero_copy_only=False)
     attachments = []
     for index in (kinds == int(Kind.TABLE)).nonzero()[0].tolist():
@@ -385,6 +401,7 @@ def _attachments(rows: pa.RecordBatch, first_seq: int, from_seq: int) -> list[tu
 
 
 def _plan_data_file(files: Files, entry: FileEntry) -> PlannedFile:
+    """Map a live data file. Raises Corrupt if it has another size than the log says, and _FileRemoved."""
     name = f"{TABLE}/{entry.path}"
     buffer = _map_file(files, name)
     if buffer.size != entry.size_bytes:
@@ -403,6 +420,7 @@ def _check_data_file(planned: PlannedFile) -> None:
 
 
 def _map_file(files: Files, name: str) -> pa.Buffer:
+    """Map a file. Raises _FileRemoved if it no longer exists."""
     try:
         return files.map_readonly(name)
     except NotFound as error:
@@ -449,6 +467,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _BackupStart(msgspec.Struct, frozen=True):
+    """The first line of BACKUP.partial."""
+
     source: str
 
 
@@ -481,12 +501,13 @@ def save(files: Files, manifest: Manifest) -> None:
 
 
 class Progress:
-    """The record of copied files in the target folder (BACKUP.partial).
-
-    The constructor raises SetupError if the folder has other files or belongs to another backup.
-    """
+    """The record of copied files in the target folder (BACKUP.partial)."""
 
     def __init__(self, files: Files, source: str) -> None:
+        """Begin a backup of the folder `source`, or continue an interrupted one.
+
+        Raises SetupError if the target has other files, or belongs to a backup of another folder.
+        """
         self._files = files
         self._lines: list[bytes] = []  # the lines of BACKUP.partial
         self.copied: dict[str, CopiedFile] = {}  # by name
@@ -515,14 +536,15 @@ class Progress:
         self.copied[file.name] = file
 
     def _add(self, line: msgspec.Struct) -> None:
+        """Add a line to BACKUP.partial, durably."""
         self._lines.append(msgspec.json.encode(line))
         self._files.replace(PARTIAL, b"\n".join(self._lines))
 
 
 def crc32c(buffer: pa.Buffer, used_bytes: int) -> int:
-    """Compute the CRC-32C of the first bytes of a file, in steps, so that other threads can run in between.
+    """Compute the CRC-32C of the first `used_bytes` of a file, in steps, so that other threads can run in between.
 
-    Raises Unreadable.
+    Raises Unreadable if the disk cannot read them.
     """
     crc = 0
     for begin in range(0, used_bytes, CHUNK_BYTES):

@@ -104,13 +104,12 @@ WalkResult = InspectedFrame | Torn | Damage
 
 
 class FolderDump:
-    """A data folder at the time of reading. Raises SetupError if a segment has a newer format."""
+    """A data folder at the time of reading."""
 
     def __init__(self, files: Files) -> None:
+        """Read the checkpoint, and map the segments. Raises SetupError for a newer format, and as `_segments`."""
         self.files = files
-        self.damage: list[
-            Damage
-        ] = []  # damage of the folder as a whole; `walk` yields the damage of a segment
+        self.damage: list[Damage] = []  # of the folder as a whole; `walk` yields the damage of a segment
         self.checkpoint = self._checkpoint()  # read before the log, which may grow meanwhile
         self.segments = self._segments()
         in_use = [segment for segment in self.segments if not segment.is_spare]
@@ -124,7 +123,7 @@ class FolderDump:
             )
 
     def walk(self, segment: InspectedSegment) -> Iterator[WalkResult]:
-        """Yield the frames and damages of one segment, in order. Every frame is checked against its checksum."""
+        """Yield the frames, the damage and the torn tail of one segment, in order. Checks all checksums."""
         if segment.damage is not None:
             yield segment.damage
         if segment.is_spare:
@@ -134,6 +133,7 @@ class FolderDump:
         yield from self._check_end(segment, walk.expected_seq)
 
     def _checkpoint(self) -> cp.Checkpoint | None:
+        """Read the checkpoint. None if there is none, or if it is damaged, which is recorded."""
         try:
             return cp.read(self.files)
         except NotFound:
@@ -143,6 +143,10 @@ class FolderDump:
             return None
 
     def _segments(self) -> list[InspectedSegment]:
+        """Map all segments, and read their headers. Records missing ones.
+
+        Raises NotFound if retention removes files in each attempt.
+        """
         for _ in range(LISTINGS_MAX):
             names = [name for name in self.files.list_dir(FOLDER) if name.endswith(SUFFIX)]
             ordinals = _parse_ordinals([name.removesuffix(SUFFIX) for name in names])
@@ -176,24 +180,19 @@ class FolderDump:
             text = f"it ends before seq {next_seq}, but the checkpoint covers seq {last}"
             yield Damage(segment.name, None, f"{text}: restore it from a copy")
 
-    def _size(self, name: str) -> int | None:
-        try:
-            return self.files.size(name)
-        except NotFound:
-            return None  # retention has removed the file meanwhile
-
 
 class _SegmentWalk:
-    """A pass over the frames of a segment. `expected_seq` is the next sequence number, if known."""
+    """A pass over the frames of a segment."""
 
     def __init__(self, files: Files, segment: InspectedSegment) -> None:
         self.files, self.segment, self.buffer = files, segment, segment.buffer
         self.scan = FrameScan(self.buffer)
-        self.position, self.expected_seq = fmt.ALIGN, segment.first_seq
+        self.position = fmt.ALIGN  # of the next frame
+        self.expected_seq = segment.first_seq  # the first number of the next frame; None if unknown
         self.is_refused = False  # True if the frame at `position` has another version
 
     def all(self) -> Iterator[WalkResult]:
-        """Yield the frames, and damage or a torn tail between and after them."""
+        """Yield the frames, and the damage or the torn tail between and after them."""
         while True:
             frame, fault = self._read()
             if frame is not None:
@@ -209,7 +208,7 @@ class _SegmentWalk:
                 return
 
     def _read(self) -> tuple[fmt.Frame | None, str | None]:
-        """Read the frame at the current position. Returns it or its fault, or neither if nothing was written."""
+        """Read the frame at the current position. Returns the frame or its fault, or neither if nothing was written."""
         self.is_refused = False
         try:
             frame = self.scan.read(self.position)
@@ -226,9 +225,10 @@ class _SegmentWalk:
         )
 
     def _classify(self, fault: str | None) -> Torn | Damage | None:
-        """Classify the bytes at the current position, which are not a frame.
+        """Classify the bytes at the current position, which are not a frame: as a torn tail, or as damage.
 
-        Returns None for the end of the segment, a torn tail, or damage.
+        `fault`: the error of the read, or None for blank bytes. Returns None at the end of the segment. The rules are
+        those of recovery: only the last segment may have a torn tail, and a later whole frame proves damage.
         """
         segment, position = self.segment, self.position
         if not segment.is_last:
@@ -272,6 +272,7 @@ class _SegmentWalk:
         return False
 
     def _decode(self, frame: fmt.Frame) -> InspectedFrame | Damage:
+        """Decode the rows of a frame. Returns damage if that is not possible."""
         try:
             return InspectedFrame(self.segment, frame, without_secrets(fmt.decode_rows(self.buffer, frame)))
         except (Corrupt, pa.ArrowException) as error:
@@ -293,7 +294,7 @@ def kind_counts(rows: pa.RecordBatch) -> dict[str, int]:
 def _is_beginning_kept(in_use: list[InspectedSegment]) -> bool:
     """Check whether the log begins with its first row, or a snapshot records that retention removed the older rows.
 
-    `in_use`: the segments that are not spare.
+    `in_use`: the segments that are not spare, in order. An unknown beginning counts as kept.
     """
     first_seq = in_use[0].first_seq
     if first_seq in (None, 1):
@@ -312,18 +313,13 @@ def _parse_ordinals(names: list[str]) -> list[int]:
 
 
 def _read_headers(ordinals: list[int], buffers: list[pa.Buffer]) -> list[InspectedSegment]:
-    """Build the list of segments from their headers."""
-    # From the last to the first: a broker may begin the next segments meanwhile, and a segment must not look blank
-    # because it was read before its successor.
+    """Read the headers of all segments, and build their list. `ordinals` and `buffers` are in order."""
+    # From the last to the first, because a broker may begin segments meanwhile. If a segment were read before its
+    # successor, it could look blank although the successor is in use.
     pairs = zip(reversed(ordinals), reversed(buffers), strict=True)
-    headers = [_read_header(ordinal, buffer, is_final=ordinal == ordinals[-1]) for ordinal, buffer in pairs][
-        ::-1
-    ]
-    in_use = [
-        index
-        for index, (first_seq, damage) in enumerate(headers)
-        if first_seq is not None or damage is not None
-    ]
+    headers = [_read_header(ordinal, buffer, is_final=ordinal == ordinals[-1]) for ordinal, buffer in pairs]
+    headers.reverse()
+    in_use = [index for index, header in enumerate(headers) if header != (None, None)]
     segments = []
     for index, (ordinal, buffer) in enumerate(zip(ordinals, buffers, strict=True)):
         first_seq, damage = headers[index]
@@ -359,6 +355,7 @@ def _read_header(ordinal: int, buffer: pa.Buffer, *, is_final: bool) -> tuple[in
 
 
 def _holds_frames(buffer: pa.Buffer) -> bool:
+    """Check whether anything was written after the header of a segment."""
     return last_written(buffer, 0) > fmt.ALIGN
 
 
@@ -385,7 +382,7 @@ class Selection:
         return not is_before_range and (self.to_seq is None or first_seq is None or first_seq < self.to_seq)
 
     def has_frame(self, inspected: InspectedFrame) -> bool:
-        """Check whether the frame has rows in the range, and a row of a selected kind."""
+        """Check whether the frame has rows in the range, and if kinds are selected a row of one of them."""
         frame = inspected.frame
         if frame.next_seq <= self.from_seq or (self.to_seq is not None and frame.first_seq >= self.to_seq):
             return False
@@ -412,7 +409,7 @@ def describe_frame(inspected: InspectedFrame) -> dict[str, Any]:
 
 
 def describe_rows(inspected: InspectedFrame, selection: Selection) -> Iterator[dict[str, Any]]:
-    """Yield the selected rows of a frame as dictionaries, without null columns."""
+    """Yield the selected rows of a frame as dictionaries by column name, without null values and secrets."""
     first_seq = inspected.frame.first_seq
     begin = max(0, selection.from_seq - first_seq)
     end = inspected.rows.num_rows if selection.to_seq is None else max(begin, selection.to_seq - first_seq)
@@ -432,6 +429,7 @@ def describe_rows(inspected: InspectedFrame, selection: Selection) -> Iterator[d
 
 
 def _encode_body(body: bytes | None) -> dict[str, str]:
+    """Show a body as text if it is UTF-8, else as base64. Empty for no body."""
     if body is None:
         return {}
     try:
@@ -494,7 +492,7 @@ class Summary:
 
 
 def summarise(folder: FolderDump, selection: Selection, *, verify: bool = False) -> Summary:
-    """Summarise the selected part of a folder, and check the data files if all of the log is selected.
+    """Summarise the selected part of a folder, and check the data files if all segments are selected.
 
     With `verify`, also compare the caches with the log, and check all bytes of the data files. The log is read only
     once.
@@ -538,6 +536,7 @@ def _is_of_log(damage: Damage) -> bool:
 
 
 def _checkpoint_fields(folder: FolderDump) -> dict[str, Any] | None:
+    """Show the facts of the checkpoint and the number of rows of its tables. None without a checkpoint."""
     if folder.checkpoint is None:
         return None
     # `asdict`, because encoding the struct itself leaves out fields with their default value.
@@ -553,6 +552,7 @@ def _checkpoint_fields(folder: FolderDump) -> dict[str, Any] | None:
 
 
 def _queue_ranges(folder: FolderDump) -> list[dict[str, Any]]:
+    """List the range of offsets of each queue in the checkpoint."""
     topics = folder.checkpoint.facts.queues if folder.checkpoint is not None else {}
     return [
         {"topic": topic, "queue_id": queue_id, "min_offset": low, "max_offset": high}
@@ -577,13 +577,13 @@ class CacheCheck:
     def __init__(self, folder: FolderDump) -> None:
         self._files: Files = folder.files
         self._checkpoint_seq = folder.checkpoint.facts.seq if folder.checkpoint is not None else 0
-        # (hashes, sequence numbers) of the keys in each frame of the current segment
+        # For each frame of the current segment: the hashes of its keys, and the sequence numbers of their rows.
         self._segment_keys: list[tuple[UInt64Array, Int64Array]] = []
         self._segment_frames: list[fmt.Frame] = []  # of the current segment
         self._damage: dict[str, Damage] = {}  # the first damage of each file
         self._unused_queue_files: set[str] = set()  # damaged, or removed by retention while they were listed
         self._queue_files = self._open_queue_files()
-        # The queue file that was read last, and its entries by (topic, queue), or None if they are damaged.
+        # The queue file that was read last, and its entries by topic and queue, or None if they are damaged.
         self._last_read: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
         self._uncovered_ranges = self._find_uncovered_ranges()
 
@@ -608,6 +608,7 @@ class CacheCheck:
         return damage
 
     def _compare_keys(self, name: str, keys: list[tuple[UInt64Array, Int64Array]]) -> None:
+        """Compare a key run with the keys of its segment."""
         try:
             stored = KeyRun(self._files.map_readonly(name)).columns()
         except NotFound:
@@ -621,6 +622,7 @@ class CacheCheck:
             self._record(name, None, "it does not hold the keys of its segment; delete it, it is made again")
 
     def _compare_frame_index(self, inspected: InspectedSegment, frames: list[fmt.Frame]) -> None:
+        """Compare the frame index of a segment with its frames."""
         segment = Segment(inspected.ordinal, inspected.first_seq or 0, inspected.buffer)
         for frame in frames:
             if (frame.first_seq, frame.position) != (segment.next_seq, segment.end):
@@ -637,7 +639,7 @@ class CacheCheck:
             )
 
     def _compare_queues(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
-        """Compare visible rows with the queue files that should have entries for them."""
+        """Compare visible rows, whose numbers are `seqs`, with the queue files that should have entries for them."""
         for file in self._queue_files:
             is_in_file = (seqs >= file.first_seq) & (seqs < min(file.next_seq, self._checkpoint_seq))
             if is_in_file.any():
@@ -653,13 +655,16 @@ class CacheCheck:
                 )
 
     def _compare_file(self, file: QueueFile, rows: pa.RecordBatch, seqs: Int64Array) -> None:
+        """Compare rows with the entries of one queue file, which should have an entry for each."""
+        stored = self._read_entries(file)
+        if stored is None:
+            return  # it is damaged, which is recorded
         columns = zip(
             rows.column("topic").to_pylist(), rows.column("queue_id").to_pylist(),
             rows.column("queue_offset").to_pylist(), seqs.tolist(), strict=True,
         )  # fmt: skip
-        stored = self._read_entries(file)
-        for topic, queue_id, offset, seq in columns if stored is not None else ():
-            part = stored.get((topic, queue_id)) if stored is not None else None
+        for topic, queue_id, offset, seq in columns:
+            part = stored.get((topic, queue_id))
             index = offset - part.first_offset if part is not None else -1
             is_stored = part is not None and 0 <= index < len(part.entries)
             stored_seq = int(part.entries["seq"][index]) if part is not None and is_stored else None
@@ -668,9 +673,9 @@ class CacheCheck:
                 self._record(file.name, None, f"{text}; delete it, it is made again")
 
     def _read_entries(self, file: QueueFile) -> dict[tuple[str, int], Part] | None:
-        """Read the entries of a queue file, by (topic, queue). None if they are damaged.
+        """Read the entries of a queue file, by topic and queue. None if they are damaged, which is recorded.
 
-        Only the last file is kept in memory.
+        Only the entries of the last file are kept in memory.
         """
         if self._last_read is None or self._last_read[0] is not file:
             try:
@@ -697,7 +702,7 @@ class CacheCheck:
     def _find_uncovered_ranges(self) -> list[tuple[int, int]]:
         """Find the ranges of rows [begin, end) below the checkpoint that no queue file covers.
 
-        Ranges of files that are not used are left out: their damage is already reported, or their rows are removed.
+        Ranges of files in `_unused_queue_files` are left out: their damage is recorded, or their rows are removed.
         """
         covered_seq, ranges = 1, []
         for file in self._queue_files:
@@ -709,7 +714,7 @@ class CacheCheck:
         return [(begin, end) for begin, end in ranges if file_name(begin) not in self._unused_queue_files]
 
     def _record(self, name: str, position: int | None, text: str) -> None:
-        """Record the first damage of a file."""
+        """Record the damage of a file. Only its first damage is kept."""
         self._damage.setdefault(name, Damage(name, position, text))
 
 

@@ -28,14 +28,13 @@ class DataFileCheck:
     def __init__(self, files: Files, facts: cp.Facts) -> None:
         """Begin before the first frame. `facts`: those of the checkpoint, or of an empty log."""
         self._files = files
-        # The newest state that names the live files, and the attaches of the log, with their numbers.
-        self._facts = facts
-        self._attachments: list[tuple[int, Attachment]] = []
+        self._facts = facts  # the newest state that names the live files: of the checkpoint or of a snapshot
+        self._attachments: list[tuple[int, Attachment]] = []  # of the log, with their sequence numbers
 
     def add(self, segment: pa.Buffer, frame: fmt.Frame, rows: pa.RecordBatch) -> None:
         """Add the next frame of the log, and its rows without secret values."""
         if frame.flags & fmt.SNAPSHOT:
-            # Decoded again, because a snapshot is a secret value.
+            # Decoded again, because a snapshot is a secret value, which `rows` do not contain.
             snapshot = fmt.decode_rows(segment, frame)
             facts = cp.decode(snapshot.column("body")[0].as_py()).facts
             self._facts = facts if facts.seq > self._facts.seq else self._facts
@@ -46,16 +45,17 @@ class DataFileCheck:
                 self._attachments.append((frame.first_seq + index, change))
 
     def finish(self, *, is_log_whole: bool, verify: bool) -> list[tuple[str, str]]:
-        """Check the existence and size of the live data files, and with `verify` all their bytes.
+        """Check the existence and the size of the live data files, and with `verify` all their bytes.
 
-        Returns (file, fault) for each damaged one. A missing file is damage only if the log is whole: a lost row
-        may have removed the file from the table.
+        Returns a pair of file name and fault for each damaged one. A missing file is damage only if the log is whole,
+        because a lost row may have removed the file from the table.
         """
         attachments = [(seq, change) for seq, change in self._attachments if seq >= self._facts.seq]
         entries = att.live_files(msgspec.convert(self._facts.files, list[FileEntry]), attachments)
         # A table in an object store has only copies of some files here, and a replica fetches missing files.
         is_complete = self._files.exists(DELTA_LOG) and not self._files.exists(IDENTITY_NAME)
-        # All sizes first: a file that leaves the table later stays for some time, but not for as long as all are read.
+        # All sizes are read first. A file that leaves the table meanwhile stays on disk for some time, but perhaps not
+        # until the bytes of all files are read.
         sizes = {entry.path: self._size(entry.path) for entry in entries}
         faults = []
         for entry in entries:
@@ -72,7 +72,10 @@ class DataFileCheck:
         return faults
 
     def _size(self, path: str) -> int | None:
-        """Measure a data file, or its link if its name is missing, as a start restores the name from the link."""
+        """Read the size of a data file. None if it is missing.
+
+        If only its link exists, the size is that of the link: a start restores the file from it.
+        """
         for name in (f"{TABLE}/{path}", live_name(path)):
             try:
                 return self._files.size(name)

@@ -31,7 +31,7 @@ class NameService:
 
     @property
     def directory(self) -> Directory:
-        """The leader and replicas of each group, kept up to date while the service runs."""
+        """The leader and the replicas of each group, kept up to date while the service runs."""
         return self._directory
 
     async def start(self) -> int:
@@ -60,5 +60,6 @@ class NameService:
         return {"group": self._settings.group, "groups": groups or None}
 
     def _group_leaders(self) -> list[GroupLeader]:
+        """List all groups, each with the address of its leader's remoting port."""
         directory = self._directory
         return [GroupLeader(group, directory.address(group, "remoting")) for group in directory.views]

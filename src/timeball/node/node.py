@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_traces(clock: Clock, version: str) -> Tracing:
-    """Create the tracing that makes and exports spans. Raises SetupError without the extra."""
+    """Create the tracing that makes and exports spans. Raises SetupError without the extra `otel`."""
     try:
         from timeball.monitoring.traces import Traces
     except ModuleNotFoundError as error:
@@ -79,7 +79,7 @@ def open_traces(clock: Clock, version: str) -> Tracing:
     return Traces(clock, version)
 
 
-SWITCH_INTERVAL_S = 0.000_5
+SWITCH_INTERVAL_S = 0.000_5  # the longest time for which a busy thread holds the interpreter
 
 Hot = tuple[Opened, Applying]  # a follower's open log, and its caches with all rows of this log applied
 
@@ -92,8 +92,8 @@ def _create_clock(settings: Settings) -> Clock:
     return ManualClock(system.wall_ms(), system.boot_ms(), system.monotonic_ns() // 1_000_000)
 
 
-def _outcomes(recovered: Recovered, tables: Tables) -> Outcomes:
-    """Build the outcomes of all messages, and the wake-ups of `tables` (any thread)."""
+def _build_outcomes(recovered: Recovered, tables: Tables) -> Outcomes:
+    """Build the outcomes of all messages, and add the recovered wake-ups to `tables`. Runs in any thread."""
     outcomes = Outcomes()
     outcomes.restore(recovered.settled, recovered.cursor, waiting_rows=recovered.waiting_rows)
     outcomes.moved.restore(recovered.moved)
@@ -116,10 +116,17 @@ class Node:
         load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
         codec: Codec | None = None, executor: Disk | None = None,
     ) -> None:  # fmt: skip
-        """Build on `files`, which are locked already, or on the folder of the settings.
+        """Prepare the parts that need no log.
 
-        `leading` and `replica` are given in a cluster, whose log has other replicas. `codec` is RocketMQ's; None: the
-        compiled one, if it is installed. `executor` runs all blocking work; None: threads do.
+        Args:
+            settings: The settings of the broker.
+            clock: The clock. The default is the one that the settings name.
+            files: The data folder, locked by the caller. The default is that of the settings, which `start` locks.
+            leading: In a cluster, the parts of the replica that the broker uses.
+            replica: In a cluster, the functions that read the state of the cluster.
+            load_bounds: The limits of the scheduled messages that the schedule loads before they are due.
+            codec: RocketMQ's codec. The default is the compiled one, if it is installed.
+            executor: Runs all blocking work. By default, threads do.
         """
         self.settings, self._leading, self._replica = settings, leading, replica
         self._load_bounds, self._codec = load_bounds, codec
@@ -146,8 +153,8 @@ class Node:
         self._loop_lag = LoopLag(self.clock)
         self.metrics: Metrics
         self._level_table = LevelTable.parse(settings.delay_levels)
-        self._ticker_tasks: list[asyncio.Task[None]] = []
-        self._failed: asyncio.Future[None] | None = None
+        self._ticker_tasks: list[asyncio.Task[None]] = []  # releases and other work that runs until the stop
+        self._failed: asyncio.Future[None] | None = None  # receives the first error that stops the node
 
     @property
     def port(self) -> int:
@@ -178,11 +185,12 @@ class Node:
         return self.edges.ports[name] if self.edges is not None else -1
 
     async def start(self, *, listen: bool = True, hot: Hot | None = None) -> None:
-        """Recover and serve. If it raises SetupError, Corrupt or OverLimit, all resources are released again.
+        """Recover, and serve clients unless `listen` is False.
 
-        `hot` is given when a follower becomes the leader: its open log, and its caches.
+        `hot`: the log and the caches of a follower that becomes the leader. Raises SetupError, Corrupt and OverLimit.
+        After an error, the ports are closed and the folder is not locked by this node.
         """
-        # By default, a busy thread may hold the interpreter for 5 ms. That is all the lateness that a message may have.
+        # By default, a busy thread may hold the interpreter for 5 ms, and no message may be released later than that.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
         self.security = Security(self.settings)
@@ -219,11 +227,13 @@ class Node:
         self.maintenance.start()
 
     def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in a task, which the stop of the node cancels. An error of the task stops the node."""
         task = asyncio.create_task(work)
-        task.add_done_callback(self._ticker_ended)
+        task.add_done_callback(self._check_ended)
         self._ticker_tasks.append(task)
 
     async def _listen(self, recovering: RecoveryResponder) -> None:
+        """Open the ports of the edges, in place of the responder that has answered during the recovery."""
         from timeball.edges.edges import Edges
 
         edges = Edges(self.broker, self.metrics, self.status, self.security, self._codec)
@@ -233,16 +243,20 @@ class Node:
         self._run_until_stop(IdleConnections(open_files_max(), set(edges.ports.values())).run())
 
     async def _end_tasks(self) -> None:
-        _ = [task.cancel() for task in self._ticker_tasks]
+        """Cancel the tasks that run until the stop, and wait for them."""
+        for task in self._ticker_tasks:
+            task.cancel()
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
 
     async def _end_work(self) -> None:
+        """End releases, deliveries and listings. Nothing new is written to the log by them then."""
         await self._end_tasks()
         await self.broker.consuming.close()
         await self.broker.pacing.close()
         self.broker.listing.close()
 
     async def _end_writes(self) -> None:
+        """Close the schedule, and wait until the log has stored all rows, unless it has failed."""
         await self.broker.scheduling.scheduler.close()
         if self.broker.log.writer.failed is None:
             await self.broker.log.writer.flushed()
@@ -250,7 +264,7 @@ class Node:
     async def _build(self, hot: Hot | None) -> None:
         """Rebuild the caches from the log, and build the broker from them.
 
-        `hot` is the open log with the caches of a follower that becomes leader. Then the log is not applied again.
+        With `hot`, the caches of a follower are used, and the log is not applied again.
         """
         settings, files, clock = self.settings, self.files, SchedulerClock(self.clock)
         _, reader_thread, background, lookup = self._threads
@@ -267,7 +281,7 @@ class Node:
         )  # fmt: skip
         recovered = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
         # In a thread, because a sort of ten million settled messages would hold the event loop for a second.
-        outcomes = await in_thread(reader_thread, _outcomes, recovered, tables)
+        outcomes = await in_thread(reader_thread, _build_outcomes, recovered, tables)
         is_local, ahead_ms = cache.is_local if cache else None, self._load_bounds.ahead_ms
         data: DataFiles = files if cache else catalog.data
         hour_log = HourLog(data, reader, reader_thread, recovered.files, ahead_ms=ahead_ms, is_local=is_local)
@@ -300,6 +314,7 @@ class Node:
         self.maintenance = Maintenance(self.broker, recovered.snapshot_seq, recovered.log_from_seq)
 
     def _metrics(self) -> Metrics:
+        """Create the metrics. Runs in a thread, because the import of Prometheus' client takes long."""
         from timeball.monitoring.metrics import Metrics
 
         return Metrics(
@@ -308,6 +323,10 @@ class Node:
         )  # fmt: skip
 
     async def _restore(self, recovered: Recovered, state: msgspec.Struct | None) -> None:
+        """Restore the schedule from the recovered messages. `state`: the saved state of the strategy, or None.
+
+        With `hour_log`, messages whose rows another strategy has written anew are moved to the pending table.
+        """
         waiting, now_ms = recovered.waiting, self.broker.clock.now_ms()
         restore = self.broker.scheduling.scheduler.restore
         restore(
@@ -325,7 +344,10 @@ class Node:
             await self.broker.mover.adopt(waiting)
 
     async def _apply_log(self) -> tuple[Opened, Applying, msgspec.Struct | None]:
-        """Read checkpoint and log. Also returns the state that the strategy saved with the checkpoint."""
+        """Read the checkpoint, and apply the log from there on. Returns the open log, the caches and the state.
+
+        The state is the one that the strategy saved with the checkpoint. None if there is none.
+        """
         saved = checkpoint.load(self.files)
         opened = await self._open_log(saved)
         start = starting_point(saved, opened.segments)
@@ -337,6 +359,7 @@ class Node:
         return opened, applying, state
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
+        """Open the log in the disk thread. `saved`: the checkpoint, which shows the rows that are durable."""
         return await in_thread(
             self._threads[0], open_log, self.files, segment_bytes=self.settings.segment_bytes,
             now_ms=self.clock.wall_ms(), durable_before_seq=saved.facts.seq if saved else 0,
@@ -351,6 +374,7 @@ class Node:
         levels: DelayLevels,
         durations: Durations,
     ) -> Scheduler:
+        """Create the scheduler over the backlogs of the strategy, of the pending table, and of the delay levels."""
         bounds = self._load_bounds
         return Scheduler(
             reader,
@@ -366,6 +390,8 @@ class Node:
         )
 
     def _levels(self, reader: LogReader, topics: Topics, outcomes: Outcomes) -> DelayLevels:
+        """Create the backlog of RocketMQ's delay levels, whose messages are in the queues of SCHEDULE_TOPIC."""
+
         def indexes() -> list[QueueIndex]:
             topic = topics.find_topic(SCHEDULE_TOPIC)
             return [] if topic is None else [queue.index for queue in topic.queues]
@@ -374,6 +400,7 @@ class Node:
         return DelayLevels(reader, self._level_table, indexes, outcomes, ahead_ms=ahead_ms)
 
     def _writer(self, opened: Opened) -> LogWriter:
+        """Create the writer of the open log."""
         return LogWriter(
             self.files, opened.segments, opened.file, self.clock, self._threads[0],
             segment_bytes=self.settings.segment_bytes, durability=self.settings.durability,
@@ -396,7 +423,10 @@ class Node:
             self.edges.abort()
 
     async def finish(self) -> None:
-        """Append state that is only in memory, save a checkpoint, and unlock the folder. Refuses further requests."""
+        """End all work, save a checkpoint, and unlock the folder. The broker then refuses requests.
+
+        After a failure of the storage no checkpoint is saved.
+        """
         await self._end_work()
         await self._end_writes()
         await self.maintenance.stop(saves=self._failed is None or not self._failed.done())
@@ -412,9 +442,9 @@ class Node:
             self._real_files.unlock()
 
     async def abandon(self) -> None:
-        """End all work, and save nothing: another node leads, and its log counts instead of this memory.
+        """End all work without saving anything, because another node leads now, and its log counts.
 
-        Then no thread of this broker uses its files.
+        On return, no thread of this broker uses its files.
         """
         self.broker.log.writer.abandon()
         self.abort_edges()
@@ -435,16 +465,17 @@ class Node:
             await self._traces.close()
 
     async def run_until_signal(self, before_stop: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until SIGTERM or SIGINT. Raises the error that stopped the storage. SIGHUP reloads the access file.
+        """Serve until SIGTERM or SIGINT, or until an error stops the node, and stop. Raises this error.
 
-        `before_stop` runs while the broker still answers, so that its clients can end in an orderly way.
+        SIGHUP reloads the access file. `before_stop` runs while the broker still answers, so that its clients can end
+        in an orderly way.
         """
         assert self._failed is not None
-        loop, asked = asyncio.get_running_loop(), watch_stop_signals()
+        loop, stop_signal = asyncio.get_running_loop(), watch_stop_signals()
         if self.security.access is not None:
             loop.add_signal_handler(signal.SIGHUP, self.security.reload)
         try:
-            await asyncio.wait([asked, self._failed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stop_signal, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if before_stop is not None:
                 await before_stop()
         finally:
@@ -453,20 +484,23 @@ class Node:
             self._failed.result()
 
     def when_failed(self, call: Callable[[BaseException], None]) -> None:
-        """Register a function that is called with the error that stops the storage."""
+        """Register a function that is called with the error that stops the node, if one does."""
 
-        def tell(done: asyncio.Future[None]) -> None:
-            error = None if done.cancelled() else done.exception()
+        def call_with_error(failed: asyncio.Future[None]) -> None:
+            error = None if failed.cancelled() else failed.exception()
             if error is not None:
                 call(error)
 
         assert self._failed is not None
-        self._failed.add_done_callback(tell)
+        self._failed.add_done_callback(call_with_error)
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
-        """Return the figures of the broker and of the process."""
+        """Collect the status of the broker and of the process (docs/flight.md), as `caller` may see it."""
         import psutil  # not at the top: it would delay the first release by 15 ms; edges/edges.py imports it, too
 
+        replica: dict[str, object] = {}
+        if self._replica is not None:
+            replica["replica"] = msgspec.structs.asdict(self._replica.figures())
         with lent(RESERVE_OF_LIBRARIES):
             memory = psutil.Process().memory_info()
         return {
@@ -486,19 +520,17 @@ class Node:
             "codec": self.edges.remoting.codec.name if self.edges is not None else "",
             "pulls": self.edges.remoting.pulls if self.edges is not None else {},
             **self.cluster_status(),
-            **(
-                {"replica": msgspec.structs.asdict(self._replica.figures())}
-                if self._replica is not None
-                else {}
-            ),
+            **replica,
             **self.broker.status(caller),
         }
 
     def _fail(self, error: BaseException) -> None:
+        """Stop the node because of an error. Only the first one counts."""
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
 
-    def _ticker_ended(self, task: asyncio.Task[None]) -> None:
+    def _check_ended(self, task: asyncio.Task[None]) -> None:
+        """Stop the node if a task has ended with an error."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(error)

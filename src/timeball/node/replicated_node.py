@@ -50,12 +50,12 @@ from timeball.node.node import SWITCH_INTERVAL_S, Node
 logger = logging.getLogger(__name__)
 
 QUORUM_TTLS = 3  # a leader without contact to a majority stops after this many lease times
-ABANDON_S = 2.0  # longest time to end the work of a node that leads no more; else its process is replaced
-LAST_COMMITS_S = 5.0  # longest wait of a leader that stops for the other replicas to store a commit
+ABANDON_S = 2.0  # longest time to end the work of a former leader; after it, its process is replaced
+LAST_COMMITS_S = 5.0  # how long a stopping leader waits for the other replicas to store a commit
 HAND_OVER_S = 2.0  # longest wait for the hand-over to the next leader
 POLL_S = 0.01  # interval at which the hand-over is checked
 STALLED_POLL_S = (
-    0.02  # interval at which a thread that does not run, and the ports of its broker, are checked
+    0.02  # interval at which a replica's thread that does not run, and the broker's ports, are checked
 )
 
 
@@ -169,12 +169,16 @@ class ReplicatedNode:
         return None
 
     def _reload(self) -> None:
+        """Read the access file again, for this node and for the broker that it runs."""
         self._security.reload()
         if self.broker_node is not None:
             self.broker_node.security.reload()
 
     async def stop(self) -> None:
-        """Hand over if this replica leads, and stop all components in order."""
+        """Hand over if this replica leads, and stop all parts in order.
+
+        If the replica's thread does not run, only the registration in the coordinator ends, and the process must end.
+        """
         if self._step_down_task is not None:
             # Nothing can be written, and the thread cannot be waited for.
             self._step_down_task.cancel()
@@ -187,40 +191,13 @@ class ReplicatedNode:
             try:
                 await self._stop_leading(self.broker_node, "")
             except LeaseLost as error:
-                # The replica's thread waits for these commits, so it cannot be waited for.
+                # The replica's thread waits for these commits, so a stop of the thread would wait, too.
                 logger.warning("stopped out of order reason=%s", error)
                 return await self.member.close()
-        await self._gateway.close()
-        await self._names.close()
-        await self._group_calls.close()
-        await self.member.close()
-        await asyncio.to_thread(self.data_files.stop)
-        await asyncio.to_thread(self.thread.shutdown)
-        self._applier.shutdown()
-        self.files.unlock()
+        await self._end_parts()
 
-    async def abandon(self, error: BaseException) -> bool:
-        """End all work without writing, so that another node of this process can use the files.
-
-        Returns False if that is not possible, or takes longer than ABANDON_S: then replace the process.
-        """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)  # until the next node listens to them, they end the process
-        is_building = self._lead_task is not None and not self._lead_task.done()
-        if is_building or not isinstance(error, LeaseLost | NotLeader):
-            return False
-        try:
-            async with asyncio.timeout(ABANDON_S):
-                await self._abandon()
-        except Exception as failure:  # of any kind: a new process needs no order
-            logger.warning("work not ended in order reason=%s", repr(failure))
-            return False
-        return True
-
-    async def _abandon(self) -> None:
-        if self.broker_node is not None:
-            await self.broker_node.abandon()
+    async def _end_parts(self) -> None:
+        """End all parts of the node but the broker, and unlock the folder."""
         await self._gateway.close()
         await self._names.close()
         await self._group_calls.close()
@@ -232,6 +209,28 @@ class ReplicatedNode:
         self._applier.shutdown()
         self.files.unlock()
 
+    async def abandon(self, error: BaseException) -> bool:
+        """End all work without writing, so that another node of this process can use the files.
+
+        `error`: the reason why the node ends. Returns False if this is not possible, or takes longer than ABANDON_S:
+        then the caller must replace the process.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # until the next node listens to them, they end the process
+        is_building = self._lead_task is not None and not self._lead_task.done()
+        if is_building or not isinstance(error, LeaseLost | NotLeader):
+            return False
+        try:
+            async with asyncio.timeout(ABANDON_S):
+                if self.broker_node is not None:
+                    await self.broker_node.abandon()
+                await self._end_parts()
+        except Exception as failure:  # of any kind: a new process makes an orderly end unnecessary
+            logger.warning("work not ended in order reason=%s", repr(failure))
+            return False
+        return True
+
     # -- called by the member (cluster/member.py) --------------------------------------------------------------------
 
     def apply(self, seq: int) -> None:
@@ -242,6 +241,7 @@ class ReplicatedNode:
             self._apply_task.add_done_callback(self._check_applied)
 
     async def _apply(self) -> None:
+        """Apply committed rows until no more are committed."""
         # Rows that are committed during a round are applied in the next, so many small commits cost only one round.
         to_seq = 0
         while to_seq < self._apply_to_seq:
@@ -298,12 +298,12 @@ class ReplicatedNode:
         return await survey(self._coordinator)
 
     def end(self, error: BaseException) -> None:
-        """Let `run_until_signal` return `error`, so that the process ends. Only the first error counts."""
+        """Let `run_until_signal` return `error`, so that this node ends. Only the first error counts."""
         if not self._ended.done():
             self._ended.set_result(error)
 
     async def _lead(self) -> None:
-        """Build the broker on the replica's log, and let it take over the ports."""
+        """Build the broker on the replica's log, and let it take over the ports. Any error ends the node."""
         try:
             if self._apply_task is not None:
                 await self._apply_task
@@ -327,15 +327,16 @@ class ReplicatedNode:
             node.when_failed(self.end)
             self.serving.set()
         except asyncio.CancelledError:
-            raise  # by a step-down: the process must not end before its disk answers
-        except BaseException as error:  # no caller awaits this task, so every error must end the process here
+            raise  # a step-down has cancelled this task, and then the node must not end before its disk answers
+        except BaseException as error:  # no caller awaits this task, so every error must end the node here
             self.end(error)
 
     async def _step_down(self, polled_ms: int) -> None:
-        """Close the broker's connections, forward new ones, and end the process once the thread runs again.
+        """Close the broker's connections, forward new ones, and end the node once the replica's thread runs again.
 
-        The broker cannot be stopped in order, because that writes to the disk. Its clients do not know whether their
-        last requests were accepted: the log may have them when the disk answers again.
+        The thread runs again when `thread.polled_ms` is no longer `polled_ms`. The broker cannot be stopped in order,
+        because that writes to the disk. Its clients do not know whether their last requests were accepted: the log may
+        have them when the disk answers again.
         """
         try:
             if self._lead_task is not None:
@@ -347,7 +348,7 @@ class ReplicatedNode:
                     await self._listen_as_follower()
                 await asyncio.sleep(STALLED_POLL_S)
             self.end(LeaseLost(f"this node has stepped down: {self._problem}"))
-        except Exception as error:  # no caller awaits this task, so every error must end the process here
+        except Exception as error:  # no caller awaits this task, so every error must end the node here
             self.end(error)
 
     async def _listen_as_follower(self) -> None:
@@ -358,14 +359,14 @@ class ReplicatedNode:
             self._gateway = gateway
 
     async def _give_way(self, broker: Node, node: str) -> None:
-        """Hand over to `node` as in `stop`, and end the process. The next process starts as a follower."""
+        """Hand over to `node` as in `stop`, and end this node. The next one on these files starts as a follower."""
         try:
             await self._stop_leading(broker, node)
             if self.thread.state.role is not Role.STOPPED:
                 await self.member.close()  # frees the group, so that another replica can lead without waiting
             self.broker_node = None  # it has finished
             self.end(LeaseLost(f"handed over to {node}"))
-        except BaseException as error:  # no caller awaits this task, so every error must end the process here
+        except BaseException as error:  # no caller awaits this task, so every error must end the node here
             self.end(error)
 
     async def _stop_leading(self, broker: Node, node: str) -> None:
@@ -383,7 +384,10 @@ class ReplicatedNode:
         await closing_edges
 
     async def _watch_last_commits(self, broker: Node, finishing: asyncio.Task[None]) -> None:
-        """Wait until `finishing` ends. Raises LeaseLost when a commit waits and none has ended for LAST_COMMITS_S."""
+        """Wait until `finishing` ends.
+
+        Raises LeaseLost if rows are not durable yet and no commit has ended for LAST_COMMITS_S.
+        """
         loop, writer = asyncio.get_running_loop(), broker.broker.log.writer
         committed, since_s = self.thread.committed, loop.time()
         while not finishing.done():
@@ -392,11 +396,14 @@ class ReplicatedNode:
                 committed, since_s = self.thread.committed, loop.time()
             elif loop.time() - since_s > LAST_COMMITS_S:
                 raise LeaseLost(
-                    f"the last commits were not stored by enough replicas within {LAST_COMMITS_S:.0f} s"
+                    f"no commit has ended for {LAST_COMMITS_S:.0f} s: too few replicas answer, or a disk hangs"
                 )
 
     async def _hand_over(self, node: str) -> None:
-        """Let `node` lead or, if it is "", a replica that has the whole log. Waits at most HAND_OVER_S."""
+        """Let `node` lead or, if it is "", a replica that has the whole log. Waits at most HAND_OVER_S for the end.
+
+        Does nothing if this replica does not lead any more, or if no other replica has the whole log.
+        """
         state = self.thread.state
         lead = state.lead
         if lead is None:
@@ -417,12 +424,14 @@ class ReplicatedNode:
     # -- values derived from the settings ----------------------------------------------------------------------------
 
     def _tls(self) -> PeerTls | None:
+        """Load the certificates for connections between replicas. None without `replication_ca`. Raises SetupError."""
         settings = self.settings
         if not settings.replication_ca:
             return None
         return PeerTls(*load_peer_tls(settings.replication_ca, settings.tls_cert, settings.tls_key))
 
     def _create_gateway(self) -> Gateway:
+        """Create the gateway that forwards the connections of this node's ports to the leader."""
         return Gateway(self.settings.host, self._ports(), self.member.address, self._follower_http())
 
     def _follower_http(self) -> Http | None:

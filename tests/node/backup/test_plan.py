@@ -34,7 +34,7 @@ def change(path: Path, position: int, content: bytes) -> None:
         file.write(content)
 
 
-def test_a_plan_ends_behind_the_last_whole_frame_and_names_the_live_files(data: Path) -> None:
+def test_a_plan_has_the_log_up_to_its_last_whole_frame_and_all_live_data_files(data: Path) -> None:
     found = plan(RealFiles(data))
     assert [planned.name for planned in found.files if planned.name.endswith(".log")] == [LOG]
     (log,) = (planned for planned in found.files if planned.name == LOG)
@@ -44,41 +44,41 @@ def test_a_plan_ends_behind_the_last_whole_frame_and_names_the_live_files(data: 
     assert {planned.name for planned in found.files} == {LOG, *live} and len(live) == 2
 
 
-def test_a_commit_that_is_being_written_is_left_out(data: Path) -> None:
+def test_a_plan_leaves_out_a_commit_that_is_being_written(data: Path) -> None:
     whole = plan(RealFiles(data))
     end = next(planned.used_bytes for planned in whole.files if planned.name == LOG)
     change(data / LOG, end, b"half a frame")
     assert plan(RealFiles(data)).row == whole.row
 
 
-def test_damage_in_what_was_acknowledged_is_refused_by_name(data: Path) -> None:
+def test_a_damaged_frame_that_was_acknowledged_is_refused_with_its_file(data: Path) -> None:
     change(data / LOG, fmt.ALIGN + 200, b"\xff" * 8)
     with pytest.raises(Corrupt, match=LOG):
         plan(RealFiles(data))
 
 
 @pytest.mark.parametrize("fault", ["cut", "missing"])
-def test_a_data_file_that_is_not_as_the_log_says_is_refused(
+def test_a_missing_data_file_and_one_of_another_size_are_refused(
     data: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hurt = next(data.glob("pending/bucket=*/*.parquet"))
+    damaged = next(data.glob("pending/bucket=*/*.parquet"))
     if fault == "missing":
-        hurt.unlink()
+        damaged.unlink()
     else:
-        hurt.write_bytes(hurt.read_bytes()[:-1])
-    with pytest.raises(Corrupt, match=hurt.name):
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(Corrupt, match=damaged.name):
         plan(RealFiles(data))
 
 
-def test_a_byte_of_a_data_file_that_is_wrong_is_refused(data: Path) -> None:
-    hurt = next(data.glob("pending/bucket=*/*.parquet"))
-    size_bytes = hurt.stat().st_size
-    change(hurt, size_bytes // 3, bytes([hurt.read_bytes()[size_bytes // 3] ^ 1]))
-    with pytest.raises(Corrupt, match=f"{hurt.name}: .*; restore this file from a copy"):
+def test_a_data_file_with_a_wrong_byte_is_refused(data: Path) -> None:
+    damaged = next(data.glob("pending/bucket=*/*.parquet"))
+    size_bytes = damaged.stat().st_size
+    change(damaged, size_bytes // 3, bytes([damaged.read_bytes()[size_bytes // 3] ^ 1]))
+    with pytest.raises(Corrupt, match=f"{damaged.name}: .*; restore this file from a copy"):
         plan(RealFiles(data))
 
 
-def test_a_folder_without_a_log_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no log"):
         plan(RealFiles(tmp_path))
 
@@ -86,7 +86,7 @@ def test_a_folder_without_a_log_is_none_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["log/*.log", "pending/bucket=*/*.parquet"])
 def test_a_page_that_the_disk_cannot_read_is_refused_by_name(data: Path, pattern: str) -> None:
     files = BadDisk(data)
-    hurt = next(data.glob(pattern)).relative_to(data).as_posix()
-    files.bad = {hurt: [PAGE]}
-    with pytest.raises(Corrupt, match=f"{hurt}: the disk cannot read byte {PAGE}; restore this file"):
+    damaged = next(data.glob(pattern)).relative_to(data).as_posix()
+    files.bad = {damaged: [PAGE]}
+    with pytest.raises(Corrupt, match=f"{damaged}: the disk cannot read byte {PAGE}; restore this file"):
         plan(files)
