@@ -21,18 +21,18 @@ from tests.node_fixture import RunningNode
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
-def scheduled(client: Client, topic: str, **message: Any) -> dict[str, Any]:
+def schedule_message(client: Client, topic: str, **message: Any) -> dict[str, Any]:
     answer = client.send(topic, {"body": "x", "after": "1h", **message})
     assert answer.status == 201, answer
     return dict(answer.value)
 
 
-def place(client: Client, message_id: str) -> dict[str, Any]:
+def find_message(client: Client, message_id: str) -> dict[str, Any]:
     found = client.ask("GET", f"/v1/messages/{quote(message_id, safe='')}").value["messages"]
     return dict(found[0])
 
 
-def found_by(tab: Tab, how: str, text: str) -> Page:
+def search_by(tab: Tab, how: str, text: str) -> Page:
     """The page Waiting after a search that finds one message."""
     page = tab.open("waiting")
     page.get_by_label("Find by").select_option(label=how)
@@ -43,9 +43,9 @@ def found_by(tab: Tab, how: str, text: str) -> Page:
 
 
 def test_a_message_is_found_by_its_key_and_cancelled(tab: Tab, client: Client) -> None:
-    sent = scheduled(client, "cancels", key="order-17")
-    scheduled(client, "cancels", key="order-18")
-    page = found_by(tab, "Key", "order-17")
+    sent = schedule_message(client, "cancels", key="order-17")
+    schedule_message(client, "cancels", key="order-18")
+    page = search_by(tab, "Key", "order-17")
     page.get_by_role("button", name="Cancel").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("order-17")
@@ -53,13 +53,13 @@ def test_a_message_is_found_by_its_key_and_cancelled(tab: Tab, client: Client) -
     expect(dialog.get_by_role("status")).to_have_text("Cancelled: it will not be delivered.")
     dialog.get_by_role("button", name="Close").click()
     expect(page.get_by_text("Nothing waits here.")).to_be_visible()
-    assert place(client, sent["id"])["state"] == "cancelled"
+    assert find_message(client, sent["id"])["state"] == "cancelled"
 
 
-def test_a_message_is_found_by_its_id_and_moved(tab: Tab, client: Client) -> None:
-    sent = scheduled(client, "moves", id="moved-1")
+def test_a_message_is_found_by_its_id_and_rescheduled_after_wrong_inputs(tab: Tab, client: Client) -> None:
+    sent = schedule_message(client, "moves", id="moved-1")
     tab.allowed = {400}
-    page = found_by(tab, "Message id", "moved-1")
+    page = search_by(tab, "Message id", "moved-1")
     page.get_by_role("button", name="Reschedule").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("button", name="Move it").click()
@@ -70,27 +70,29 @@ def test_a_message_is_found_by_its_id_and_moved(tab: Tab, client: Client) -> Non
     dialog.get_by_label("Or after").fill("3h")
     dialog.get_by_role("button", name="Move it").click()
     expect(dialog.get_by_role("status")).to_contain_text("Moved: it is due")
-    moved = place(client, "moved-1")
+    moved = find_message(client, "moved-1")
     assert moved["state"] == "waiting" and moved["due_ms"] > sent["due_ms"] + 3_600_000
 
 
-def test_an_instant_is_one_of_the_readers_zone(tab: Tab, client: Client) -> None:
-    scheduled(client, "moves", id="moved-2")
-    page = found_by(tab, "Message id", "moved-2")
+def test_a_due_time_is_entered_in_the_time_zone_of_the_browser(tab: Tab, client: Client) -> None:
+    schedule_message(client, "moves", id="moved-2")
+    page = search_by(tab, "Message id", "moved-2")
     page.get_by_role("button", name="Reschedule").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("In Europe/Berlin.")
     dialog.get_by_label("At", exact=True).fill("2030-07-01T12:00:00")
     dialog.get_by_role("button", name="Move it").click()
     expect(dialog.get_by_role("status")).to_contain_text("1 Jul 2030, 12:00:00")
-    assert place(client, "moved-2")["due"] == "2030-07-01T10:00:00.000Z"
+    assert find_message(client, "moved-2")["due"] == "2030-07-01T10:00:00.000Z"
 
 
 @pytest.mark.parametrize(("verb", "label"), [("Cancel", "Cancel the message"), ("Reschedule", "Move it")])
-def test_a_verdict_that_comes_too_late_is_shown(tab: Tab, client: Client, verb: str, label: str) -> None:
+def test_the_verdict_for_a_message_that_was_cancelled_meanwhile_is_shown(
+    tab: Tab, client: Client, verb: str, label: str
+) -> None:
     tab.allowed = {409}
-    sent = scheduled(client, "late", key=f"late-{verb}")
-    page = found_by(tab, "Key", f"late-{verb}")
+    sent = schedule_message(client, "late", key=f"late-{verb}")
+    page = search_by(tab, "Key", f"late-{verb}")
     page.get_by_role("button", name=verb).click()
     dialog = page.get_by_role("dialog")
     assert client.ask("DELETE", f"/v1/messages/{sent['id']}").status == 200
@@ -115,7 +117,7 @@ def test_pending_messages_are_listed_in_pages_by_due_time(tab: Tab, client: Clie
     expect(page.get_by_label("Topic")).to_have_value("")
 
 
-def test_hostile_messages_of_a_real_broker(tab: Tab, client: Client) -> None:
+def test_html_in_messages_of_a_real_broker_is_shown_as_text(tab: Tab, client: Client) -> None:
     printable = "".join(c for c in HOSTILE if c.isprintable() and c != " ")
     for n, body in enumerate(
         (
@@ -142,7 +144,7 @@ def test_hostile_messages_of_a_real_broker(tab: Tab, client: Client) -> None:
     expect(page.get_by_role("dialog").get_by_role("status")).to_contain_text("Cancelled")
 
 
-def test_releases_are_seen_as_they_happen(tab: Tab, client: Client) -> None:
+def test_the_page_punctual_shows_new_releases(tab: Tab, client: Client) -> None:
     page = tab.open("punctual")
     expect(page.get_by_text("Nothing has been released")).to_be_visible()
     sent = client.send("punctual", [{"body": "x", "after": "1ms"} for _ in range(20)])
@@ -152,13 +154,15 @@ def test_releases_are_seen_as_they_happen(tab: Tab, client: Client) -> None:
     expect(page.locator(".bar-list tr").first).to_be_visible()
 
 
-def test_the_node_says_what_it_is(tabs: Callable[..., Tab], node: RunningNode) -> None:
+def test_the_page_node_shows_the_version_and_the_process_id(
+    tabs: Callable[..., Tab], node: RunningNode
+) -> None:
     page = tabs().open("node")
     expect(page.get_by_text("timeball 0.1.0")).to_be_visible()
     expect(page.get_by_text(str(node.node.status()["pid"]))).to_be_visible()
 
 
-def test_dead_letters_are_read_sent_again_and_deleted(tab: Tab, client: Client, node: RunningNode) -> None:
+def test_dead_letters_are_shown_resent_and_deleted(tab: Tab, client: Client, node: RunningNode) -> None:
     given_up(node, client, "letters", "billing", *({"body": HOSTILE, "key": f"dead-{n}"} for n in range(4)))
     page = tab.open("groups")
     page.get_by_role("link", name="4").click()
@@ -168,14 +172,14 @@ def test_dead_letters_are_read_sent_again_and_deleted(tab: Tab, client: Client, 
     expect(page.get_by_role("dialog")).to_contain_text("<script>")
     page.keyboard.press("Escape")
     dialog = page.get_by_role("dialog")
-    for verb, label, said, left in (
+    for verb, label, status_text, left in (
         ("Send 1 again", "Send again", "1 sent again.", 3),
         ("Delete 1", "Delete", "1 deleted.", 2),
     ):
         rows.first.get_by_role("checkbox").check()
         page.get_by_role("button", name=verb).click()
         dialog.get_by_role("button", name=label).click()
-        expect(dialog.get_by_role("status")).to_have_text(said)
+        expect(dialog.get_by_role("status")).to_have_text(status_text)
         dialog.get_by_role("button", name="Close").click()
         expect(rows).to_have_count(left)
     page.get_by_role("button", name="All of this group").click()
@@ -187,20 +191,20 @@ def test_dead_letters_are_read_sent_again_and_deleted(tab: Tab, client: Client, 
     assert len(client.receive("letters", "billing").value["messages"]) == 1
 
 
-def test_nothing_is_offered_for_dead_letters_before_their_group_is_known(tab: Tab) -> None:
+def test_no_action_on_dead_letters_is_offered_before_their_group_is_known(tab: Tab) -> None:
     tab.page.route("**/v1/groups", lambda route: None)  # never answered
     page = tab.open("dead-letters")
     expect(page.get_by_label("Group")).to_be_visible()
     expect(page.get_by_role("button", name="All of this group")).to_be_hidden()
 
 
-def test_a_message_that_was_received_says_how_far_its_group_is(tab: Tab, client: Client) -> None:
+def test_a_received_message_shows_its_lease_and_its_attempts(tab: Tab, client: Client) -> None:
     assert client.send("followed", {"id": "followed-1", "body": "x"}).status == 201
-    (got,) = client.receive("followed", "billing").value["messages"]
-    nack = {"receipts": [got["receipt"]], "after": "1s"}
+    (received,) = client.receive("followed", "billing").value["messages"]
+    nack = {"receipts": [received["receipt"]], "after": "1s"}
     client.ask("POST", "/v1/topics/followed/nack", nack, query={"group": "billing"})
-    (got,) = client.receive("followed", "billing").value["messages"]
-    page = found_by(tab, "Message id", "followed-1")
+    (received,) = client.receive("followed", "billing").value["messages"]
+    page = search_by(tab, "Message id", "followed-1")
     page.locator("tbody button.link").click()
     facts = page.get_by_role("dialog").locator("dl").first
     expect(facts).to_contain_text("Group billingleased until")
@@ -213,7 +217,7 @@ def test_campaigns_are_paused_resumed_and_cancelled(tab: Tab, client: Client, no
     planned(node, "spring", client)
     planned(node, "autumn")
     page = tab.open("campaigns")
-    for name, verb, label, said in (
+    for name, verb, label, status_text in (
         ("spring", "Pause", "Pause", "Paused: what waits is held."),
         ("spring", "Resume", "Resume", "Resumed."),
         ("autumn", "Cancel", "Cancel the campaign", "Cancelled: 0 messages will not be delivered."),
@@ -223,14 +227,14 @@ def test_campaigns_are_paused_resumed_and_cancelled(tab: Tab, client: Client, no
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text(name)
         dialog.get_by_role("button", name=label).click()
-        expect(dialog.get_by_role("status")).to_have_text(said)
+        expect(dialog.get_by_role("status")).to_have_text(status_text)
         dialog.get_by_role("button", name="Close").click()
         expect(row.locator(".state")).to_have_text(node.broker.campaigns(name)[0].state)
     expect(row.get_by_role("button")).to_have_count(0)
     assert node.broker.campaigns("autumn")[0].state == "cancelled"
 
 
-def test_the_due_load_is_counted_and_zoomed(tab: Tab, client: Client) -> None:
+def test_the_page_coming_counts_due_messages_and_zooms_into_a_peak(tab: Tab, client: Client) -> None:
     # On a whole hour, in a day that no other test sends for.
     due = datetime(2031, 1, 31, 9, 30, tzinfo=UTC)
     many = [{"body": "x", "at": due.isoformat()} for _ in range(30)]

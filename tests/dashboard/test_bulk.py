@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 from tests.dashboard.browser import Tab
-from tests.dashboard.test_actions import place, scheduled
+from tests.dashboard.test_actions import find_message, schedule_message
 from tests.dashboard.test_push import act
 from tests.edges.http.client import Client
 from tests.node_fixture import eventually
@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
 def sent(client: Client, topic: str, region: str) -> str:
-    return str(scheduled(client, topic, key=region, properties={"region": region})["id"])
+    return str(schedule_message(client, topic, key=region, properties={"region": region})["id"])
 
 
-def asked(tab: Tab, topic: str, where: str) -> Page:
+def open_dry_run(tab: Tab, topic: str, where: str) -> Page:
     page = tab.open("bulk")
     page.get_by_label("Topics").fill(topic)
     page.get_by_label("Condition").fill(where)
@@ -27,17 +27,17 @@ def asked(tab: Tab, topic: str, where: str) -> Page:
     return page
 
 
-def test_messages_are_tried_cancelled_and_brought_back(tab: Tab, client: Client) -> None:
+def test_selected_messages_are_counted_cancelled_and_restored_by_undo(tab: Tab, client: Client) -> None:
     eu, us = (sent(client, "regions", region) for region in ("eu", "us"))
     page = tab.open("bulk")
     expect(page.get_by_text("No bulk operations.")).to_be_visible()
     apply = page.get_by_role("button", name="Apply")
     expect(apply).to_be_disabled()
-    page = asked(tab, "regions", "region = 'eu'")
+    page = open_dry_run(tab, "regions", "region = 'eu'")
     expect(page.get_by_role("status").get_by_text("1 message would be covered now.")).to_be_visible()
     expect(page.locator("form .facts").last).to_contain_text(eu)
     expect(page.locator("form .bar-list td.number")).to_have_text("2 → 1")
-    assert place(client, eu)["state"] == "waiting"
+    assert find_message(client, eu)["state"] == "waiting"
     apply.click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("Cancel 1 message?")
@@ -49,11 +49,11 @@ def test_messages_are_tried_cancelled_and_brought_back(tab: Tab, client: Client)
     row = page.locator("tbody tr", has_text="topic regions")
     expect(row.locator(".state")).to_have_text("active")
     expect(row.locator("td.number")).to_have_text("1")
-    assert (place(client, eu)["state"], place(client, us)["state"]) == ("cancelled", "waiting")
+    assert (find_message(client, eu)["state"], find_message(client, us)["state"]) == ("cancelled", "waiting")
     act(page, row.get_by_role("button", name="Undo"), "Undo it", "Undone.")
     expect(row.locator(".state")).to_have_text("undone")
     expect(row.get_by_role("button")).to_have_count(0)
-    assert place(client, eu)["state"] == "waiting"
+    assert find_message(client, eu)["state"] == "waiting"
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_messages_are_tried_cancelled_and_brought_back(tab: Tab, client: Client)
         ("Move", {"To topic": "other-regions"}, ("Move to other-regions",) * 2, {"topic": "other-regions"}),
     ],
 )
-def test_each_operation_has_its_own_fields(
+def test_each_operation_is_applied_with_its_own_fields_after_a_dry_run(
     tab: Tab, client: Client, label: str, own: dict[str, str], shown: tuple[str, str], changed: dict[str, Any]
 ) -> None:
     topic = f"all-{label.lower()}"
     message_id = sent(client, topic, "eu")
     if label == "Resume":
         client.ask("POST", "/v1/selections", {"action": "pause", "topics": [topic]})
-    before = place(client, message_id)
+    before = find_message(client, message_id)
     page = tab.open("bulk")
     page.get_by_label("Operation").select_option(label)
     page.get_by_label("Topics").fill(topic)
@@ -81,7 +81,7 @@ def test_each_operation_has_its_own_fields(
         page.get_by_label(name, exact=True).fill(value)
     page.get_by_role("button", name="Dry run").click()
     expect(page.get_by_text("1 message would be covered now.")).to_be_visible()
-    assert place(client, message_id) == before
+    assert find_message(client, message_id) == before
     apply = page.get_by_role("button", name="Apply")
     if own:  # another value is another request
         page.get_by_label(next(iter(own)), exact=True).press_sequentially(" ")
@@ -101,13 +101,15 @@ def test_each_operation_has_its_own_fields(
         for name, value in changed.items()
     }
     if label == "Resume":
-        assert "reason" in before and "reason" not in place(client, message_id)
-    eventually(lambda: expected.items() <= place(client, message_id).items(), "the operation has its effect")
+        assert "reason" in before and "reason" not in find_message(client, message_id)
+    eventually(
+        lambda: expected.items() <= find_message(client, message_id).items(), "the operation has its effect"
+    )
 
 
-def test_a_dry_run_is_of_the_request_that_is_seen(tab: Tab, client: Client) -> None:
+def test_a_changed_condition_needs_another_dry_run_before_apply(tab: Tab, client: Client) -> None:
     sent(client, "seen", "eu")
-    page = asked(tab, "seen", "TRUE")
+    page = open_dry_run(tab, "seen", "TRUE")
     apply = page.get_by_role("button", name="Apply")
     expect(apply).to_be_enabled()
     page.get_by_label("Condition").fill("region = 'us'")
@@ -118,17 +120,17 @@ def test_a_dry_run_is_of_the_request_that_is_seen(tab: Tab, client: Client) -> N
     expect(apply).to_be_disabled()
 
 
-def test_a_wrong_condition_is_said_in_place(tab: Tab, client: Client) -> None:
+def test_a_refused_condition_shows_its_error_in_the_form(tab: Tab, client: Client) -> None:
     tab.allowed = {400}
     sent(client, "wrong", "eu")
-    page = asked(tab, "wrong", "region = ")
+    page = open_dry_run(tab, "wrong", "region = ")
     expect(page.locator("form .verdict")).to_contain_text("invalid_filter")
     expect(page.get_by_role("button", name="Apply")).to_be_disabled()
-    page = asked(tab, "", "")
+    page = open_dry_run(tab, "", "")
     expect(page.locator("form .verdict")).to_contain_text("invalid_message")
 
 
-def test_due_times_bound_an_operation(tab: Tab, client: Client) -> None:
+def test_a_limit_of_due_times_selects_only_earlier_messages(tab: Tab, client: Client) -> None:
     times = {"early": "2031-01-31T08:00:00Z", "late": "2031-01-31T10:00:00Z"}
     assert (
         client.send("bounded", [{"id": name, "body": "x", "at": at} for name, at in times.items()]).status

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 from tests.dashboard.browser import PAGES, PHONE, Tab, overflow
 from tests.dashboard.busy import busy_node
 from tests.dashboard.pictures import FOLDER, PICTURES
-from tests.dashboard.test_pages import faults_of_access
+from tests.dashboard.test_pages import accessibility_faults
 from tests.node_fixture import RunningNode
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
@@ -34,7 +34,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield running
 
 
-def filled(page: Page, name: str) -> None:
+def wait_until_filled(page: Page, name: str) -> None:
     """Wait until a page shows figures, and no part of it says that there is no data."""
     if name == "punctual":
         expect(page.locator(".line.p99")).to_have_attribute("d", re.compile("H"))
@@ -48,21 +48,25 @@ def filled(page: Page, name: str) -> None:
     expect(page.locator("#page > .verdict:visible")).to_have_count(0)
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_pages_of_a_busy_broker(tabs: Callable[..., Tab], axe: str, how: str) -> None:
-    tab = tabs(**OPTIONS[how])
+@pytest.mark.parametrize("screen", OPTIONS)
+def test_pages_of_a_busy_broker_are_filled_fit_their_screen_and_are_accessible(
+    tabs: Callable[..., Tab], axe: str, screen: str
+) -> None:
+    tab = tabs(**OPTIONS[screen])
     found: dict[str, list[str]] = {}
     for name in PAGES:
         page = tab.open(name)
-        filled(page, name)
-        tab.shoot(f"busy-{name}-{how}")
+        wait_until_filled(page, name)
+        tab.shoot(f"busy-{name}-{screen}")
         assert overflow(page) <= 0, name
-        found[name] = faults_of_access(page, axe)
+        found[name] = accessibility_faults(page, axe)
     assert not any(found.values()), found
 
 
-def test_dialogs_of_a_busy_broker(tabs: Callable[..., Tab], axe: str) -> None:
-    for how, options in OPTIONS.items():
+def test_dialogs_of_a_busy_broker_fit_their_screen_and_are_accessible(
+    tabs: Callable[..., Tab], axe: str
+) -> None:
+    for screen, options in OPTIONS.items():
         tab = tabs(**options)
         for name, opener in (
             ("waiting", "Reschedule"),
@@ -77,9 +81,9 @@ def test_dialogs_of_a_busy_broker(tabs: Callable[..., Tab], axe: str) -> None:
             page = tab.open(name)
             page.get_by_role("button", name=opener).first.click()
             expect(page.get_by_role("dialog")).to_be_visible()
-            tab.shoot(f"busy-{name}-{opener.split()[0].lower()}-{how}")
+            tab.shoot(f"busy-{name}-{opener.split()[0].lower()}-{screen}")
             assert overflow(page) <= 0
-            assert not faults_of_access(page, axe), (name, how)
+            assert not accessibility_faults(page, axe), (name, screen)
             page.keyboard.press("Escape")
             # Chromium may do so late, and would close the next one.
             expect(page.get_by_role("dialog")).to_have_count(0)

@@ -145,7 +145,7 @@ def check_unharmed(client: Client) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_page_of_another_site_or_port_can_do_nothing(
+def test_requests_from_a_page_of_another_site_or_port_are_refused(
     page: Page, broker: str, client: Client, host: str
 ) -> None:
     with other_site() as port:
@@ -158,7 +158,9 @@ def test_a_page_of_another_site_or_port_can_do_nothing(
     check_unharmed(client)
 
 
-def test_a_name_that_points_here_can_do_nothing(page: Page, broker: str, client: Client) -> None:
+def test_requests_under_a_foreign_host_name_that_points_to_the_broker_are_refused(
+    page: Page, broker: str, client: Client
+) -> None:
     port = broker.rpartition(":")[2]
     read, found = attack(page, f"{REBOUND}:{port}", f"{REBOUND}:{port}")
     assert all(read), "the browser takes the broker for the page's own site"
@@ -167,7 +169,7 @@ def test_a_name_that_points_here_can_do_nothing(page: Page, broker: str, client:
     check_unharmed(client)
 
 
-def test_an_attack_on_a_broker_that_checks_nothing_is_seen(
+def test_the_attack_succeeds_at_a_broker_without_the_check(
     page: Page, broker: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the page's requests do reach the broker."""
@@ -178,7 +180,7 @@ def test_an_attack_on_a_broker_that_checks_nothing_is_seen(
     assert client.ask("GET", "/v1/subscriptions/letters").value["state"] == "paused"
 
 
-def test_a_link_leads_to_the_dashboard(page: Page, broker: str) -> None:
+def test_a_link_from_another_site_opens_the_dashboard(page: Page, broker: str) -> None:
     with other_site() as port:
         page.goto(f"http://localhost:{port}/")
         page.evaluate(

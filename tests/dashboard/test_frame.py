@@ -16,19 +16,19 @@ from tests.node_fixture import RunningNode, running_node
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
-class Counted(BusyBroker):
-    """Counts what it is asked."""
+class CountingBroker(BusyBroker):
+    """Counts what it is requests."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
-        self.asked.append(path)
+        self.requests.append(path)
         return super().__call__(method, path, query)
 
     def count(self, path: str) -> int:
-        return self.asked.count(path)
+        return self.requests.count(path)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def hide(page: Page, *, hidden: bool) -> None:
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-def test_a_browser_is_led_to_the_first_page(tab: Tab) -> None:
+def test_the_root_address_redirects_to_the_first_page(tab: Tab) -> None:
     tab.answer(BusyBroker())
     tab.page.goto(tab.origin)
     expect(tab.page).to_have_url(f"{tab.origin}/dashboard/")
@@ -53,7 +53,9 @@ def test_a_browser_is_led_to_the_first_page(tab: Tab) -> None:
     expect(tab.page.get_by_role("navigation").get_by_role("link")).to_have_text(list(PAGES.values()))
 
 
-def test_a_broker_that_is_gone_is_said_and_the_figures_stay(tabs: Callable[..., Tab], tmp_path: Path) -> None:
+def test_a_broker_out_of_reach_is_reported_and_the_figures_stay(
+    tabs: Callable[..., Tab], tmp_path: Path
+) -> None:
     with running_node(tmp_path / "data", http_port=0) as running:
         tab = tabs(running.node.http_port)
         tab.allowed = {0, 404}
@@ -73,12 +75,12 @@ def test_a_broker_that_is_gone_is_said_and_the_figures_stay(tabs: Callable[..., 
         expect(page.locator("#reach")).to_be_hidden()
 
 
-def test_it_asks_ever_more_rarely_while_there_is_no_answer(tab: Tab) -> None:
+def test_a_page_without_answers_requests_more_and_more_rarely(tab: Tab) -> None:
     tab.allowed = {0}
-    tried: list[str] = []
+    requests: list[str] = []
 
     def refuse(route: Route) -> None:
-        tried.append(route.request.url)
+        requests.append(route.request.url)
         route.abort("connectionrefused")
 
     page = tab.page
@@ -88,50 +90,50 @@ def test_it_asks_ever_more_rarely_while_there_is_no_answer(tab: Tab) -> None:
     expect(page.locator("#reach")).to_be_visible()
     in_minutes = []
     for _ in range(4):
-        before = len(tried)
+        before = len(requests)
         for _ in range(60):
             page.clock.run_for(1_000)
-        in_minutes.append(len(tried) - before)
+        in_minutes.append(len(requests) - before)
     # Every two seconds would be thirty in a minute.
     assert in_minutes[0] <= 6 and 1 <= in_minutes[-1] <= 3
 
 
-def test_nothing_is_asked_while_the_tab_is_hidden(tab: Tab) -> None:
-    answers = Counted()
+def test_a_hidden_tab_makes_no_requests_until_it_is_visible(tab: Tab) -> None:
+    answers = CountingBroker()
     page = tab.page
     page.clock.install()
     tab.answer(answers)
     tab.open("groups")
     expect(page.locator("tbody tr").first).to_be_visible()
     hide(page, hidden=True)
-    before = len(answers.asked)
+    before = len(answers.requests)
     for _ in range(60):
         page.clock.run_for(1_000)
-    assert len(answers.asked) == before
+    assert len(answers.requests) == before
     hide(page, hidden=False)
     page.clock.run_for(1_000)
     page.wait_for_function("document.getElementById('live').dataset.state === 'live'")
     assert answers.count("/v1/groups") > 1
 
 
-def test_rows_stay_the_same_nodes_and_keep_the_focus(tab: Tab) -> None:
-    answers = Counted()
+def test_an_update_keeps_the_rows_and_the_focus(tab: Tab) -> None:
+    answers = CountingBroker()
     tab.answer(answers)
     page = tab.open("groups")
     link = page.get_by_role("link", name="7")
     link.focus()
     page.evaluate("document.querySelectorAll('tbody tr').forEach(row => { row.isKept = true; })")
-    asked = answers.count("/v1/groups")
+    requests = answers.count("/v1/groups")
     with page.expect_response("**/v1/groups"):
         pass
     with page.expect_response("**/v1/groups"):
         pass
-    assert answers.count("/v1/groups") > asked
+    assert answers.count("/v1/groups") > requests
     assert page.evaluate("[...document.querySelectorAll('tbody tr')].every(row => row.isKept)")
     expect(link).to_be_focused()
 
 
-def test_an_account_that_may_only_look_has_no_buttons(tabs: Callable[..., Tab]) -> None:
+def test_an_account_without_admin_rights_has_no_buttons(tabs: Callable[..., Tab]) -> None:
     for may_admin in (True, False):
         tab = tabs()
         tab.answer(BusyBroker(may_admin=may_admin))
@@ -149,7 +151,7 @@ def test_an_account_that_may_only_look_has_no_buttons(tabs: Callable[..., Tab]) 
             expect(seen.first).to_be_visible() if may_admin else expect(seen).to_have_count(0)
 
 
-def test_an_account_signs_in_and_out(tabs: Callable[..., Tab], guarded: RunningNode) -> None:
+def test_an_account_signs_in_with_its_secret_and_out(tabs: Callable[..., Tab], guarded: RunningNode) -> None:
     tab = tabs(guarded.node.http_port)
     tab.allowed = {401, 403}
     page = tab.page
@@ -172,7 +174,7 @@ def test_an_account_signs_in_and_out(tabs: Callable[..., Tab], guarded: RunningN
     assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_colours_are_chosen_and_kept(tab: Tab) -> None:
+def test_the_chosen_colours_survive_a_reload(tab: Tab) -> None:
     tab.answer(BusyBroker())
     page = tab.open("node")
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -189,7 +191,7 @@ def test_colours_are_chosen_and_kept(tab: Tab) -> None:
     assert page.evaluate(ground) == dark
 
 
-def test_the_keyboard_is_enough(tab: Tab) -> None:
+def test_a_page_can_be_used_by_the_keyboard_alone(tab: Tab) -> None:
     tab.answer(BusyBroker())
     page = tab.open("node")
     page.keyboard.press("Tab")
@@ -211,7 +213,7 @@ def test_the_keyboard_is_enough(tab: Tab) -> None:
     expect(page.get_by_text("Due by the minute")).to_be_visible()
 
 
-def test_a_dialog_gives_the_focus_back(tab: Tab) -> None:
+def test_a_closed_dialog_returns_the_focus(tab: Tab) -> None:
     tab.answer(BusyBroker())
     page = tab.open("waiting")
     opener = page.get_by_role("button", name="Cancel").first
@@ -224,7 +226,7 @@ def test_a_dialog_gives_the_focus_back(tab: Tab) -> None:
     expect(opener).to_be_focused()
 
 
-def test_a_phone_has_a_menu(tabs: Callable[..., Tab]) -> None:
+def test_a_phone_has_a_menu_that_closes_after_a_choice(tabs: Callable[..., Tab]) -> None:
     tab = tabs(viewport=PHONE)
     tab.answer(BusyBroker())
     page = tab.open("node")

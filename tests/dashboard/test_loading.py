@@ -12,17 +12,17 @@ from tests.dashboard.browser import PAGES, Tab
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
-def says_nothing_yet(page: Page) -> None:
+def assert_no_data_shown(page: Page) -> None:
     """No figure, row or text about them is visible."""
     expect(page.locator("#page .empty:visible, #page table:visible, #page .tile:visible")).to_have_count(0)
 
 
-def test_a_page_is_loading_until_it_is_answered(tab: Tab) -> None:
+def test_a_page_shows_loading_until_the_broker_answers(tab: Tab) -> None:
     tab.page.route("**/v1/**", lambda route: None)  # never answered
     for name in PAGES:
         page = tab.open(name)
         expect(page.locator("#page .loading:visible")).to_have_text("Loading …")
-        says_nothing_yet(page)
+        assert_no_data_shown(page)
     tab.page.unroute_all(behavior="ignoreErrors")
     tab.answer(BusyBroker())
     for name in PAGES:
@@ -32,16 +32,16 @@ def test_a_page_is_loading_until_it_is_answered(tab: Tab) -> None:
         expect(page.locator("#page .card:visible").first).to_be_visible()
 
 
-def test_a_page_without_an_answer_says_so(tab: Tab) -> None:
+def test_a_page_without_a_connection_shows_that_there_is_no_answer(tab: Tab) -> None:
     tab.allowed = {0}
     tab.page.route("**/v1/**", lambda route: route.abort("connectionrefused"))
     for name in PAGES:
         page = tab.open(name)
         expect(page.locator("#page .loading:visible")).to_contain_text("No answer yet")
-        says_nothing_yet(page)
+        assert_no_data_shown(page)
 
 
-def test_a_page_that_is_refused_says_why(tab: Tab) -> None:
+def test_a_page_that_is_refused_shows_the_reason(tab: Tab) -> None:
     tab.allowed = {403}
 
     def refuse(route: Route) -> None:
@@ -53,20 +53,20 @@ def test_a_page_that_is_refused_says_why(tab: Tab) -> None:
         page = tab.open(name)
         expect(page.locator("#page .verdict:visible").first).to_contain_text("may not look at this")
         expect(page.locator("#page .loading:visible")).to_have_count(0)
-        says_nothing_yet(page)
+        assert_no_data_shown(page)
 
 
-def test_another_search_is_loading_again(tab: Tab) -> None:
+def test_a_new_search_shows_loading_again(tab: Tab) -> None:
     page = tab.open("waiting")
     expect(page.locator("#page .empty")).to_be_visible()
     page.route("**/v1/messages?**", lambda route: None)
     page.get_by_label("Text").fill("order-17")
     page.get_by_role("button", name="Search").click()
     expect(page.locator("#page .loading")).to_be_visible()
-    says_nothing_yet(page)
+    assert_no_data_shown(page)
 
 
-class Late(BusyBroker):
+class LateBroker(BusyBroker):
     """One release of a hundred lies in the bucket up to a minute; it was late by 14 s."""
 
     def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
@@ -77,8 +77,8 @@ class Late(BusyBroker):
         return status, found
 
 
-def test_no_bound_is_above_the_latest(tab: Tab) -> None:
-    tab.answer(Late())
+def test_a_percentile_is_never_shown_above_the_maximum(tab: Tab) -> None:
+    tab.answer(LateBroker())
     page = tab.open("punctual")
     expect(page.locator("#page .tile", has_text="since the start").first).to_contain_text("≤ 14 s")
     expect(page.locator("#page")).not_to_contain_text("≤ 1 min")

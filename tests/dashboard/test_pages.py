@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 GRAVE = {"serious", "critical"}
 
 
-def faults_of_access(page: Page, axe: str) -> list[str]:
+def accessibility_faults(page: Page, axe: str) -> list[str]:
     """The serious accessibility faults that axe-core finds, and their places."""
     page.evaluate(axe)
     found: list[dict[str, Any]] = page.evaluate("axe.run().then(result => result.violations)")
@@ -28,7 +28,7 @@ def faults_of_access(page: Page, axe: str) -> list[str]:
     ]
 
 
-def settled(page: Page) -> None:
+def wait_until_shown(page: Page) -> None:
     """Wait until the page shows what it has asked for."""
     page.wait_for_load_state("networkidle")
 
@@ -39,52 +39,54 @@ def test_a_page_is_accessible(tabs: Callable[..., Tab], axe: str, name: str, col
     tab = tabs(color_scheme=colours)
     tab.answer(BusyBroker())
     page = tab.open(name)
-    settled(page)
+    wait_until_shown(page)
     tab.shoot(f"{name}-{colours}")
-    assert not faults_of_access(page, axe)
+    assert not accessibility_faults(page, axe)
 
 
-def test_a_page_that_keeps_people_out_is_noticed(tab: Tab, axe: str) -> None:
+def test_the_check_for_accessibility_finds_a_missing_label_and_a_pale_text(tab: Tab, axe: str) -> None:
     tab.answer(BusyBroker())
     page = tab.open("waiting")
-    settled(page)
+    wait_until_shown(page)
     page.evaluate("document.querySelector('label[for=text]').remove()")
     page.evaluate("document.documentElement.style.setProperty('--soft', '#d8d8d8')")
-    found = "\n".join(faults_of_access(page, axe))
+    found = "\n".join(accessibility_faults(page, axe))
     assert "label (critical)" in found and "color-contrast (serious)" in found
 
 
-def test_pages_of_a_broker_that_holds_nothing(tabs: Callable[..., Tab], axe: str) -> None:
+def test_pages_of_an_empty_broker_show_no_error_and_are_accessible(
+    tabs: Callable[..., Tab], axe: str
+) -> None:
     for name in PAGES:
         tab = tabs()
         page = tab.open(name)
-        settled(page)
+        wait_until_shown(page)
         tab.shoot(f"{name}-empty")
         expect(page.locator("#reach")).to_be_hidden()
         expect(page.locator("#page > .verdict:visible")).to_have_count(0)
-        assert not faults_of_access(page, axe)
+        assert not accessibility_faults(page, axe)
 
 
-def test_pages_fit_a_phone(tabs: Callable[..., Tab], axe: str) -> None:
+def test_pages_fit_a_phone_and_are_accessible(tabs: Callable[..., Tab], axe: str) -> None:
     tab = tabs(viewport=PHONE, has_touch=True)
     tab.answer(BusyBroker(texts="a-key-that-is-rather-long-and-has-no-blank-to-break-at-" * 3))
     for name in PAGES:
         page = tab.open(name)
-        settled(page)
+        wait_until_shown(page)
         tab.shoot(f"{name}-phone")
         assert overflow(page) <= 0, name
-        assert not faults_of_access(page, axe)
+        assert not accessibility_faults(page, axe)
 
 
 @pytest.mark.parametrize(
     "body", [HOSTILE + "<b>" * 21_000, "\r\n\t" * 100, ""], ids=["html", "blanks", "none"]
 )
-def test_hostile_texts_are_texts(tab: Tab, body: str) -> None:
+def test_html_in_texts_is_shown_as_text(tab: Tab, body: str) -> None:
     message = {"body": body, "body_cut": len(body) > 60_000, "size_bytes": 4 << 20}
     tab.answer(BusyBroker(texts=HOSTILE, body=message))
     for name in PAGES:
         page = tab.open(name)
-        settled(page)
+        wait_until_shown(page)
         if name in ("waiting", "dead-letters"):
             page.locator("tbody button.link").first.click()
             expect(page.locator("dialog")).to_be_visible()
@@ -97,7 +99,7 @@ def test_hostile_texts_are_texts(tab: Tab, body: str) -> None:
         assert "\u202e" not in shown and "\x1b" not in shown
 
 
-def test_a_fault_in_a_page_is_noticed(browser: Any, node: Any) -> None:
+def test_the_browser_reports_violations_of_the_policy_and_errors_of_a_page(browser: Any, node: Any) -> None:
     tab = Tab(browser, node.node.http_port)
     tab.answer(BusyBroker())
     page = tab.open("node")

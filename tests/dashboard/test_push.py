@@ -34,7 +34,7 @@ def none_left(client: Client) -> Iterator[None]:
         client.ask("DELETE", f"{PATH}/{one['name']}")
 
 
-def made(client: Client, name: str, receiver: Receiver, **fields: Any) -> dict[str, Any]:
+def create_subscription(client: Client, name: str, receiver: Receiver, **fields: Any) -> dict[str, Any]:
     wanted = {"topic": f"for-{name}", "group": name, "url": receiver.url, **fields}
     answer = client.ask("PUT", f"{PATH}/{name}", wanted)
     assert answer.status == 201, answer
@@ -49,17 +49,19 @@ def cell(row: Locator, label: str) -> Locator:
     return row.locator(f'td[data-label="{label}"]')
 
 
-def act(page: Page, opener: Locator, label: str, said: str) -> None:
+def act(page: Page, opener: Locator, label: str, status_text: str) -> None:
     """Do what a button asks about, and close the dialog that says how it went."""
     opener.click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("button", name=label).click()
-    expect(dialog.get_by_role("status")).to_have_text(said)
+    expect(dialog.get_by_role("status")).to_have_text(status_text)
     dialog.get_by_role("button", name="Close").click()
     expect(dialog).to_have_count(0)
 
 
-def test_one_is_made_and_its_secret_is_shown_once(tab: Tab, client: Client, receiver: Receiver) -> None:
+def test_a_subscription_is_created_and_its_secret_is_shown_once(
+    tab: Tab, client: Client, receiver: Receiver
+) -> None:
     tab.allowed = {400}
     page = tab.open("push")
     expect(page.get_by_text("No push subscriptions.")).to_be_visible()
@@ -100,8 +102,10 @@ def test_one_is_made_and_its_secret_is_shown_once(tab: Tab, client: Client, rece
         Webhook(shown).verify(request.body, request.headers, json_parse=False)
 
 
-def test_a_name_that_is_taken_changes_nothing(tab: Tab, client: Client, receiver: Receiver) -> None:
-    made(client, "taken", receiver)
+def test_a_subscription_with_an_existing_name_is_refused(
+    tab: Tab, client: Client, receiver: Receiver
+) -> None:
+    create_subscription(client, "taken", receiver)
     page = tab.open("push")
     expect(row_of(page, "taken")).to_be_visible()
     page.get_by_role("button", name="New subscription").click()
@@ -113,11 +117,11 @@ def test_a_name_that_is_taken_changes_nothing(tab: Tab, client: Client, receiver
     assert client.ask("GET", f"{PATH}/taken").value["url"] == receiver.url
 
 
-def test_a_receiver_that_fails_is_seen_and_tried_at_once(
+def test_a_failing_receiver_is_shown_and_tried_again_on_request(
     tab: Tab, client: Client, receiver: Receiver
 ) -> None:
     receiver.script = lambda request: Reply(500)
-    made(client, "mailers", receiver)
+    create_subscription(client, "mailers", receiver)
     page = tab.open("push")
     row = row_of(page, "mailers")
     expect(row).to_contain_text("circuit closed")
@@ -135,8 +139,8 @@ def test_a_receiver_that_fails_is_seen_and_tried_at_once(
     eventually(lambda: b"fresh" in receiver.bodies(), "the message after the failures came")
 
 
-def test_one_is_paused_and_resumed(tab: Tab, client: Client, receiver: Receiver) -> None:
-    made(client, "search", receiver)
+def test_a_subscription_is_paused_and_resumed(tab: Tab, client: Client, receiver: Receiver) -> None:
+    create_subscription(client, "search", receiver)
     page = tab.open("push")
     row = row_of(page, "search")
     act(page, row.get_by_role("button", name="Pause"), "Pause", "Paused: nothing more is sent.")
@@ -150,9 +154,13 @@ def test_one_is_paused_and_resumed(tab: Tab, client: Client, receiver: Receiver)
     assert receiver.bodies() == [b"kept"]
 
 
-def test_one_is_changed_and_what_is_not_touched_stays(tab: Tab, client: Client, receiver: Receiver) -> None:
+def test_a_change_of_a_subscription_keeps_the_other_fields(
+    tab: Tab, client: Client, receiver: Receiver
+) -> None:
     tab.allowed = {400, 416}
-    first = made(client, "changed", receiver, filter="red || blue", rate_per_s=2.5, timeout="1500ms")
+    first = create_subscription(
+        client, "changed", receiver, filter="red || blue", rate_per_s=2.5, timeout="1500ms"
+    )
     page = tab.open("push")
     row = row_of(page, "changed")
     row.get_by_role("button", name="Change").click()
@@ -174,8 +182,8 @@ def test_one_is_changed_and_what_is_not_touched_stays(tab: Tab, client: Client, 
     assert {name: kept[name] for name in untouched} == {name: first[name] for name in untouched}
 
 
-def test_one_is_deleted_when_that_is_confirmed(tab: Tab, client: Client, receiver: Receiver) -> None:
-    made(client, "deleted", receiver)
+def test_a_subscription_is_deleted_after_a_confirmation(tab: Tab, client: Client, receiver: Receiver) -> None:
+    create_subscription(client, "deleted", receiver)
     page = tab.open("push")
     row = row_of(page, "deleted")
     row.get_by_role("button", name="Delete").click()
@@ -188,11 +196,11 @@ def test_one_is_deleted_when_that_is_confirmed(tab: Tab, client: Client, receive
     assert client.ask("GET", f"{PATH}/deleted").status == 404
 
 
-def test_dead_letters_of_its_group_are_counted_and_led_to(
+def test_the_dead_letters_of_a_subscription_are_counted_and_linked(
     tab: Tab, client: Client, node: RunningNode, receiver: Receiver
 ) -> None:
     given_up(node, client, "for-dead", "dead", {"body": "a"}, {"body": "b"})
-    made(client, "dead", receiver)
+    create_subscription(client, "dead", receiver)
     page = tab.open("push")
     link = cell(row_of(page, "dead"), "Dead letters").get_by_role("link")
     expect(link).to_have_text("2")
@@ -200,10 +208,12 @@ def test_dead_letters_of_its_group_are_counted_and_led_to(
     expect(page.locator("tbody tr")).to_have_count(2)
 
 
-def test_hostile_urls_and_names_are_texts(tab: Tab, client: Client, receiver: Receiver) -> None:
+def test_urls_and_names_of_subscriptions_are_shown_as_text(
+    tab: Tab, client: Client, receiver: Receiver
+) -> None:
     # As hostile as the broker allows. Worse answers are in test_pages.py.
     url = f"{receiver.url}/onerror=alert(1)//%3Cimg%3E?javascript:alert(2)'--"
-    made(client, "hostile", receiver, url=url, group="%script|img%")
+    create_subscription(client, "hostile", receiver, url=url, group="%script|img%")
     page = tab.open("push")
     row = row_of(page, "hostile")
     expect(row).to_contain_text("javascript:alert(2)")
@@ -220,13 +230,13 @@ def test_hostile_urls_and_names_are_texts(tab: Tab, client: Client, receiver: Re
     act(page, row.get_by_role("button", name="Delete"), "Delete the subscription", "Deleted.")
 
 
-def test_an_account_that_may_only_look_has_its_own_and_no_buttons(
+def test_an_account_without_admin_rights_has_its_subscriptions_and_no_buttons(
     tabs: Callable[..., Tab], tmp_path: Path, receiver: Receiver
 ) -> None:
     with guarded_node(tmp_path, http_port=0, push_allow="127.0.0.1") as guarded:
         with client_of(guarded, f"Bearer root:{SECRETS['root']}") as root:
-            made(root, "own", receiver, topic="orders", group="workers")
-            made(root, "foreign", receiver, topic="news", group="readers")
+            create_subscription(root, "own", receiver, topic="orders", group="workers")
+            create_subscription(root, "foreign", receiver, topic="news", group="readers")
         for account, rows in (("shop", ["own"]), ("root", ["foreign", "own"])):
             tab = tabs(guarded.node.http_port)
             tab.allowed = {401, 403}

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from tests.accounts import guarded_node
 from tests.bounds import BOUND_S
 from tests.dashboard.browser import PHONE, Tab, needed, overflow
-from tests.dashboard.test_pages import faults_of_access
+from tests.dashboard.test_pages import accessibility_faults
 from tests.edges.http.client import Client
 from tests.edges.http.handlers.test_campaigns import planned
 from tests.edges.http.openapi import OPERATIONS
@@ -50,7 +50,7 @@ def shown(page: Page) -> list[str]:
     ]
 
 
-def test_each_operation_is_there_with_what_it_takes_and_answers(tab: Tab, client: Client) -> None:
+def test_each_operation_is_shown_with_its_parameters_and_answers(tab: Tab, client: Client) -> None:
     page = reference(tab)
     expect(page).to_have_url(f"{tab.origin}/dashboard/reference.html")
     assert sorted(shown(page)) == sorted(each.name for each in OPERATIONS)
@@ -81,7 +81,7 @@ def test_each_operation_is_there_with_what_it_takes_and_answers(tab: Tab, client
     expect(send.locator(".inner[open]")).to_contain_text("durable")
 
 
-def test_operations_are_found_by_words(tab: Tab) -> None:
+def test_a_search_finds_operations_by_words_and_by_fields(tab: Tab) -> None:
     page = reference(tab)
     page.keyboard.press("/")
     expect(page.get_by_label("Search")).to_be_focused()
@@ -99,7 +99,7 @@ def test_operations_are_found_by_words(tab: Tab) -> None:
     expect(page.locator(".operation:visible")).to_have_count(len(OPERATIONS) + 1)
 
 
-def test_the_keyboard_is_enough(tab: Tab) -> None:
+def test_the_reference_can_be_used_by_the_keyboard_alone(tab: Tab) -> None:
     page = reference(tab)
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
@@ -113,7 +113,7 @@ def test_the_keyboard_is_enough(tab: Tab) -> None:
     expect(page.locator("#subscribe")).not_to_have_attribute("open", "")
 
 
-def test_an_address_leads_to_one_operation(tab: Tab) -> None:
+def test_an_address_with_a_fragment_opens_its_operation(tab: Tab) -> None:
     page = reference(tab, "#nack")
     expect(page.locator("#nack")).to_have_attribute("open", "")
     expect(page.locator("#nack > summary")).to_be_focused()
@@ -125,7 +125,7 @@ def test_an_address_leads_to_one_operation(tab: Tab) -> None:
     expect(page.locator("#forecast")).to_be_visible()
 
 
-def test_it_is_linked_from_the_dashboard_and_leads_back(tab: Tab) -> None:
+def test_the_reference_and_the_dashboard_are_linked(tab: Tab) -> None:
     page = tab.open("node")
     page.get_by_role("link", name="HTTP API").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("HTTP API")
@@ -133,13 +133,13 @@ def test_it_is_linked_from_the_dashboard_and_leads_back(tab: Tab) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("Punctual")
 
 
-def test_it_is_read_without_an_account(tabs: Callable[..., Tab], tmp_path: Path) -> None:
+def test_the_reference_is_shown_without_an_account(tabs: Callable[..., Tab], tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         assert len(shown(reference(tabs(node.node.http_port)))) == len(OPERATIONS)
 
 
 @pytest.mark.parametrize("colours", ["light", "dark", "phone"])
-def test_it_is_accessible(tabs: Callable[..., Tab], axe: str, colours: str) -> None:
+def test_the_reference_is_accessible(tabs: Callable[..., Tab], axe: str, colours: str) -> None:
     options: dict[str, Any] = {"viewport": PHONE} if colours == "phone" else {"color_scheme": colours}
     tab = tabs(**options)
     page = reference(tab, "#send")
@@ -148,17 +148,19 @@ def test_it_is_accessible(tabs: Callable[..., Tab], axe: str, colours: str) -> N
     for summary in page.locator("#send .inner > summary, #groups .inner > summary").all():
         summary.click()
     assert overflow(page) <= 0
-    assert not faults_of_access(page, axe)
+    assert not accessibility_faults(page, axe)
 
 
-def test_a_document_that_does_not_come_is_said(tab: Tab) -> None:
+def test_a_document_that_cannot_be_read_is_reported(tab: Tab) -> None:
     tab.allowed = {503}
     tab.page.route("**/openapi.json", lambda route: route.fulfill(status=503, json={"detail": "disk full"}))
     tab.page.goto(f"{tab.origin}/docs")
     expect(tab.page.locator("#about")).to_contain_text("could not be read: disk full")
 
 
-def test_each_curl_does_what_it_says(tab: Tab, client: Client, node: RunningNode) -> None:
+def test_each_curl_command_has_the_status_of_its_operation(
+    tab: Tab, client: Client, node: RunningNode
+) -> None:
     """In an order in which created things exist. The statuses are those of the document."""
     needed(lambda: environments.tool("curl", "curl"))
     page = reference(tab)
@@ -184,7 +186,7 @@ def test_each_curl_does_what_it_says(tab: Tab, client: Client, node: RunningNode
     assert {name: status for name, status in statuses.items() if status >= 300} == REFUSED
 
 
-def test_an_operation_that_is_missing_is_noticed(tab: Tab, client: Client) -> None:
+def test_a_document_without_an_operation_fails_the_comparison(tab: Tab, client: Client) -> None:
     document = client.ask("GET", "/openapi.json").value
     del document["paths"]["/v1/jobs"]
     tab.page.route("**/openapi.json", lambda route: route.fulfill(json=document))

@@ -26,7 +26,7 @@ def none_left(client: Client) -> Iterator[None]:
         client.ask("DELETE", f"{PATH}/{one['name']}")
 
 
-def made(client: Client, name: str, rule: dict[str, object], **fields: Any) -> dict[str, Any]:
+def create_schedule(client: Client, name: str, rule: dict[str, object], **fields: Any) -> dict[str, Any]:
     answer = client.ask("PUT", f"{PATH}/{name}", {"rule": rule, "topic": "reports", "body": "x", **fields})
     assert answer.status == 201, answer
     return dict(answer.value)
@@ -41,7 +41,7 @@ def previewed(client: Client, rule: dict[str, object]) -> list[str]:
     return [time["local"].replace("T", " ") for time in times]
 
 
-def test_one_is_made_while_its_next_times_are_shown(tab: Tab, client: Client) -> None:
+def test_a_schedule_is_created_in_a_form_that_previews_its_next_times(tab: Tab, client: Client) -> None:
     tab.allowed = {400, 404}
     page = tab.open("schedules")
     expect(page.get_by_text("No schedules.")).to_be_visible()
@@ -103,9 +103,11 @@ def test_one_is_made_while_its_next_times_are_shown(tab: Tab, client: Client) ->
     ],
     ids=["every", "rrule", "at", "cron"],
 )  # fmt: skip
-def test_a_change_keeps_all_that_a_schedule_has(tab: Tab, client: Client, rule: dict[str, object]) -> None:
+def test_a_change_of_a_schedule_keeps_its_other_fields(
+    tab: Tab, client: Client, rule: dict[str, object]
+) -> None:
     body = base64.b64encode(bytes(range(256))).decode()
-    before = made(
+    before = create_schedule(
         client, "kept", rule, body=None, base64=body, tag="eu", keys=["k1", "k2"], properties={"region": "eu"},
         catch_up="all", catch_up_within="2h", overlap="skip", group="makers",
     )  # fmt: skip
@@ -126,8 +128,8 @@ def test_a_change_keeps_all_that_a_schedule_has(tab: Tab, client: Client, rule: 
     assert after["topic"] == "others"
 
 
-def test_a_name_that_is_taken_changes_nothing(tab: Tab, client: Client) -> None:
-    made(client, "taken", NIGHTLY)
+def test_a_schedule_with_an_existing_name_is_refused(tab: Tab, client: Client) -> None:
+    create_schedule(client, "taken", NIGHTLY)
     page = tab.open("schedules")
     page.get_by_role("button", name="New schedule").click()
     dialog = page.get_by_role("dialog")
@@ -138,8 +140,8 @@ def test_a_name_that_is_taken_changes_nothing(tab: Tab, client: Client) -> None:
     assert client.ask("GET", f"{PATH}/taken").value["topic"] == "reports"
 
 
-def test_one_is_run_paused_resumed_and_deleted(tab: Tab, client: Client) -> None:
-    made(client, "nightly", NIGHTLY)
+def test_a_schedule_is_run_paused_resumed_and_deleted(tab: Tab, client: Client) -> None:
+    create_schedule(client, "nightly", NIGHTLY)
     page = tab.open("schedules")
     row = row_of(list_of(page), "nightly")
     act_on(page, row, "Run now", "Send it", "Sent: nightly.run-")
@@ -171,9 +173,9 @@ def act_on(page: Page, row: Locator, opener: str, label: str, said: str) -> None
     expect(page.locator("dialog")).to_have_count(0)
 
 
-def test_more_than_a_page_is_turned(tab: Tab, client: Client) -> None:
+def test_schedules_are_listed_in_pages(tab: Tab, client: Client) -> None:
     for number in range(27):
-        made(client, f"many-{number:02}", NIGHTLY, topic="others" if number == 3 else "reports")
+        create_schedule(client, f"many-{number:02}", NIGHTLY, topic="others" if number == 3 else "reports")
     page = tab.open("schedules")
     rows = list_of(page).locator("tbody tr")
     expect(rows).to_have_count(25)
@@ -201,10 +203,10 @@ DAYS = {
 
 
 @pytest.mark.parametrize("name", DAYS)
-def test_a_day_shows_where_clocks_change(tab: Tab, client: Client, name: str) -> None:
+def test_the_day_view_marks_changes_of_the_clock(tab: Tab, client: Client, name: str) -> None:
     zone, day, hours, change, time = DAYS[name]
-    made(client, "nightly", NIGHTLY)
-    made(client, "often", {"every": "1m"}, topic="often")
+    create_schedule(client, "nightly", NIGHTLY)
+    create_schedule(client, "often", {"every": "1m"}, topic="often")
     page = tab.open("schedules")
     page.get_by_label("Day", exact=True).fill(day)
     page.get_by_label("Time zone").fill(zone)
@@ -225,9 +227,9 @@ def test_a_day_shows_where_clocks_change(tab: Tab, client: Client, name: str) ->
     assert overflow(page) <= 0
 
 
-def test_a_day_that_a_zone_does_not_have_is_said(tab: Tab, client: Client) -> None:
+def test_the_day_view_reports_a_day_that_its_zone_does_not_have(tab: Tab, client: Client) -> None:
     tab.allowed = {400}
-    made(client, "nightly", NIGHTLY)
+    create_schedule(client, "nightly", NIGHTLY)
     page = tab.open("schedules")
     zone = page.get_by_label("Time zone")
     for text, day, said in (
@@ -245,8 +247,8 @@ def test_a_day_that_a_zone_does_not_have_is_said(tab: Tab, client: Client) -> No
     expect(page.locator(".lanes")).to_be_visible()
 
 
-def test_a_minute_of_the_day_is_opened_with_the_keyboard(tab: Tab, client: Client) -> None:
-    made(client, "often", {"every": "1m"})
+def test_a_minute_of_the_day_view_is_opened_with_the_keyboard(tab: Tab, client: Client) -> None:
+    create_schedule(client, "often", {"every": "1m"})
     page = tab.open("schedules")
     page.get_by_label("Day", exact=True).fill("2027-03-27")
     chart = page.get_by_role("group", name="Messages due in each minute")
@@ -260,8 +262,10 @@ def test_a_minute_of_the_day_is_opened_with_the_keyboard(tab: Tab, client: Clien
     expect(page.locator(".tile-note").first).to_contain_text("1 by schedules")
 
 
-def test_hostile_texts_are_texts(tab: Tab, client: Client) -> None:
-    made(client, "hostile", NIGHTLY, body=HOSTILE.replace("\x00", ""), tag="<b>", topic="onerror-alert")
+def test_html_in_schedules_is_shown_as_text(tab: Tab, client: Client) -> None:
+    create_schedule(
+        client, "hostile", NIGHTLY, body=HOSTILE.replace("\x00", ""), tag="<b>", topic="onerror-alert"
+    )
     page = tab.open("schedules")
     row_of(list_of(page), "hostile").get_by_role("button", name="Change").click()
     dialog = page.get_by_role("dialog")
